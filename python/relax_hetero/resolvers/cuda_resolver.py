@@ -33,7 +33,7 @@ from ..encoding.problem import (
 from ..encoding.resolver import EncodingResolver
 from ..errors import EncodingError
 from ..target.element_types import HALF_TYPES, TF32, bytes_of
-from ..target.gpu_target import GpuTarget, gpu_target_of
+from ..target.gpu_target import NARROW_COLUMNS, GpuTarget, gpu_target_of
 from ..tir.conv.conv_products import IMAGE_CHANNELS
 
 if TYPE_CHECKING:
@@ -91,6 +91,8 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
     taps, chunk = 1, CHUNK_BYTES // element
     for size in window:
         taps *= size
+    if taps == 1 and sizes["n"] <= NARROW_COLUMNS:
+        return ()
     swizzled = COLUMNS, SWIZZLED_BYTES // element
     padded = -(-channels * element // SWIZZLED_BYTES) * SWIZZLED_BYTES / (channels * element)
     if gpu.tensor != "wgmma":
@@ -100,7 +102,7 @@ def _tile(encoding: Encoding, gpu: GpuTarget) -> tuple[int, ...]:
         tap_count = chunk // IMAGE_CHANNELS
         chunks = -(-window[-1] // tap_count) * (taps // window[-1])
         tile = (COLUMNS, tap_count, IMAGE_CHANNELS) if tap_count > 1 else (COLUMNS, IMAGE_CHANNELS)
-        return tile if chunks * CHUNK_BYTES >= SWIZZLED_BYTES else ()
+        return tile if chunks * CHUNK_BYTES >= SWIZZLED_BYTES or chunks % 2 == 0 else ()
     if taps > 1 and padded > MAX_PADDING and channels % chunk == 0 and taps * channels * element >= SWIZZLED_BYTES:
         return COLUMNS, chunk
     return swizzled if channels * element % 4 == 0 else ()
@@ -128,7 +130,8 @@ class CudaResolver(EncodingResolver):
             return conv_layout(encoding, gpu_target_of(target))
         sizes, gpu = encoding.sizes, gpu_target_of(target)
         is_static = DYNAMIC not in (sizes["n"], sizes["k"]) and 0 not in sizes.values()
-        if encoding.operand_index != RHS or not is_static or not gpu.multiplies(*encoding.element_types):
+        is_wide = is_static and sizes["n"] > NARROW_COLUMNS
+        if encoding.operand_index != RHS or not is_wide or not gpu.multiplies(*encoding.element_types):
             return PackedLayout.identity(len(encoding.index_map))
         tiles = {"n": COLUMNS, "k": SWIZZLED_BYTES // bytes_of(encoding.element_type)}
         return tiled(encoding.index_map, ("n", "k"), tiles, swizzle=True)

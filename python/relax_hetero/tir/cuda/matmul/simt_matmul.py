@@ -29,12 +29,17 @@ from .simt_tiles import SHARED, SimtOperand, TiledProduct, barrier, known
 #
 # The lanes of a warp lie along the weight's contiguous dimension, 16 bytes each; the remaining lanes, and the warps of
 # a block, split k. A thread accumulates its columns in registers; lanes reduce by shuffles, warps in shared memory.
+# Where columns are many, warps have columns of their own instead; where k is short, a thread has several columns.
 
 MAX_GEMV_ROWS = 8
 """Maximum rows: a thread has accumulators for all rows."""
 
 _LOADS_IN_FLIGHT = 4
 """Weight loads that a thread issues at a time."""
+_MAX_REPEATS, _MAX_SUMS = 8, 32
+"""Maximum columns of a thread if k is short, and accumulators of these."""
+_MANY_BLOCKS = 128
+"""Minimum blocks per multiprocessor whose warps have columns of their own."""
 
 
 @dataclass(frozen=True)
@@ -88,27 +93,34 @@ class _Plan:
         Elements of a vector load.
     column_lanes : int
         Lanes of a warp along the columns; the others lie along k.
-    warps : int
-        Warps of a block, which split k.
+    warps, column_warps : int
+        Warps of a block that split k, and those that split its columns.
+    loads : int
+        Loads along k that a thread has in flight.
+    repeats : int
+        Vectors of columns of a thread.
     """
 
     along_k: bool
     vector: int
     column_lanes: int
     warps: int
+    column_warps: int = 1
+    loads: int = _LOADS_IN_FLIGHT
+    repeats: int = 1
 
     @property
     def threads(self) -> int:
-        return self.warps * WARP
+        return self.warps * self.column_warps * WARP
 
     @property
     def own_columns(self) -> int:
-        """Columns of a thread."""
+        """Neighbouring columns of a thread."""
         return 1 if self.along_k else self.vector
 
     @property
     def block_columns(self) -> int:
-        return self.column_lanes * self.own_columns
+        return self.column_lanes * self.own_columns * self.column_warps * self.repeats
 
     @property
     def k_lanes(self) -> int:
@@ -136,6 +148,16 @@ def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
     vector = weight.vector("k" if along_k else product.column, max_bytes)
     columns = product.columns if isinstance(product.columns, int) else 1 << 14
     count = product.batches.count if isinstance(product.batches.count, int) else 1
+    many = _MANY_BLOCKS * gpu.multiprocessors
+    if along_k and isinstance(product.k, int) and 0 < product.k <= vector * WARP // 2:
+        lanes = WARP >> (-(-product.k // vector) - 1).bit_length()
+        plan = _Plan(along_k, vector, lanes, 1, 8, 1, min(_MAX_REPEATS, _MAX_SUMS // product.rows))
+        while plan.threads * plan.repeats > WARP and count * columns < plan.block_columns * many // 16:
+            if plan.repeats > 1:
+                plan = replace(plan, repeats=plan.repeats // 2)
+            else:
+                plan = replace(plan, column_warps=plan.column_warps // 2)
+        return plan
     if along_k:
         lanes = 1
         while lanes < 4 and count * -(-columns // (2 * lanes)) >= 16 * gpu.multiprocessors:
@@ -152,6 +174,8 @@ def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
     while warps > 1 and k_lanes * warps > max(k, 1):
         warps //= 2
     plan = _Plan(along_k, vector, lanes, warps)
+    while along_k and plan.warps > 1 and count * columns >= plan.block_columns * 2 * many:
+        plan = replace(plan, warps=plan.warps // 2, column_warps=plan.column_warps * 2)
     while plan.warps > 1 and plan.sums(product.rows) * bytes_of(product.dtype) > gpu.shared_bytes:
         plan = replace(plan, warps=plan.warps // 2)
     return plan
@@ -162,48 +186,65 @@ class _Block:
 
     def __init__(self, product: Gemv, plan: _Plan, at: Coordinates, first: Expr, thread: Expr) -> None:
         self.product, self.plan, self.at, self.first, self.thread = product, plan, at, first, thread
-        self.warp = T.bind(tirx.floordiv(thread, WARP))
+        number = T.bind(tirx.floordiv(thread, WARP))
+        self.column_warp: Expr = T.bind(tirx.floordiv(number, plan.warps)) if plan.column_warps > 1 else 0
+        self.warp = T.bind(tirx.floormod(number, plan.warps)) if plan.column_warps > 1 else number
         lane = tirx.floormod(thread, WARP)
         self.column_lane = T.bind(tirx.floormod(lane, plan.column_lanes))
         self.k_lane = T.bind(tirx.floordiv(lane, plan.column_lanes))
-        self.column = T.bind(first + self.column_lane * plan.own_columns)
+        self.column = T.bind(first + self._in_block(0))
         self.own = T.bind(int64((self.warp * plan.k_lanes + self.k_lane) * plan.own_k))
-        self.count = product.rows * plan.own_columns
+        self.sums_per_repeat = product.rows * plan.own_columns
+        self.count = self.sums_per_repeat * plan.repeats
+
+    def _in_block(self, repeat: Expr) -> Expr:
+        """First column of the thread's vector `repeat`, in its block."""
+        plan = self.plan
+        own_warp = repeat * plan.column_warps + self.column_warp
+        return (own_warp * plan.column_lanes + self.column_lane) * plan.own_columns
 
     def emit(self) -> None:
         product, plan = self.product, self.plan
         sums = local(self.count, product.dtype)
         with unrolled(self.count) as i:
             T.buffer_store(sums, tirx.const(0, product.dtype), [i])
-        steps = ceil_div(product.k, plan.step * _LOADS_IN_FLIGHT)
-        loaded = local(_LOADS_IN_FLIGHT * plan.vector, product.weight.dtype)
+        steps = ceil_div(product.k, plan.step * plan.loads)
+        loaded = local(plan.loads * plan.repeats * plan.vector, product.weight.dtype)
         with T.serial(int64(steps)) as step:
-            with unrolled(_LOADS_IN_FLIGHT) as load:
-                self._load(loaded, load, self._k(step, load))
-            with unrolled(_LOADS_IN_FLIGHT) as load:
+            with unrolled(plan.loads) as load, unrolled(plan.repeats) as repeat:
+                self._load(loaded, load, repeat, self._k(step, load))
+            with unrolled(plan.loads) as load:
                 self._multiply(sums, loaded, load, self._k(step, load))
         self._add_lanes(sums)
+        if plan.along_k and plan.warps == 1:
+            with T.If(tirx.EQ(self.k_lane, 0)), T.Then(), unrolled(plan.repeats) as repeat:
+                with unrolled(product.rows) as row, unrolled(plan.own_columns) as c:
+                    value = sums[repeat * self.sums_per_repeat + row * plan.own_columns + c]
+                    self._write(value, row, self._in_block(repeat) + c, [])
+            return
         warp_sums = T.alloc_buffer((plan.sums(product.rows),), product.dtype, scope=SHARED)
         with T.If(tirx.EQ(self.k_lane, 0)), T.Then(), unrolled(product.rows) as row, unrolled(plan.own_columns) as c:
-            index = (self.warp * product.rows + row) * plan.block_columns + self.column_lane * plan.own_columns + c
+            index = (self.warp * product.rows + row) * plan.block_columns + self._in_block(0) + c
             T.buffer_store(warp_sums, sums[row * plan.own_columns + c], [index])
         barrier()
         self._store(warp_sums)
 
     def _k(self, step: Expr, load: Expr) -> Expr:
-        return (step * _LOADS_IN_FLIGHT + load) * self.plan.step + self.own
+        return (step * self.plan.loads + load) * self.plan.step + self.own
 
-    def _load(self, loaded: Expr, load: Expr, k: Expr) -> None:
+    def _load(self, loaded: Expr, load: Expr, repeat: Expr, k: Expr) -> None:
         product, plan = self.product, self.plan
         weight = product.weight
+        column = self.column if plan.repeats == 1 else T.bind(self.first + self._in_block(repeat))
         conditions = [] if product.batches.exists is None else [product.batches.exists]
-        if not divides(product.k, plan.step * _LOADS_IN_FLIGHT):
+        if not divides(product.k, plan.step * plan.loads):
             conditions.append(k < product.k)
         if not divides(product.columns, plan.block_columns):
-            conditions.append(self.column < product.columns)
-        position = {**self.at, product.column: self.column, "k": k}
+            conditions.append(column < product.columns)
+        position = {**self.at, product.column: column, "k": k}
         value = weight.data[lane_indices(weight.address(position), plan.vector)]
-        lanes = [lane_indices(load * plan.vector, plan.vector)]
+        begin = (load * plan.repeats + repeat) * plan.vector
+        lanes = [lane_indices(begin, plan.vector)]
         if not conditions:
             T.buffer_store(loaded, value, lanes)
             return
@@ -211,13 +252,13 @@ class _Block:
             with T.Then():
                 T.buffer_store(loaded, value, lanes)
             with T.Else(), unrolled(plan.vector) as v:
-                T.buffer_store(loaded, tirx.const(0, weight.dtype), [load * plan.vector + v])
+                T.buffer_store(loaded, tirx.const(0, weight.dtype), [begin + v])
 
     def _multiply(self, sums: Expr, loaded: Expr, load: Expr, k: Expr) -> None:
         product, plan = self.product, self.plan
         few = product.few
         # Steps beyond k multiply zero weights; the other operand must be zero, too, as infinity would give NaN.
-        is_guarded = not divides(product.k, plan.step * _LOADS_IN_FLIGHT) or product.batches.exists is not None
+        is_guarded = not divides(product.k, plan.step * plan.loads) or product.batches.exists is not None
         width = min(plan.own_k, few.vector("k")) if few.is_contiguous("k") else 1
         with unrolled(product.rows) as row:
             values = local(plan.own_k, few.dtype)
@@ -235,11 +276,12 @@ class _Block:
                         T.buffer_store(values, value, [lane_indices(tirx.const(start, "int32"), width)])
                     with T.Else(), unrolled(width) as v:
                         T.buffer_store(values, tirx.const(0, few.dtype), [start + v])
-            with unrolled(plan.vector) as v:
+            with unrolled(plan.repeats) as repeat, unrolled(plan.vector) as v:
                 column, inner = (tirx.const(0, "int32"), v) if plan.along_k else (v, tirx.const(0, "int32"))
-                index = row * plan.own_columns + column
+                index = repeat * self.sums_per_repeat + row * plan.own_columns + column
                 a = few.converted(values[inner], product.dtype)
-                b = product.weight.converted(loaded[load * plan.vector + v], product.dtype)
+                weight = loaded[(load * plan.repeats + repeat) * plan.vector + v]
+                b = product.weight.converted(weight, product.dtype)
                 T.buffer_store(sums, sums[index] + a * b, [index])
 
     def _add_lanes(self, sums: Expr) -> None:
@@ -253,6 +295,7 @@ class _Block:
             distance *= 2
 
     def _store(self, warp_sums: Expr) -> None:
+        """Reduce over the warps that split k, and store."""
         product, plan = self.product, self.plan
         warp_size = product.rows * plan.block_columns
         iterations = -(-warp_size // plan.threads)
@@ -260,21 +303,19 @@ class _Block:
         with unrolled(iterations) as iteration:
             number = T.bind(iteration * plan.threads + self.thread)
             row, column = tirx.floordiv(number, plan.block_columns), tirx.floormod(number, plan.block_columns)
-            conditions: list[Expr | None] = [product.batches.exists]
-            if warp_size % plan.threads:
-                conditions.append(number < warp_size)
+            conditions = [number < warp_size] if warp_size % plan.threads else []
             clamped = number if warp_size % plan.threads == 0 else tirx.min(number, warp_size - 1)
             T.buffer_store(total, tirx.const(0, product.dtype), [0])
             with unrolled(plan.warps) as warp:
                 T.buffer_store(total, total[0] + warp_sums[warp * warp_size + clamped], [0])
-            end = None if divides(product.columns, plan.block_columns) else product.columns
-            product.writer.write(
-                [lambda: total[0]],
-                {**self.at, product.row: int64(row), product.column: self.first + column},
-                product.column,
-                conditions,
-                end,
-            )
+            self._write(total[0], row, column, conditions)
+
+    def _write(self, value: Expr, row: Expr, column: Expr, conditions: list[Expr]) -> None:
+        """Write a result, given its column in the block."""
+        product = self.product
+        end = None if divides(product.columns, self.plan.block_columns) else product.columns
+        at = {**self.at, product.row: int64(row), product.column: self.first + column}
+        product.writer.write([lambda: value], at, product.column, [product.batches.exists, *conditions], end)
 
 
 def simt_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SimtPlan | None = None) -> tirx.PrimFunc:

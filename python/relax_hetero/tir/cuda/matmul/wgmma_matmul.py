@@ -41,7 +41,6 @@ _MAX_PREFETCH_ROWS = 256
 _MAX_PREFETCH_BYTES = 6 << 20
 """Bytes of weights that a launch prefetches into L2 before it waits for previous launches: an eighth of L2. On an H200,
 BERT-base with 128 tokens in float16 takes 254 us with prefetching, 264 without, and 286 without dependent launch."""
-_BLOCK_BYTES = PACKED_ROWS * SWIZZLED_BYTES  # of the rows of one instruction
 _MIN_REALLOCATING_SUMS = 128  # accumulators per thread from which consumers take registers of the producers
 
 
@@ -142,6 +141,8 @@ class WgmmaProduct:
         self.swap_ab = tiling.swap_ab
         # Column blocks of a consumer, and accumulators of each.
         self.blocks = tiling.columns // 64 // self.consumers if self.swap_ab else 1
+        # Bytes of the rows of one instruction.
+        self.block_bytes = PACKED_ROWS * (right.step_bytes if self.swap_ab else SWIZZLED_BYTES)
         self.registers = (tiling.rows if self.swap_ab else tiling.columns) // 2
         # TVM lacks integer wgmma with 256 columns.
         is_integer = sums_dtype(left.view.nominal) == "uint32"
@@ -380,7 +381,7 @@ class WgmmaProduct:
     def _descriptors(self, group: Expr) -> tuple[list[Expr], list[Expr]]:
         """Matrix descriptors of a warpgroup's operands in stage 0: their low words, which vary, and high words."""
         base, left, right = local(2, "uint64"), self.left, self.right
-        rows_at = group * (self.blocks * _BLOCK_BYTES)
+        rows_at = group * (self.blocks * self.block_bytes)
         left_begin = self.left_at + (0 if self.swap_ab else rows_at)
         right_begin = self.shared.at(self.right_at + (rows_at if self.swap_ab else 0))
         ptx.matrix_descriptor(base[int(self.swap_ab)], self.shared.at(left_begin), left.leading)
@@ -427,15 +428,15 @@ class WgmmaProduct:
                 a = T.bind(low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
                 b = T.bind(low[1] + T.Cast("uint32", stage) * T.uint32(second.size // 16))
                 ptx.wgmma_fence()
-                for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
+                for i in range(self.right.step_bytes // ptx.CONTRACTION_BYTES):
                     adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
                     for block in range(self.blocks):
                         for begin in range(0, self.registers, self.issued):
                             # A second instruction multiplies further rows of the right tile.
-                            column_offset = begin * 2 * SWIZZLED_BYTES // 16
+                            column_offset = begin * 2 * self.right.step_bytes // 16
                             ptx.wgmma(
                                 [sums[block * self.registers + begin + r] for r in range(self.issued)],
-                                descriptor(0, a + T.uint32(i * first.advance + block * _BLOCK_BYTES // 16)),
+                                descriptor(0, a + T.uint32(i * first.advance + block * self.block_bytes // 16)),
                                 descriptor(1, b + T.uint32(i * second.advance + column_offset)),
                                 (first.view.nominal, second.view.nominal),
                                 adds,

@@ -153,6 +153,7 @@ class _Kernel(ChunkKernel):
             ptx.wgmma_wait(1)
             self._update(scores, next_index, page_mask)
             ptx.wgmma_wait(0)
+            ptx.warp_barrier()  # all lanes have read the page's number
             with when(self.lane == 0):
                 self.ring.release(index)
             scores.rescale()
@@ -168,8 +169,9 @@ class _Kernel(ChunkKernel):
 
     def _page(self, index: Expr) -> tuple[Expr, Expr]:
         """Wait for a page; its offset, and a mask of all ones, or 0 if the page is missing."""
-        tile = self.ring.wait(index if not isinstance(index, int) else tirx.const(index, "int32"))
-        return tile, self._complete_page(tile, T.bind(self.first_page + index))
+        index = index if not isinstance(index, int) else tirx.const(index, "int32")
+        tile = self.ring.wait(index)
+        return tile, self._complete_page(tile, index)
 
     def _clear(self, tile: Expr, num_tokens: Expr) -> None:
         super()._clear(tile, num_tokens)

@@ -8,7 +8,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.pages import PAGE
 from ...core.builder import Expr
 from ..core import ptx
-from ..core.launch import SharedMemory
+from ..core.launch import SharedMemory, local
 from ..tile.ring import Ring
 from .paged_work import CHUNK, PagedTensors
 
@@ -31,6 +31,7 @@ class PageRing(Ring):
         self.tensors = tensors
         self.stage_bytes = 2 * tensors.work.tile_bytes
         self.offset = shared.reserve(stages * self.stage_bytes, 128)
+        self._numbers_at = shared.reserve(stages * 4)
         super().__init__(shared, stages, producers=1, consumers=consumers)
 
     def initialize(self) -> None:
@@ -49,9 +50,16 @@ class PageRing(Ring):
         """
         stage = self.stage(index)
         barrier = self.full(stage)
+        ptx.store_shared(self.shared.at(self._numbers_at + stage * 4), [tirx.reinterpret("uint32", page)])
         ptx.barrier_expect(barrier, self.stage_bytes)
         source = T.address_of(self.tensors.pages[self.tensors.tile(T.max(page, 0), kv_head, 0)])
         ptx.bulk_load(self.shared.at(self.offset + stage * self.stage_bytes), source, self.stage_bytes, barrier)
+
+    def page(self, index: Expr) -> Expr:
+        """Page number that was given to `load`, after `wait`: unlike a read of the table, it takes no trip to L2."""
+        number = local(1, "uint32")
+        ptx.load_shared([number[0]], self.shared.at(self._numbers_at + self.stage(index) * 4))
+        return T.bind(tirx.reinterpret("int32", number[0]))
 
     def wait(self, index: Expr) -> Expr:
         """Wait for a page; the offset of its keys in shared memory, which its values follow."""

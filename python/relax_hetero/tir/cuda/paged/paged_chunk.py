@@ -140,9 +140,9 @@ class ChunkKernel:
         page = T.bind(self.tensors.page_of(self.sequence, self.first_page + index))
         self.ring.load(index, page, self.kv_head)
 
-    def _complete_page(self, tile: Expr, number: Expr) -> Expr:
+    def _complete_page(self, tile: Expr, index: Expr) -> Expr:
         """Zero uninitialized values of a page; the mask 0 if the page is missing, else all ones."""
-        page = T.bind(self.tensors.page_of(self.sequence, number))
+        page, number = self.ring.page(index), self.first_page + index
         num_tokens = T.bind(T.Select(page < 0, 0, self.last + 1 - number * PAGE))
         with when(num_tokens < PAGE):
             self._clear(tile, num_tokens)
@@ -164,9 +164,8 @@ class ChunkKernel:
         ptx.block_barrier()
         with T.serial(self.num_pages) as index:
             tile = self.ring.wait(index)
-            number = T.bind(self.first_page + index)
-            page_mask = self._complete_page(tile, number)
-            first = T.bind(number * PAGE)
+            page_mask = self._complete_page(tile, index)
+            first = T.bind((self.first_page + index) * PAGE)
             scores.multiply_keys(tile, 0)
             limits = [T.bitwise_and(limit, page_mask) for limit in self.limits]
             scores.update(first, limits, T.bitwise_and(self.min_limit, page_mask), self.lows)

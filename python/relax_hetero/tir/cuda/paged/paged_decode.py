@@ -158,13 +158,13 @@ class _Kernel:
         page = T.bind(self.tensors.page_of(self.sequence, self._page(index)))
         self.ring.load(index, page, self.kv_head)
 
-    def _complete_page(self, tile: Expr, number: Expr) -> Expr:
+    def _complete_page(self, tile: Expr, index: Expr, number: Expr) -> Expr:
         """Complete a loaded page; the number of the sequence's tokens up to the page's end.
 
         Uninitialized values become zeros, as probability 0 times NaN would be NaN, and the token's key and value are
         appended.
         """
-        page = T.bind(self.tensors.page_of(self.sequence, number))
+        page = self.ring.page(index)
         token = T.bind(T.Select(page < 0, -1, self.position - number * PAGE))
         with when(token < PAGE):
             self.ring.clear_values(tile, token + 1, self.thread, _THREADS)
@@ -175,7 +175,9 @@ class _Kernel:
 
     def _block(self) -> None:
         stages = self.plan.stages
-        self.vector = HeadVector(self.tensors, self.lane)
+        heads_per_warp = ceil_div(self.work.group, _WARPS)
+        self.vectors = [HeadVector(self.tensors, self.lane) for _ in range(heads_per_warp)]
+        self.token = HeadVector(self.tensors, self.lane)
         self.scores = PageScores(self.work, _KEYS, self.shared, self.lane, self.query_at, 0, _ROWS)
         self._queries()
         self.scores.begin()
@@ -185,7 +187,7 @@ class _Kernel:
         with T.serial(self.num_pages) as index:
             tile = self.ring.wait(index)
             number = T.bind(self._page(index))
-            limit = self._complete_page(tile, number)
+            limit = self._complete_page(tile, index, number)
             first = T.bind(number * PAGE + first_key)
             self.scores.multiply_keys(tile, first_key)
             self.scores.update(first, [limit, limit], limit, lows)
@@ -198,22 +200,30 @@ class _Kernel:
         self._combine()
 
     def _queries(self) -> None:
-        """Prepare the query heads of the tile in shared memory, zeros for missing ones."""
-        with T.serial(_ROWS // _WARPS) as iteration:
-            head = T.bind(iteration * _WARPS + self.warp)
+        """Prepare the query heads of the tile in shared memory, zeros for missing ones, and load the token's head.
+
+        All loads are in flight together.
+        """
+        work, norm = self.work, self.tensors.q_norm
+        for index, vector in enumerate(self.vectors):
+            vector.load(self.row, self.first_head + T.min(index * _WARPS + self.warp, work.group - 1), True)
+        for kind in range(2):
+            with when(self.warp == kind):
+                self.token.load(self.row, work.heads + kind * work.kv_heads + self.kv_head, kind == 0)
+        for index in range(_ROWS // _WARPS):
+            head = T.bind(index * _WARPS + self.warp)
 
             def store(element: Expr, bits: Expr, head: Expr = head) -> None:
                 offset = (tirx.floordiv(element, CHUNK) * _ROWS + head) * CHUNK + tirx.floormod(element, CHUNK)
                 ptx.store_shared(self.shared.at(self.query_at + offset * 2), [bits], "u16")
 
-            exists = head < self.work.group
-            with T.If(exists):
-                with T.Then():
-                    norm = self.tensors.q_norm
-                    self.vector.emit(self.row, self.first_head + head, norm, True, store)
-                with T.Else(), T.serial(ceil_div(self.work.size // CHUNK, WARP)) as part:
+            if index < len(self.vectors):
+                with when(True if (index + 1) * _WARPS <= work.group else head < work.group):
+                    self.vectors[index].finish(norm, True, store)
+            if (index + 1) * _WARPS > work.group:
+                with when(head >= work.group), T.serial(ceil_div(work.size // CHUNK, WARP)) as part:
                     chunk = part * WARP + self.lane
-                    with when(chunk < self.work.size // CHUNK):
+                    with when(chunk < work.size // CHUNK):
                         offset = (chunk * _ROWS + head) * CHUNK
                         ptx.store_shared(self.shared.at(self.query_at + offset * 2), [T.uint32(0)] * 4)
 
@@ -229,9 +239,7 @@ class _Kernel:
                 T.buffer_store(tensors.pages, bits, [begin + offset])
 
             with when(self.warp == kind):
-                norm = tensors.k_norm if kind == 0 else None
-                head = work.heads + kind * work.kv_heads + self.kv_head
-                self.vector.emit(self.row, head, norm, kind == 0, store)
+                self.token.finish(tensors.k_norm if kind == 0 else None, kind == 0, store)
 
     # Combination of warps, then of blocks.
 

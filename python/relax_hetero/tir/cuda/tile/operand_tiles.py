@@ -211,6 +211,17 @@ class OperandTile(StageTile):
         return PACKED_ROWS * SWIZZLED_BYTES // 16 if self.is_transposed else 1
 
     @property
+    def step_bytes(self) -> int:
+        """Bytes of a line in a k-step: 128, or those of a shorter k that is stored in chunks."""
+        is_short = not self.is_swizzled and isinstance(self.depth, int)
+        return min(SWIZZLED_BYTES, self.depth * self.element) if is_short else SWIZZLED_BYTES
+
+    @property
+    def size(self) -> int:
+        """Bytes of a tile."""
+        return self.rows * self.step_bytes
+
+    @property
     def stride(self) -> int:
         """Stride dimension offset of the matrix descriptor: 16-byte units between groups of 8 rows."""
         return 8 * (SWIZZLED_BYTES if self.is_swizzled else CHUNK_BYTES) // 16
@@ -257,11 +268,11 @@ class OperandTile(StageTile):
         skip = block * PACKED_ROWS
         row = self._clamp_block(first + (skip if isinstance(skip, int) else T.Cast("int64", skip)))
         k = T.Cast("int64", step) * self.step
-        if not self.is_swizzled and not divides(self.depth, self.step):
+        if not self.is_swizzled and self.step_bytes == SWIZZLED_BYTES and not divides(self.depth, self.step):
             # An incomplete last step begins earlier: the left operand is zero where it overlaps the step before.
             k = T.min(k, int64(self.depth - self.step))
         source = T.address_of(self.view.data[self.view.address({**at, self.row_dim: row, "k": k})])
-        size = PACKED_ROWS * SWIZZLED_BYTES
+        size = PACKED_ROWS * self.step_bytes
         ptx.bulk_load(shared.at(offset + block * size), source, size, barrier, self.evicts_first)
 
     def prefetch(self, at: Coordinates, first: Expr, step: Expr, steps: int) -> None:

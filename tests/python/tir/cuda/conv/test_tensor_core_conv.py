@@ -70,8 +70,24 @@ def test_windows(how):
         {"channels": (4, 64), "extents": (5, 4, 6), "windows": SAME, "tile": (64, 64)},
         {"channels": (3, 24), "extents": (9, 8), "windows": SAME, "dtype": "tfloat32"},
         {"channels": (3, 24), "extents": (11, 12), "windows": Window(7, 2, 1, 3, 3), "dtype": "uint8"},
+        {"channels": (3, 32), "extents": (15, 13), "windows": Window(3, 2, 1, 1, 1), "batch": 2},
+        {"channels": (4, 70), "extents": (9, 14), "windows": SAME},
+        {"channels": (4, 130), "extents": (9, 7), "windows": SAME, "tile": (48, 128), "swap_ab": True},
     ],
-    ids=["chunks", "swapped chunks", "1d", "bytes", "image", "patches", "3d image", "tf32 image", "image of bytes"],
+    ids=[
+        "chunks",
+        "swapped chunks",
+        "1d",
+        "bytes",
+        "image",
+        "patches",
+        "3d image",
+        "tf32 image",
+        "image of bytes",
+        "3x3",
+        "two columns",
+        "swapped 3x3",
+    ],
 )
 def test_few_channels(how):
     tile, options = how.get("tile", (64, 64)), {"swap_ab": how.get("swap_ab", False)}

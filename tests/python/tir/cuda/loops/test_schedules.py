@@ -90,6 +90,21 @@ def test_transposes(shape, order):
     check(lambda a: a.transpose(order), x, topi.transpose(x, order))
 
 
+def test_tables_of_other_axes_do_not_narrow_vectors():
+    x, rows, scale = tensor(6, 64, dtype="float16"), tensor(40, dtype="int64", name="rows"), tensor(40, name="scale")
+
+    def element(i, j):
+        return (x[rows[i] % 6, j].astype("float32") * scale[i]).astype("float16")
+
+    result = te.compute((40, 64), element)
+    check(lambda x, rows, scale: x[rows % 6].astype("float32") * scale[:, None], x, rows, scale, result, rtol=1e-3)
+    words = []
+    structural_walk(
+        scheduled(x, rows, scale, result).body, (tirx.BufferStore, lambda s: words.append(s.value.ty.dtype))
+    )
+    assert any(str(dtype) == "uint32x4" for dtype in words)
+
+
 def test_long_maps_compute_several_elements_a_thread():
     x = tensor((1 << 18) + 5)
     check(lambda a: a[::-1], x, topi.flip(x, 0))

@@ -89,6 +89,21 @@ def test_few_rows_or_columns(sizes, rhs):
     verify(sizes, maps=((*batch, "m", "k"), rhs, (*batch, "m", "n")))
 
 
+@pytest.mark.parametrize(
+    ("sizes", "multiprocessors"),
+    [
+        ({"m": 1100, "n": 1, "k": 32}, 1),  # several columns of a thread
+        ({"m": 1101, "n": 3, "k": 24}, 1),
+        ({"m": 130, "n": 8, "k": 5}, 132),
+        ({"m": 1030, "n": 2, "k": 600}, 1),  # warps with columns of their own
+    ],
+    ids=str,
+)
+def test_few_columns_of_many_rows(sizes, multiprocessors):
+    gpu = dataclasses.replace(GPU, multiprocessors=multiprocessors)
+    verify(sizes, gpu=gpu, types=("float16", "float16", "float32"), result="float16", maps=("mk", "nk", "mn"))
+
+
 def test_few_rows_of_other_types():
     verify({"m": 2, "n": 33, "k": 40}, types=("float16", "float16", "float32"), result="float16")
     verify({"m": 2, "n": 32, "k": 48}, types=("int8", "uint8", "int32"), maps=("mk", "nk", "mn"))
