@@ -199,7 +199,7 @@ class _AmxRows(AttentionRows):
             for i, r in enumerate(rows):
                 index = self._score_at(r, column)
                 product = let(spec.load("scores", index, lanes))
-                value = self._score(product, r, column, masks[i], cache if masks[i] is None else {})
+                value = self._score(product, r, column, (masks[i], masks[i]), cache if masks[i] is None else {})
                 spec.store("scores", index, value, lanes)
                 row_maxima[i] = T.max(row_maxima[i], value)
 

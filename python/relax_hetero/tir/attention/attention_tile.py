@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -60,9 +59,23 @@ class AttentionRows:
         self.count = source.count(row, rows)
 
     def _score(
-        self, product: Expr, i: Expr, column: Expr, exists: Expr | None, loaded: dict[tuple[int, Expr], Expr]
+        self,
+        product: Expr,
+        i: Expr,
+        column: Expr,
+        masks: tuple[Expr | None, Expr | None],
+        loaded: dict[tuple[int, Expr], Expr],
     ) -> Expr:
-        """A vector of scores of row i: the expression, and -inf for keys that do not exist or are masked."""
+        """A vector of scores of row i: the expression, and -inf for keys that the row does not see.
+
+        Parameters
+        ----------
+        masks : tuple of (PrimExpr or None)
+            Masks of keys that exist, and of those among them that the row sees; None: all.
+        loaded : dict
+            Vectors of operands that were loaded for other rows of these keys.
+        """
+        exists, visible = masks
         spec, source = self.spec, self.source
         values = [source.scaled_scores(product, column)]
         for number, view in enumerate(spec.masks):
@@ -74,12 +87,7 @@ class AttentionRows:
             values.append(loaded[key])
         dtypes = ["float32", *(str(view.data.dtype) for view in spec.masks)]
         value = expression_code.emit(spec.scores, values, dtypes, self.lanes)
-        visible = self._visible_lanes(i, column, exists)
         return let(value if visible is None else T.Select(visible, value, vector_math.constant(value, -float("inf"))))
-
-    def _visible_lanes(self, i: Expr, column: Expr, exists: Expr | None) -> Expr | None:
-        """The mask of existing keys of a vector that row i sees; None: all."""
-        return exists
 
     def _score_at(self, i: Expr, column: Expr) -> Expr:
         return i * self.spec.blocks.score_distance + column
@@ -228,11 +236,12 @@ class VectorRows(AttentionRows):
         for j, column in enumerate(columns):
             loaded: dict[tuple[int, Expr], Expr] = {}
             for i in range(self.rows):
-                value = self._score(spec.registers[i * vectors + j], i, column, masks[j], loaded)
+                visible = masks[j], self._visible_lanes(i, column, masks[j])
+                value = self._score(spec.registers[i * vectors + j], i, column, visible, loaded)
                 spec.store("scores", self._score_at(i, column), value, lanes)
                 self.maxima[i] = T.max(self.maxima[i], value)
 
-    def _visible_lanes(self, i: Any, column: Expr, exists: Expr | None) -> Expr | None:
+    def _visible_lanes(self, i: int, column: Expr, exists: Expr | None) -> Expr | None:
         """The mask of existing keys of a vector that row i sees; None: all."""
         begin, end = self.limits[i]
         visible = exists if end is None else lane_mask(materialize(end - column), self.lanes)

@@ -71,19 +71,22 @@ class KeyValueSource(ABC):
     def keys(self, panel: Expr) -> Factors:
         """Factors of the keys of a panel of `Blocks.columns`; a k-step is an element of each, or a pair."""
         blocks = self.spec.blocks
-        start = materialize(self.spec.at("keys", panel * (blocks.width // blocks.word_elements * blocks.columns)))
-        return lambda k, j: self._packed(start + k * blocks.columns + j * blocks.lanes)
+        return self._packed("keys", panel * (blocks.width // blocks.word_elements))
 
     def values(self, panel: Expr, masks: Masks) -> Factors:
         """Factors of a panel of elements of values, with masks of its vectors; a k-step is a value, or a pair."""
         blocks = self.spec.blocks
-        start = materialize(self.spec.at("values", panel * (blocks.keys // blocks.word_elements * blocks.columns)))
-        return lambda k, j: self._packed(start + k * blocks.columns + j * blocks.lanes)
+        return self._packed("values", panel * (blocks.keys // blocks.word_elements))
 
-    def _packed(self, start: Expr) -> Expr:
-        blocks = self.spec.blocks
-        value = self.spec.scratch[lane_indices(start, blocks.lanes)]
-        return T.reinterpret(f"int32x{blocks.lanes}", value) if blocks.pair_dtype else value
+    def _packed(self, name: str, row: Expr) -> Factors:
+        spec, blocks = self.spec, self.spec.blocks
+        start = materialize(spec.at(name, row * blocks.columns))
+
+        def factor(k: Expr, j: int) -> Expr:
+            value = spec.scratch[lane_indices(start + k * blocks.columns + j * blocks.lanes, blocks.lanes)]
+            return T.reinterpret(f"int32x{blocks.lanes}", value) if blocks.pair_dtype else value
+
+        return factor
 
     def scaled_scores(self, scores: Expr, column: Expr) -> Expr:
         """Products of a vector of keys from `column` on, times the keys' scales."""
