@@ -31,7 +31,6 @@ from ..core.builder import (
     ceil_div,
     either,
     int64,
-    lane_indices,
     lane_mask,
     let,
     loop,
@@ -56,7 +55,7 @@ from .attention_spec import (
     block_sizes,
     for_decode,
 )
-from .attention_tile import AttentionRows, VectorRows, store_weights
+from .attention_tile import SOFTMAX_ROWS, AttentionRows, VectorRows, store_weights
 from .key_values import DenseKeyValues, Factors
 
 # Attention with Intel AMX: scores and sums of values are products of tiles, softmax works on rows.
@@ -65,10 +64,6 @@ from .key_values import DenseKeyValues, Factors
 # bfloat16 (`key_values`), which is also the layout of right tiles; queries are copied, with zeros after their
 # width. Products have whole k-steps: after the end of k one factor, a key or a softmax weight, is zero and the other is
 # finite.
-
-# Rows whose softmax is interleaved. Measured without AMX (Zen 5, 128
-# keys): 4 rows take 12 to 20 % less time than in sequence.
-_SOFTMAX_ROWS = 4
 
 _WORD_BYTES = 4  # an element of scratch: a float32, or a pair of bfloat16
 
@@ -81,8 +76,8 @@ def begin_amx_task(spec: DenseSpec, instruction: AmxInstruction) -> None:
     if padded_pairs == pairs:
         return
     with loop(blocks.keys // blocks.columns) as panel, loop((padded_pairs - pairs) * blocks.vectors) as vector:
-        start = spec.at("keys") + (panel * padded_pairs + pairs) * blocks.columns + vector * blocks.lanes
-        T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [lane_indices(start, blocks.lanes)])
+        index = (panel * padded_pairs + pairs) * blocks.columns + vector * blocks.lanes
+        spec.store("keys", index, zeros("float32", blocks.lanes), blocks.lanes)
 
 
 def pad_values(spec: DenseSpec, size: Expr) -> None:
@@ -94,9 +89,8 @@ def pad_values(spec: DenseSpec, size: Expr) -> None:
     pairs = materialize(ceil_div(size, 2))
     rows_left = materialize(ceil_div(pairs, step_pairs) * step_pairs - pairs)
     with loop(blocks.value_panels) as panel, loop(rows_left) as row, loop(blocks.vectors) as vector:
-        start = (panel * (blocks.keys // 2) + pairs + row) * blocks.columns + vector * blocks.lanes
-        index = lane_indices(spec.at("values") + start, blocks.lanes)
-        T.buffer_store(spec.scratch, zeros("float32", blocks.lanes), [index])
+        index = (panel * (blocks.keys // 2) + pairs + row) * blocks.columns + vector * blocks.lanes
+        spec.store("values", index, zeros("float32", blocks.lanes), blocks.lanes)
 
 
 def emit_amx_queries(
@@ -180,11 +174,11 @@ class _AmxRows(AttentionRows):
 
     def softmax(self) -> None:
         """Replace scores by softmax weights in pairs, with zeros up to a whole k-step."""
-        groups = materialize(self.rows // _SOFTMAX_ROWS)
+        groups = materialize(self.rows // SOFTMAX_ROWS)
         with loop(groups) as group:
-            self._softmax_of_rows(materialize(group * _SOFTMAX_ROWS), _SOFTMAX_ROWS)
-        with loop(materialize(self.rows - groups * _SOFTMAX_ROWS)) as r:
-            self._softmax_of_rows(materialize(groups * _SOFTMAX_ROWS + r), 1)
+            self._softmax_of_rows(materialize(group * SOFTMAX_ROWS), SOFTMAX_ROWS)
+        with loop(materialize(self.rows - groups * SOFTMAX_ROWS)) as r:
+            self._softmax_of_rows(materialize(groups * SOFTMAX_ROWS + r), 1)
 
     def _softmax_of_rows(self, first: Expr, count: int) -> None:
         spec, lanes = self.spec, self.lanes
