@@ -390,7 +390,8 @@ def _emit_task(spec: DenseSpec, cpu: CpuTarget, task: Expr) -> None:
     if instruction is not None:
         begin_amx_task(spec, instruction)
     rows, head_blocks = sizes["m"] * blocks.heads, sizes["h"] // blocks.heads
-    query_blocks = materialize(ceil_div(rows, blocks.queries))
+    query_blocks = max(1, ceil_div(rows, blocks.queries)) if isinstance(rows, int) else ceil_div(rows, blocks.queries)
+    query_blocks = materialize(query_blocks)
     block_count = materialize(sizes["b"] * head_blocks * query_blocks)
     begin, end = part(block_count, blocks.tasks, task)
     with loop(materialize(end - begin)) as index:

@@ -264,15 +264,21 @@ class Blocks:
 
 def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     """The block sizes of a problem, as large as caches and cores allow."""
-    tile, queries = tile_sizes(cpu), dict(problem.sizes)["m"]
+    tile, queries = tile_sizes(cpu), _static_queries(problem)
     is_in_place, dtype = _is_decode(problem), problem.query.dtype
-    heads = _shared_heads(problem, cpu, tile.rows // int(queries)) if is_in_place else 1
+    heads = _shared_heads(problem, cpu, tile.rows // queries) if is_in_place and queries else 1
     columns = tile.vectors * cpu.lanes("float32")
-    rows = min(tile.rows, queries * heads) if isinstance(queries, int) else tile.rows
+    rows = min(tile.rows, queries * heads) if queries else tile.rows
     blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
     pair_dtype = dtype if accumulation(problem, cpu).k0 == 2 else ""
     is_widened = dtype in HALF_TYPES and not is_in_place and not pair_dtype
     return replace(blocks, is_in_place=is_in_place, pair_dtype=pair_dtype, scratch_queries=rows * is_widened)
+
+
+def _static_queries(problem: AttentionProblem) -> int:
+    """The number of queries; 0 if it is symbolic, 1 for none."""
+    queries = dict(problem.sizes)["m"]
+    return max(queries, 1) if isinstance(queries, int) else 0
 
 
 def _shared_heads(problem: AttentionProblem, cpu: CpuTarget, limit: int) -> int:
@@ -287,9 +293,9 @@ def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     """The block sizes with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
     if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _is_paired(problem, "bfloat16"):
         return None
-    columns, queries = 2 * TILE_ROWS, dict(problem.sizes)["m"]
-    max_rows = 2 * TILE_ROWS
-    rows = ceil_div(queries, ceil_div(queries, max_rows)) if isinstance(queries, int) and queries else max_rows
+    columns = max_rows = 2 * TILE_ROWS
+    queries = _static_queries(problem)
+    rows = ceil_div(queries, ceil_div(queries, max_rows)) if queries else max_rows
     blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS)
     blocks = replace(blocks, scratch_queries=rows)
     return replace(blocks, width=ceil_div(blocks.width, columns) * columns, pair_dtype="bfloat16", uses_amx=True)
@@ -301,14 +307,13 @@ def _blocks_of(
     """The block sizes for a register tile of `rows` by `columns`."""
     sizes: dict[str, Any] = dict(problem.sizes)
     sizes["h"] //= heads
-    if isinstance(sizes["m"], int):
-        sizes["m"] *= heads
+    sizes["m"] = _static_queries(problem) * heads
     keys, lanes = sizes["n"], cpu.lanes("float32")
     block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
-    tasks, block_queries = _split_queries(sizes, cpu.cores, rows)
+    tasks, block_rows = _split_rows(sizes, cpu.cores, rows)
     return Blocks(
         tasks=tasks,
-        queries=block_queries,
+        queries=block_rows,
         keys=block_keys,
         is_single=isinstance(keys, int) and keys <= block_keys,
         rows=rows,
@@ -321,8 +326,7 @@ def _blocks_of(
 
 
 def _is_decode(problem: AttentionProblem) -> bool:
-    queries = dict(problem.sizes)["m"]
-    return isinstance(queries, int) and queries <= DECODE_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
+    return 0 < _static_queries(problem) <= DECODE_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
 
 
 def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
@@ -346,20 +350,20 @@ def _is_paired(problem: AttentionProblem, dtype: str) -> bool:
     return True
 
 
-def _split_queries(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
-    """Numbers of tasks and of queries of a block: cores share heads, or parts of heads if that avoids idle cores."""
-    queries = sizes["m"] if isinstance(sizes["m"], int) else BLOCK_QUERIES
+def _split_rows(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
+    """Numbers of tasks and of rows of a block: cores share heads, or parts of heads if that avoids idle cores."""
+    head_rows = sizes["m"] or BLOCK_QUERIES
     heads = sizes["h"] * (sizes["b"] if isinstance(sizes["b"], int) else 1)
-    max_queries = max(rows, BLOCK_QUERIES // rows * rows)
-    is_static = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
-    work = heads * queries * (sizes["n"] if is_static else BLOCK_KEYS) * (sizes["d"] + sizes["e"])
+    max_rows = max(rows, BLOCK_QUERIES // rows * rows)
+    is_static = sizes["m"] and all(isinstance(sizes[name], int) for name in ("b", "n"))
+    work = heads * head_rows * (sizes["n"] if is_static else BLOCK_KEYS) * (sizes["d"] + sizes["e"])
     if tasks_for(cores, "multiply-adds", work if is_static else None) == 1:
-        return 1, min(max_queries, ceil_div(queries, rows) * rows)
+        return 1, min(max_rows, ceil_div(head_rows, rows) * rows)
     parts = next((parts for parts in range(1, cores + 1) if heads * parts % cores == 0), cores)
     if heads >= 4 * cores:
         parts = 1
-    size = ceil_div(ceil_div(queries, parts), rows) * rows
-    return cores, min(max_queries, size)
+    size = ceil_div(ceil_div(head_rows, parts), rows) * rows
+    return cores, min(max_rows, size)
 
 
 @dataclass(frozen=True)

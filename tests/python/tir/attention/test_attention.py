@@ -52,6 +52,7 @@ def test_hardly_a_query_or_key(rng: np.random.Generator) -> None:
     check(case(1, 2, 2, 1, 19, 24, 40, maps=("b h m d", "b g d n", "b g e n", "b m h*e")), AVX512, rng)
     check(case(1, 2, 2, 1, 19, 24, 40, starts=(16, 96, 7)), AVX512, rng)
     check(case(1, 4, 4, 5, 1, 8, 8), AVX512, rng)
+    check(case(1, 4, 4, 0, 5, 8, 8), AVX512, rng)
 
 
 @pytest.mark.parametrize(("queries", "symbolic"), [(1, False), (2, False), (2, True)])
