@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.expression import Expression
 from ...encoding.problem import AttentionProblem, Operand
-from ...target.amx_instructions import TILE_ROWS, amx_instruction_for
+from ...target.amx_instructions import TILE_ROWS, AmxInstruction, amx_instruction_for
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import FLOAT32_FMA, DotInstruction, dot_instruction_for
 from ...target.element_types import HALF_TYPES
@@ -178,8 +178,8 @@ class Blocks:
         Heads whose rows read the same keys: row ``q * heads + i`` is query q of head i.
     scratch_queries : int
         Rows of queries that are copied to scratch; keys and values are converted when packed.
-    uses_amx : bool
-        Whether AMX multiplies: `rows` are then those of a pair of tiles, and terms are paired.
+    amx : AmxInstruction, optional
+        Instruction that multiplies, if AMX does: `rows` are then those of a pair of tiles, and terms are paired.
     """
 
     tasks: int
@@ -195,7 +195,7 @@ class Blocks:
     pair_dtype: str = ""
     heads: int = 1
     scratch_queries: int = 0
-    uses_amx: bool = False
+    amx: AmxInstruction | None = None
 
     @property
     def word_elements(self) -> int:
@@ -229,12 +229,12 @@ class Blocks:
 
     def _row_distance(self, elements: int) -> int:
         """The distance of rows of `elements`: with AMX, an odd number of cache lines."""
-        return (ceil_div(elements, 16) | 1) * 16 if self.uses_amx else elements
+        return (ceil_div(elements, 16) | 1) * 16 if self.amx else elements
 
     @property
     def buffers(self) -> dict[str, int]:
         """Sizes of the buffers in a task's scratch, in elements."""
-        state = self.rows if self.uses_amx else 0
+        state = self.rows if self.amx else 0
         state = state if self.is_single else self.queries
         return {
             "keys": 0 if self.is_in_place else self.keys * self.width // self.word_elements,
@@ -242,7 +242,7 @@ class Blocks:
             "queries": self.scratch_queries * self.query_distance,
             "weights": self.rows * self.weight_distance if self.pair_dtype else 0,
             "scores": self.rows * self.score_distance,
-            "factors": self.rows if self.uses_amx else 0,
+            "factors": self.rows if self.amx else 0,
             "partial": state * self.value_distance,
             "maxima": state,
             "sums": state,
@@ -291,14 +291,15 @@ def _shared_heads(problem: AttentionProblem, cpu: CpuTarget, limit: int) -> int:
 
 def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     """The block sizes with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
-    if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _is_paired(problem, "bfloat16"):
+    amx = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
+    if amx is None or not _is_paired(problem, "bfloat16"):
         return None
     columns = max_rows = 2 * TILE_ROWS
     queries = _static_queries(problem)
     rows = ceil_div(queries, ceil_div(queries, max_rows)) if queries else max_rows
     blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS)
     blocks = replace(blocks, scratch_queries=rows)
-    return replace(blocks, width=ceil_div(blocks.width, columns) * columns, pair_dtype="bfloat16", uses_amx=True)
+    return replace(blocks, width=ceil_div(blocks.width, columns) * columns, pair_dtype="bfloat16", amx=amx)
 
 
 def _blocks_of(

@@ -7,6 +7,7 @@ softmax").
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -44,7 +45,7 @@ LOWEST = -3.4028234663852886e38
 SOFTMAX_ROWS = 4
 
 
-class AttentionRows:
+class AttentionRows(ABC):
     """Rows and a block of keys, with the arithmetic of scores and of softmax.
 
     Parameters
@@ -60,6 +61,28 @@ class AttentionRows:
         self.lanes, self.vectors = spec.blocks.lanes, spec.blocks.vectors
         self.online = not spec.blocks.is_single
         self.count = source.count(row, rows)
+
+    def emit(self) -> None:
+        """Write the attention of the rows to the block."""
+        self.copy_queries()
+        self.scores()
+        self.softmax()
+        self.values()
+
+    def copy_queries(self) -> None:
+        """Copy the queries to scratch, if they are not read in place."""
+
+    @abstractmethod
+    def scores(self) -> None:
+        """Write the scores of every key to scratch."""
+
+    @abstractmethod
+    def softmax(self) -> None:
+        """Replace scores by softmax weights, not yet divided by their sum."""
+
+    @abstractmethod
+    def values(self) -> None:
+        """Accumulate values with their softmax weights."""
 
     def _score(
         self,
@@ -174,12 +197,6 @@ class VectorRows(AttentionRows):
         self.maxima = Registers(rows, "float32", self.lanes)
         self.factors = Registers(rows, "float32", 1)
         """Rescaling factors of earlier sums, or, with a single block of keys, the sums of weights."""
-
-    def emit(self) -> None:
-        """Write the attention of the tile."""
-        self.scores()
-        self.softmax()
-        self.values()
 
     def _accumulate(
         self,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...target.amx_instructions import TILE_ROWS
 from ..core.builder import (
     Expr,
     Masks,
@@ -135,6 +136,8 @@ class DenseKeyValues(KeyValueSource):
         if not self.spec.blocks.is_in_place:
             self._pack_keys()
             self._pack_values()
+        if self.spec.blocks.amx:
+            self._pad_values()
 
     def _pack_keys(self) -> None:
         """Pack keys to panels ``[n / columns, d, columns]``; padding repeats the last key.
@@ -211,6 +214,18 @@ class DenseKeyValues(KeyValueSource):
         with loop(materialize(size // 2)) as row:
             pair(row, True)
         either(size % 2 > 0, lambda: pair(materialize(size // 2), False), lambda: None)
+
+    def _pad_values(self) -> None:
+        """Write zeros after the last value of a block, up to a whole k-step."""
+        spec, blocks, size = self.spec, self.spec.blocks, self.size
+        step_pairs = TILE_ROWS
+        if isinstance(size, int) and size % (2 * step_pairs) == 0:
+            return
+        pairs = materialize(ceil_div(size, 2))
+        rows_left = materialize(ceil_div(pairs, step_pairs) * step_pairs - pairs)
+        with loop(blocks.value_panels) as panel, loop(rows_left) as row, loop(blocks.vectors) as vector:
+            index = (panel * (blocks.keys // 2) + pairs + row) * blocks.columns + vector * blocks.lanes
+            spec.store("values", index, zeros("float32", blocks.lanes), blocks.lanes)
 
     def values(self, panel: Expr, masks: Masks) -> Factors:
         """Factors of a panel of elements of values, packed or in place."""
