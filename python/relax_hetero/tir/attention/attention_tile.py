@@ -69,8 +69,9 @@ class AttentionRows(ABC):
         self.softmax()
         self.values()
 
+    @abstractmethod
     def copy_queries(self) -> None:
-        """Copy the queries to scratch, if they are not read in place."""
+        """Copy the queries to scratch, if they are neither read in place nor there already."""
 
     @abstractmethod
     def scores(self) -> None:
@@ -197,6 +198,9 @@ class VectorRows(AttentionRows):
         self.maxima = Registers(rows, "float32", self.lanes)
         self.factors = Registers(rows, "float32", 1)
         """Rescaling factors of earlier sums, or, with a single block of keys, the sums of weights."""
+
+    def copy_queries(self) -> None:
+        """Copy nothing."""
 
     def _accumulate(
         self,
