@@ -77,11 +77,15 @@ class _DenseRows(VectorRows):
             return self._scratch_queries(0)
         word_elements = blocks.word_elements
         start = materialize(view.address(self.source.coordinates(self.row)) // word_elements)
-        row_stride, stride = view.stride("m") // word_elements, view.stride("d")
         if blocks.pair_dtype:
             words = view.pairs()
-            return lambda k, i: T.reinterpret("int32", words[start + i * row_stride + k])
-        return lambda k, i: view.element(start + i * row_stride + k * stride)
+            return lambda k, i: T.reinterpret("int32", words[start + self._query_offset(i) // word_elements + k])
+        return lambda k, i: view.element(start + self._query_offset(i) + k * view.stride("d"))
+
+    def _query_offset(self, i: int) -> Expr:
+        """Distance of a row's query from the first of the tile, whose row is a multiple of `Blocks.heads`."""
+        view, (query, head) = self.spec.query, divmod(i, self.spec.blocks.heads)
+        return query * view.stride("m") + head * view.stride("h")
 
     def copy_queries(self) -> None:
         """Write the queries of 16 bits to scratch as float32, ``[rows, d]``, unless they are read in pairs."""
@@ -92,7 +96,7 @@ class _DenseRows(VectorRows):
         for i in range(self.rows):
             for k in range(0, width, lanes):
                 count = min(lanes, width - k)
-                value = view.load(base + i * view.stride("m") + k * view.stride("d"), "d", count)
+                value = view.load(base + self._query_offset(i) + k * view.stride("d"), "d", count)
                 spec.store("queries", i * width + k, value, count)
 
     def _end_panel(self, first: Expr, masks: Masks) -> None:
@@ -116,7 +120,6 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     problem : AttentionProblem
         Attention of float32, bfloat16 or float16 operands with float32 scores; batch, queries and keys may be symbolic.
     cpu : CpuTarget
-        CPU with vectors.
 
     Returns
     -------
@@ -235,16 +238,15 @@ def _emit_rows(spec: DenseSpec, at: dict[str, Expr], begin: Expr, end: Expr) -> 
 
 def _emit_tail_tiles(spec: DenseSpec, source: DenseKeyValues, begin: Expr, end: Expr, whole_tiles: Expr) -> None:
     """Write the rows that do not fill a tile."""
-    rows, count = spec.blocks.rows, spec.sizes["m"] * spec.blocks.heads
+    rows, heads = spec.blocks.rows, spec.blocks.heads
+    count = spec.sizes["m"] * heads
     rows_done = materialize(whole_tiles * rows)
     if isinstance(count, int):
         if count % rows:
             with when(begin + rows_done < end):
                 _DenseRows(spec, source, materialize(begin + rows_done), rows_done, count % rows).emit()
         return
-    if rows == spec.blocks.heads:
-        return
-    for height in dict.fromkeys((max(1, rows // 2), 1)):
+    for height in sorted({max(1, rows // heads // 2) * heads, heads} - {rows}, reverse=True):
         rows_left = materialize(end - begin - rows_done)
         with loop(materialize(rows_left // height)) as tile:
             row = materialize(begin + rows_done + tile * height)

@@ -266,7 +266,7 @@ def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
     """The block sizes of a problem, as large as caches and cores allow."""
     tile, queries = tile_sizes(cpu), _static_queries(problem)
     is_in_place, dtype = _is_decode(problem), problem.query.dtype
-    heads = _shared_heads(problem, cpu, tile.rows // queries) if is_in_place and queries else 1
+    heads = _shared_heads(problem, cpu, tile.rows)
     columns = tile.vectors * cpu.lanes("float32")
     rows = min(tile.rows, queries * heads) if queries else tile.rows
     blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
@@ -281,12 +281,18 @@ def _static_queries(problem: AttentionProblem) -> int:
     return max(queries, 1) if isinstance(queries, int) else 0
 
 
-def _shared_heads(problem: AttentionProblem, cpu: CpuTarget, limit: int) -> int:
-    """The number of heads whose rows share keys that are read in place: at most `limit`, and no core is left idle."""
+def _shared_heads(problem: AttentionProblem, cpu: CpuTarget, max_rows: int) -> int:
+    """The number of heads whose rows share keys: it divides the rows of a tile, and leaves no core idle."""
     sizes: dict[str, Any] = dict(problem.sizes)
-    group, batch = sizes["h"] // sizes["g"], sizes["b"] if isinstance(sizes["b"], int) else 1
-    counts = [count for count in range(1, limit + 1) if group % count == 0]
-    return max(count for count in counts if count == 1 or batch * sizes["h"] // count >= cpu.cores)
+    queries, batch = _static_queries(problem) or BLOCK_QUERIES, sizes["b"] if isinstance(sizes["b"], int) else 1
+    group = sizes["h"] // sizes["g"] if _static_queries(problem) < BLOCK_QUERIES else 1  # packing is rare for more
+
+    def fits(count: int) -> bool:
+        rows = min(max_rows, queries * count)
+        tiles = batch * sizes["h"] // count * ceil_div(queries * count, rows)
+        return group % count == 0 and rows % count == 0 and tiles >= cpu.cores
+
+    return max(filter(fits, range(1, max_rows + 1)), default=1)
 
 
 def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
@@ -295,16 +301,15 @@ def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     if amx is None or not _is_paired(problem, "bfloat16"):
         return None
     columns = max_rows = 2 * TILE_ROWS
-    queries = _static_queries(problem)
-    rows = ceil_div(queries, ceil_div(queries, max_rows)) if queries else max_rows
-    blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS)
+    heads = _shared_heads(problem, cpu, max_rows)
+    count = _static_queries(problem) * heads
+    rows = ceil_div(count, ceil_div(count, max_rows)) if count else max_rows
+    blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS, heads)
     blocks = replace(blocks, scratch_queries=rows)
     return replace(blocks, width=ceil_div(blocks.width, columns) * columns, pair_dtype="bfloat16", amx=amx)
 
 
-def _blocks_of(
-    problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int, heads: int = 1
-) -> Blocks:
+def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int, heads: int) -> Blocks:
     """The block sizes for a register tile of `rows` by `columns`."""
     sizes: dict[str, Any] = dict(problem.sizes)
     sizes["h"] //= heads
