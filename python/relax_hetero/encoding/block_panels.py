@@ -171,6 +171,10 @@ class Panels:
         """Return whether kernels multiply weights of a format."""
         return PanelPlan(form, depth, self.columns).fits()
 
+    def fits_matrices(self, n: int) -> bool:
+        """Return whether kernels multiply each row by one of several matrices of n columns."""
+        return n > 0
+
     def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:
         """Shape of the only operand, for `matrices` matrices with n columns each."""
         return [[matrices * -(-n // self.columns), PanelPlan(form, depth, self.columns).panel_bytes]]

@@ -114,8 +114,15 @@ class Fragments:
         bits = (4, 5, 6, 8) if form.superblock_bytes else (4, 8)
         return form.bits in bits and form.block % 16 == 0
 
-    def pack(self, source: BlockSource) -> list[np.ndarray]:
-        """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold."""
+    def fits_matrices(self, n: int) -> bool:
+        """Return whether kernels multiply each row by one of several matrices of n columns."""
+        return n % FRAGMENT_COLUMNS == 0
+
+    def pack(self, source: BlockSource, matrices: int = 1) -> list[np.ndarray]:
+        """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold.
+
+        Several matrices are packed as one: no two share a fragment if `fits_matrices` holds.
+        """
 
         def pack_tiles(begin: int, end: int) -> list[np.ndarray]:
             part = slice(begin * FRAGMENT_COLUMNS, end * FRAGMENT_COLUMNS)
@@ -134,9 +141,9 @@ class Fragments:
         weights = pack_fragments(data, source.depth, source.form.block, source.form.bits)
         return [weights, *map(pack_fragment_blocks, [_as_float16_if_exact(scales), *zeros])]
 
-    def shapes(self, n: int, form: BlockFormat, depth: int) -> list[list[int]]:
-        """Shapes of the weights, and of scales and zero points."""
-        tiles = -(-n // FRAGMENT_COLUMNS)
+    def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:
+        """Shapes of the weights, and of scales and zero points, of matrices with n columns each."""
+        tiles = matrices * -(-n // FRAGMENT_COLUMNS)
         blocks = [tiles, -(-depth // form.block), 8, 2]
         return [[tiles, -(-depth // chunk_of(stored_bits(form))), 32, 4], *[blocks] * (1 + bool(form.minimum))]
 

@@ -317,7 +317,7 @@ class QuantizedMatmulProblem:
     form : BlockFormat or None
         Format of weights in panels, and of a file's weights in fragments.
     experts : int
-        Number of matrices, one after another, each in panels of its own; 0: one matrix for all rows.
+        Number of matrices, one after another, each in panels or fragments of its own; 0: one matrix for all rows.
     index : Operand or None
         Numbers of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are.
         The left operand has one row for a token, or one for each of its experts.

@@ -14,7 +14,7 @@ import tvm_ffi
 from tvm import relax
 
 from ..encoding.block_formats import BlockFormat, block_format
-from ..encoding.block_panels import Panels, source_form
+from ..encoding.block_panels import source_form
 from ..encoding.block_weights import GROUP, BlockLayout, Fragments, bytes_of_row, layout_of
 from ..encoding.expression import Expression
 from ..errors import EncodingError
@@ -157,7 +157,7 @@ def block_matmul(
     format : str
         Format of weights of a file, as in dequantize_blocks.
     experts : int
-        Number of matrices of the weights, in panels; 0: one matrix for all rows. With experts, the weights are followed
+        Number of matrices of the weights; 0: one matrix for all rows. With experts, the weights are followed
         by an operand (tokens, used) of int32 or int64, the matrices that each token is multiplied by; indices out of
         range are clamped. The result then has the shape (tokens, used, 1, columns).
     activation_bits : int
@@ -300,23 +300,22 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
 
 
 def _weight_shapes(call: relax.Call, layout: BlockLayout, form: BlockFormat, depth: int) -> list[list[int]]:
-    columns, experts = int(call.attrs.columns), int(call.attrs.experts)
-    if experts and isinstance(layout, Panels):
-        return layout.shapes(columns, form, depth, experts)
-    return layout.shapes(columns, form, depth)
+    return layout.shapes(int(call.attrs.columns), form, depth, int(call.attrs.experts) or 1)
 
 
 def _expert_dims(call: relax.Call, layout: BlockLayout, x: list[Any]) -> list[Any]:
     """The extents of the result of a product with experts, without its columns."""
-    if int(call.attrs.experts) < 0 or not isinstance(layout, Panels):
-        raise EncodingError(f"{BLOCK_MATMUL}: found {call.attrs.experts} experts, expected some, in panels of columns")
-    _check_call(call, BlockMatmulAttrs, 3)
-    index = _tensor(call, 2, ("int32", "int64"))
+    experts, columns = int(call.attrs.experts), int(call.attrs.columns)
+    if experts < 0 or not layout.fits_matrices(columns):
+        raise EncodingError(f"{BLOCK_MATMUL}: found {experts} experts with {columns} columns, expected whole fragments")
+    place = 1 + weight_operands(call)
+    _check_call(call, BlockMatmulAttrs, 1 + place)
+    index = _tensor(call, place, ("int32", "int64"))
     fits = len(index) == 2 and isinstance(index[1], int) and len(x) == 4 and x[2] == 1 and x[1] in (1, index[1])
     if not fits or differ(*(tvm.tirx.convert(extent) for extent in (x[0], index[0]))):
         raise EncodingError(
-            f"{BLOCK_MATMUL}: operands 0 and 2 have shapes {x} and {index}, expected (tokens, 1 or used, 1, k) and "
-            "(tokens, used)"
+            f"{BLOCK_MATMUL}: operands 0 and {place} have shapes {x} and {index}, expected (tokens, 1 or used, 1, k) "
+            "and (tokens, used)"
         )
     return [*index, 1]
 

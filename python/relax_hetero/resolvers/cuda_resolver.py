@@ -158,7 +158,7 @@ class CudaResolver(EncodingResolver):
         is_supported = (
             dtype in HALF_TYPES and gpu.tensor == "wgmma" and problem.depth % tile == 0 and problem.block % 16 == 0
         )
-        if rows < UNPACKED_ROWS or not is_supported:
+        if rows < UNPACKED_ROWS or problem.experts or not is_supported:
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 

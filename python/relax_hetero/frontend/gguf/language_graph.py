@@ -20,6 +20,8 @@ from ...encoding.pages import TABLES
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
+from ...tir.routing import RoutingProblem, routing_kernel
+from ...transform.ir.kernels import opaque_kernel
 from ..paged_cache import DECODE, PagedCache
 from .activation_types import ActivationTypes
 from .hyperparameters import Hyperparameters
@@ -35,10 +37,11 @@ def language_module(
     `types`, so that activations of models trained in bfloat16 do not overflow float16 between layers. Products with
     block-quantized weights may round them to integers of `activation_bits` (see `dequantize_blocks`).
     """
-    functions = {
-        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits, types).build(name)
-        for name, rows, kind in cache.functions
-    }
+    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
+    for name, rows, kind in cache.functions:
+        function = _Function(model, weights, cache, rows, kind, activation_bits, types)
+        functions[tvm.ir.GlobalVar(name)] = function.build(name)
+        functions.update(function.builder.get().functions.items())  # kernels
     return tvm.IRModule(functions)
 
 
@@ -205,14 +208,12 @@ class _Function:
         used = model.experts_used
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
         scores = self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")
-        probs = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.ffn_moe_probs")
-        topk = self.emit(relax.op.topk(probs, used, axis=-1, ret_type="both", dtype="int32"), f"{name}.ffn_moe_topk")
-        topk_probs = self.emit(relax.TupleGetItem(topk, 0), f"{name}.ffn_moe_weights")
-        total = self.emit(relax.op.sum(topk_probs, [-1], keepdims=True), f"{name}.ffn_moe_sum")
-        weights = self.emit(relax.op.divide(topk_probs, total), f"{name}.ffn_moe_share")
-        if model.expert_scale != 1.0:
-            weights = self.emit(relax.op.multiply(weights, _scalar(model.expert_scale)), f"{name}.ffn_moe_scaled")
-        ids = self.emit(relax.TupleGetItem(topk, 1), f"{name}.ffn_moe_ids")
+        kernel = opaque_kernel(routing_kernel(RoutingProblem(rows, model.experts, used, model.expert_scale)))
+        types = [relax.TensorType([rows, used], dtype) for dtype in ("int32", "float32")]
+        routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), [scores], types)
+        routes = self.emit(routing, f"{name}.ffn_moe_topk")
+        ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids")
+        weights = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
         expert_input = self.emit(relax.op.reshape(x, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
         gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.hidden_size)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")

@@ -47,31 +47,32 @@ def layouts_of(vdevices: Sequence[tvm.relax.VDevice]) -> list[BlockLayout | None
 
 def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:
     """Bytes of a tensor on a device with a layout."""
-    form = FILE_FORMATS.get(tensor.type.lower())
     shape = tensor.shape
     if isinstance(layout, Fragments) and len(shape) == 2 and (tensor.type == "F32" or is_plain(tensor.type)):
         return 2.0 * prod(shape)
-    if form is None or len(shape) < 2 or layout is None or not layout.fits(form, shape[-1]):
+    form = _kept_format(tensor, layout)
+    if form is None or layout is None:
         return 4.0 * prod(shape)
-    matrices, columns = prod(shape[:-2]), shape[-2]
+    words, *others = layout.shapes(shape[-2], form, shape[-1], prod(shape[:-2]))
     if isinstance(layout, Panels):
-        return float(sum(map(prod, layout.shapes(columns, form, shape[-1], matrices))))
-    if matrices > 1:
-        return 4.0 * prod(shape)
-    return _fragment_bytes(layout, form, columns, shape[-1])
-
-
-def _fragment_bytes(layout: Fragments, form: BlockFormat, columns: int, depth: int) -> float:
-    words, *others = layout.shapes(columns, form, depth)
+        return float(prod(words))
     # Scales of K types are products of two scales, which float16 cannot represent.
     size = 4 if form.scale == "int8" else 2
     return float(4 * prod(words) + size * sum(map(prod, others)))
 
 
+def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat | None:
+    """Format of a tensor whose weights stay in it on a device; None if they become float32."""
+    form, shape = FILE_FORMATS.get(tensor.type.lower()), tensor.shape
+    if form is None or len(shape) < 2 or layout is None or not layout.fits(form, shape[-1]):
+        return None
+    return form if len(shape) == 2 or layout.fits_matrices(shape[-2]) else None
+
+
 def bytes_read(tensor: FileTensor, layout: BlockLayout | None, share: float) -> float:
     """Bytes of a tensor that a token reads; `share` is the fraction of chosen experts, 1 for other tensors."""
-    copies = COPIED_EXPERTS if len(tensor.shape) > 2 and not isinstance(layout, Panels) else 1
-    return copies * share * resident_bytes(tensor, layout)
+    is_copied = len(tensor.shape) > 2 and _kept_format(tensor, layout) is None
+    return (COPIED_EXPERTS if is_copied else 1) * share * resident_bytes(tensor, layout)
 
 
 _KERNELS_PER_PART = {"attn": 5, "ffn": 4, "embd": 1, "output": 2}

@@ -408,9 +408,9 @@ def _match_expert_product(block: Block, index: int) -> _Product | None:
     table, index_expr = block.definition(experts.args[0]), experts.args[1]
     weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
     layout, sizes = _block_layout(var), shape_of(table) or []
-    if op_name(weight) != DEQUANTIZE_BLOCKS or not isinstance(layout, Panels) or not _fits(layout, weight):
+    if op_name(weight) != DEQUANTIZE_BLOCKS or layout is None or not _fits(layout, weight):
         return None
-    if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth):
+    if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth) or not layout.fits_matrices(int(sizes[1])):
         return None
     lhs_shape, index_shape = shape_of(lhs) or [], shape_of(index_expr) or []
     if (
@@ -531,8 +531,7 @@ class _Packer:
         key = (*(hash(arg.value) for arg in weight.args), form, depth, layout, experts)
         if key not in self._packed:
             source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)
-            arrays = layout.pack(source, experts) if experts and isinstance(layout, Panels) else layout.pack(source)
-            self._packed[key] = [tvm.runtime.tensor(array) for array in arrays]
+            self._packed[key] = [tvm.runtime.tensor(array) for array in layout.pack(source, experts or 1)]
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
             for data in self._packed[key]

@@ -111,10 +111,10 @@ def test_bytes_are_those_that_devices_hold(kind, tmp_path):
         assert resident_bytes(tensor, None) == 4 * np.prod(tensor.shape)
         if kind == "F16" and tensor is matrix:
             assert resident_bytes(tensor, Fragments()) == 2 * np.prod(tensor.shape)
-        elif tensor is experts or not Fragments().fits(form, source.depth):
+        elif not Fragments().fits(form, source.depth):
             assert resident_bytes(tensor, Fragments()) == 4 * np.prod(tensor.shape)
         else:
-            packed_bytes = sum(array.nbytes for array in Fragments().pack(source))
+            packed_bytes = sum(array.nbytes for array in Fragments().pack(source, int(np.prod(tensor.shape[:-2]))))
             assert resident_bytes(tensor, Fragments()) == pytest.approx(packed_bytes, rel=0.01)
 
 
@@ -156,7 +156,7 @@ def test_every_architecture_is_placed(name, all_logits, tmp_path):
 
 
 def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
-    """A token reads few of the experts, and the GPU would hold them as numbers."""
+    """A token reads few of the experts, so that they are what a small GPU gains the least from."""
     file = read_gguf(experts)
     model, cache = hyperparameters_of(file), PagedCache(context=256)
     parts = parts_of(file, model, cache, [Panels(32), Fragments()])
@@ -174,7 +174,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     findings = remarks_of(mod)
     reasons = {entry.variable: entry.reason for entry in findings.placement.entries if entry.kind == "op"}
     assert reasons["blk.0.attn_qkv"].startswith("auto, no device is faster: ")
-    assert reasons["blk.1.ffn_up_exps"].startswith("auto, no device is faster: ")  # in bits, not as numbers
+    assert reasons["blk.1.ffn_up_exps"].startswith("auto, the memory of cuda:0 is too small: ")
     assert findings.placement_estimate["seconds"] == plan.seconds and not any(
         "rule" in text for text in reasons.values()
     )

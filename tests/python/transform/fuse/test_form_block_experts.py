@@ -69,6 +69,33 @@ def test_rows_by_the_matrices_that_they_choose():
     check_pass(FormQuantizedMatmuls(), placed, RealizeVDevice()(bound(Expected, weight=packed)), map_free_vars=True)
 
 
+GPU = {"kind": "cuda", "arch": "sm_90a"}
+
+
+@ir_module(GPU)
+def Whole(x: R.Tensor((4, 1, 1, 64), "float32"), index: R.Tensor((4, 2), "int32"), raw: R.Tensor((144, 68), "uint8")):
+    with R.dataflow():
+        table = R.reshape(R.hetero.dequantize_blocks(raw, depth=64, format="q8_0"), R.shape([3, 48, 64]))
+        y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))
+        R.output(y)
+    return y
+
+
+@ir_module(GPU)
+def Ragged(x: R.Tensor((4, 1, 1, 64), "float32"), index: R.Tensor((4, 2), "int32"), raw: R.Tensor((120, 68), "uint8")):
+    with R.dataflow():
+        table = R.reshape(R.hetero.dequantize_blocks(raw, depth=64, format="q8_0"), R.shape([3, 40, 64]))
+        y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))
+        R.output(y)
+    return y
+
+
+@pytest.mark.parametrize(("module", "rows", "is_formed"), [(Whole, 144, True), (Ragged, 120, False)])
+def test_matrices_of_whole_fragments_stay_in_bits_on_gpus(module, rows, is_formed):
+    after = FormQuantizedMatmuls()(RealizeVDevice()(bound(module, raw=random_rows("q8_0", rows, K))))
+    assert ("relax.hetero.block_matmul" in ops_of(after)) == is_formed
+
+
 @pytest.mark.parametrize("is_constant", [True, False])
 def test_numbers_of_both_forms(is_constant):
     """Constant weights get a kernel; weights that are a parameter get plain ops."""

@@ -15,9 +15,11 @@ from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
 from ...nms import NMS
 from ...recurrence import RECURRENCE
+from ...routing import ROUTING
 from .cuda_loops import write_function
 from .cuda_nms import nms_kernel
 from .cuda_recurrence import recurrence_kernel
+from .cuda_routing import routing_kernel
 from .launches import Launch, launches_of
 from .statements import write_statements
 from .wide_axes import with_wide_axes
@@ -37,6 +39,8 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
         return nms_kernel(func)
     if RECURRENCE in func.attrs:
         return recurrence_kernel(func)
+    if ROUTING in func.attrs:
+        return routing_kernel(func)
     try:
         nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
     except NotStages:

@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
-from ...core.builder import Expr, int64, minimum
+from ...core.builder import Expr, ceil_div, int64, minimum
 from ...core.view import extent_of
 from ..core import ptx
 from ..core.launch import Place, SharedMemory, local
@@ -20,7 +20,7 @@ from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
-from .block_rows import LeftRows
+from .block_rows import LeftRows, RowSource
 
 
 class BlockBody:
@@ -41,6 +41,15 @@ class BlockBody:
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         return BlockWork(problem, plan, m)
 
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return self.work.rows
+
+    def count_row_tiles(self) -> Expr:
+        """Number of row tiles."""
+        return ceil_div(self.work.m, self.rows)
+
     def prepare(self, row_tiles: Expr, blocks_per_sm: int) -> None:
         """Distribute the work among blocks; parameters as in `BlockWork.share`."""
         self.row_tiles = row_tiles
@@ -54,7 +63,7 @@ class BlockBody:
         self.shared, self.thread = shared, place.thread
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
-        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * work.rows)
+        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.rows)
         self.warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
@@ -67,12 +76,15 @@ class BlockBody:
 
     def _open(self) -> None:
         """Allocate registers of both operands."""
-        lanes = self.low, self.high
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
+        self.left = self._left_rows(self.lhs, self.first_row)
+
+    def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
+        """Loads of the block's left rows, from row `first` of `lhs` on."""
         work = self.work
         is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
         copies = self.gpu.bulk_copies and is_whole and work.parts == 1
-        self.left = LeftRows(work, self.lhs, self.shared, self.thread, lanes, self.first_row, copies)
+        return LeftRows(work, lhs, self.shared, self.thread, (self.low, self.high), first, copies)
 
     def _work(self) -> None:
         """Process all column tiles of the block, with the weights of the next chunks in flight."""

@@ -89,6 +89,16 @@ def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPl
     return [_plan_of(problem, 1), replace(_plan_of(problem, 4 * in_group), fragments=2, ahead=1)]
 
 
+def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
+    """Plan of a product with experts, whose blocks have one row each."""
+    pairs = prod(extent for extent in problem.result.shape[:-1] if isinstance(extent, int))
+    tiles = -(-problem.columns // FRAGMENT_COLUMNS) * pairs
+    plan = _plan_of(problem, 1)
+    if len(problem.weights) <= 2 and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
+        return _plan_of(problem, 1, FEW_ROWS_WARPS)
+    return plan
+
+
 def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS) -> BlockPlan:
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     groups = min(4, max(1, -(-rows // in_group)))

@@ -7,16 +7,28 @@ more are loaded from global memory (L2). A float32 row is split into three rows 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, int64, when
+from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SharedMemory, local
-from ..core.operand import GpuOperand
 from .block_plan import GROUP_COLUMNS, STEP, BlockWork
+
+
+class RowSource(Protocol):
+    """Interface of the left operand: a `GpuOperand`, or some of its rows."""
+
+    @property
+    def data(self) -> Any:
+        """Flat view of its elements."""
+
+    def address(self, at: Coordinates) -> Expr:
+        """Position of an element, given "m" and "k"."""
 
 
 class LeftRows:
@@ -25,7 +37,7 @@ class LeftRows:
     Parameters
     ----------
     work : BlockWork
-    lhs : GpuOperand
+    lhs : RowSource
         Opened raw.
     shared : SharedMemory
     thread, low, high : PrimExpr
@@ -39,7 +51,7 @@ class LeftRows:
     def __init__(
         self,
         work: BlockWork,
-        lhs: GpuOperand,
+        lhs: RowSource,
         shared: SharedMemory,
         thread: Expr,
         lanes: tuple[Expr, Expr],

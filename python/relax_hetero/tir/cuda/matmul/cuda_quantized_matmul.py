@@ -27,14 +27,15 @@ from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
-from ...core.builder import Expr, Function, ceil_div, int64, minimum
+from ...core.builder import Expr, Function, int64, minimum
+from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, launch, local
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter, where
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
-from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
+from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans, expert_plan
 from .block_rows import LeftRows
 
 # Weights in stages: each warp has a cp.async pipeline of its own in shared memory.
@@ -331,6 +332,56 @@ class StagedBody(BlockBody):
             self._multiply_fragment(0, fragment)
 
 
+class _RowFrom:
+    """Rows of an operand from a row on."""
+
+    def __init__(self, operand: GpuOperand, first: Expr) -> None:
+        self.data, self._operand, self._first = operand.data, operand, first
+
+    def address(self, at: Coordinates) -> Expr:
+        """See `RowSource.address`."""
+        return self._operand.address({**at, "m": self._first + at["m"]})
+
+
+class ExpertBody(BlockBody):
+    """Writer of a block's code for a mixture of experts: each row is multiplied by the matrix of its expert.
+
+    Matrices follow each other, so an expert is an offset of column tiles. A block has one row of the result, a pair of
+    a token and one of its experts. Which weights it reads is known only when the previous launch has ended.
+    """
+
+    def __init__(self, *arguments: Any, index: GpuOperand) -> None:
+        super().__init__(*arguments)
+        self._index = index
+
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+        self._pairs = m
+        return BlockWork(problem, plan, 1)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a block."""
+        return 1
+
+    def count_row_tiles(self) -> Expr:
+        """Number of rows."""
+        return self._pairs
+
+    def _open(self) -> None:
+        if self.gpu.overlaps_launches:
+            ptx.launch_dependents()
+            ptx.griddepcontrol_wait()
+        problem, pair = self.work.problem, self.first_row
+        assert problem.index is not None
+        self._first_tile = T.bind(T.Cast("int64", self._index.data[pair]) * self.work.column_tiles)
+        row = pair if problem.has_row_per_expert else tirx.floordiv(pair, int64(problem.index.shape[1]))
+        self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
+        self.left = self._left_rows(_RowFrom(self.lhs, T.bind(row)), int64(0))
+
+    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
+        super()._load(slot, self._first_tile + tile_of_block, index)
+
+
 _BLOCKS_PER_SM = 2  # resident blocks of a kernel with two bodies
 
 
@@ -356,6 +407,7 @@ def quantized_matmul_kernel(
             GpuOperand(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
+        index = None if problem.index is None else GpuOperand(function, "index", problem.index)
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
         for name in reversed([name for name in writer.result.index_map if name.startswith("b")]):
             for view in (lhs, *writer.operands):
@@ -366,10 +418,15 @@ def quantized_matmul_kernel(
             lhs.open(raw=True)
             for view in packed:
                 view.open()
-            staged = None if plan else staged_plan(problem, gpu)
-            plans = [plan] if plan else [staged] if staged else block_plans(problem, gpu)
-            kinds = [StagedBody if isinstance(one, StagedPlan) else BlockBody for one in plans]
-            _launch([kind(problem, gpu, one, lhs, packed, writer) for kind, one in zip(kinds, plans, strict=True)])
+            if index is not None:
+                index.open()
+                plan = plan or expert_plan(problem, gpu)
+                _launch([ExpertBody(problem, gpu, plan, lhs, packed, writer, index=index)])
+            else:
+                staged = None if plan else staged_plan(problem, gpu)
+                plans = [plan] if plan else [staged] if staged else block_plans(problem, gpu)
+                kinds = [StagedBody if isinstance(one, StagedPlan) else BlockBody for one in plans]
+                _launch([kind(problem, gpu, one, lhs, packed, writer) for kind, one in zip(kinds, plans, strict=True)])
     if not gpu.overlaps_launches:
         return function.result
     return enable_pdl(function.result, range(1, 1 + len(problem.weights)))
@@ -378,8 +435,8 @@ def quantized_matmul_kernel(
 def _launch(bodies: list[BlockBody]) -> None:
     """Write the launch of one body, or of two, of which the first is for few rows."""
     last = bodies[-1]
-    m, threads = last.work.m, last.work.plan.warps * WARP
-    if 0 in (m, last.work.problem.columns):
+    row_tiles, threads = last.count_row_tiles(), last.work.plan.warps * WARP
+    if 0 in (row_tiles, last.work.problem.columns):
         with launch(1, WARP):
             # The next launch waits only for this one.
             if last.gpu.overlaps_launches:
@@ -387,12 +444,12 @@ def _launch(bodies: list[BlockBody]) -> None:
             T.evaluate(0)
         return
     is_one = len(bodies) == 1
-    row_tiles = ceil_div(m, last.work.rows)
     last.prepare(row_tiles, 0 if is_one else _BLOCKS_PER_SM)
     blocks = int64(last.work.stride * row_tiles)
     if not is_one:
         bodies[0].prepare(1, _BLOCKS_PER_SM)
-        blocks = tirx.Select(m <= bodies[0].work.rows, int64(bodies[0].work.stride), blocks)
+        is_few = last.work.m <= bodies[0].rows
+        blocks = tirx.Select(is_few, int64(bodies[0].work.stride), blocks)
     shared = SharedMemory()
     shared.reserve(max(body.work.shared_bytes for body in bodies))
     with launch(blocks, threads, min_blocks_per_sm=last.work.blocks_per_sm) as place:
@@ -400,7 +457,7 @@ def _launch(bodies: list[BlockBody]) -> None:
         if is_one:
             last.emit(place, shared)
             return
-        with T.If(m <= bodies[0].work.rows):
+        with T.If(is_few):
             with T.Then():
                 bodies[0].emit(place, shared)
             with T.Else():

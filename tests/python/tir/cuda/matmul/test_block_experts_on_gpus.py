@@ -1,0 +1,75 @@
+"""Products of rows by the matrices of their experts on GPUs: numbers by the interpreter of GPU kernels."""
+
+import numpy as np
+import pytest
+
+from gpu_interpreter import run
+from relax_hetero.encoding import Operand, PackedLayout
+from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
+from relax_hetero.encoding.problem import QuantizedMatmulProblem
+from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
+from seeds import fresh_rng
+from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
+from tir.cuda.matmul.test_block_product_on_gpus import GPU, OLD_GPU, integer_format
+
+BLOCK = 32
+
+
+def problem_of(tokens, used, experts, n, k, dtype, rows_per_token):
+    weight, scales = Fragments().shapes(n, integer_format(4, BLOCK, False), k, experts)
+    names = ("b0", "b1", "m")
+
+    def operand(shape, dtype, index_map):
+        return Operand(tuple(shape), dtype, index_map, PackedLayout.identity(len(shape)))
+
+    return QuantizedMatmulProblem(
+        operand((tokens, rows_per_token, 1, k), dtype, (*names, "k")),
+        (operand(weight, "int32", Fragments.index_map), operand(scales, "float16", Fragments.index_map)),
+        operand((tokens, used, 1, n), "float32", (*names, "n")),
+        BLOCK,
+        experts=experts,
+        index=operand((tokens, used), "int32", names[:2]),
+    )
+
+
+def check(problem, tokens, gpu=GPU, is_on_gpu=False):
+    rng, experts, n, k = fresh_rng(), problem.experts, problem.columns, problem.depth
+    used, rows = problem.index.shape[1], problem.lhs.shape[1]
+    x = rng.standard_normal((tokens, rows, 1, k)).astype(problem.lhs.dtype)
+    codes = rng.integers(0, 16, (experts * n, k), dtype=np.uint8)
+    scales = (rng.random((experts * n, -(-k // BLOCK))) + 0.1).astype("float16")
+    numbers = (codes.astype("float64") - 8) * np.repeat(scales.astype("float64"), BLOCK, 1)[:, :k]
+    index = rng.integers(0, experts, (tokens, used)).astype("int32")
+    matrices = numbers.reshape(experts, n, k)[index]
+    want = np.einsum("tuk,tunk->tun", np.broadcast_to(x[:, :, 0].astype("float64"), (tokens, used, k)), matrices)
+    packed = [pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, k, BLOCK), pack_fragment_blocks(scales)]
+    func = quantized_matmul_kernel(problem, gpu)
+    assert is_one_launch(func)
+    result = np.full((tokens, used, 1, n), np.nan, "float32")
+    if is_on_gpu:
+        result = run_on_gpu(func, [x, *packed, index], result.shape, "float32")
+    else:
+        run(func, x, *packed, index, result)
+    assert np.abs(result[:, :, 0] - want).max() <= 1e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_75"])
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (3, (3, 2, 5, 48, 256, "float32", 1)),
+        (2, (2, 3, 4, 32, 200, "float32", 3)),
+        (1, (1, 4, 8, 64, 512, "float16", 1)),
+        (4, ("s0", 2, 3, 16, 96, "float32", 2)),
+    ],
+    ids=["gate", "down", "one token", "symbolic"],
+)
+def test_rows_meet_their_experts(tokens, sizes, gpu):
+    check(problem_of(*sizes), tokens, gpu)
+
+
+@needs_gpu
+@pytest.mark.parametrize(("tokens", "n", "k", "rows"), [(1, 768, 2048, 1), (5, 2048, 768, 8), (64, 768, 2048, 1)])
+def test_on_a_gpu(tokens, n, k, rows):
+    check(problem_of(tokens, 8, 16, n, k, "float32", rows), tokens, is_on_gpu=True)
