@@ -90,20 +90,25 @@ def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPl
 
 
 def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
-    """Plan of a product with experts, whose blocks have one row each."""
+    """Plan of a product with experts, whose blocks have one row each.
+
+    Blocks have several fragments, of one expert, if there are blocks for all multiprocessors: depths of experts are
+    short, so that few chunks of one fragment are in flight.
+    """
     pairs = prod(extent for extent in problem.result.shape[:-1] if isinstance(extent, int))
-    tiles = -(-problem.columns // FRAGMENT_COLUMNS) * pairs
-    plan = _plan_of(problem, 1)
-    if len(problem.weights) <= 2 and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
-        return _plan_of(problem, 1, FEW_ROWS_WARPS)
-    return plan
+    tiles = -(-problem.columns // FRAGMENT_COLUMNS)
+
+    def fits(fragments: int) -> bool:
+        return tiles % fragments == 0 and pairs * tiles >= fragments * gpu.multiprocessors
+
+    return _plan_of(problem, 1, fragments=next((count for count in (4, 2) if fits(count)), 1))
 
 
-def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS) -> BlockPlan:
+def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS, fragments: int = 0) -> BlockPlan:
     in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
     groups = min(4, max(1, -(-rows // in_group)))
     # Fragments share loads of the left operand.
-    fragments = {1: 1, 2: 2}.get(groups, 4)
+    fragments = fragments or {1: 1, 2: 2}.get(groups, 4)
     chunks = -(-problem.depth // chunk_of(problem.bits))
     own = -(-chunks // min(max_warps, chunks))
     warps = -(-chunks // own)

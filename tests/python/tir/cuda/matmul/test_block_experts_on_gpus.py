@@ -2,18 +2,21 @@
 
 import numpy as np
 import pytest
+from tvm.target import Target
 
 from gpu_interpreter import run
 from relax_hetero.encoding import Operand, PackedLayout
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
 from relax_hetero.encoding.problem import QuantizedMatmulProblem
+from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, expert_plan
 from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
-from tir.cuda.matmul.test_block_product_on_gpus import GPU, OLD_GPU, integer_format
+from tir.cuda.matmul.test_block_product_on_gpus import GPU, integer_format
 
-BLOCK = 32
+BLOCK, OLD_GPU = 32, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))
 
 
 def problem_of(tokens, used, experts, n, k, dtype, rows_per_token):
@@ -33,7 +36,7 @@ def problem_of(tokens, used, experts, n, k, dtype, rows_per_token):
     )
 
 
-def check(problem, tokens, gpu=GPU, is_on_gpu=False):
+def check(problem, tokens, gpu=GPU, is_on_gpu=False, plan=None):
     rng, experts, n, k = fresh_rng(), problem.experts, problem.columns, problem.depth
     used, rows = problem.index.shape[1], problem.lhs.shape[1]
     x = rng.standard_normal((tokens, rows, 1, k)).astype(problem.lhs.dtype)
@@ -44,7 +47,7 @@ def check(problem, tokens, gpu=GPU, is_on_gpu=False):
     matrices = numbers.reshape(experts, n, k)[index]
     want = np.einsum("tuk,tunk->tun", np.broadcast_to(x[:, :, 0].astype("float64"), (tokens, used, k)), matrices)
     packed = [pack_fragments(codes[:, 0::2] | codes[:, 1::2] << 4, k, BLOCK), pack_fragment_blocks(scales)]
-    func = quantized_matmul_kernel(problem, gpu)
+    func = quantized_matmul_kernel(problem, gpu, plan)
     assert is_one_launch(func)
     result = np.full((tokens, used, 1, n), np.nan, "float32")
     if is_on_gpu:
@@ -54,7 +57,7 @@ def check(problem, tokens, gpu=GPU, is_on_gpu=False):
     assert np.abs(result[:, :, 0] - want).max() <= 1e-6 * np.abs(want).max()
 
 
-@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_75"])
+@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
 @pytest.mark.parametrize(
     ("tokens", "sizes"),
     [
@@ -67,6 +70,17 @@ def check(problem, tokens, gpu=GPU, is_on_gpu=False):
 )
 def test_rows_meet_their_experts(tokens, sizes, gpu):
     check(problem_of(*sizes), tokens, gpu)
+
+
+@pytest.mark.parametrize("fragments", [2, 4])
+def test_blocks_of_several_fragments(fragments):
+    check(problem_of(3, 2, 5, 128, 200, "float32", 1), 3, plan=BlockPlan(fragments, 1, 2, 2))
+
+
+def test_fragments_of_a_plan_belong_to_one_expert():
+    assert expert_plan(problem_of(1, 8, 128, 2048, 768, "float32", 8), GPU).fragments == 4
+    assert expert_plan(problem_of(1, 8, 128, 768, 2048, "float32", 1), GPU).fragments == 2
+    assert expert_plan(problem_of(9, 8, 128, 48, 2048, "float32", 1), GPU).fragments == 1  # three fragments
 
 
 @needs_gpu
