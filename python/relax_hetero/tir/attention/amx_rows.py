@@ -41,19 +41,19 @@ _WORD_BYTES = 4  # an element of scratch: a float32, or a pair of bfloat16
 def begin_amx_task(spec: DenseSpec) -> None:
     """Begin a task: configure tiles, and clear packed keys after their width, up to a whole k-step."""
     _amx_tile(spec).configure()
-    blocks = spec.blocks
-    padded_pairs, pairs = blocks.width // 2, spec.sizes["d"] // 2
+    plan = spec.plan
+    padded_pairs, pairs = plan.width // 2, spec.sizes["d"] // 2
     if padded_pairs == pairs:
         return
-    with loop(blocks.keys // blocks.columns) as panel, loop((padded_pairs - pairs) * blocks.vectors) as vector:
-        index = (panel * padded_pairs + pairs) * blocks.columns + vector * blocks.lanes
-        spec.store("keys", index, zeros("float32", blocks.lanes), blocks.lanes)
+    with loop(plan.keys // plan.columns) as panel, loop((padded_pairs - pairs) * plan.vectors) as vector:
+        index = (panel * padded_pairs + pairs) * plan.columns + vector * plan.lanes
+        spec.store("keys", index, zeros("float32", plan.lanes), plan.lanes)
 
 
 def _amx_tile(spec: DenseSpec) -> AmxTile:
     """The accumulators of queries by keys, or by elements of values."""
-    assert spec.blocks.amx is not None
-    return AmxTile(spec.blocks.amx, pair_heights(spec.blocks.rows), spec.blocks.vectors)
+    assert spec.plan.amx is not None
+    return AmxTile(spec.plan.amx, pair_heights(spec.plan.rows), spec.plan.vectors)
 
 
 class AmxRows(AttentionRows):
@@ -63,14 +63,14 @@ class AmxRows(AttentionRows):
     source: DenseKeyValues
 
     def __init__(self, spec: DenseSpec, source: DenseKeyValues, row: Expr, within: Expr, rows: Expr) -> None:
-        super().__init__(spec, source, row, 0 if spec.blocks.is_single else within, rows)
+        super().__init__(spec, source, row, 0 if spec.plan.is_single else within, rows)
         self.tile = _amx_tile(spec)
-        self.steps = materialize(ceil_div(self.count, spec.blocks.columns))
+        self.steps = materialize(ceil_div(self.count, spec.plan.columns))
         """Number of pairs of tiles of keys, and of k-steps along keys."""
 
     def _multiply(self, left: Expr, distance: int, right: Expr) -> None:
         """Write a k-step of 64 bytes: left factors, with rows `distance` elements apart, times right factors."""
-        columns, scratch = self.spec.blocks.columns, self.spec.scratch
+        columns, scratch = self.spec.plan.columns, self.spec.scratch
 
         def address(start: Expr, distance: int) -> tuple[Expr, Expr]:
             return amx.address(scratch, start), distance * _WORD_BYTES
@@ -88,21 +88,21 @@ class AmxRows(AttentionRows):
         width_bytes = spec.sizes["d"] * bytes_of(view.nominal)
         with loop(self.rows) as r:
             source = materialize(view.address(self.source.coordinates(self.row + r)))
-            target = materialize(spec.at("queries") + r * spec.blocks.query_distance)
+            target = materialize(spec.at("queries") + r * spec.plan.query_distance)
             amx.copy_bytes((view.data, source), (spec.scratch, target), width_bytes)
 
     def scores(self) -> None:
         """Write products of queries and keys to scratch."""
-        spec, blocks = self.spec, self.spec.blocks
-        depth = blocks.width // 2
+        spec, plan = self.spec, self.spec.plan
+        depth = plan.width // 2
         queries, scores = materialize(spec.at("queries")), materialize(spec.at("scores"))
         with loop(self.steps) as panel:
-            keys = materialize(spec.at("keys") + panel * (depth * blocks.columns))
+            keys = materialize(spec.at("keys") + panel * (depth * plan.columns))
             self.tile.clear()
             for step in range(depth // TILE_ROWS):
                 left = queries + step * (TILE_BYTES // _WORD_BYTES)
-                self._multiply(left, blocks.query_distance, keys + step * (TILE_ROWS * blocks.columns))
-            self.tile.store(spec.scratch, scores + panel * blocks.columns, blocks.score_distance)
+                self._multiply(left, plan.query_distance, keys + step * (TILE_ROWS * plan.columns))
+            self.tile.store(spec.scratch, scores + panel * plan.columns, plan.score_distance)
 
     # -- softmax
 
@@ -149,8 +149,8 @@ class AmxRows(AttentionRows):
 
     def values(self) -> None:
         """Accumulate values with their softmax weights; after the last block, write averages to the result."""
-        spec, blocks, masks = self.spec, self.spec.blocks, self.spec.value_masks
-        lanes, distance, is_first = self.lanes, blocks.value_distance, self.source.is_first
+        spec, plan, masks = self.spec, self.spec.plan, self.spec.value_masks
+        lanes, distance, is_first = self.lanes, plan.value_distance, self.source.is_first
         if self.online:
             with when(tirx.Not(is_first)), loop(self.rows) as r:
                 factor = let(broadcast(spec.load("factors", r), lanes))
@@ -158,16 +158,16 @@ class AmxRows(AttentionRows):
                     index = self._partial_at(r, j * lanes)
                     spec.store("partial", index, spec.load("partial", index, lanes) * factor, lanes)
         weights = materialize(spec.at("weights"))
-        with loop(blocks.value_panels) as panel:
-            values = materialize(spec.at("values") + panel * (blocks.keys // 2 * blocks.columns))
-            start = materialize(spec.at("partial", self._partial_at(0, panel * blocks.columns)))
+        with loop(plan.value_panels) as panel:
+            values = materialize(spec.at("values") + panel * (plan.keys // 2 * plan.columns))
+            start = materialize(spec.at("partial", self._partial_at(0, panel * plan.columns)))
             if self.online:
                 either(is_first, self.tile.clear, partial(self.tile.load, spec.scratch, start, distance))
             else:
                 self.tile.clear()
             with loop(self.steps) as step:
                 left = materialize(weights + step * (TILE_BYTES // _WORD_BYTES))
-                self._multiply(left, blocks.weight_distance, materialize(values + step * (TILE_ROWS * blocks.columns)))
+                self._multiply(left, plan.weight_distance, materialize(values + step * (TILE_ROWS * plan.columns)))
             self.tile.store(spec.scratch, start, distance)
         with when(self.source.is_last if self.online else True), loop(self.rows) as r:
             total = self._state("sums", r) if self.online else let(spec.load("factors", r))

@@ -1,10 +1,9 @@
-"""Attention in one kernel: scores, mask, softmax and values, head by head.
+"""Attention of tensors in one kernel: scores, mask, softmax and values.
 
-The loops, outermost first: tasks, heads and blocks of queries, blocks of keys, tiles of queries. A block of keys is
-packed transposed to scratch, so that scores are an ordinary product; the values of the block are copied too. The scores
-of a tile of queries and a block of keys stay in the L1 cache. With several blocks of keys, softmax is online: a larger
-row maximum rescales earlier sums (Milakov and Gimelshein, "Online normalizer calculation for softmax"; Dao et al.,
-"FlashAttention"). CPUs with Intel AMX compute scores and sums of values as products of tiles.
+The loops, outermost first: tasks, heads and blocks of queries, blocks of keys, tiles of rows. A block of keys is packed
+transposed to scratch, so that scores are an ordinary product; the values of the block are copied too. Heads that share
+keys share their packed block. The scores of a tile of rows and a block of keys stay in the L1 cache. With several
+blocks of keys, softmax is online (Dao et al., "FlashAttention").
 """
 
 from __future__ import annotations
@@ -40,13 +39,13 @@ from ..microkernel.k_step import llvm_import
 from .amx_rows import AmxRows, begin_amx_task
 from .attention_spec import (
     DECODE_QUERIES,
-    Blocks,
+    AttentionPlan,
     DenseSpec,
     HeadsView,
     accumulation,
-    amx_blocks,
-    block_sizes,
+    amx_plan,
     for_decode,
+    vector_plan,
 )
 from .attention_tile import VectorRows
 from .key_values import DenseKeyValues, Factors
@@ -59,7 +58,7 @@ class _DenseRows(VectorRows):
     source: DenseKeyValues
 
     def _multiply_keys(self, panel: Expr, columns: Sequence[Expr], masks: Masks) -> None:
-        if not self.spec.blocks.is_in_place:
+        if not self.spec.plan.is_in_place:
             super()._multiply_keys(panel, columns, masks)
             return
         # A loop, because the code of a product is long.
@@ -72,25 +71,25 @@ class _DenseRows(VectorRows):
             self.spec.registers[acc] = self.spec.load("scores", self._score_at(i, columns[j]), self.lanes)
 
     def _queries(self) -> Factors:
-        blocks, view = self.spec.blocks, self.spec.query
-        if blocks.scratch_queries:
+        plan, view = self.spec.plan, self.spec.query
+        if plan.scratch_queries:
             return self._scratch_queries(0)
-        word_elements = blocks.word_elements
+        word_elements = plan.word_elements
         start = materialize(view.address(self.source.coordinates(self.row)) // word_elements)
-        if blocks.pair_dtype:
+        if plan.pair_dtype:
             words = view.pairs()
             return lambda k, i: T.reinterpret("int32", words[start + self._query_offset(i) // word_elements + k])
         return lambda k, i: view.element(start + self._query_offset(i) + k * view.stride("d"))
 
     def _query_offset(self, i: int) -> Expr:
-        """Distance of a row's query from the first of the tile, whose row is a multiple of `Blocks.heads`."""
-        view, (query, head) = self.spec.query, divmod(i, self.spec.blocks.heads)
+        """Distance of a row's query from the first of the tile, whose row is a multiple of `AttentionPlan.heads`."""
+        view, (query, head) = self.spec.query, divmod(i, self.spec.plan.heads)
         return query * view.stride("m") + head * view.stride("h")
 
     def copy_queries(self) -> None:
         """Write the queries of 16 bits to scratch as float32, ``[rows, d]``, unless they are read in pairs."""
-        spec, view, width, lanes = self.spec, self.spec.query, self.spec.blocks.width, self.lanes
-        if not spec.blocks.scratch_queries:
+        spec, view, width, lanes = self.spec, self.spec.query, self.spec.plan.width, self.lanes
+        if not spec.plan.scratch_queries:
             return
         base = materialize(view.address(self.source.coordinates(self.row)))
         for i in range(self.rows):
@@ -142,8 +141,8 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     function = Function("attention")
     with function:
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}
-        blocks, amx_plan = block_sizes(problem, cpu), amx_blocks(problem, cpu)
-        scratch_size = max(plan.scratch for plan in (blocks, amx_plan) if plan is not None)
+        vectors, tiles = vector_plan(problem, cpu), amx_plan(problem, cpu)
+        scratch_size = max(plan.scratch for plan in (vectors, tiles) if plan is not None)
         query, key, value = (
             HeadsView(function, name, operand, start, sizes)
             for name, operand, start in zip(("query", "key", "value"), tensors[:3], problem.starts, strict=True)
@@ -153,29 +152,29 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
             for i, operand in enumerate(problem.scores.operands)
         )
         result = HeadsView(function, "result", problem.result, (0,) * len(problem.result.shape), sizes)
-        scratch_argument = function.argument("scratch", (blocks.tasks, scratch_size), "float32")
+        scratch_argument = function.argument("scratch", (vectors.tasks, scratch_size), "float32")
         with function.body():
             for view in (query, key, value, *masks, result):
                 view.open()
-            scratch = T.decl_buffer((blocks.tasks * scratch_size,), "float32", data=scratch_argument.data)
+            scratch = T.decl_buffer((vectors.tasks * scratch_size,), "float32", data=scratch_argument.data)
             dot = accumulation(problem, cpu)
 
-            def emit_tasks(plan: Blocks) -> None:
+            def emit_tasks(plan: AttentionPlan) -> None:
                 with loop(plan.tasks, parallel=plan.tasks > 1) as task:
                     registers = Registers(0 if plan.amx else plan.rows * plan.vectors, "float32", plan.lanes)
                     kernel = (problem.scores.expression, masks, sizes, plan, scratch, materialize(task * scratch_size))
                     spec = DenseSpec(*kernel, registers, dot, problem, query, key, value, result)
                     (_emit_task if plan.amx else _emit_task_cases)(spec, cpu, task)
 
-            texts = [llvm_import(dot, blocks.lanes), amx.LLVM_TEXT if amx_plan else None]
+            texts = [llvm_import(dot, vectors.lanes), amx.LLVM_TEXT if tiles else None]
             with _with_llvm_ir("".join(text for text in texts if text)):
-                if amx_plan is None:
-                    emit_tasks(blocks)
+                if tiles is None:
+                    emit_tasks(vectors)
                 else:
                     use_amx = amx.may_use_amx()
                     if not isinstance(sizes["m"], int):
                         use_amx = tirx.And(sizes["m"] > DECODE_QUERIES, use_amx)
-                    either(use_amx, lambda: emit_tasks(amx_plan), lambda: emit_tasks(blocks))
+                    either(use_amx, lambda: emit_tasks(tiles), lambda: emit_tasks(vectors))
     return mark_fp16_partial_sums(function.result, dot)
 
 
@@ -195,50 +194,50 @@ def _emit_task_cases(spec: DenseSpec, cpu: CpuTarget, task: Expr) -> None:
 
 
 def _emit_task(spec: DenseSpec, cpu: CpuTarget, task: Expr) -> None:
-    blocks, sizes = spec.blocks, spec.sizes
-    if blocks.amx:
+    plan, sizes = spec.plan, spec.sizes
+    if plan.amx:
         begin_amx_task(spec)
-    rows, head_blocks = sizes["m"] * blocks.heads, sizes["h"] // blocks.heads
-    query_blocks = max(1, ceil_div(rows, blocks.queries)) if isinstance(rows, int) else ceil_div(rows, blocks.queries)
+    rows, head_blocks = sizes["m"] * plan.heads, sizes["h"] // plan.heads
+    query_blocks = max(1, ceil_div(rows, plan.queries)) if isinstance(rows, int) else ceil_div(rows, plan.queries)
     query_blocks = materialize(query_blocks)
     block_count = materialize(sizes["b"] * head_blocks * query_blocks)
-    begin, end = part(block_count, blocks.tasks, task)
+    begin, end = part(block_count, plan.tasks, task)
     with loop(materialize(end - begin)) as index:
         block = materialize(begin + index)
         head = materialize(block // query_blocks)
-        at = {"b": materialize(head // head_blocks), "h": materialize(head % head_blocks * blocks.heads)}
+        at = {"b": materialize(head // head_blocks), "h": materialize(head % head_blocks * plan.heads)}
         at["g"] = materialize(at["h"] // (sizes["h"] // sizes["g"]))
-        first_row = materialize(block % query_blocks * blocks.queries)
-        end_row = materialize(minimum(first_row + blocks.queries, rows))
+        first_row = materialize(block % query_blocks * plan.queries)
+        end_row = materialize(minimum(first_row + plan.queries, rows))
         _emit_rows(spec, at, first_row, end_row)
-    if blocks.amx:
+    if plan.amx:
         amx.release()
 
 
 def _emit_rows(spec: DenseSpec, at: dict[str, Expr], begin: Expr, end: Expr) -> None:
     """Write the attention of a block of rows to every block of keys."""
-    blocks, keys = spec.blocks, spec.sizes["n"]
-    count = 1 if blocks.is_single else materialize(ceil_div(keys, blocks.keys))
+    plan, keys = spec.plan, spec.sizes["n"]
+    count = 1 if plan.is_single else materialize(ceil_div(keys, plan.keys))
     with loop(count) as key_block:
-        first_key = materialize(key_block * blocks.keys)
-        size = keys if blocks.is_single else materialize(minimum(keys - first_key, blocks.keys))
+        first_key = materialize(key_block * plan.keys)
+        size = keys if plan.is_single else materialize(minimum(keys - first_key, plan.keys))
         source = DenseKeyValues(spec, first_key, size, key_block < 1, key_block >= count - 1, at)
         source.pack()
-        whole_tiles = materialize(ceil_div(end - begin, blocks.rows) if blocks.amx else (end - begin) // blocks.rows)
+        whole_tiles = materialize(ceil_div(end - begin, plan.rows) if plan.amx else (end - begin) // plan.rows)
         with loop(whole_tiles) as tile:
-            within = materialize(tile * blocks.rows)
+            within = materialize(tile * plan.rows)
             row = materialize(begin + within)
-            if blocks.amx:
-                AmxRows(spec, source, row, within, materialize(T.min(end - row, int64(blocks.rows)))).emit()
+            if plan.amx:
+                AmxRows(spec, source, row, within, materialize(T.min(end - row, int64(plan.rows)))).emit()
             else:
-                _DenseRows(spec, source, row, within, blocks.rows).emit()
-        if not blocks.amx:
+                _DenseRows(spec, source, row, within, plan.rows).emit()
+        if not plan.amx:
             _emit_tail_tiles(spec, source, begin, end, whole_tiles)
 
 
 def _emit_tail_tiles(spec: DenseSpec, source: DenseKeyValues, begin: Expr, end: Expr, whole_tiles: Expr) -> None:
     """Write the rows that do not fill a tile."""
-    rows, heads = spec.blocks.rows, spec.blocks.heads
+    rows, heads = spec.plan.rows, spec.plan.heads
     count = spec.sizes["m"] * heads
     rows_done = materialize(whole_tiles * rows)
     if isinstance(count, int):

@@ -1,4 +1,4 @@
-"""Views of heads, block sizes, and the layout of scratch, shared by the parts of an attention kernel."""
+"""Views of heads, plans, and the layout of scratch, shared by the parts of an attention kernel."""
 
 from __future__ import annotations
 
@@ -155,11 +155,12 @@ def _product(left: Expr, right: Expr) -> Expr:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Block and tile sizes of an attention. A row is a query of one head.
+class AttentionPlan:
+    """Sizes of blocks and tiles, tasks, and the layout of scratch of an attention. A row is a query of one head.
 
     Attributes
     ----------
+    tasks : int
     queries, keys : int
         Rows and keys of a block; multiples of `rows` and `columns`.
     is_single : bool
@@ -262,17 +263,17 @@ class Blocks:
         return self.offsets["end"]
 
 
-def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
-    """The block sizes of a problem, as large as caches and cores allow."""
+def vector_plan(problem: AttentionProblem, cpu: CpuTarget) -> AttentionPlan:
+    """The plan of a problem with vectors: blocks as large as caches and cores allow."""
     tile, queries = tile_sizes(cpu), _static_queries(problem)
     is_in_place, dtype = _is_decode(problem), problem.query.dtype
     heads = _shared_heads(problem, cpu, tile.rows)
     columns = tile.vectors * cpu.lanes("float32")
     rows = min(tile.rows, queries * heads) if queries else tile.rows
-    blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
+    plan = _plan_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
     pair_dtype = dtype if accumulation(problem, cpu).k0 == 2 else ""
     is_widened = dtype in HALF_TYPES and not is_in_place and not pair_dtype
-    return replace(blocks, is_in_place=is_in_place, pair_dtype=pair_dtype, scratch_queries=rows * is_widened)
+    return replace(plan, is_in_place=is_in_place, pair_dtype=pair_dtype, scratch_queries=rows * is_widened)
 
 
 def _static_queries(problem: AttentionProblem) -> int:
@@ -295,8 +296,8 @@ def _shared_heads(problem: AttentionProblem, cpu: CpuTarget, max_rows: int) -> i
     return max(filter(fits, range(1, max_rows + 1)), default=1)
 
 
-def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
-    """The block sizes with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
+def amx_plan(problem: AttentionProblem, cpu: CpuTarget) -> AttentionPlan | None:
+    """The plan of a problem with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
     amx = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
     if amx is None or not _is_paired(problem, "bfloat16"):
         return None
@@ -304,20 +305,22 @@ def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
     heads = _shared_heads(problem, cpu, max_rows)
     count = _static_queries(problem) * heads
     rows = ceil_div(count, ceil_div(count, max_rows)) if count else max_rows
-    blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS, heads)
-    blocks = replace(blocks, scratch_queries=rows)
-    return replace(blocks, width=ceil_div(blocks.width, columns) * columns, pair_dtype="bfloat16", amx=amx)
+    plan = _plan_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS, heads)
+    width = ceil_div(plan.width, columns) * columns
+    return replace(plan, width=width, pair_dtype="bfloat16", scratch_queries=rows, amx=amx)
 
 
-def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int, heads: int) -> Blocks:
-    """The block sizes for a register tile of `rows` by `columns`."""
+def _plan_of(
+    problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int, heads: int
+) -> AttentionPlan:
+    """The plan for a register tile of `rows` by `columns`."""
     sizes: dict[str, Any] = dict(problem.sizes)
     sizes["h"] //= heads
     sizes["m"] = _static_queries(problem) * heads
     keys, lanes = sizes["n"], cpu.lanes("float32")
     block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
     tasks, block_rows = _split_rows(sizes, cpu.cores, rows)
-    return Blocks(
+    return AttentionPlan(
         tasks=tasks,
         queries=block_rows,
         keys=block_keys,
@@ -397,7 +400,7 @@ class AttentionSpec:
     scores: Expression
     masks: tuple[HeadsView, ...]
     sizes: Mapping[str, Expr]
-    blocks: Blocks
+    plan: AttentionPlan
     scratch: Any
     task: Expr
     registers: Registers
@@ -405,7 +408,7 @@ class AttentionSpec:
 
     def at(self, name: str, index: Expr = 0) -> Expr:
         """Offset of an element of a buffer in the task's scratch."""
-        return self.task + (self.blocks.offsets[name] + index)
+        return self.task + (self.plan.offsets[name] + index)
 
     def load(self, name: str, index: Expr, lanes: int = 1) -> Expr:
         """Elements of a buffer in the task's scratch."""
@@ -418,7 +421,7 @@ class AttentionSpec:
     @property
     def value_masks(self) -> list[Expr | None]:
         """Masks of existing lanes of the vectors of a value; None: all."""
-        lanes, width = self.blocks.lanes, self.sizes["e"]
+        lanes, width = self.plan.lanes, self.sizes["e"]
         return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 
 
@@ -436,7 +439,7 @@ class DenseSpec(AttentionSpec):
         """Store vectors of a row of the result from element `first` on: sums of values over the sum of weights."""
         zero, one = (tirx.const(value, "float32") for value in (0.0, 1.0))
         # The sum is zero if every score is -inf.
-        is_nan_zero, lanes = self.problem.nan_to_zero, self.blocks.lanes
+        is_nan_zero, lanes = self.problem.nan_to_zero, self.plan.lanes
         average = broadcast(let(T.Select(total > zero, one / total, zero) if is_nan_zero else one / total), lanes)
         for j, (row_sums, mask) in enumerate(zip(sums, masks, strict=True)):
             value = row_sums * average
@@ -455,5 +458,5 @@ def for_decode(spec: DenseSpec, cpu: CpuTarget) -> DenseSpec | None:
     problem = replace(spec.problem, sizes=sizes)
     if not _is_decode(problem):
         return None
-    blocks = replace(block_sizes(problem, cpu), tasks=spec.blocks.tasks)
-    return replace(spec, blocks=blocks, dot=accumulation(problem, cpu))
+    plan = replace(vector_plan(problem, cpu), tasks=spec.plan.tasks)
+    return replace(spec, plan=plan, dot=accumulation(problem, cpu))

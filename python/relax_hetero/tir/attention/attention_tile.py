@@ -58,8 +58,8 @@ class AttentionRows(ABC):
 
     def __init__(self, spec: AttentionSpec, source: KeyValueSource, row: Expr, within: Expr, rows: Expr) -> None:
         self.spec, self.source, self.row, self.within, self.rows = spec, source, row, materialize(within), rows
-        self.lanes, self.vectors = spec.blocks.lanes, spec.blocks.vectors
-        self.online = not spec.blocks.is_single
+        self.lanes, self.vectors = spec.plan.lanes, spec.plan.vectors
+        self.online = not spec.plan.is_single
         self.count = source.count(row, rows)
 
     def emit(self) -> None:
@@ -106,7 +106,7 @@ class AttentionRows(ABC):
         spec, source = self.spec, self.source
         values = [source.scaled_scores(product, column)]
         for number, view in enumerate(spec.masks):
-            varies = view.runs_along("m") or (spec.blocks.heads > 1 and view.runs_along("h"))
+            varies = view.runs_along("m") or (spec.plan.heads > 1 and view.runs_along("h"))
             key = (number, i if varies else -1)
             if key not in loaded:
                 where = view.address({**source.coordinates(self.row + i), "n": source.first + column})
@@ -117,7 +117,7 @@ class AttentionRows(ABC):
         return let(value if visible is None else T.Select(visible, value, vector_math.constant(value, -float("inf"))))
 
     def _score_at(self, i: Expr, column: Expr) -> Expr:
-        return i * self.spec.blocks.score_distance + column
+        return i * self.spec.plan.score_distance + column
 
     def _row_max(self, i: Expr, maxima: Expr) -> Expr:
         """The maximum that is subtracted from the scores of a row, given the maximum of each lane."""
@@ -156,7 +156,7 @@ class AttentionRows(ABC):
                 scores = spec.load("scores", index, lanes)
                 weights = let(exp_nonpositive(scores - broadcast(row_max[number], lanes)))
                 sums[number] = sums[number] + weights
-                if spec.blocks.pair_dtype:
+                if spec.plan.pair_dtype:
                     store_weights(spec, i, materialize(vector), weights)
                 else:
                     spec.store("scores", index, self.source.scaled_weights(weights, column), lanes)
@@ -178,7 +178,7 @@ class AttentionRows(ABC):
         return let(self.spec.load(name, self.within + i))
 
     def _partial_at(self, i: Expr, column: Expr) -> Expr:
-        return (self.within + i) * self.spec.blocks.value_distance + column
+        return (self.within + i) * self.spec.plan.value_distance + column
 
 
 class VectorRows(AttentionRows):
@@ -236,7 +236,7 @@ class VectorRows(AttentionRows):
         """Write the scores of every key of the block to scratch, and the maximum of each lane to registers."""
         for i in range(self.rows):
             self.maxima[i] = broadcast(vector_math.constant(zeros("float32", 1), -float("inf")), self.lanes)
-        columns, count = self.spec.blocks.columns, self.count
+        columns, count = self.spec.plan.columns, self.count
         if self.source.is_padded:
             count = materialize(ceil_div(count, columns) * columns)
         whole_panels = materialize(count // columns)
@@ -255,7 +255,7 @@ class VectorRows(AttentionRows):
         spec, lanes = self.spec, self.lanes
         vectors = self.vectors if not isinstance(left, int) else ceil_div(left, lanes)
         masks = [None if left is None else lane_mask(left - j * lanes, lanes) for j in range(vectors)]
-        columns = [materialize(panel * spec.blocks.columns + j * lanes) for j in range(vectors)]
+        columns = [materialize(panel * spec.plan.columns + j * lanes) for j in range(vectors)]
         self._multiply_keys(panel, columns, masks)
         for j, column in enumerate(columns):
             loaded: dict[tuple[int, Expr], Expr] = {}
@@ -276,8 +276,8 @@ class VectorRows(AttentionRows):
 
     def _multiply_keys(self, panel: Expr, columns: Sequence[Expr], masks: Masks) -> None:
         """Accumulate the products of a panel of keys, given the number and the mask of each vector's keys."""
-        blocks, source = self.spec.blocks, self.source
-        steps = blocks.width // blocks.word_elements
+        plan, source = self.spec.plan, self.source
+        steps = plan.width // plan.word_elements
         # Lost small products do not matter: scores are sums.
         exact, prefetch = (masks, 0.0), source.prefetch(panel, len(columns), is_keys=True)
         self._accumulate(len(columns), steps, self._queries(), source.keys(panel), exact, prefetch)
@@ -287,7 +287,7 @@ class VectorRows(AttentionRows):
         return self._scratch_queries(self.within)
 
     def _scratch_queries(self, first: Expr) -> Factors:
-        spec, width = self.spec, self.spec.blocks.width
+        spec, width = self.spec, self.spec.plan.width
         start = materialize(spec.at("queries", first * width))
         return lambda k, i: spec.scratch[start + i * width + k]
 
@@ -306,19 +306,19 @@ class VectorRows(AttentionRows):
 
     def values(self) -> None:
         """Accumulate values with their softmax weights; after the last block, finish the rows."""
-        blocks, masks = self.spec.blocks, self.spec.value_masks
-        whole_panels = (len(masks) - (masks[-1] is not None)) // blocks.vectors
+        plan, masks = self.spec.plan, self.spec.value_masks
+        whole_panels = (len(masks) - (masks[-1] is not None)) // plan.vectors
         with loop(whole_panels) as panel:
-            self._value_panel(panel, [None] * blocks.vectors)
-        tail_masks = masks[whole_panels * blocks.vectors :]
+            self._value_panel(panel, [None] * plan.vectors)
+        tail_masks = masks[whole_panels * plan.vectors :]
         if tail_masks:
-            self._value_panel(tirx.const(blocks.value_panels - 1, "int64"), tail_masks)
+            self._value_panel(tirx.const(plan.value_panels - 1, "int64"), tail_masks)
 
     def _value_panel(self, panel: Expr, masks: list[Expr | None]) -> None:
         spec = self.spec
         panel, vectors = materialize(panel), len(masks)
-        first = materialize(panel * spec.blocks.columns)
-        steps = materialize(ceil_div(self.count, spec.blocks.word_elements))
+        first = materialize(panel * spec.plan.columns)
+        steps = materialize(ceil_div(self.count, spec.plan.word_elements))
         values, prefetch = self.source.values(panel, masks), self.source.prefetch(panel, vectors, is_keys=False)
         self._accumulate(vectors, steps, self._weights(), values, (None, MIN_SQUARE), prefetch)
         self._end_panel(first, masks)
@@ -332,12 +332,12 @@ class VectorRows(AttentionRows):
 
     def _weights(self) -> Factors:
         """The left factors of values: the softmax weights of the tile."""
-        spec, blocks = self.spec, self.spec.blocks
-        if blocks.pair_dtype:
+        spec, plan = self.spec, self.spec.plan
+        if plan.pair_dtype:
             weights = materialize(spec.at("weights"))
-            return lambda k, i: T.reinterpret("int32", spec.scratch[weights + i * blocks.weight_distance + k])
+            return lambda k, i: T.reinterpret("int32", spec.scratch[weights + i * plan.weight_distance + k])
         scores = materialize(spec.at("scores"))
-        return lambda k, i: spec.scratch[scores + i * blocks.score_distance + k]
+        return lambda k, i: spec.scratch[scores + i * plan.score_distance + k]
 
     def _sum(self, i: int, j: int, first: Expr, vectors: int) -> Expr:
         block_sum, lanes = self.spec.registers[i * vectors + j], self.lanes
@@ -350,6 +350,6 @@ class VectorRows(AttentionRows):
 
 def store_weights(spec: AttentionSpec, i: Expr, vector: Expr, weights: Expr) -> None:
     """Store a vector of softmax weights of row i, rounded, as pairs."""
-    lanes = spec.blocks.lanes // 2
-    pairs = T.reinterpret(vector_type("float32", lanes), cast(weights, spec.blocks.pair_dtype))
-    spec.store("weights", i * spec.blocks.weight_distance + vector * lanes, pairs, lanes)
+    lanes = spec.plan.lanes // 2
+    pairs = T.reinterpret(vector_type("float32", lanes), cast(weights, spec.plan.pair_dtype))
+    spec.store("weights", i * spec.plan.weight_distance + vector * lanes, pairs, lanes)

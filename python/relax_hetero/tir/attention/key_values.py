@@ -70,22 +70,22 @@ class KeyValueSource(ABC):
         return {}
 
     def keys(self, panel: Expr) -> Factors:
-        """Factors of the keys of a panel of `Blocks.columns`; a k-step is an element of each, or a pair."""
-        blocks = self.spec.blocks
-        return self._packed("keys", panel * (blocks.width // blocks.word_elements))
+        """Factors of the keys of a panel of `AttentionPlan.columns`; a k-step is an element of each, or a pair."""
+        plan = self.spec.plan
+        return self._packed("keys", panel * (plan.width // plan.word_elements))
 
     def values(self, panel: Expr, masks: Masks) -> Factors:
         """Factors of a panel of elements of values, with masks of its vectors; a k-step is a value, or a pair."""
-        blocks = self.spec.blocks
-        return self._packed("values", panel * (blocks.keys // blocks.word_elements))
+        plan = self.spec.plan
+        return self._packed("values", panel * (plan.keys // plan.word_elements))
 
     def _packed(self, name: str, row: Expr) -> Factors:
-        spec, blocks = self.spec, self.spec.blocks
-        start = materialize(spec.at(name, row * blocks.columns))
+        spec, plan = self.spec, self.spec.plan
+        start = materialize(spec.at(name, row * plan.columns))
 
         def factor(k: Expr, j: int) -> Expr:
-            value = spec.scratch[lane_indices(start + k * blocks.columns + j * blocks.lanes, blocks.lanes)]
-            return T.reinterpret(f"int32x{blocks.lanes}", value) if blocks.pair_dtype else value
+            value = spec.scratch[lane_indices(start + k * plan.columns + j * plan.lanes, plan.lanes)]
+            return T.reinterpret(f"int32x{plan.lanes}", value) if plan.pair_dtype else value
 
         return factor
 
@@ -111,7 +111,7 @@ class DenseKeyValues(KeyValueSource):
     is_last : PrimExpr
         Whether it is the last block.
     at : dict of str to PrimExpr
-        Batch and head, the first of `Blocks.heads`.
+        Batch and head, the first of `AttentionPlan.heads`.
     """
 
     spec: DenseSpec
@@ -124,19 +124,19 @@ class DenseKeyValues(KeyValueSource):
         if not causal:
             return None, None
         offset = sizes["n"] - sizes["m"] if causal == "bottom_right" else 0
-        return None, materialize(minimum(row // self.spec.blocks.heads + (1 + offset - self.first), self.size))
+        return None, materialize(minimum(row // self.spec.plan.heads + (1 + offset - self.first), self.size))
 
     def coordinates(self, row: Expr) -> dict[str, Expr]:
         """Batch, head and query of a row."""
-        heads = self.spec.blocks.heads
+        heads = self.spec.plan.heads
         return {**self.at, "h": self.at["h"] + row % heads, "m": row // heads} if heads > 1 else {**self.at, "m": row}
 
     def pack(self) -> None:
         """Copy the block to scratch in panels, or nothing for few queries."""
-        if not self.spec.blocks.is_in_place:
+        if not self.spec.plan.is_in_place:
             self._pack_keys()
             self._pack_values()
-        if self.spec.blocks.amx:
+        if self.spec.plan.amx:
             self._pad_values()
 
     def _pack_keys(self) -> None:
@@ -144,12 +144,12 @@ class DenseKeyValues(KeyValueSource):
 
         If elements are paired, ``d`` counts words of two elements, as in memory.
         """
-        spec, blocks, view = self.spec, self.spec.blocks, self.spec.key
-        lanes, columns, word_elements = blocks.lanes, blocks.columns, blocks.word_elements
-        width, depth = spec.sizes["d"] // word_elements, blocks.width // word_elements
+        spec, plan, view = self.spec, self.spec.plan, self.spec.key
+        lanes, columns, word_elements = plan.lanes, plan.columns, plan.word_elements
+        width, depth = spec.sizes["d"] // word_elements, plan.width // word_elements
         base = materialize(view.address({**self.at, "n": self.first}) // word_elements)
         key_stride, element_stride = view.stride("n") // word_elements, view.stride("d")
-        words = view.pairs() if blocks.pair_dtype else None
+        words = view.pairs() if plan.pair_dtype else None
 
         def store(column: Expr, k: Expr, values: Expr) -> None:
             spec.store("keys", column // columns * (depth * columns) + k * columns + column % columns, values, lanes)
@@ -182,20 +182,20 @@ class DenseKeyValues(KeyValueSource):
 
         If elements are paired, ``n`` counts words of two neighbours of a column; a missing last one is zero.
         """
-        spec, blocks, view, size = self.spec, self.spec.blocks, self.spec.value, self.size
-        lanes = blocks.lanes
+        spec, plan, view, size = self.spec, self.spec.plan, self.spec.value, self.size
+        lanes = plan.lanes
         base = materialize(view.address({**self.at, "n": self.first}))
 
         def store_row(row: Expr, load: Callable[[Expr, Expr | None], Expr]) -> None:
             for number, mask in enumerate(spec.value_masks):
-                panel, column = divmod(number * lanes, blocks.columns)
-                index = (panel * (blocks.keys // blocks.word_elements) + row) * blocks.columns + column
+                panel, column = divmod(number * lanes, plan.columns)
+                index = (panel * (plan.keys // plan.word_elements) + row) * plan.columns + column
                 spec.store("values", index, load(number * lanes * view.stride("e"), mask), lanes)
 
         def start_of(row: Expr) -> Expr:
             return base + row * view.stride("n")
 
-        if not blocks.pair_dtype:
+        if not plan.pair_dtype:
             with loop(size) as row:
                 store_row(row, lambda offset, mask: view.load(start_of(row) + offset, "e", lanes, mask))
             return
@@ -217,22 +217,22 @@ class DenseKeyValues(KeyValueSource):
 
     def _pad_values(self) -> None:
         """Write zeros after the last value of a block, up to a whole k-step."""
-        spec, blocks, size = self.spec, self.spec.blocks, self.size
+        spec, plan, size = self.spec, self.spec.plan, self.size
         step_pairs = TILE_ROWS
         if isinstance(size, int) and size % (2 * step_pairs) == 0:
             return
         pairs = materialize(ceil_div(size, 2))
         rows_left = materialize(ceil_div(pairs, step_pairs) * step_pairs - pairs)
-        with loop(blocks.value_panels) as panel, loop(rows_left) as row, loop(blocks.vectors) as vector:
-            index = (panel * (blocks.keys // 2) + pairs + row) * blocks.columns + vector * blocks.lanes
-            spec.store("values", index, zeros("float32", blocks.lanes), blocks.lanes)
+        with loop(plan.value_panels) as panel, loop(rows_left) as row, loop(plan.vectors) as vector:
+            index = (panel * (plan.keys // 2) + pairs + row) * plan.columns + vector * plan.lanes
+            spec.store("values", index, zeros("float32", plan.lanes), plan.lanes)
 
     def values(self, panel: Expr, masks: Masks) -> Factors:
         """Factors of a panel of elements of values, packed or in place."""
-        spec, view, lanes = self.spec, self.spec.value, self.spec.blocks.lanes
-        if not spec.blocks.is_in_place:
+        spec, view, lanes = self.spec, self.spec.value, self.spec.plan.lanes
+        if not spec.plan.is_in_place:
             return super().values(panel, masks)
-        element = materialize(panel * spec.blocks.columns)
+        element = materialize(panel * spec.plan.columns)
         start = materialize(view.address({**self.at, "n": self.first, "e": element}))
         steps = view.stride("n"), view.stride("e") * lanes
         return lambda k, j: view.load(start + k * steps[0] + j * steps[1], "e", lanes, masks[j])
@@ -250,7 +250,7 @@ class DenseKeyValues(KeyValueSource):
             Whether all keys of the vector exist; else their numbers are clamped.
         """
         spec, query, key = self.spec, self.spec.query, self.spec.key
-        lanes, width = spec.blocks.lanes, spec.sizes["d"]
+        lanes, width = spec.plan.lanes, spec.sizes["d"]
         keys = materialize(key.address({**self.at, "n": self.first}))
         start = materialize(query.address(self.coordinates(row)))
         step = key.stride("n")

@@ -10,7 +10,7 @@ from marks import slow_but_for
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.attention.attention import attention_kernel
-from relax_hetero.tir.attention.attention_spec import block_sizes
+from relax_hetero.tir.attention.attention_spec import vector_plan
 from seeds import fresh_rng
 from tir.attention_runs import case, check, compiled, problem_of
 from tir.products_of import AVX2, AVX512, SSE
@@ -61,7 +61,7 @@ def test_heads_that_share_keys(queries: int, symbolic: bool, rng: np.random.Gene
     mask = rng.standard_normal((2, 12, queries, 600)).astype("float32")
     grouped = case(2, 12, 3, queries, 600, 40, 33, symbolic=symbolic, mask=mask, scores="add(multiply(x0, 0.25), x1)")
     grouped.causal = "bottom_right"
-    assert symbolic or block_sizes(problem_of(grouped), cpu_target_of(AVX512)).heads == 4
+    assert symbolic or vector_plan(problem_of(grouped), cpu_target_of(AVX512)).heads == 4
     check(grouped, AVX512, rng)
 
 

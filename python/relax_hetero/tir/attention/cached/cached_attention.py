@@ -47,7 +47,7 @@ from ...math.vector_math import constant, exp_nonpositive
 from ..attention_tile import LOWEST, VectorRows
 from .heads import emit_head
 from .pages import PagedKeyValues, emit_append, page_of
-from .spec import BLOCK_PAGES, CachedBlocks, CachedSpec, Tensors, plan_for
+from .spec import BLOCK_PAGES, CachedPlan, CachedSpec, Tensors, cached_plan
 
 
 def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc:
@@ -103,7 +103,7 @@ class _Pages:
 class _Kernel:
     def __init__(self, problem: CachedAttentionProblem, cpu: CpuTarget, function: Function) -> None:
         self.problem, self.cpu, self.function = problem, cpu, function
-        self.plan: CachedBlocks = plan_for(problem, cpu)
+        self.plan: CachedPlan = cached_plan(problem, cpu)
         self.tensors = Tensors(function, problem, self.plan.lanes)
         # Blocks of pages whose sums are stored, if several units share a row.
         self.stored_blocks = self.tensors.rows * problem.heads * self.plan.max_blocks if self.plan.splits > 1 else 0

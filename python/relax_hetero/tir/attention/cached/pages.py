@@ -100,46 +100,46 @@ class PagedKeyValues(KeyValueSource):
 
     def pack(self) -> None:
         """Convert the page to floats in scratch for many rows."""
-        spec, blocks = self.spec, self.spec.blocks
-        if blocks.is_in_place:
+        spec, plan = self.spec, self.spec.plan
+        if plan.is_in_place:
             return
-        columns, lanes = blocks.columns, blocks.lanes
-        with loop(PAGE // columns) as panel, loop(blocks.width) as row:
+        columns, lanes = plan.columns, plan.lanes
+        with loop(PAGE // columns) as panel, loop(plan.width) as row:
             load = self._keys_in_place(panel)
-            for j in range(blocks.vectors):
-                spec.store("keys", (panel * blocks.width + row) * columns + j * lanes, load(row, j), lanes)
+            for j in range(plan.vectors):
+                spec.store("keys", (panel * plan.width + row) * columns + j * lanes, load(row, j), lanes)
         masks = spec.value_masks
         with loop(self.size) as token:
             for j, mask in enumerate(masks):
-                panel, column = divmod(j, blocks.vectors)
-                value = self.page.load(materialize(self.page.values + token * blocks.width + j * lanes), lanes, mask)
+                panel, column = divmod(j, plan.vectors)
+                value = self.page.load(materialize(self.page.values + token * plan.width + j * lanes), lanes, mask)
                 spec.store("values", (panel * PAGE + token) * columns + column * lanes, value, lanes)
 
     def keys(self, panel: Expr) -> Factors:
         """Factors of a panel of keys, in scratch or in the page."""
-        return self._keys_in_place(panel) if self.spec.blocks.is_in_place else super().keys(panel)
+        return self._keys_in_place(panel) if self.spec.plan.is_in_place else super().keys(panel)
 
     def _keys_in_place(self, panel: Expr) -> Factors:
-        blocks = self.spec.blocks
-        start = materialize(self.page.start + panel * blocks.columns)
-        return lambda k, j: self.page.load(start + k * PAGE + j * blocks.lanes, blocks.lanes)
+        plan = self.spec.plan
+        start = materialize(self.page.start + panel * plan.columns)
+        return lambda k, j: self.page.load(start + k * PAGE + j * plan.lanes, plan.lanes)
 
     def values(self, panel: Expr, masks: Masks) -> Factors:
         """Factors of a panel of elements of values, in scratch or in the page."""
-        blocks = self.spec.blocks
-        if not blocks.is_in_place:
+        plan = self.spec.plan
+        if not plan.is_in_place:
             return super().values(panel, masks)
-        start = materialize(self.page.values + panel * blocks.columns)
-        return lambda k, j: self.page.load(start + k * blocks.width + j * blocks.lanes, blocks.lanes, masks[j])
+        start = materialize(self.page.values + panel * plan.columns)
+        return lambda k, j: self.page.load(start + k * plan.width + j * plan.lanes, plan.lanes, masks[j])
 
     def scaled_scores(self, scores: Expr, column: Expr) -> Expr:
         """Products times the scales of int8 keys."""
-        lanes, is_scaled = self.spec.blocks.lanes, self.spec.problem.page_type == "int8"
+        lanes, is_scaled = self.spec.plan.lanes, self.spec.problem.page_type == "int8"
         return scores * self.page.scales(0, column, lanes) if is_scaled else scores
 
     def scaled_weights(self, weights: Expr, column: Expr) -> Expr:
         """Softmax weights times the scales of int8 values."""
-        lanes = self.spec.blocks.lanes
+        lanes = self.spec.plan.lanes
         if self.spec.problem.page_type != "int8":
             return weights
         # Scales of tokens that were never written are undefined.
@@ -152,11 +152,11 @@ class PagedKeyValues(KeyValueSource):
         The CPU prefetches keys by itself, because they are read sequentially. The computation of few rows takes no
         longer than reading a page from memory.
         """
-        blocks, data = self.spec.blocks, self.spec.tensors.views["pages"].data
-        each, line = vectors * blocks.lanes, CACHE_LINE_BYTES // bytes_of(self.spec.problem.page_type)
-        if not blocks.is_in_place or blocks.lanes == 1 or blocks.queries > blocks.rows or each < line:
+        plan, data = self.spec.plan, self.spec.tensors.views["pages"].data
+        each, line = vectors * plan.lanes, CACHE_LINE_BYTES // bytes_of(self.spec.problem.page_type)
+        if not plan.is_in_place or plan.lanes == 1 or plan.queries > plan.rows or each < line:
             return None
-        distance = blocks.columns * (blocks.width if is_keys else PAGE)
+        distance = plan.columns * (plan.width if is_keys else PAGE)
         start = materialize((self.page.values if is_keys else self.following) + panel * distance)
 
         def prefetch_step(k: Expr) -> None:

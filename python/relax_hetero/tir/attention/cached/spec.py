@@ -24,7 +24,7 @@ from ...core.builder import (
 )
 from ...core.view import View
 from ...math.casts import cast
-from ..attention_spec import AttentionSpec, Blocks
+from ..attention_spec import AttentionPlan, AttentionSpec
 
 # Rows (a query of one head each) of a unit of a chunk, which share a widened page. Measured (AVX-512, one core, 512
 # queries of 4 heads of 256): 64, 128 and 256 rows are within 6 % of each other.
@@ -34,8 +34,8 @@ BLOCK_PAGES = 2
 
 
 @dataclass(frozen=True)
-class CachedBlocks(Blocks):
-    """Sizes of a kernel. A block of keys is a page; `queries` are all rows of a unit, in whole tiles.
+class CachedPlan(AttentionPlan):
+    """Plan of an attention to pages. A block of keys is a page; `queries` are all rows of a unit, in whole tiles.
 
     Attributes
     ----------
@@ -58,8 +58,8 @@ class CachedBlocks(Blocks):
         return {**super().buffers, **{name: self.queries * size for name, size in states.items()}}
 
 
-def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> CachedBlocks:
-    """The sizes for a problem on a CPU."""
+def cached_plan(problem: CachedAttentionProblem, cpu: CpuTarget) -> CachedPlan:
+    """The plan of a problem on a CPU."""
     lanes, tile = max(cpu.lanes("float32"), 1), tile_sizes(cpu)
     is_chunk, rows = problem.rows == "chunk", problem.out.shape[0]
     queries = max(1, CHUNK_ROWS // problem.group) if is_chunk else 1
@@ -80,7 +80,7 @@ def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> CachedBlocks:
     max_tasks = units * splits if not is_chunk and units else cpu.cores
     padded_rows = ceil_div(count, tile_rows) * tile_rows
     vectors = _max_divisor(vectors, PAGE // lanes)
-    return CachedBlocks(
+    return CachedPlan(
         tasks=max(1, min(cpu.cores, max_tasks)),
         queries=padded_rows,
         keys=PAGE,
@@ -190,6 +190,6 @@ class Tensors:
 class CachedSpec(AttentionSpec):
     """An attention to pages; its rows are those of a unit: queries times heads of a group, heads innermost."""
 
-    blocks: CachedBlocks
+    plan: CachedPlan
     problem: CachedAttentionProblem
     tensors: Tensors
