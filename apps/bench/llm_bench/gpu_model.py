@@ -3,11 +3,11 @@
 python apps/bench/llm_bench/gpu_model.py                                    # Q4_0 and F16: 21 GB of files, 80 GB of GPU
 python apps/bench/llm_bench/gpu_model.py --layers 8 --types Q4_0,Q4_K,F16   # shorter
 
-Each file is written with random weights, loaded by `rh.llm.load` with its defaults, and called as an engine calls it:
-`prefill` and `decode` of the loaded model, by the host's clock, from tokens to logits in the host's memory. PyTorch
-runs a model of the same sizes in float16 as CUDA graphs, by the same clock. Bytes of a decode step are the file's
-weights and the cache; the bandwidth is measured by reading 4 GB once, the peak by a product of 8,192 x 8,192 x
-8,192 in cuBLAS, in the same run.
+Each file is written with random weights, loaded by `rh.llm.load` with its defaults, and called as an engine calls it
+for greedy texts, by the host's clock: `prefill`, to logits in the host's memory, and decode steps, of which each begins
+before the tokens of the last one are read (`begin_decode`). PyTorch runs a model of the same sizes in float16 as CUDA
+graphs, with the argmax in them, by the same clock. Bytes of a decode step are the file's weights and the cache; the
+bandwidth is measured by reading 4 GB once, the peak by a product of 8,192 x 8,192 x 8,192 in cuBLAS, in the same run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from turns import take_turns  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
 from llm_bench.random_gguf import LLAMA_8B, SCALES, Sizes, shapes, write_gguf  # noqa: E402
-from llm_bench.torch_llama import TorchLlama  # noqa: E402
+from llm_bench.torch_llama import STEPS, TorchLlama  # noqa: E402
 
 BANDWIDTH_BARS, PEAK_BAR = {True: 0.60, False: 0.80}, 0.70
 """Minimum shares of the bandwidth, for block-quantized and other weights, and of the peak."""
@@ -62,12 +62,18 @@ class Ours:
                 self.model.prefill(slot, self.tokens[first : min(first + chunk, context - 1)])
 
     def step(self, batch: int) -> Call:
-        """A decode step of `batch` sequences."""
+        """`STEPS` greedy decode steps of `batch` sequences, one ahead of the tokens that are read."""
+        slots = self.slots[:batch]
 
         def work() -> object:
-            for slot in self.slots[:batch]:
+            for slot in slots:
                 self.model.cache.truncate(slot, len(self.tokens) - 1)
-            return self.model.decode(self.slots[:batch], [int(self.tokens[-1])] * batch)
+            step = self.model.begin_decode(slots, [int(self.tokens[-1])] * batch)
+            for _ in range(STEPS - 1):
+                ahead = self.model.begin_decode(slots, step)
+                step.tokens()
+                step = ahead
+            return step.tokens()
 
         return work
 
@@ -156,7 +162,8 @@ def main(
     for work, each in calls.items():
         for name, call in each.items():
             assert np.isfinite(np.asarray(call())).all(), f"{work}, {name}: logits are not finite"
-        times |= {(work, name): timing.median * 1e3 for name, timing in take_turns(each, rounds).items()}
+        count = STEPS if work.startswith("decode") else 1
+        times |= {(work, name): timing.median * 1e3 / count for name, timing in take_turns(each, rounds).items()}
     table = Table(title=f"{sizes.layers} layers of {sizes.width}, context {context}", title_justify="left")
     for column in ("work", "by", "ms", "tokens/s", "TB/s or TFLOP/s", "share", "over torch"):
         table.add_column(column, justify="left" if column in ("work", "by") else "right")

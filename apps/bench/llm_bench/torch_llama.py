@@ -1,4 +1,4 @@
-"""A llama-shaped model in PyTorch: random f16 weights, sdpa over a cache, a step as one CUDA graph."""
+"""A llama-shaped model in PyTorch: random f16 weights, sdpa over a cache, a greedy step as one CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from gpu_bench.torch_peers import captured
 from llm_bench.random_gguf import Sizes
 
 Tensor = Any
+
+STEPS = 16
+"""Decode steps of a turn, whose tokens stay on the device from one to the next."""
 
 
 class TorchLlama:
@@ -43,7 +46,10 @@ class TorchLlama:
         self.scale = self.torch.ones(shape.width, dtype=self.torch.float16, device="cuda")
 
     def step(self, clock: Clock, batch: int, context: int) -> Callable[[], Tensor]:
-        """A launch of a step of `batch` sequences, each with `context` tokens, the new one among them."""
+        """Launches of `STEPS` steps of `batch` sequences, each with `context` tokens, the new one among them.
+
+        A step's greedy tokens are those of the next one; the host waits for the last ones.
+        """
         torch, shape = self.torch, self.shape
         kinds = {"dtype": torch.float16, "device": "cuda"}
         cache = [torch.randn(2, batch, shape.kv_heads, context, shape.size, **kinds) for _ in range(shape.layers)]
@@ -51,9 +57,18 @@ class TorchLlama:
         position = torch.full((1,), context - 1, device="cuda")
 
         def work() -> list[Tensor]:
-            return [self._forward(tokens, batch, 1, position, cache)]
+            return [tokens.copy_(self._forward(tokens, batch, 1, position, cache).argmax(-1))]
 
-        return self._captured(clock, work)
+        launch, _ = captured(clock, work)
+        self._held.append(work)
+
+        def steps() -> Tensor:
+            for _ in range(STEPS):
+                launch()
+            torch.cuda.synchronize()
+            return tokens.cpu()
+
+        return steps
 
     def prefill(self, clock: Clock, rows: int) -> Callable[[], Tensor]:
         """A launch of a prefill of one sequence, which returns the last row's logits."""

@@ -83,7 +83,8 @@ def from_gguf(
         Functions with the parameters ``tokens``, ``positions`` and ``sequences``, (rows,) each, ``last`` (prefill: the
         row to return logits of, (1,)), the page tables ``table_full`` and ``table_window``, (slots, pages) each, and
         the pages of each layer's cache, ``pages_N``; all integers are int32. They return logits, (rows or 1,
-        vocabulary) of float32, and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
+        vocabulary) of float32, decode functions then ``greedy_tokens``, (rows,), which index the largest logits (-1 if
+        one is not finite), and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
 
     Raises
     ------

@@ -11,6 +11,8 @@ from .errors import RequestError as RequestError
 from .errors import TokenizerError as TokenizerError
 from .json_tokenizer import JsonTokenizer as JsonTokenizer
 from .model import Cache as Cache
+from .model import DecodeStep as DecodeStep
+from .model import LookAheadModel as LookAheadModel
 from .model import Model as Model
 from .model import TokenizerProtocol as TokenizerProtocol
 from .model_loader import load as load

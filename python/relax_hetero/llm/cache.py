@@ -67,12 +67,15 @@ class PageGroup:
         Page of each column of a slot, or `NO_PAGE`; kernels read it.
     reference_counts : array of int32, (pages,)
         Number of sequences that share each page.
+    version : int
+        Number of changes of the table.
     """
 
     def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
         self.window, self.pages = window, pages
         self.table = np.full((slots, columns), NO_PAGE, "int32")
         self.reference_counts = np.zeros(pages, "int32")
+        self.version = 0
         self._free = list(range(pages - 1, -1, -1))
 
     @property
@@ -83,6 +86,13 @@ class PageGroup:
     def first_visible_column(self, length: int) -> int:
         """First column that the token at position `length` attends to."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
+
+    def fits(self, slot: int, length: int, count: int) -> bool:
+        """Return whether the last page takes `count` more tokens as it is, and none has left the window."""
+        used, first = length % PAGE, self.first_visible_column(length)
+        if not used or used + count > PAGE or (first and self.table[slot, first - 1] != NO_PAGE):
+            return False
+        return bool(self.reference_counts[self.table[slot, length // PAGE]] == 1)
 
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
@@ -123,6 +133,7 @@ class PageGroup:
     def share(self, source: int, target: int) -> None:
         """Share a slot's pages with an empty slot."""
         self.table[target] = self.table[source]
+        self.version += 1
         pages = self.table[target]
         self.reference_counts[pages[pages != NO_PAGE]] += 1
 
@@ -142,10 +153,12 @@ class PageGroup:
         page = self._free.pop()
         self.reference_counts[page] = 1
         row[column] = page
+        self.version += 1
 
     def _release(self, row: np.ndarray, column: int) -> None:
         page = int(row[column])
         row[column] = NO_PAGE
+        self.version += 1
         self.reference_counts[page] -= 1
         if not self.reference_counts[page]:
             self._free.append(page)
@@ -318,6 +331,11 @@ class KVCache:
             raise CacheError(f"found {len(pages)} layers' pages, expected {len(self.layers)}")
         self._layer_pages = list(pages)
 
+    @property
+    def tables_version(self) -> int:
+        """Number of changes of the page tables."""
+        return sum(group.version for group in self._groups.values())
+
     # -- sequences
 
     def add(self) -> int:
@@ -364,7 +382,11 @@ class KVCache:
             raise CacheError(
                 f"sequence {slot} of {length} tokens asks for {count} more, expected at most {max_length} tokens in all"
             )
-        plans = {name: group.plan(slot, length, count) for name, group in self._groups.items()}
+        plans = {
+            name: group.plan(slot, length, count)
+            for name, group in self._groups.items()
+            if not group.fits(slot, length, count)
+        }
         for name, plan in plans.items():
             group = self._groups[name]
             if plan.pages > group.free:

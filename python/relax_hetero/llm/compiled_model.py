@@ -7,18 +7,21 @@ The executable has functions ``decode_B`` for several batch sizes and ``prefill_
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tvm import runtime
 
 from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
-from ..errors import BindingError
+from ..encoding.pages import TABLES
+from ..errors import BindingError, HeteroError
 from ..vm import VirtualMachine
+from ..vm.device.cuda_copies import SENT_BYTES
+from ..vm.device.host_copies import begin_copy_to_host
 from ..vm.device.memory_pools import receive_buffer
 from ..vm.device.tensors import copy_into, empty, is_host, part_of
 from ..vm.file.executable import Executable
@@ -31,7 +34,7 @@ from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, wi
 class IntegerInputs:
     """Integer inputs of one function: tokens, positions and page tables, written before each call.
 
-    All inputs of a device are views of one tensor, so that a call makes one copy to a GPU.
+    All inputs of a device are views of one tensor, page tables last, so that most calls make one small copy to a GPU.
 
     Parameters
     ----------
@@ -45,24 +48,31 @@ class IntegerInputs:
     Attributes
     ----------
     arrays : dict of str to array of int32
-        Host memory of each input, by name; after writing it, call `send`.
+        Host memory of each input, by name, zeros at first; after writing it, call `send`.
     tensors : list of tvm.runtime.Tensor
         Arguments in the order of `inputs`; the same tensors for the object's life.
+    tables_version : int
+        `KVCache.tables_version` of the page tables in `arrays`.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
         self.arrays: dict[str, np.ndarray] = {}
+        self.tables_version = -1
+        self._slots: list[int] | None = None
         self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
+        self._table_copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         tensors: dict[str, runtime.Tensor] = {}
         for index in {spec.device for spec in inputs}:
             device = runtime.device("cpu", 0) if index < 0 else devices[index]
             tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
         self.tensors = [tensors[spec.name] for spec in inputs]
+        self._tokens = tensors["tokens"]
 
     def _allocate(
         self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
     ) -> dict[str, runtime.Tensor]:
-        shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in inputs}
+        in_order = sorted(inputs, key=lambda spec: spec.name in TABLES.values())
+        shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in in_order}
         alignment_elements, count, offsets = -(-alignment // 4), 0, {}
         for name, shape in shapes.items():
             offsets[name] = count
@@ -70,16 +80,101 @@ class IntegerInputs:
         target = empty((count,), "int32", device)
         source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
         if source is not target:
-            self._copies.append((source, target))
+            tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
+            self._copies += _small_copies(source, target, 0, tables)
+            self._table_copies += _small_copies(source, target, tables, count)
         host_array = np.from_dlpack(source)
+        host_array[:] = 0
         for name, shape in shapes.items():
             self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         return {name: part_of(target, shape, "int32", 4 * offsets[name]) for name, shape in shapes.items()}
 
-    def send(self) -> None:
-        """Copy `arrays` to GPUs; on CPUs the tensors share their memory. Write them only between calls."""
-        for source, target in self._copies:
-            copy_into(source, target)
+    def write_rows(self, slots: Sequence[int], positions: _Integers) -> None:
+        """Write the positions and sequences of rows; further rows are padding."""
+        arrays, count = self.arrays, len(slots)
+        if self._slots != slots:
+            self._slots = list(slots)
+            arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
+            arrays["tokens"][count:], arrays["positions"][count:] = 0, 0
+        arrays["positions"][: len(positions)] = positions
+
+    def send(self, tables: Mapping[str, np.ndarray]) -> None:
+        """Copy `arrays`, and new page tables if there are any, to GPUs; on CPUs the tensors share their memory.
+
+        Copies are in order with work of the GPUs, and `arrays` may be written again at once.
+        """
+        for name in tables.keys() & self.arrays.keys():
+            self.arrays[name][:] = tables[name]
+        for source, target in [*self._copies, *self._table_copies] if tables else self._copies:
+            copy_into(source, target, wait=False)
+
+    def copy_tokens(self, tokens: runtime.Tensor, count: int) -> None:
+        """Copy the first `count` tokens from a device, in order with its work, after `send`."""
+        target = self._tokens
+        if count < len(self.arrays["tokens"]):
+            tokens, target = (part_of(tensor, (count,), "int32", 0) for tensor in (tokens, target))
+        copy_into(tokens, target, wait=False)
+
+
+def _small_copies(
+    source: runtime.Tensor, target: runtime.Tensor, begin: int, end: int
+) -> list[tuple[runtime.Tensor, runtime.Tensor]]:
+    """Copies of elements `begin` to `end`, none of which waits for the GPU."""
+    step = SENT_BYTES // 4
+    pieces = [(first, min(step, end - first)) for first in range(begin, end, step)]
+    return [
+        (part_of(source, (count,), "int32", 4 * first), part_of(target, (count,), "int32", 4 * first))
+        for first, count in pieces
+    ]
+
+
+class DecodeCall(NamedTuple):
+    """A call of a decode function.
+
+    Attributes
+    ----------
+    function : str
+        Name of the function.
+    sequences : int
+        Number of sequences; further rows are padding.
+    logits, tokens : tvm.runtime.Tensor
+        Results, (rows, vocabulary) and (rows,).
+    """
+
+    function: str
+    sequences: int
+    logits: runtime.Tensor
+    tokens: runtime.Tensor
+
+
+class CompiledDecodeStep:
+    """A decode step that may still run, with its greedy tokens on the way to the host; a `DecodeStep`.
+
+    Parameters
+    ----------
+    calls : sequence of DecodeCall
+        Calls of the step, for consecutive sequences.
+    """
+
+    def __init__(self, calls: Sequence[DecodeCall]) -> None:
+        self.calls = calls
+        self._copies = [begin_copy_to_host(call.tokens) for call in calls]
+
+    def tokens(self) -> list[int]:
+        """Wait for the end, and return the index of the largest logit of each sequence.
+
+        Raises
+        ------
+        HeteroError
+            If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
+        """
+        arrays = [wait() for wait in self._copies]
+        tokens = [
+            token for call, array in zip(self.calls, arrays, strict=True) for token in array[: call.sequences].tolist()
+        ]
+        if min(tokens) < 0:
+            raise HeteroError(f"logits of sequence {tokens.index(-1)} of {len(tokens)}: expected finite numbers")
+        return tokens
 
 
 _NO_SEQUENCE = -1
@@ -109,6 +204,8 @@ class CompiledModel:
         Keys and values of all sequences.
     machine : VirtualMachine
         Machine that runs the executable.
+    looks_ahead : bool
+        True if a GPU computes logits; see `LookAheadModel`.
 
     Raises
     ------
@@ -128,6 +225,10 @@ class CompiledModel:
         self.trained_context = description.trained_context
         self.slots, self.chunk = description.slots, self._chunks[-1]
         self.decodes_like_prefill = description.decodes_like_prefill
+        logits = executable.signature(f"decode_{self._batches[0]}").outputs[0]
+        self.looks_ahead = (
+            isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
+        )
         self.cache = KVCache.from_executable(executable, description)
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}
@@ -164,7 +265,8 @@ class CompiledModel:
         length = self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        logits = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
+        (result,) = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
+        logits = self._to_host(f"prefill_{rows}", result)
         if all_logits:
             return logits[:count]
         return logits[0 if len(logits) == 1 else count - 1]
@@ -189,24 +291,48 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
+        calls = self._decode(slots, tokens)
+        if len(calls) == 1:
+            return self._to_host(calls[0].function, calls[0].logits)[: len(slots)]
+        return np.concatenate([self._to_host(call.function, call.logits)[: call.sequences].copy() for call in calls])
+
+    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> CompiledDecodeStep:
+        """Append one token to each of several sequences, without waiting for GPUs and without copying logits.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots of the sequences, each once.
+        tokens : sequence of int or CompiledDecodeStep
+            Token of each sequence, or the last step, which had the same slots, for its greedy tokens.
+
+        Raises
+        ------
+        CacheError
+            If pages run out; then no sequence has changed.
+        """
+        return CompiledDecodeStep(self._decode(slots, tokens))
+
+    def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
+        """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
         lengths = [self.cache.length(slot) for slot in slots]
-        for index, slot in enumerate(slots):
-            try:
-                self.cache.extend(slot, 1)
-            except BaseException:
-                for extended, length in zip(slots[:index], lengths, strict=False):
-                    self.cache.truncate(extended, length)
-                raise
-        chunks = []
         max_batch = self._batches[-1]
-        for begin in range(0, len(slots), max_batch):
-            batch = slice(begin, min(begin + max_batch, len(slots)))
-            count = batch.stop - batch.start
-            rows = next(rows for rows in self._batches if rows >= count)
-            positions = lengths[batch] if count == rows else [*lengths[batch], *[0] * (rows - count)]
-            logits = self._call(f"decode_{rows}", tokens[batch], positions, slots[batch], 0)[:count]
-            chunks.append(logits if count == len(slots) else logits.copy())
-        return chunks[0] if len(chunks) == 1 else np.concatenate(chunks)
+        calls: list[DecodeCall] = []
+        try:
+            for slot in slots:
+                self.cache.extend(slot, 1)
+            for begin in range(0, len(slots), max_batch):
+                batch = slice(begin, min(begin + max_batch, len(slots)))
+                count = batch.stop - batch.start
+                rows = next(rows for rows in self._batches if rows >= count)
+                fed = tokens.calls[len(calls)].tokens if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
+                results = self._call(f"decode_{rows}", fed, lengths[batch], slots[batch], 0)
+                calls.append(DecodeCall(f"decode_{rows}", count, *results))
+        except BaseException:
+            for slot, length in zip(slots, lengths, strict=True):
+                self.cache.truncate(slot, length)
+            raise
+        return calls
 
     def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
         """Cost of a decode step of the smallest batch, by parts of the model; it prints as a table.
@@ -321,55 +447,59 @@ class CompiledModel:
         rows, length = int(function.rpartition("_")[2]), self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        arguments = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
+        inputs = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
         pages = self.cache.take()
         try:
-            return self.machine.profile(function, *arguments, *pages)
+            return self.machine.profile(function, *inputs.tensors, *pages)
         finally:
             self.cache.release(pages)
 
     def _inputs(
-        self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int
-    ) -> list[runtime.Tensor]:
-        """Arguments of a function, without pages, for logits of row `last`; rows after those of `slots` are padding."""
+        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: Sequence[int], last: int
+    ) -> IntegerInputs:
+        """Write and send inputs of a function, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:
             specs = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
             inputs = [spec for spec in specs if not spec.name.startswith("pages_")]
             alignment = self.executable.metadata.alignment
             integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
-        arrays, count = integers.arrays, len(slots)
-        arrays["tokens"][:count], arrays["tokens"][count:] = tokens, 0
-        arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
-        arrays["positions"][:] = positions
-        if "last" in arrays:
-            arrays["last"][:] = last
-        for table, pages in self.cache.tables.items():
-            if table in arrays:
-                arrays[table][:] = pages
-        integers.send()
-        return integers.tensors
+        integers.write_rows(slots, positions)
+        if "last" in integers.arrays:
+            integers.arrays["last"][:] = last
+        is_fed, version = isinstance(tokens, runtime.Tensor), self.cache.tables_version
+        if not is_fed:
+            integers.arrays["tokens"][: len(slots)] = tokens
+        integers.send(self.cache.tables if integers.tables_version != version else {})
+        integers.tables_version = version
+        if is_fed:
+            integers.copy_tokens(tokens, len(slots))
+        return integers
 
-    def _call(self, name: str, tokens: _Integers, positions: _Integers, slots: _Integers, last: int) -> np.ndarray:
-        """Call a function; logits of a GPU are overwritten by its next call."""
-        arguments, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
+    def _call(
+        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: Sequence[int], last: int
+    ) -> Sequence[runtime.Tensor]:
+        """Call a function; returns its results without the pages."""
+        inputs, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
         try:
             if name not in self._prepared_calls:
-                logits, *new_pages = self.machine[name](*arguments, *pages)
+                arguments = [*inputs.tensors, *pages]
+                results = self.machine[name](*arguments)
+                results, new_pages = results[: -len(pages)], list(results[-len(pages) :])
                 if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
                     # Pages were written in place: later calls have the same arguments.
-                    self._prepared_calls[name] = self.machine.prepare(name, [*arguments, *pages], result_index=0)
+                    self._prepared_calls[name] = self.machine.prepare(name, arguments, results=len(results))
                 else:
                     self._prepared_calls.clear()
                     pages = new_pages
             else:
-                logits = self._prepared_calls[name]()
+                results = self._prepared_calls[name]()
         finally:
             self.cache.release(pages)  # a failed call has written only past the ends of sequences
-        return self._to_host(name, logits)
+        return results
 
     def _to_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:
-        """Logits as a numpy array: the same memory on a CPU, else a copy in a buffer that the function reuses."""
+        """Logits as a numpy array: the same memory on a CPU, else in a buffer that the function's next call reuses."""
         if is_host(logits.device):
             return np.from_dlpack(logits)
         buffer = self._logits.get(name)

@@ -304,8 +304,8 @@ class Engine:
     def _take_arrivals(self, wait: bool = True) -> bool:
         """Hand new requests to the scheduler; False if the engine was closed."""
         with self._changed:
-            self._load = self._scheduler.load()
             if wait:
+                self._load = self._scheduler.load()
                 self._changed.wait_for(lambda: self._notified or self._closed)
             self._notified = False
             while self._inbox:

@@ -156,6 +156,55 @@ class Model(Protocol):
         """
 
 
+class DecodeStep(Protocol):
+    """A decode step that may still run."""
+
+    def tokens(self) -> list[int]:
+        """Wait for the end, and return the index of the largest logit of each sequence (the first of equal ones).
+
+        Raises
+        ------
+        HeteroError
+            If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
+        """
+
+
+@runtime_checkable
+class LookAheadModel(Model, Protocol):
+    """A model that can begin a decode step before the previous one has ended.
+
+    Attributes
+    ----------
+    looks_ahead : bool
+        Whether `begin_decode` returns before the computation has ended, as on GPUs; otherwise a step ahead would only
+        delay the tokens of the last one.
+    """
+
+    @property
+    def looks_ahead(self) -> bool: ...  # noqa: D102
+
+    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> DecodeStep:
+        """Append one token to each of several sequences, without waiting for the end of the computation.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots of the sequences, each once.
+        tokens : sequence of int or DecodeStep
+            Token of each sequence, or the last step, which had the same slots, for the tokens that it computes.
+
+        Returns
+        -------
+        DecodeStep
+            The step; `DecodeStep.tokens` must be called, even if the result is not needed.
+
+        Raises
+        ------
+        CacheError
+            If pages run out. After this or any other error no sequence has changed.
+        """
+
+
 @runtime_checkable
 class TokenizerProtocol(Protocol):
     """Tokenizer as the engine uses it; `Tokenizer` and `JsonTokenizer` are made from files.

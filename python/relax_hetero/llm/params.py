@@ -108,6 +108,11 @@ class SamplingParams:
         """True if there is a penalty for tokens of the prompt or the text so far."""
         return self.repetition_penalty != 1 or self.frequency_penalty != 0 or self.presence_penalty != 0
 
+    @property
+    def needs_logits(self) -> bool:
+        """True if more than the index of the largest logit is needed: to sample, or for log-probabilities."""
+        return not self.greedy or self.penalizes or bool(self.logit_bias) or self.logprobs is not None
+
     def check_tokens(self, vocabulary: int) -> None:
         """Raise RequestError if a token id is not below `vocabulary`.
 

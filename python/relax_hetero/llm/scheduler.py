@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
 from ..errors import CacheError, HeteroError
-from .model import Model
+from .model import DecodeStep, LookAheadModel, Model
 from .prefix_cache import Prefix, PrefixCache
 from .request import FinishReason
 from .sequence import Sequence
@@ -61,6 +63,26 @@ class Load:
     cached_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class StepAhead:
+    """A decode step that was enqueued before the tokens of the last one were known.
+
+    Attributes
+    ----------
+    sequences : list of Sequence
+        Sequences of its rows; some may have ended since.
+    step : DecodeStep
+        The step.
+    """
+
+    sequences: list[Sequence]
+    step: DecodeStep
+
+    def tokens(self) -> dict[Sequence, int]:
+        """Wait for the step's tokens."""
+        return dict(zip(self.sequences, self.step.tokens(), strict=True))
+
+
 class Scheduler:
     """Shares a model among requests.
 
@@ -72,6 +94,9 @@ class Scheduler:
     A request's text does not depend on other requests. If prefill and decode do not write the same bits into the cache
     (`Model.decodes_like_prefill`), prompt tokens are always prefilled, or reused from another prompt, and generated
     tokens always decoded: a preempted request repeats its decode steps without sampling.
+
+    If all running requests are greedy and no other can begin, the next decode step is enqueued before the tokens of the
+    last one are awaited and handed out (`LookAheadModel`). Only requests that are still running get its tokens.
 
     Not thread-safe.
 
@@ -91,6 +116,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._prefilling: Sequence | None = None
         self._cache_full = False  # no request is admitted until one has ended
+        self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
+        self._ahead: StepAhead | None = None
 
     def load(self) -> Load:
         """Return the current load."""
@@ -104,15 +131,22 @@ class Scheduler:
     def step(self) -> bool:
         """Run one step; False if no requests are left."""
         self._end_cancelled()
+        is_ahead = self._ahead is not None
+        if is_ahead:
+            self._decode()
         self._admit()
         self._prefill()
-        self._decode()
+        if not is_ahead:
+            self._decode()
+        if not self._running:
+            self._drop_step_ahead()
         busy = bool(self._waiting or self._active())
         self.counts.steps += busy
         return busy
 
     def end_all(self, reason: FinishReason, error: HeteroError | None = None) -> None:
         """End all requests, and free the cache."""
+        self._drop_step_ahead()
         for sequence in [*self._waiting, *self._active()]:
             self._end(sequence, reason, error)
         while self._prefix_cache.evict_oldest():
@@ -128,9 +162,7 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Give a slot to the first waiting request."""
-        if self._prefilling is not None or not self._waiting or len(self._running) >= self._model.slots:
-            return
-        if self._cache_full and self._running:
+        if self._ahead is not None or not self._can_admit():
             return
         sequence = self._waiting[0]
         try:
@@ -148,6 +180,11 @@ class Scheduler:
         sequence.begin(slot, cached)
         self.counts.reused_tokens += cached
         self._prefilling = sequence
+
+    def _can_admit(self) -> bool:
+        if self._prefilling is not None or not self._waiting or len(self._running) >= self._model.slots:
+            return False
+        return not (self._cache_full and self._running)
 
     def _allocate_slot(self, sequence: Sequence) -> tuple[int, int]:
         """Return a slot, and the number of the sequence's tokens that it holds already."""
@@ -204,24 +241,55 @@ class Scheduler:
         while self._running:
             batch = list(self._running)
             try:
-                logits = self._decode_batch(batch)
+                results = self._decode_batch(batch)
             except CacheError as error:
                 self._recover_from_full_cache(batch, error)
                 continue
             except Exception:
+                self._drop_step_ahead()
                 self._roll_back(batch)
                 self._decode_each(batch)
                 return
-            for sequence, row in zip(batch, logits, strict=True):
+            for sequence, result in zip(batch, results, strict=True):
                 sequence.cached += 1
-                self._accept(sequence, row)
+                self._accept(sequence, result)
             return
+
+    def _decode_batch(self, batch: list[Sequence]) -> Iterable[np.ndarray | int]:
+        """Logits of a decode step, or its tokens if all sequences are greedy and the model looks ahead."""
+        slots, tokens = _decode_arguments(batch)
+        model = self._look_ahead
+        if model is None or any(sequence.needs_logits for sequence in batch):
+            return self._model.decode(slots, tokens)
+        step = self._ahead or StepAhead(batch, model.begin_decode(slots, tokens))
+        self._ahead = None
+        if step.sequences == batch and self._will_repeat(batch):
+            with suppress(Exception):  # the next call begins this step again, and raises the error
+                self._ahead = StepAhead(batch, model.begin_decode(slots, step.step))
+        next_tokens = step.tokens()
+        return [next_tokens[sequence] for sequence in batch]
+
+    def _will_repeat(self, batch: list[Sequence]) -> bool:
+        """Return whether the next decode step will have the same requests, unless stop tokens or texts end some."""
+        if self._prefilling is not None or self._can_admit():
+            return False
+        return all(
+            sequence.remaining > 1 and sequence.cached + 1 == len(sequence.tokens) and not sequence.request.cancelled
+            for sequence in batch
+        )
+
+    def _drop_step_ahead(self) -> None:
+        """Wait for the step ahead, and drop its result or error."""
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            with suppress(Exception):
+                step.tokens()
 
     def _decode_each(self, batch: list[Sequence]) -> None:
         """Decode one by one after an error, so that only requests that cause it end."""
         for sequence in batch:
             try:
-                row = self._decode_batch([sequence])[0]
+                row = self._model.decode(*_decode_arguments([sequence]))[0]
             except CacheError:
                 self._roll_back([sequence])  # the next step tries again
             except Exception as error:
@@ -230,16 +298,12 @@ class Scheduler:
                 sequence.cached += 1
                 self._accept(sequence, row)
 
-    def _decode_batch(self, batch: list[Sequence]) -> np.ndarray:
-        slots = [sequence.slot for sequence in batch if sequence.slot is not None]
-        return self._model.decode(slots, [sequence.tokens[sequence.cached] for sequence in batch])
-
-    def _accept(self, sequence: Sequence, logits: np.ndarray | None) -> None:
-        """Sample the next token of a sequence, unless it was sampled before a preemption."""
-        if logits is None or sequence.cached < len(sequence.tokens):
+    def _accept(self, sequence: Sequence, result: np.ndarray | int | None) -> None:
+        """Append the next token, given itself or its logits, unless it was appended before a preemption."""
+        if result is None or sequence.cached < len(sequence.tokens):
             return
         try:
-            reason = sequence.accept(logits)
+            reason = sequence.append(result) if isinstance(result, int) else sequence.accept(result)
         except Exception as error:
             self._end(sequence, "error", _wrap_error(error))
             return
@@ -308,6 +372,12 @@ class Scheduler:
             self._running.remove(sequence)
         elif sequence in self._waiting:
             self._waiting.remove(sequence)
+
+
+def _decode_arguments(batch: list[Sequence]) -> tuple[list[int], list[int]]:
+    """Slots of sequences, and of each the first token that is not in the cache."""
+    slots = [sequence.slot for sequence in batch if sequence.slot is not None]
+    return slots, [sequence.tokens[sequence.cached] for sequence in batch]
 
 
 def _wrap_error(error: Exception) -> HeteroError:

@@ -7,7 +7,7 @@ import numpy as np
 from ..errors import HeteroError
 from .model import TokenizerProtocol
 from .request import FinishReason, Request
-from .sampling import History, sample
+from .sampling import History, TokenLogprob, sample
 from .text_stream import Delta, TextStream
 
 
@@ -33,6 +33,8 @@ class Sequence:
         Slot in the cache; None while the request waits.
     cached : int
         Number of leading tokens that are in the cache.
+    needs_logits : bool
+        See `SamplingParams`.
     """
 
     def __init__(self, request: Request, arrival: int, tokenizer: TokenizerProtocol, context: int) -> None:
@@ -41,6 +43,7 @@ class Sequence:
         self.tokens = list(request.prompt)
         self.slot: int | None = None
         self.cached = 0
+        self.needs_logits = params.needs_logits
         self._reused = 0
         self._max_tokens = min(context, len(self.tokens) + (params.max_tokens or context))
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.stop_ids)
@@ -52,6 +55,11 @@ class Sequence:
     def generated(self) -> int:
         """Number of generated tokens."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Maximum number of tokens to generate."""
+        return self._max_tokens - len(self.tokens)
 
     def begin(self, slot: int, cached: int) -> None:
         """Take a slot that holds the first `cached` tokens already."""
@@ -66,7 +74,7 @@ class Sequence:
         return slot
 
     def accept(self, logits: np.ndarray) -> FinishReason | None:
-        """Sample the next token and stream its text; return the reason if that ends the text.
+        """Sample the next token and `append` it.
 
         Parameters
         ----------
@@ -78,7 +86,10 @@ class Sequence:
         HeteroError
             If the logits are not finite.
         """
-        token, logprob = sample(logits, self.request.params, self._generator, self._history)
+        return self.append(*sample(logits, self.request.params, self._generator, self._history))
+
+    def append(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
+        """Append a token and stream its text; return the reason if that ends the text."""
         self.tokens.append(token)
         self._history.add(token)
         self.request.update_usage(self.generated, self._reused)
@@ -86,7 +97,7 @@ class Sequence:
         self._send(self._stream.add(token, logprob, silent=is_stop))
         if is_stop or self._stream.stopped:
             return "stop"
-        return "length" if len(self.tokens) >= self._max_tokens else None
+        return "length" if self.remaining <= 0 else None
 
     def finish(self, reason: FinishReason, error: HeteroError | None = None) -> None:
         """Stream the text that `TextStream` holds back, and end the request."""

@@ -108,8 +108,8 @@ def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
 
     module = rh.from_gguf(path, **gguf_options(path, placing))
     # Donate the pages, as `llm.load` does.
-    functions = {gvar.name_hint: func for gvar, func in module.functions_items()}
-    pages = {n: [p.name for p in func.params if p.name.startswith("pages_")] for n, func in functions.items()}
+    functions = {gvar.name_hint: func.attrs.get("input_names", ()) for gvar, func in module.functions_items()}
+    pages = {n: [i for i in inputs if i.startswith("pages_")] for n, inputs in functions.items() if inputs}
     return with_donated(module, pages)
 
 

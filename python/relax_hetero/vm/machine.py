@@ -236,9 +236,7 @@ class VirtualMachine:
                 return self._run(self.executable.signature(name), bound, out)
         return self.submit_into(out, name, args, kwargs or {}, copy=False).result()
 
-    def prepare(
-        self, name: str, tensors: Sequence[runtime.Tensor], result_index: int | None = None
-    ) -> Callable[[], Any]:
+    def prepare(self, name: str, tensors: Sequence[runtime.Tensor], results: int | None = None) -> Callable[[], Any]:
         """Check a plain call once, and return a function that repeats it with the same tensors.
 
         Useful in loops that write new values into the same tensors, such as decode steps of a language model: repeated
@@ -251,8 +249,8 @@ class VirtualMachine:
         tensors : sequence of tvm.runtime.Tensor
             All arguments, in order, on their parameters' devices; the returned function keeps them. Each run may
             overwrite donated ones.
-        result_index : int, optional
-            Index of the result to return if the function returns a tuple; by default the whole tuple.
+        results : int, optional
+            Number of leading results to return if the function returns a tuple; by default the whole tuple.
 
         Raises
         ------
@@ -275,9 +273,9 @@ class VirtualMachine:
             with self._lock.held:
                 submitter = self._submitter
                 if submitter.calls.is_idle and name not in submitter.queued_functions:
-                    return self._run_cached(name, cache, call, arguments, None, result_index)
+                    return self._run_cached(name, cache, call, arguments, None, results)
             result = self.call(name, tensors)
-            return result if result_index is None else result[result_index]
+            return result if results is None else result[:results]
 
         return run
 
@@ -500,7 +498,7 @@ class VirtualMachine:
         call: CachedCall,
         tensors: Sequence[runtime.Tensor],
         out: Any,
-        result_index: int | None = None,
+        results: int | None = None,
     ) -> Any:
         """Run a call with arguments of the devices, types, shapes and alignment of an earlier one, without checks."""
         buffer = None
@@ -526,18 +524,22 @@ class VirtualMachine:
             call.pool_epoch = self._pool_watch.epoch
             self._pool_watch.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
-            ranges = self._constants.ranges
-            if result_index is not None:
-                result = result[result_index]
-            if isinstance(result, _Tensor):  # fast path of `to_python`, without a list of ranges
-                address = result.data_ptr()
-                if not call.reads_address(address, tensors) and not ranges.contain(address):
-                    return result
-            return to_python(result, ranges, call.borrowed(tensors))
+            if results is None:
+                return self._to_python(result, call, tensors)
+            return tuple(self._to_python(result[index], call, tensors) for index in range(results))
         if buffer is None:
             return fill_out_buffers(out, result)
         copy_into(result, buffer)
         return out
+
+    def _to_python(self, result: Any, call: CachedCall, tensors: Sequence[runtime.Tensor]) -> Any:
+        """A result of a cached call for its caller (`results.to_python`)."""
+        ranges = self._constants.ranges
+        if isinstance(result, _Tensor):  # fast path, without a list of ranges
+            address = result.data_ptr()
+            if not call.reads_address(address, tensors) and not ranges.contain(address):
+                return result
+        return to_python(result, ranges, call.borrowed(tensors))
 
     def _run(self, signature: FunctionSignature, bound: BoundArguments, out: Any) -> Any:
         values, dims, borrowed = bound

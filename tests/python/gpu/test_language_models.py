@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
-from llm.run_gguf import run
+from llm.run_gguf import check_steps_ahead, run
 from models.running import needs_gpu
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -41,3 +42,12 @@ def test_blocks_on_a_gpu(kind, tmp_path):
 def test_over_a_cpu_and_a_gpu(placement, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*": "Q8_0"})
     check(path, run(path, TOKENS, 13, ["llvm", "cuda"], placement, page_type="float16"))
+
+
+def test_steps_ahead_on_a_gpu(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "Q8_0")
+    model, _ = rh.llm.load(path, ["cuda"], batches=(4,), chunks=(64,), context=256)
+    slots = [model.cache.add() for _ in range(3)]
+    for slot in slots:
+        model.prefill(slot, np.arange(3, 40 + slot, dtype="int32"))
+    check_steps_ahead(model, slots, 150)

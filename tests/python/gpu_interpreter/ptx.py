@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from .calls import HANDLERS, handles
 from .expressions import both
 from .faults import KernelFault
 from .memory import View, pointed, shared_place
+from .warps import atomic
 
 TYPES: dict[str, np.dtype] = {
     "b8": np.dtype(np.uint8), "u8": np.dtype(np.uint8), "s8": np.dtype(np.int8), "b16": np.dtype(np.uint16),
@@ -207,6 +209,18 @@ def _load(expressions: Any, one: Instruction) -> Any:
         values = np.broadcast_to(view.memory.load(lanes, mask, view, every, **extra), (lanes.count, count))
         for number, write in enumerate(targets):
             write(lanes, mask, values[:, number])
+
+    return evaluate
+
+
+@instruction(r"red\.shared\.add\.u32")
+def _add_shared(expressions: Any, one: Instruction) -> Any:
+    expressions.names.accessed(4)
+    address, value = pointer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        view, index, _ = place_of(lanes, mask, "shared", address(lanes, mask), TYPES["u32"])
+        atomic(lanes, mask, view, index, value(lanes, mask), operator.add)
 
     return evaluate
 

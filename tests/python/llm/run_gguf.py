@@ -50,10 +50,13 @@ def run(
         inputs["tokens"][: end - first] = tokens[first:end]
         inputs["positions"][: end - first] = np.arange(first, end)
         inputs["sequences"][: end - first] = 1
-        logits, *pages = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
+        results = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
             **inputs, **dict(zip(donated, pages, strict=True))
         )
-        parts.append(logits.numpy()[: end - first])
+        logits, pages = results[0].numpy(), results[-len(donated) :]
+        if rows == 1:
+            np.testing.assert_array_equal(results[1].numpy(), logits.argmax(axis=1))
+        parts.append(logits[: end - first])
     return np.concatenate(parts)
 
 
@@ -63,3 +66,20 @@ def table_of(shape, count):
     own = np.random.default_rng(3).permutation(count)[: count // shape[0]]
     table[1] = np.resize(own, shape[1])
     return table
+
+
+def check_steps_ahead(model, slots, count):
+    """Steps that take the tokens of the step before, while that may run, against steps one by one."""
+    lengths = [model.cache.length(slot) for slot in slots]
+    step, ahead = model.begin_decode(slots, slots), []
+    for _ in range(count):
+        last, step = step, model.begin_decode(slots, step)
+        ahead.append(last.tokens())
+    ahead.append(step.tokens())
+    for slot, length in zip(slots, lengths, strict=True):
+        model.cache.truncate(slot, length)
+    tokens = slots
+    for expected in ahead:
+        tokens = model.decode(slots, tokens).argmax(axis=1).tolist()
+        assert tokens == expected
+    assert len({tuple(tokens) for tokens in ahead}) > 1

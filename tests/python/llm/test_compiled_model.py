@@ -4,13 +4,19 @@ import json
 
 import numpy as np
 import pytest
+import tvm
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
+from llm.run_gguf import check_steps_ahead
+from relax_hetero.artifact.signature import TensorSpec
 from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.llm import Engine, SamplingParams, model_loader
+from relax_hetero.llm import Engine, LookAheadModel, SamplingParams, compiled_model, model_loader
 from relax_hetero.report.executable_report import report_of
+from relax_hetero.vm.device import cuda_copies
+from relax_hetero.vm.device.tensors import alias
+from vm.fake_cuda import FakeCuda, FakeLibrary
 
 # A shape of no other test: three heads on one, a window, rows of 224.
 SIZES = Sizes("gemma3", layers=2, width=224, feed_forward=288, heads=3, kv_heads=1, size=32, window=80, pattern=2)
@@ -18,14 +24,21 @@ TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
 TOKENS = np.random.default_rng(8).integers(3, 320, 150).tolist()
 
 
-def loaded(folder, **options):
-    path = write_gguf(folder / "model.gguf", SIZES, "Q8_0")
+def loaded(folder, sizes=SIZES, **options):
+    path = write_gguf(folder / "model.gguf", sizes, "Q8_0")
     return rh.llm.load(path, batches=(2,), chunks=(32,), slots=3, context=320, page_type="float32", **options)
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return loaded(tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def varied(tmp_path_factory):
+    """A model whose greedy texts do not repeat one token, as those of random tied embeddings do."""
+    sizes = Sizes(layers=1, width=128, feed_forward=64, heads=2, kv_heads=1, size=32)
+    return loaded(tmp_path_factory.mktemp("varied"), sizes)
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +121,104 @@ def test_a_decode_that_is_refused_changes_no_sequence(by_layers):
     assert model.cache.length(other) == 5
     for slot in (full, other):
         model.cache.free(slot)
+
+
+class WithoutLookAhead:
+    """A compiled model as the engine sees it, without `begin_decode`."""
+
+    def __init__(self, model):
+        for name in (
+            "vocabulary", "context", "trained_context", "slots", "chunk", "decodes_like_prefill", "cache",
+            "prefill", "decode",
+        ):  # fmt: skip
+            setattr(self, name, getattr(model, name))
+
+
+def test_steps_ahead_write_the_tokens_of_single_steps(varied, monkeypatch):
+    """Texts that end at different steps, by stop tokens too, beside one that is cancelled, and a full cache."""
+    compiled, tokenizer = varied
+    assert isinstance(compiled, LookAheadModel) and not compiled.looks_ahead  # a CPU computes during the call
+    monkeypatch.setattr(compiled, "looks_ahead", True)
+    texts = []
+    for variant in (WithoutLookAhead(compiled), compiled):
+        with Engine(variant, tokenizer) as engine:
+            params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (70, 1, 2, 33, 400)]
+            requests = [engine.submit(TOKENS[: 60 - 9 * n], each) for n, each in enumerate(params)]
+            cancelled = engine.submit(TOKENS[:7], SamplingParams(temperature=0, ignore_eos=True))
+            next(iter(cancelled))
+            cancelled.cancel()
+            tokens = [[token for delta in request for token in delta.tokens] for request in requests]
+            stop = SamplingParams(temperature=0, stop_token_ids=(tokens[0][40],), ignore_eos=True)
+            stopped = engine.submit(TOKENS[:60], stop)
+            tokens.append([token for delta in stopped for token in delta.tokens])
+            texts.append((tokens, [request.finish_reason for request in (*requests, stopped)]))
+        assert not any(used for used, _ in compiled.cache.pages.values())
+    assert texts[0] == texts[1]
+    assert len(set(texts[0][0][0])) > 20
+
+
+def test_a_step_takes_the_tokens_of_the_step_before(varied):
+    compiled, _ = varied
+    slots = [fill(compiled, TOKENS[:n]) for n in (30, 50, 70)]
+    check_steps_ahead(compiled, slots, 20)
+    for slot in slots:
+        compiled.cache.free(slot)
+
+
+def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
+    """With a driver in Python, whose work waits in the stream: nothing waits, and the host writes on meanwhile."""
+    cuda = FakeCuda()
+    library = FakeLibrary(cuda)
+    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
+    plain = compiled_model.empty
+    monkeypatch.setattr(
+        compiled_model, "empty", lambda shape, dtype, device: alias(plain(shape, dtype, tvm.cpu(0)), device)
+    )
+    shapes = {"tokens": (4,), "positions": (4,), "table_full": (200, 100), "sequences": (4,)}
+    specs = [TensorSpec(name, shape, "int32", device=0) for name, shape in shapes.items()]
+    inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0)], 64)
+    seen, result = [], alias(tvm.runtime.tensor(np.zeros(4, "int32")), tvm.cuda(0))
+    on_host = [np.from_dlpack(alias(tensor, tvm.cpu(0))) for tensor in (*inputs.tensors, result)]
+
+    def step():
+        seen.append([array.copy() for array in on_host[:-1]])
+        on_host[-1][:] = on_host[0] + 1
+
+    for number, count in enumerate((3, 3, 2)):
+        inputs.write_rows([2, 1, 0][:count], [number] * count)
+        inputs.arrays["tokens"][:count] = 10
+        inputs.send({"table_full": np.full((200, 100), number)} if number != 1 else {})
+        if number:
+            inputs.copy_tokens(result, count)
+        cuda._push(0, step)
+    assert not seen
+    cuda.cuStreamSynchronize(0)
+    tokens, positions, tables, sequences = zip(*seen, strict=True)
+    np.testing.assert_array_equal(tokens, [[10, 10, 10, 0], [11, 11, 11, 0], [12, 12, 0, 0]])
+    np.testing.assert_array_equal(positions, [[0, 0, 0, 0], [1, 1, 1, 0], [2, 2, 0, 0]])
+    np.testing.assert_array_equal(tables, [np.full((200, 100), number) for number in (0, 0, 2)])
+    np.testing.assert_array_equal(sequences, [[2, 1, 0, -1]] * 2 + [[2, 1, -1, -1]])
+
+
+def test_logits_that_are_not_finite_end_the_request(model, monkeypatch):
+    compiled, tokenizer = model
+    written = compiled._inputs
+
+    def poison(name, tokens, positions, slots, last):
+        """NaN in the keys of a sequence from position 64 on."""
+        if name.startswith("decode") and max(positions) == 70:
+            pages = compiled.cache.take()
+            for page in pages:
+                np.from_dlpack(page)[compiled.cache.tables["table_full"][slots[0], 1]] = np.nan
+            compiled.cache.release(pages)
+        return written(name, tokens, positions, slots, last)
+
+    monkeypatch.setattr(compiled, "_inputs", poison)
+    with Engine(compiled, tokenizer) as engine:
+        request = engine.submit(TOKENS[:60], SamplingParams(temperature=0, ignore_eos=True))
+        with pytest.raises(rh.HeteroError, match="logits: found nan as the largest of 320"):
+            request.result(60)
+    assert request.usage.completion_tokens == 11
 
 
 @pytest.mark.slow  # beside those of both devices' logits, in test_from_gguf.py

@@ -8,9 +8,12 @@ import threading
 import numpy as np
 import pytest
 
-from llm.toy_model import EOS, ToyCodec, ToyModel, alone
+from llm.toy_model import EOS, LookAheadToyModel, ToyCodec, ToyModel, alone
 from relax_hetero.errors import HeteroError
 from relax_hetero.llm import Engine, EngineClosedError, EngineFullError, RequestError, SamplingParams
+from relax_hetero.llm.request import Request
+from relax_hetero.llm.scheduler import Scheduler
+from relax_hetero.llm.sequence import Sequence
 
 CODEC = ToyCodec()
 
@@ -42,8 +45,9 @@ def text_alone(model: ToyModel, prompt: list[int], count: int) -> tuple[str, str
     ],
     ids=str,
 )
-def test_batched_requests_get_the_text_of_each_alone(limits):
-    model = ToyModel(**limits)
+@pytest.mark.parametrize("kind", [ToyModel, LookAheadToyModel])
+def test_batched_requests_get_the_text_of_each_alone(limits, kind):
+    model = kind(**limits)
     texts = prompts(24)
     params = SamplingParams(temperature=0, max_tokens=60)
     with Engine(model, CODEC) as engine:
@@ -308,3 +312,87 @@ def test_statistics_count_tokens():
         statistics = engine.statistics()
     assert (statistics.tokens, statistics.prompt_tokens, statistics.finished["length"]) == (30, 24, 3)
     assert statistics.tokens_per_second > 0 and statistics.ttft_seconds > 0
+
+
+def test_a_step_begins_before_the_tokens_of_the_last_one_are_handed_out():
+    handed_out: list[int] = []
+    request: list[Request] = []
+
+    def note(kind: str, slots: list[int]) -> None:
+        if kind == "decode":
+            handed_out.append(request[0].usage.completion_tokens)
+
+    model = LookAheadToyModel(ends=False, on_step=note)
+    scheduler = Scheduler(model)
+    request.append(Request((97, 98), SamplingParams(temperature=0, max_tokens=10), lambda: None))
+    scheduler.add(Sequence(request[0], 0, CODEC, model.context))
+    steps = 1
+    while scheduler.step():
+        steps += 1
+    assert request[0].result() == text_alone(model, [97, 98], 10)[0]
+    # The prefill's token is known to the first step; each other one begins a token ahead, and none after the last.
+    assert handed_out == [1, *range(1, 9)] and model.ahead == 8
+    assert scheduler.counts.tokens == 10 and scheduler.counts.steps == steps - 1 and not model.in_flight
+
+
+@pytest.mark.parametrize(
+    "other", [{"temperature": 1.0}, {"logprobs": 1}, {"logit_bias": {97: 1.0}}, {"presence_penalty": 1.0}]
+)
+def test_no_step_begins_ahead_for_requests_that_need_logits(other):
+    texts = []
+    for kind in (ToyModel, LookAheadToyModel):
+        model = kind(ends=False)
+        params = SamplingParams(**{"temperature": 0.0, "seed": 1, "max_tokens": 20} | other)
+        with Engine(model, CODEC) as engine:
+            texts.append(engine.submit("abc", params).result(60))
+    assert texts[0] == texts[1] and not model.ahead
+
+
+def test_a_step_ahead_of_requests_that_end_or_are_cancelled_is_dropped():
+    model = LookAheadToyModel(ends=False)
+    full = CODEC.decode(alone(model, [97], 60))
+    with Engine(model, CODEC) as engine:
+        stopping = engine.submit("a", SamplingParams(temperature=0, stop_token_ids=(ord(full[9]),)))
+        others = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=200)) for prompt in prompts(3, 6)]
+        next(iter(others[0]))
+        others[0].cancel()
+        assert stopping.result(60) == full[: full.index(full[9])] and stopping.finish_reason == "stop"
+        for request, prompt in zip(others[1:], prompts(3, 6)[1:], strict=True):
+            assert request.result(60) == text_alone(model, prompt, 200)[0]
+        assert others[0].result(60) is not None and others[0].finish_reason == "cancelled"
+        # What ended is in the prefix cache, without the token that the dropped step appended.
+        again = engine.submit([97, *full.encode()[:5], 98] * 3, SamplingParams(temperature=0, max_tokens=3))
+        assert again.result(60) == text_alone(model, [97, *full.encode()[:5], 98] * 3, 3)[0]
+    assert model.ahead and not model.in_flight and model.cache.used == 0
+
+
+def test_an_error_in_a_step_ahead_ends_only_its_request(monkeypatch):
+    model = LookAheadToyModel(ends=False)
+    texts = prompts(3, 4, 20)
+    expected = [text_alone(model, prompt, 60)[0] for prompt in texts]
+    plain = model.logits_of
+    bad = [*texts[1], *expected[1].encode()[:30]]
+    monkeypatch.setattr(model, "logits_of", lambda tokens: plain(tokens) * (np.nan if list(tokens) == bad else 1))
+    with Engine(model, CODEC) as engine:
+        requests = [engine.submit(prompt, SamplingParams(temperature=0, max_tokens=60)) for prompt in texts]
+        with pytest.raises(HeteroError, match="logits: found nan as the largest of 300"):
+            requests[1].result(60)
+        assert [requests[n].result(60) for n in (0, 2)] == [expected[0], expected[2]]
+    assert requests[1].usage.completion_tokens == 30 and model.ahead and not model.in_flight
+
+
+def test_steps_ahead_change_no_counts_and_no_prefixes():
+    outcomes = []
+    for kind in (ToyModel, LookAheadToyModel):
+        scheduler, requests, texts = Scheduler(kind(cache_slots=30), 26), [], prompts(20) + prompts(4)
+        while len(requests) < 24 or scheduler.step():
+            if len(requests) < 24:
+                params = SamplingParams(temperature=0, max_tokens=1 + 17 * len(requests) % 60)
+                requests.append(Request(tuple(texts[len(requests)]), params, lambda: None))
+                scheduler.add(Sequence(requests[-1], len(requests), CODEC, 512))
+                for _ in range(7):
+                    scheduler.step()
+        prefixes = sorted(entry.tokens.tolist() for entry in scheduler._prefix_cache._entries)
+        scheduler.counts.steps = 0  # a request begins after the step ahead, so other steps may have more rows
+        outcomes.append(([(each.result(), each.usage) for each in requests], vars(scheduler.counts), prefixes))
+    assert outcomes[0] == outcomes[1]

@@ -6,10 +6,11 @@ Its text depends on the whole content of the cache, so that a wrong number of to
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
-from relax_hetero.errors import CacheError
+from relax_hetero.errors import CacheError, HeteroError
 
 BYTES = 256
 EOS = 256
@@ -137,6 +138,58 @@ class ToyModel:
         for slot, token in zip(slots, tokens, strict=True):
             self.cache.append(slot, [self.decoded(token)])
         return np.stack([self.logits_of(self.cache.tokens[slot]) for slot in slots])
+
+
+class ToyStep:
+    """A decode step of `LookAheadToyModel`, with the greedy token of each sequence."""
+
+    def __init__(self, model: LookAheadToyModel, greedy: list[int]) -> None:
+        self.greedy, self._model = greedy, model
+
+    def tokens(self) -> list[int]:
+        self._model.in_flight.remove(self)
+        if -1 in self.greedy:
+            raise HeteroError("a logit is NaN")
+        return self.greedy
+
+
+class LookAheadToyModel(ToyModel):
+    """Model whose decode steps begin before the previous one has ended: at most one is ahead.
+
+    Attributes
+    ----------
+    in_flight : list of ToyStep
+        Steps whose tokens were not read yet.
+    ahead : int
+        Number of steps that began before the tokens of the previous one were read.
+    """
+
+    looks_ahead = True
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.in_flight: list[ToyStep] = []
+        self.ahead = 0
+
+    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | ToyStep) -> ToyStep:
+        if isinstance(tokens, ToyStep):
+            assert self.in_flight == [tokens]
+            self.ahead += 1
+            tokens = tokens.greedy
+        else:
+            assert not self.in_flight
+        lengths = [self.cache.length(slot) for slot in slots]
+        try:
+            for slot in slots:
+                self.cache.extend(slot, 1)
+            logits = self.decode(slots, tokens)
+        except Exception:
+            for slot, length in zip(slots, lengths, strict=True):
+                self.cache.truncate(slot, length)
+            raise
+        greedy = np.where(np.isnan(logits).any(axis=1), -1, logits.argmax(axis=1))
+        self.in_flight.append(ToyStep(self, greedy.tolist()))
+        return self.in_flight[-1]
 
 
 class ToyCodec:

@@ -26,13 +26,13 @@ def tensor(*values):
 
 def test_values_are_read_anew():
     vm, x, y = machine(), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
-    run, first = vm.prepare("main", [x, y]), vm.prepare("main", [x, y], result_index=0)
+    run, first = vm.prepare("main", [x, y]), vm.prepare("main", [x, y], results=1)
     for shift in (0, 10):
         x.copyfrom(np.array([1, 2, 3, 4], "float32") + shift)
         total, twice = run()
         np.testing.assert_array_equal(total.numpy(), x.numpy() + y.numpy())
         np.testing.assert_array_equal(twice.numpy(), 2 * y.numpy())
-        np.testing.assert_array_equal(first().numpy(), x.numpy() + y.numpy())
+        np.testing.assert_array_equal(first()[0].numpy(), x.numpy() + y.numpy())
 
 
 def test_donated_memory_stays_the_callers():
@@ -46,9 +46,9 @@ def test_donated_memory_stays_the_callers():
 
 def test_prepared_calls_alongside_submitted_calls():
     vm, x, y = machine(), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
-    run = vm.prepare("main", [x, y], result_index=1)
+    run = vm.prepare("main", [x, y], results=2)
     fences = [vm.submit("main", x, y) for _ in range(8)]
-    np.testing.assert_array_equal(run().numpy(), 2 * y.numpy())
+    np.testing.assert_array_equal(run()[1].numpy(), 2 * y.numpy())
     for fence in fences:
         np.testing.assert_array_equal(fence.result(60)[1].numpy(), 2 * y.numpy())
 

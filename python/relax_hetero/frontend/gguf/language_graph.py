@@ -1,9 +1,9 @@
 """Relax functions of a language model: ``decode_B`` and ``prefill_C``.
 
-``decode_B`` takes one token of each of B sequences; ``prefill_C`` takes C consecutive tokens of one sequence and
-returns the logits of one of them. Both write keys and values into the cache: for each layer, they take its pages as a
-parameter, and return them as a result. Variables have the names of the file's tensors (``blk.3.attn_q``), which
-placement rules match.
+``decode_B`` takes one token of each of B sequences and returns the logits and the greedy tokens; ``prefill_C`` takes C
+consecutive tokens of one sequence and returns the logits of one of them. Both write keys and values into the cache: for
+each layer, they take its pages as a parameter, and return them as a result. Variables have the names of the file's
+tensors (``blk.3.attn_q``), which placement rules match.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
 from ...tir.routing import RoutingProblem, routing_kernel
 from ...transform.ir.kernels import opaque_kernel
+from ..greedy_tokens import greedy_tokens
 from ..paged_cache import DECODE, PagedCache
 from .activation_types import ActivationTypes
 from .hyperparameters import Hyperparameters
@@ -37,12 +38,14 @@ def language_module(
     `types`, so that activations of models trained in bfloat16 do not overflow float16 between layers. Products with
     block-quantized weights may round them to integers of `activation_bits` (see `dequantize_blocks`).
     """
-    functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
-    for name, rows, kind in cache.functions:
-        function = _Function(model, weights, cache, rows, kind, activation_bits, types)
-        functions[tvm.ir.GlobalVar(name)] = function.build(name)
-        functions.update(function.builder.get().functions.items())  # kernels
-    return tvm.IRModule(functions)
+    builder = relax.BlockBuilder()
+    functions = {
+        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits, types, builder).build(
+            name
+        )
+        for name, rows, kind in cache.functions
+    }
+    return tvm.IRModule({**functions, **builder.get().functions})
 
 
 class _Function:
@@ -57,12 +60,13 @@ class _Function:
         kind: str,
         activation_bits: int,
         types: ActivationTypes,
+        builder: relax.BlockBuilder,
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types = activation_bits, types
         self.row_kind = kind  # of the rows that products take
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
-        self.builder = relax.BlockBuilder()
+        self.builder = builder
         self.bindings: list[relax.Binding] = []
         self.rotary_tables: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
@@ -79,12 +83,19 @@ class _Function:
         logits = self._logits(x)
         # An output of the dataflow block, in place of the local variable that `_logits` bound last.
         self.bindings[-1] = relax.VarBinding(relax.Var(logits.name, logits.ty), self.bindings[-1].value)
-        result = relax.Tuple([self.bindings[-1].var, *pages])
+        outputs = {"logits": self.bindings[-1].var}
+        if self.kind == DECODE:
+            tokens = greedy_tokens(
+                self.builder, outputs["logits"], lambda value, name: self.emit(value, f"output.{name}")
+            )
+            outputs["greedy_tokens"] = self.emit(tokens, "output.greedy_tokens", is_output=True)
+        outputs |= {f"pages_{layer}": layer_pages for layer, layer_pages in enumerate(pages)}
+        result = relax.Tuple(list(outputs.values()))
         attributes = {
             "global_symbol": name,
             "num_input": len(self.params),
             "input_names": list(self.params),
-            "output_names": ["logits", *(f"pages_{layer}" for layer in range(self.model.layers))],
+            "output_names": list(outputs),
         }
         body = relax.SeqExpr([relax.DataflowBlock(self.bindings)], result)
         return relax.Function(
@@ -214,7 +225,8 @@ class _Function:
         routes = self.emit(routing, f"{name}.ffn_moe_topk")
         ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids")
         weights = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
-        expert_input = self.emit(relax.op.reshape(x, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
+        narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps"))
+        expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
         gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.hidden_size)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
         up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.feed_forward, model.hidden_size)
@@ -229,6 +241,7 @@ class _Function:
         self, x: relax.Expr, ids: relax.Expr, name: str, out_features: int, in_features: int
     ) -> relax.Expr:
         """The product of each row with the matrices of its experts, (rows, experts_used, 1, out_features)."""
+        x = self._cast(self._cast(x, self.types.dtype_of(name)), "float32")
         shape = [self.model.experts, out_features, in_features]
         stacked = self.emit(relax.op.reshape(self._matrix(name, shape), shape), f"{name}.stacked")
         selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")

@@ -21,6 +21,7 @@ from tvm import relax
 from ...encoding.pages import TABLES
 from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
+from ..greedy_tokens import greedy_tokens
 from ..joined_sizes import Bounds
 from ..narrow_storage import with_narrow_storage
 from ..onnx.functions import function_table
@@ -32,7 +33,7 @@ from ..onnx.onnx_model import OnnxModel
 from ..onnx.support import check_supported
 from ..ops.elementwise import cast
 from ..ops.node import Node, shared_constants
-from ..paged_cache import PagedCache
+from ..paged_cache import DECODE, PagedCache
 
 ATTENTION = "GroupQueryAttention"
 IDS, POSITIONS = "input_ids", "position_ids"
@@ -243,7 +244,7 @@ class CachedImporter(GraphImporter):
                 self._nodes[IDS] = self._row_tensor("ids_of_rows", "tokens")
                 self._nodes[POSITIONS] = self._row_tensor("positions_of_rows", "positions")
                 self._convert_graph(self._graph.node, nodes)
-                outputs = [self._logits(), *(self._layer_pages[layer] for layer in sorted(self._layer_pages))]
+                outputs = self._logits() + [self._layer_pages[layer] for layer in sorted(self._layer_pages)]
         finally:
             self.bb.end_scope()
         upper_bounds = {size.name: bound for size, bound in bounds.items()}
@@ -385,8 +386,8 @@ class CachedImporter(GraphImporter):
         self.adopt(bindings, NodeInfo(name, (), "Reshape", "", ""))
         return column
 
-    def _logits(self) -> relax.Expr:
-        """The logits, (rows or 1, vocabulary) of float32."""
+    def _logits(self) -> list[relax.Expr]:
+        """The logits, (rows or 1, vocabulary) of float32, and the greedy tokens of a decode step."""
         value = self._value(self._decoder.plan.logits)
         count = self._rows if self._decoder.plan.head is None or "last" not in self._parameters else 1
         shape = [int(dim) if isinstance(dim, tvm.tirx.IntImm) else str(dim) for dim in value.ty.shape.values]
@@ -399,9 +400,12 @@ class CachedImporter(GraphImporter):
             rows = self.bb.emit(relax.op.reshape(value, shape[1:]))
             if "last" in self._parameters and self._decoder.plan.head is None:
                 rows = self.bb.emit(relax.op.take(rows, self._parameters["last"], axis=0, mode="clip"))
-            result = rows if str(rows.ty.dtype) == "float32" else self.bb.emit(relax.op.astype(rows, "float32"))
+            results = [rows if str(rows.ty.dtype) == "float32" else self.bb.emit(relax.op.astype(rows, "float32"))]
+            if self._kind == DECODE:
+                tokens = greedy_tokens(self.bb, results[0], lambda value, _: self.bb.emit(value))
+                results.append(self.bb.emit(tokens))
         self.adopt(bindings, NodeInfo("logits_of_rows", (), "Reshape", "", ""))
-        return result
+        return results
 
 
 def decoder_module(model: OnnxModel, nodes: list[NodeInfo], cache: PagedCache) -> tvm.IRModule:
@@ -446,7 +450,11 @@ def _add_function(mod: tvm.IRModule, decoder: Decoder, nodes: list[NodeInfo], na
         "global_symbol": name,
         "num_input": len(params),
         "input_names": list(params),
-        "output_names": ["logits", *(param for param in params if param.startswith("pages_"))],
+        "output_names": [
+            "logits",
+            *(["greedy_tokens"] if kind == DECODE else []),
+            *(param for param in params if param.startswith("pages_")),
+        ],
         "decoder": {
             "kv_heads": list(decoder.plan.kv_heads),
             "windows": list(decoder.plan.windows),

@@ -1,4 +1,4 @@
-"""Reshapes on GPUs move no data: kernels that only reshape become views.
+"""Reshapes move no data: kernels that only reshape become views.
 
 Before, where `reshape` copies the elements of its operand in order::
 
@@ -8,9 +8,8 @@ After::
 
     lv: R.Tensor((2, 64, 12, 64), "float16", "cuda:0") = R.reshape(x, (2, 64, 12, 64))
 
-TVM's RewriteDataflowReshape does the same for kernels of CPUs after they are scheduled; it does not recognize a
-scheduled kernel of a GPU, so views come before. Results of a dataflow block stay copies, as in that pass, unless
-they are the only use of a kernel's result.
+TVM's RewriteDataflowReshape does the same, but does not recognize scheduled kernels, so views come before. Results of a
+dataflow block stay copies, as in that pass, unless they are the only use of a kernel's result.
 """
 
 from __future__ import annotations
@@ -123,5 +122,5 @@ def _same_size(one: tvm.ir.Type, other: relax.TensorType) -> bool:
 
 def _only_reshapes(func: tirx.PrimFunc) -> bool:
     target = func.attrs.get("target")
-    is_gpu = target is not None and "gpu" in target.keys and "tirx.is_scheduled" not in func.attrs
-    return is_gpu and len(func.params) == 2 and relax.analysis.has_reshape_pattern(func)
+    is_unscheduled = target is not None and "tirx.is_scheduled" not in func.attrs
+    return is_unscheduled and len(func.params) == 2 and relax.analysis.has_reshape_pattern(func)

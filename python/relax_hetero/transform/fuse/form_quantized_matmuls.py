@@ -380,15 +380,19 @@ def _match_product(block: Block, index: int) -> _Product | None:
     layout = _block_layout(binding.var)
     if not is_constant or "float64" in dtypes or layout is None or not _fits(layout, weight):
         return None
-    if op_name(block.definition(lhs)) == CAST and str(block.definition(lhs).args[0].ty.dtype) in layout.lhs_types:
-        # The cast to a wider type does not change the numbers.
-        narrow = block.definition(lhs).args[0]
-        lhs = narrow if dtypes[0] == "float32" else lhs
+    lhs = _narrow(block, lhs, layout)
     weight = _with_definitions(block, weight)
     sums = Expression.operand(0)
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
     return _Product(lhs, weight, layout, [], index, sums)
+
+
+def _narrow(block: Block, lhs: relax.Expr, layout: BlockLayout) -> relax.Expr:
+    """A left operand before a cast to float32, which does not change its numbers, if kernels read its type."""
+    cast = block.definition(lhs)
+    is_wider = op_name(cast) == CAST and str(lhs.ty.dtype) == "float32"
+    return cast.args[0] if is_wider and str(cast.args[0].ty.dtype) in layout.lhs_types else lhs
 
 
 def _block_layout(result: relax.Var) -> BlockLayout | None:
@@ -427,7 +431,7 @@ def _match_expert_product(block: Block, index: int) -> _Product | None:
     is_float = str(lhs.ty.dtype) == str(var.ty.dtype) == "float32" and str(index_expr.ty.dtype) in ("int32", "int64")
     if not (fits and is_constant and is_float):
         return None
-    weight, sums = _with_definitions(block, weight), Expression.operand(0)
+    weight, sums, lhs = _with_definitions(block, weight), Expression.operand(0), _narrow(block, lhs, layout)
     return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
 
 

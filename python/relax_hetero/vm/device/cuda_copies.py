@@ -77,7 +77,9 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
             stream.wait(other.record())
     location, nbytes = _location_of(source), nbytes_of(source)
     issue_copy(library, location, _location_of(target), nbytes, stream)
-    if not wait and from_host and nbytes <= SENT_BYTES and not library.is_pinned(location.address):
+    stays = not from_host and not to_host and from_device.index == to_device.index
+    is_read = from_host and nbytes <= SENT_BYTES and not library.is_pinned(location.address)
+    if not wait and (stays or is_read):
         return True
     stream.synchronize()
     if to_host:

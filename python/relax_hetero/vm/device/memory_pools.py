@@ -130,13 +130,16 @@ class PinnedPool(BlockPool):
 
 
 def receive_buffer(
-    source: runtime.Tensor, device: runtime.Device, buffer: runtime.Tensor | None = None
+    source: runtime.Tensor,
+    device: runtime.Device,
+    buffer: runtime.Tensor | None = None,
+    min_bytes: int = PINNED_BYTES,
 ) -> runtime.Tensor | None:
     """A pinned tensor on a CPU as the target of a copy of `source` from a GPU; `buffer` itself if that is pinned.
 
-    None for other devices, for tensors that gain nothing from pinning, and beyond the limit.
+    None for other devices, for tensors of less than `min_bytes`, and beyond the limit.
     """
-    if not backend_of_device(source.device).pins_memory or not is_host(device) or nbytes_of(source) < PINNED_BYTES:
+    if not backend_of_device(source.device).pins_memory or not is_host(device) or nbytes_of(source) < min_bytes:
         return None
     library = cuda_library()
     if library is not None and buffer is not None and library.is_pinned(buffer.data_ptr()):

@@ -198,8 +198,9 @@ def empty(shape: tuple[int, ...], dtype: str, device: runtime.Device, scope: str
 def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True) -> None:
     """Copy between contiguous tensors of equal size on any two devices; waits for the end.
 
-    Without `wait`, a small copy to a GPU may only be issued, in order with the GPU's current stream; the source may be
-    changed in any case. A copy runs after earlier work of the devices' current streams.
+    Without `wait`, a small copy to a GPU, or a copy within one, may only be issued, in order with the GPU's current
+    stream; a source on the host may be changed in any case. A copy runs after earlier work of the devices' current
+    streams.
 
     A copy from a GPU to the host raises HeteroError for errors that the GPU's kernels reported. Between two device
     types of which neither is a CPU, bytes go through the host.

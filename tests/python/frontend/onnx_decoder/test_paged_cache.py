@@ -43,7 +43,8 @@ class Pages:
             values[key][: len(value)] = value
         inputs = {key: np.asarray(value, "int32") for key, value in values.items()} | self.tables
         names = [str(each) for each in self.exe.signature(name).input_names]
-        logits, *self.pages = self.machine[name](*(inputs[each] for each in names if each in inputs), *self.pages)
+        results = self.machine[name](*(inputs[each] for each in names if each in inputs), *self.pages)
+        logits, self.pages = results[0], results[-len(self.pages) :]
         return logits.numpy()
 
 

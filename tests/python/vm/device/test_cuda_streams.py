@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 import tvm
 
-from relax_hetero.vm.device import cuda_copies, pinned_staging, tensors
+from relax_hetero.vm.device import cuda_copies, host_copies, memory_pools, pinned_staging, tensors
 from relax_hetero.vm.device.cuda_copies import SENT_BYTES, begin_copy
 from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_streams import Event, Stream
+from relax_hetero.vm.device.host_copies import begin_copy_to_host
 from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
 from relax_hetero.vm.device.tensors import alias, copy_into, copy_to, from_numpy
@@ -128,6 +129,30 @@ def test_small_copies_to_a_gpu_need_not_end_but_have_read_their_source(cuda, lib
     if is_issued:
         Stream(library, 0, 0).synchronize()
     np.testing.assert_array_equal(values(target), expected)
+
+
+def test_a_copy_within_a_gpu_need_not_end(cuda, library):
+    source, target = on_gpu(np.zeros(100, "uint8")), on_gpu(np.zeros(100, "uint8"))
+    library.use(0)
+    cuda._push(0, lambda: ctypes.memset(source.data_ptr(), 5, 100))
+    copy_into(source, target, wait=False)
+    assert len(cuda.streams[0]) == 2 and not values(target).any()
+    Stream(library, 0, 0).synchronize()
+    assert (values(target) == 5).all()
+
+
+def test_a_copy_to_the_host_waits_for_earlier_work_only(cuda, library, monkeypatch):
+    monkeypatch.setattr(host_copies, "cuda_library", lambda: library)
+    monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
+    monkeypatch.setattr(memory_pools, "_pools", {})
+    source = on_gpu(expected := random(100))
+    before = expected.copy()
+    wait = begin_copy_to_host(source)
+    later = []
+    cuda._push(0, lambda: later.append(ctypes.memset(source.data_ptr(), 0, 100)))
+    np.testing.assert_array_equal(wait(), before)
+    assert not later and cuda.copies == [("to the host", 100)]
+    np.testing.assert_array_equal(begin_copy_to_host(on_cpu(before))(), before)
 
 
 def test_copies_come_after_the_streams_of_both_gpus(cuda, library):

@@ -178,6 +178,11 @@ def store_shared(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
     _emit(f"st.shared.{_vector(len(values))}{dtype}", address, *values)
 
 
+def add_shared(address: Expr, value: Expr) -> None:
+    """Add to a uint32 that other threads may add to, too."""
+    _emit("red.shared.add.u32", address, value)
+
+
 def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is_constant: bool = True) -> None:
     """Load one, two or four neighbouring values of 32 bits, or one of 16.
 

@@ -59,7 +59,7 @@ class BlockBody:
 
     def emit(self, place: Place, shared: SharedMemory) -> None:
         """Write the block's code."""
-        work, row_tiles = self.work, self.row_tiles
+        row_tiles = self.row_tiles
         self.shared, self.thread = shared, place.thread
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
@@ -68,10 +68,14 @@ class BlockBody:
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
         self.lane = lane
+        self._emit_block()
+
+    def _emit_block(self) -> None:
+        """Write the code after the thread's indices."""
         self._open()
-        groups = work.plan.groups
-        self.sums, self.left_sums = local(groups * 4, "float32"), local(groups * 4, "float32")
-        self.totals = local(work.plan.fragments * groups * 4, "float32")
+        plan = self.work.plan
+        self.sums, self.left_sums = local(plan.groups * 4, "float32"), local(plan.groups * 4, "float32")
+        self.totals = local(plan.fragments * plan.groups * 4, "float32")
         self._work()
 
     def _open(self) -> None:
@@ -265,11 +269,8 @@ class BlockBody:
             index_in_batch, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
             row, column = tirx.floordiv(in_tile, columns // vector), tirx.floormod(in_tile, columns // vector) * vector
             tile = self.first_block + (first_index + T.Cast("int64", index_in_batch)) * work.stride
-            at = {
-                "m": T.bind(self.first_row + row),
-                "n": T.bind(tile * columns + column),
-            }
-            conditions = [] if isinstance(work.m, int) and work.m % rows == 0 else [at["m"] < work.m]
+            result_row, conditions = self._result_row(row)
+            at = {"m": result_row, "n": T.bind(tile * columns + column)}
             if work.batch > 1:
                 conditions.append(index_in_batch < count)
             elif items % threads:
@@ -286,6 +287,13 @@ class BlockBody:
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, loaded)
         if work.is_persistent:
             ptx.block_barrier()
+
+    def _result_row(self, row: Expr) -> tuple[Expr, list[Expr]]:
+        """Row of the result of a row of the block, and predicates of its existence."""
+        work = self.work
+        result_row = T.bind(self.first_row + row)
+        is_whole = isinstance(work.m, int) and work.m % min(work.rows, work.m) == 0
+        return result_row, [] if is_whole else [result_row < work.m]
 
     def _reduce_sums(self, begin: Expr, row: Expr, column: Expr, vector: int) -> Any:
         """Reduce neighbouring columns of a row over warps and over the parts of the row."""

@@ -9,7 +9,8 @@ The warps of a thread block share its columns and split k. Each keeps several ch
 the first ones before the launch that writes the left operand has ended. Blocks are persistent: while one reduces the
 accumulators of its warps in shared memory, the weights of its next columns are in flight.
 
-From `MIN_STAGED_ROWS` rows on, weights go through a pipeline in shared memory instead (`StagedBody`).
+Rows of a mixture of experts have blocks of their own (`expert_body`). From `MIN_STAGED_ROWS` rows on, weights go
+through a pipeline in shared memory instead (`StagedBody`).
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ from ....errors import EncodingError
 from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, Function, int64, minimum
-from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SharedMemory, enable_pdl, launch, local
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter, where
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
-from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans, expert_plan
+from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
 from .block_rows import LeftRows
+from .expert_body import expert_body
 
 # Weights in stages: each warp has a cp.async pipeline of its own in shared memory.
 #
@@ -332,56 +333,6 @@ class StagedBody(BlockBody):
             self._multiply_fragment(0, fragment)
 
 
-class _RowFrom:
-    """Rows of an operand from a row on."""
-
-    def __init__(self, operand: GpuOperand, first: Expr) -> None:
-        self.data, self._operand, self._first = operand.data, operand, first
-
-    def address(self, at: Coordinates) -> Expr:
-        """See `RowSource.address`."""
-        return self._operand.address({**at, "m": self._first + at["m"]})
-
-
-class ExpertBody(BlockBody):
-    """Writer of a block's code for a mixture of experts: each row is multiplied by the matrix of its expert.
-
-    Matrices follow each other, so an expert is an offset of column tiles. A block has one row of the result, a pair of
-    a token and one of its experts. Which weights it reads is known only when the previous launch has ended.
-    """
-
-    def __init__(self, *arguments: Any, index: GpuOperand) -> None:
-        super().__init__(*arguments)
-        self._index = index
-
-    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
-        self._pairs = m
-        return BlockWork(problem, plan, 1)
-
-    @property
-    def rows(self) -> int:
-        """Rows of a block."""
-        return 1
-
-    def count_row_tiles(self) -> Expr:
-        """Number of rows."""
-        return self._pairs
-
-    def _open(self) -> None:
-        if self.gpu.overlaps_launches:
-            ptx.launch_dependents()
-            ptx.griddepcontrol_wait()
-        problem, pair = self.work.problem, self.first_row
-        assert problem.index is not None
-        self._first_tile = T.bind(T.Cast("int64", self._index.data[pair]) * self.work.column_tiles)
-        row = pair if problem.has_row_per_expert else tirx.floordiv(pair, int64(problem.index.shape[1]))
-        self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
-        self.left = self._left_rows(_RowFrom(self.lhs, T.bind(row)), int64(0))
-
-    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
-        super()._load(slot, self._first_tile + tile_of_block, index)
-
-
 _BLOCKS_PER_SM = 2  # resident blocks of a kernel with two bodies
 
 
@@ -420,8 +371,7 @@ def quantized_matmul_kernel(
                 view.open()
             if index is not None:
                 index.open()
-                plan = plan or expert_plan(problem, gpu)
-                _launch([ExpertBody(problem, gpu, plan, lhs, packed, writer, index=index)])
+                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, index)])
             else:
                 staged = None if plan else staged_plan(problem, gpu)
                 plans = [plan] if plan else [staged] if staged else block_plans(problem, gpu)

@@ -8,8 +8,10 @@ from gpu_interpreter import run
 from relax_hetero.encoding import Operand, PackedLayout
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
 from relax_hetero.encoding.problem import QuantizedMatmulProblem
+from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.matmul import expert_body
 from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, expert_plan
 from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
@@ -39,7 +41,7 @@ def problem_of(tokens, used, experts, n, k, dtype, rows_per_token):
 def check(problem, tokens, gpu=GPU, is_on_gpu=False, plan=None):
     rng, experts, n, k = fresh_rng(), problem.experts, problem.columns, problem.depth
     used, rows = problem.index.shape[1], problem.lhs.shape[1]
-    x = rng.standard_normal((tokens, rows, 1, k)).astype(problem.lhs.dtype)
+    x = rng.standard_normal((tokens, rows, 1, k)).astype(numpy_dtype(problem.lhs.dtype))
     codes = rng.integers(0, 16, (experts * n, k), dtype=np.uint8)
     scales = (rng.random((experts * n, -(-k // BLOCK))) + 0.1).astype("float16")
     numbers = (codes.astype("float64") - 8) * np.repeat(scales.astype("float64"), BLOCK, 1)[:, :k]
@@ -77,6 +79,21 @@ def test_blocks_of_several_fragments(fragments):
     check(problem_of(3, 2, 5, 128, 200, "float32", 1), 3, plan=BlockPlan(fragments, 1, 2, 2))
 
 
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [
+        (40, (40, 3, 5, 48, 96, "float16", 1)),
+        (33, (33, 2, 40, 32, 200, "bfloat16", 2)),
+        (64, (64, 1, 2, 16, 64, "float16", 1)),
+    ],
+    ids=["gate", "down", "two experts"],
+)
+@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
+def test_rows_grouped_by_expert(tokens, sizes, gpu, monkeypatch):
+    monkeypatch.setattr(expert_body, "MIN_GROUPED_PAIRS", 8)
+    check(problem_of(*sizes), tokens, gpu)
+
+
 def test_fragments_of_a_plan_belong_to_one_expert():
     assert expert_plan(problem_of(1, 8, 128, 2048, 768, "float32", 8), GPU).fragments == 4
     assert expert_plan(problem_of(1, 8, 128, 768, 2048, "float32", 1), GPU).fragments == 2
@@ -84,6 +101,9 @@ def test_fragments_of_a_plan_belong_to_one_expert():
 
 
 @needs_gpu
-@pytest.mark.parametrize(("tokens", "n", "k", "rows"), [(1, 768, 2048, 1), (5, 2048, 768, 8), (64, 768, 2048, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "n", "k", "rows"), [(1, 768, 2048, 1), (5, 2048, 768, 8), (64, 768, 2048, 1), (300, 2048, 768, 8)]
+)
 def test_on_a_gpu(tokens, n, k, rows):
-    check(problem_of(tokens, 8, 16, n, k, "float32", rows), tokens, is_on_gpu=True)
+    for dtype in ("float32", "float16"):
+        check(problem_of(tokens, 8, 16, n, k, dtype, rows), tokens, is_on_gpu=True)

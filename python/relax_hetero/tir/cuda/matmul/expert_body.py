@@ -1,0 +1,261 @@
+"""Quantized products of a mixture of experts: each row, a pair of a token and one of its experts, has its own matrix.
+
+Matrices follow each other, so an expert is an offset of column tiles. Which weights a block reads is known only when
+the previous launch has ended. If pairs are few, a block has one of them (`ExpertBody`). From `MIN_GROUPED_PAIRS` on, it
+has up to `GROUP_COLUMNS` of one expert, which the instruction multiplies at the cost of one (`GroupedBody`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.problem import QuantizedMatmulProblem
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, ceil_div, int64, when
+from ...core.view import Coordinates, extent_of
+from ..core import ptx
+from ..core.launch import local
+from ..core.operand import GpuOperand
+from ..tile.epilogue import EpilogueWriter
+from ..tile.register_tile import reduce_lanes
+from .block_body import BlockBody
+from .block_fragments import WeightFragments
+from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, expert_plan
+
+MIN_GROUPED_PAIRS = 256
+"""Minimum pairs that are grouped by expert, which takes a block some microseconds."""
+
+_ALL_LANES = 0xFFFFFFFF
+
+
+def expert_body(
+    problem: QuantizedMatmulProblem,
+    gpu: GpuTarget,
+    plan: BlockPlan | None,
+    lhs: GpuOperand,
+    packed: list[GpuOperand],
+    writer: EpilogueWriter,
+    index: GpuOperand,
+) -> ExpertBody:
+    """Body of a product with experts; the plan of `expert_plan` by default."""
+    pairs = extent_of([writer.result], "m")
+    # A row of float32 takes three of the instruction's eight.
+    is_grouped = PARTS[problem.lhs.dtype] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
+    kind = GroupedBody if is_grouped else ExpertBody
+    return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, index=index)
+
+
+class _Rows:
+    """Rows of the left operand that a block reads, by their number in the block."""
+
+    def __init__(self, body: ExpertBody) -> None:
+        self.data, self._body = body.lhs.data, body
+
+    def address(self, at: Coordinates) -> Expr:
+        """See `RowSource.address`."""
+        return self._body.lhs.address({**at, "m": self._body.left_row(at["m"])})
+
+
+class ExpertBody(BlockBody):
+    """Writer of the code of a block with one pair."""
+
+    def __init__(self, *arguments: Any, index: GpuOperand) -> None:
+        super().__init__(*arguments)
+        self._index = index
+
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+        self._pairs = m
+        return BlockWork(problem, plan, 1)
+
+    @property
+    def rows(self) -> int:
+        """Row tiles of a block."""
+        return 1
+
+    def count_row_tiles(self) -> Expr:
+        """Number of row tiles: pairs, or an upper bound of their groups."""
+        return self._pairs
+
+    def left_row(self, row: Expr) -> Expr:
+        """Row of the left operand of a row of the block."""
+        problem = self.work.problem
+        assert problem.index is not None
+        pair = self._pair(row)
+        return pair if problem.has_row_per_expert else tirx.floordiv(pair, int64(problem.index.shape[1]))
+
+    def _pair(self, row: Expr) -> Expr:
+        """Pair of a row of the block, int64."""
+        return self.first_row + row
+
+    def _expert_of(self, pair: Expr) -> Expr:
+        """Expert of a pair, int32."""
+        expert = T.Cast("int32", self._index.data[pair])
+        return T.max(T.min(expert, self.work.problem.experts - 1), 0)
+
+    def _emit_block(self) -> None:
+        if self.gpu.overlaps_launches:
+            ptx.launch_dependents()
+            ptx.griddepcontrol_wait()
+        self._emit_tile()
+
+    def _emit_tile(self) -> None:
+        """Write the code after the wait for the previous launch."""
+        self._expert = T.bind(self._expert_of(self.first_row))
+        super()._emit_block()
+
+    def _open(self) -> None:
+        self._first_tile = T.bind(T.Cast("int64", self._expert) * self.work.column_tiles)
+        self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
+        self.left = self._left_rows(_Rows(self), int64(0))
+
+    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
+        super()._load(slot, self._first_tile + tile_of_block, index)
+
+
+class GroupedWork(BlockWork):
+    """`BlockWork` with shared memory for the pairs of a block: counts of experts, sums of warps, pairs."""
+
+    def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
+        """See `BlockWork.share`."""
+        super().share(gpu, row_tiles, blocks_per_sm, has_points)
+        self.counts_at = self.shared_bytes
+        self.warp_sums_at = self.counts_at + 4 * self.problem.experts
+        self.pairs_at = self.warp_sums_at + 4 * self.plan.warps
+        self.shared_bytes = self.pairs_at + 4 * GROUP_COLUMNS
+
+
+class GroupedBody(ExpertBody):
+    """Writer of the code of a block with pairs of one expert.
+
+    Every block counts the pairs of each expert, finds the expert of its row tile, and those of its pairs that are its
+    own: the order of an expert's pairs is that of threads, which is the same in all blocks.
+    """
+
+    work: GroupedWork
+
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+        self._pairs = m
+        return GroupedWork(problem, plan, GROUP_COLUMNS)
+
+    def count_row_tiles(self) -> Expr:
+        """Upper bound of the number of row tiles, as those of an expert may not be full."""
+        return self._pairs // GROUP_COLUMNS + min(self._pairs, self.work.problem.experts)
+
+    def _pair(self, row: Expr) -> Expr:
+        return T.Cast("int64", T.max(self._loaded_pair(row), 0))
+
+    def _loaded_pair(self, row: Expr) -> Expr:
+        """Pair of a row of the block, -1 for none."""
+        return self._load_word(self.work.pairs_at, T.Cast("int32", row))
+
+    def _result_row(self, row: Expr) -> tuple[Expr, list[Expr]]:
+        pair = self._loaded_pair(row)
+        return T.bind(T.Cast("int64", T.max(pair, 0))), [pair >= 0]
+
+    def _load_word(self, offset: int, index: Expr) -> Expr:
+        """Word of shared memory, as int32."""
+        word = local(1, "uint32")
+        ptx.load_shared([word[0]], self.shared.at(offset + index * 4))
+        return T.bind(tirx.reinterpret("int32", word[0]))
+
+    def _store_word(self, offset: int, index: Expr, value: Expr) -> None:
+        ptx.store_shared(self.shared.at(offset + index * 4), [tirx.reinterpret("uint32", value)])
+
+    def _emit_tile(self) -> None:
+        self._count_pairs()
+        first = self._find_tile()
+        with when(self._expert >= 0):
+            self._collect_pairs(first)
+            BlockBody._emit_block(self)
+
+    def _each_pair(self, extent: int) -> Any:
+        """Loop of a thread over its share of a range, and the number in the range, which may be beyond it."""
+        threads = self.work.plan.warps * WARP
+        return T.serial(tirx.const(ceil_div(extent, threads), "int32")), lambda i: T.bind(i * threads + self.thread)
+
+    def _count_pairs(self) -> None:
+        work, experts = self.work, self.work.problem.experts
+        turns, number = self._each_pair(experts)
+        with turns as i:
+            expert = number(i)
+            with when(expert < experts):
+                self._store_word(work.counts_at, expert, T.int32(0))
+        with when(self.thread < GROUP_COLUMNS):
+            self._store_word(work.pairs_at, self.thread, T.int32(-1))
+        ptx.block_barrier()
+        turns, number = self._each_pair(self._pairs)
+        with turns as i:
+            pair = number(i)
+            with when(pair < self._pairs):
+                ptx.add_shared(self.shared.at(work.counts_at + self._expert_of(pair) * 4), T.uint32(1))
+        ptx.block_barrier()
+
+    def _find_tile(self) -> Expr:
+        """Find the expert of the block's row tile, -1 for none; the number of its first pair among the expert's."""
+        work, experts = self.work, self.work.problem.experts
+        tile = T.bind(T.Cast("int32", self.first_row))
+        found, begin, end = local(2, "int32"), local(1, "int32"), local(1, "int32")
+        T.buffer_store(found, T.int32(-1), [0])
+        T.buffer_store(found, T.int32(-1), [1])
+        T.buffer_store(begin, T.int32(0), [0])
+        for first in range(0, experts, WARP):
+            expert = T.bind(first + self.lane)
+            count = self._load_word(work.counts_at, T.min(expert, experts - 1))
+            tiles = T.bind(T.Select(expert < experts, T.truncdiv(count + (GROUP_COLUMNS - 1), GROUP_COLUMNS), 0))
+            T.buffer_store(end, tiles, [0])
+            _add_lanes_before(end, self.lane)
+            in_expert = T.bind(tile - (begin[0] + end[0] - tiles))
+            with when(tirx.all(in_expert >= 0, in_expert < tiles)):
+                T.buffer_store(found, expert, [0])
+                T.buffer_store(found, in_expert * GROUP_COLUMNS, [1])
+            last = T.tvm_warp_shuffle(T.uint32(_ALL_LANES), end[0], WARP - 1, WARP, WARP)
+            T.buffer_store(begin, begin[0] + last, [0])
+        for i in range(2):
+            reduce_lanes(found, i, T.max)
+        self._expert = T.bind(found[0])
+        return T.bind(found[1])
+
+    def _collect_pairs(self, first: Expr) -> None:
+        """Store the pairs of the expert from number `first` on, as many as a block has."""
+        work = self.work
+        count, end = local(1, "int32"), local(1, "int32")
+        T.buffer_store(count, T.int32(0), [0])
+        turns, number = self._each_pair(self._pairs)
+        with turns as i:
+            pair = number(i)
+            with when(tirx.all(pair < self._pairs, self._is_own(pair))):
+                T.buffer_store(count, count[0] + 1, [0])
+        T.buffer_store(end, count[0], [0])
+        _add_lanes_before(end, self.lane)
+        with when(self.lane == WARP - 1):
+            self._store_word(work.warp_sums_at, self.warp, end[0])
+        ptx.block_barrier()
+        for warp in range(work.plan.warps - 1):
+            before = self._load_word(work.warp_sums_at, tirx.const(warp, "int32"))
+            T.buffer_store(end, end[0] + T.Select(warp < self.warp, before, 0), [0])
+        place = end
+        T.buffer_store(place, end[0] - count[0] - first, [0])
+        turns, number = self._each_pair(self._pairs)
+        with when(count[0] > 0), turns as i:
+            pair = number(i)
+            with when(tirx.all(pair < self._pairs, self._is_own(pair))):
+                with when(tirx.all(place[0] >= 0, place[0] < GROUP_COLUMNS)):
+                    self._store_word(work.pairs_at, place[0], pair)
+                T.buffer_store(place, place[0] + 1, [0])
+        ptx.block_barrier()
+
+    def _is_own(self, pair: Expr) -> Expr:
+        """Predicate of a pair of the block's expert; pairs beyond the last are read as the last."""
+        return tirx.EQ(self._expert_of(T.min(pair, self._pairs - 1)), self._expert)
+
+
+def _add_lanes_before(value: Any, lane: Expr) -> None:
+    """Replace a value by the sum of those of the lanes up to this one."""
+    distance = 1
+    while distance < WARP:
+        other = T.bind(T.tvm_warp_shuffle_up(T.uint32(_ALL_LANES), value[0], distance, WARP, WARP))
+        T.buffer_store(value, value[0] + T.Select(lane >= distance, other, 0), [0])
+        distance *= 2
