@@ -162,7 +162,7 @@ class GroupedBody(ExpertBody):
         return T.bind(tirx.reinterpret("int32", word[0]))
 
     def _store_word(self, offset: int, index: Expr, value: Expr) -> None:
-        ptx.store_shared(self.shared.at(offset + index * 4), [tirx.reinterpret("uint32", value)])
+        ptx.store_shared(self.shared.at(offset + index * 4), [value])
 
     def _emit_tile(self) -> None:
         self._count_pairs()
@@ -182,9 +182,9 @@ class GroupedBody(ExpertBody):
         with turns as i:
             expert = number(i)
             with when(expert < experts):
-                self._store_word(work.counts_at, expert, T.int32(0))
+                self._store_word(work.counts_at, expert, T.uint32(0))
         with when(self.thread < GROUP_COLUMNS):
-            self._store_word(work.pairs_at, self.thread, T.int32(-1))
+            self._store_word(work.pairs_at, self.thread, T.uint32(0xFFFFFFFF))
         ptx.block_barrier()
         turns, number = self._each_pair(self._pairs)
         with turns as i:
@@ -231,7 +231,7 @@ class GroupedBody(ExpertBody):
         T.buffer_store(end, count[0], [0])
         _add_lanes_before(end, self.lane)
         with when(self.lane == WARP - 1):
-            self._store_word(work.warp_sums_at, self.warp, end[0])
+            self._store_word(work.warp_sums_at, self.warp, T.Cast("uint32", end[0]))
         ptx.block_barrier()
         for warp in range(work.plan.warps - 1):
             before = self._load_word(work.warp_sums_at, tirx.const(warp, "int32"))
@@ -243,7 +243,7 @@ class GroupedBody(ExpertBody):
             pair = number(i)
             with when(tirx.all(pair < self._pairs, self._is_own(pair))):
                 with when(tirx.all(place[0] >= 0, place[0] < GROUP_COLUMNS)):
-                    self._store_word(work.pairs_at, place[0], pair)
+                    self._store_word(work.pairs_at, place[0], T.Cast("uint32", pair))
                 T.buffer_store(place, place[0] + 1, [0])
         ptx.block_barrier()
 

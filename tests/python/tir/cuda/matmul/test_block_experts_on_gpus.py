@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
+from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.encoding import Operand, PackedLayout
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
@@ -92,6 +93,13 @@ def test_blocks_of_several_fragments(fragments):
 def test_rows_grouped_by_expert(tokens, sizes, gpu, monkeypatch):
     monkeypatch.setattr(expert_body, "MIN_GROUPED_PAIRS", 8)
     check(problem_of(*sizes), tokens, gpu)
+
+
+@pytest.mark.parametrize("tokens", [1, 64])
+def test_registers_hold_all_values(tokens):
+    problem = problem_of(tokens, 8, 128, 768, 2048, "float16", 1)
+    (report,) = reports_of(quantized_matmul_kernel(problem, GPU), Target({"kind": "cuda", "arch": "sm_90a"}))
+    assert report.registers <= 128 and report.spill_stores == 0
 
 
 def test_fragments_of_a_plan_belong_to_one_expert():
