@@ -415,7 +415,7 @@ class CachedAttentionProblem:
     Attributes
     ----------
     operands : tuple of Operand
-        qkv, pages, table, sequences, positions; then rotation and factors of norms, where present.
+        qkv, pages, table, sequences, positions; then rotation, factors of norms and sinks, where present.
     out : Operand
     heads, kv_heads, size : int
     scale : float
@@ -429,6 +429,7 @@ class CachedAttentionProblem:
         "decode" or "chunk"; "append": only write keys and values of a chunk, without an out.
     order : str
         Order of keys in a page, see `encoding.pages`.
+    sinks : bool
     """
 
     operands: tuple[Operand, ...]
@@ -444,6 +445,7 @@ class CachedAttentionProblem:
     eps: float
     rows: str
     order: str
+    sinks: bool = False
 
     @property
     def parameters(self) -> list[Operand]:
@@ -470,9 +472,15 @@ class CachedAttentionProblem:
         """Number of elements of a head that are rotated."""
         return _static(self.operands[5].shape[1]) if self.rotary else 0
 
+    @property
+    def optional_operands(self) -> list[str]:
+        """Those of "rotation", "q_norm", "k_norm" and "sinks" that are operands, in order."""
+        norms = [f"{letter}_norm" for letter in self.norms]
+        return ["rotation"] * bool(self.rotary) + norms + ["sinks"] * self.sinks
+
     def operand_index(self, name: str) -> int | None:
-        """The index of the operand "rotation", "q_norm" or "k_norm"; None where the problem lacks it."""
-        names = ["rotation"] * bool(self.rotary) + [f"{letter}_norm" for letter in self.norms]
+        """The index of an optional operand; None where the problem lacks it."""
+        names = self.optional_operands
         return 5 + names.index(name) if name in names else None
 
 

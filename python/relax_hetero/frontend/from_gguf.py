@@ -65,7 +65,7 @@ def from_gguf(
     context : int, optional
         Maximum number of positions of a sequence; by default the model's training context.
     page_type : str
-        Element type of the cache: "float16", "float32" or "int8".
+        Element type of the cache: "float16", "bfloat16", "float32" or "int8".
     all_logits : bool
         True if ``prefill_C`` returns the logits of all its rows rather than of one.
     cost_model, memory_limit

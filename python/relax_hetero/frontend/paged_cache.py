@@ -29,7 +29,7 @@ class PagedCache:
     context : int
         Maximum number of positions of a sequence.
     page_type : str
-        Element type of the cache: "float16", "float32" or "int8".
+        Element type of the cache: "float16", "bfloat16", "float32" or "int8".
     all_logits : bool
         True if ``prefill_C`` returns the logits of all its rows rather than of one.
     any_pages : bool

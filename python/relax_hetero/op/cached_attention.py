@@ -43,6 +43,7 @@ class CachedAttentionAttrs(tvm.ir.Attrs):
     norms: str
     eps: float
     rows: str
+    sinks: bool
 
 
 def cached_attention(
@@ -62,6 +63,7 @@ def cached_attention(
     norms: str = "",
     eps: float = 1e-6,
     rows: str = "decode",
+    sinks: bool = False,
 ) -> relax.Call:
     """Write new keys and values into the cache, then compute the attention of the new queries to their sequences' keys.
 
@@ -87,7 +89,8 @@ def cached_attention(
         (rows,) of int32: the position of a row in its sequence.
     others : relax.Expr
         With `rotary`, the rotation of each row's position, (rows, r) of float32, ``r <= size``: the cosines of r/2
-        angles, then their sines. Then the factors of the `norms` of queries and keys, each (size,) of float32.
+        angles, then their sines. Then the factors of the `norms` of queries and keys, each (size,) of float32. Then
+        with `sinks`, (heads,) of float32.
     heads, kv_heads, size : int
         Heads of queries; heads of keys and values; elements of a head. `heads` is a multiple of `kv_heads`.
     scale : float
@@ -106,6 +109,8 @@ def cached_attention(
     rows : str
         "decode": every row belongs to another sequence. "chunk": all rows belong to the sequence of row 0, at
         consecutive positions, rows with sequence -1 last; each row sees the rows before it.
+    sinks : bool
+        Whether the softmax of a head has one more score, its sink, without a key and a value. Kernels of GPUs lack it.
 
     Returns
     -------
@@ -118,15 +123,16 @@ def cached_attention(
         If an attribute is not valid, or an operand is not a Relax expression.
     """
     attrs = CachedAttentionAttrs(
-        heads, kv_heads, size, float(scale), window, float(softcap), rotary, norms, float(eps), rows
+        heads, kv_heads, size, float(scale), window, float(softcap), rotary, norms, float(eps), rows, sinks
     )
     _check_attributes(attrs)
     return make_call(CACHED_ATTENTION, [qkv, pages, table, sequences, positions, *others], attrs)
 
 
 def optional_operands(attrs: CachedAttentionAttrs) -> list[str]:
-    """Names of the operands after `positions`: "rotation", "q_norm", "k_norm", where present."""
-    return ["rotation"] * bool(attrs.rotary) + [f"{letter}_norm" for letter in str(attrs.norms)]
+    """Names of the operands after `positions`: "rotation", "q_norm", "k_norm", "sinks", where present."""
+    norms = [f"{letter}_norm" for letter in str(attrs.norms)]
+    return ["rotation"] * bool(attrs.rotary) + norms + ["sinks"] * bool(attrs.sinks)
 
 
 def _check_attributes(attrs: CachedAttentionAttrs) -> None:
@@ -171,7 +177,7 @@ def infer_cached_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> tvm.ir
         if name == "rotation":
             _check_rotation(call, index, qkv[0], size)
         else:
-            _operand(call, index, name, ("float32",), [size])
+            _operand(call, index, name, ("float32",), [heads if name == "sinks" else size])
     qkv_type, pages_type = call.args[0].ty, call.args[PAGES].ty
     vdevice = qkv_type.vdevice or pages_type.vdevice
     out = relax.TensorType([qkv[0], heads * size], qkv_type.dtype, vdevice)

@@ -191,10 +191,14 @@ class CpuKernels(EncodingResolver):
 
     def general_problem(self, problem: CachedAttentionProblem, target: tvm.target.Target) -> CachedAttentionProblem:
         """The problem with symbolic rows, unless work is split otherwise for its number of rows."""
-        from ..tir.attention.cached.spec import plan_for
+        from ..tir.attention.cached.spec import cached_plan
 
         general, cpu = problem.with_rows("rows"), cpu_target_of(target)
-        return general if plan_for(general, cpu) == plan_for(problem, cpu) else problem
+        return general if cached_plan(general, cpu) == cached_plan(problem, cpu) else problem
+
+    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
+        """Floats of at most 32 bits, for heads of any width."""
+        return frozenset(("float32", *HALF_TYPES))
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The kernel of this library for the target's CPU."""
@@ -247,10 +251,6 @@ class CpuResolver(CpuKernels):
             return PackedLayout.identity(len(encoding.index_map))
         return self.resolve(encoding, target)
 
-    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
-        """Floats of at most 32 bits, for heads of any width."""
-        return frozenset(("float32", *HALF_TYPES))
-
     def convolution_form(self, encoding: Encoding, target: tvm.target.Target, weight: PackedLayout) -> str:
         """Algorithm of a convolution and the reason, for `explain`."""
         return form_of(encoding, cpu_target_of(target), weight)
@@ -263,7 +263,7 @@ class GenericResolver(CpuKernels):
     """
 
     name = "generic"
-    problems = (QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
+    problems = (AttentionProblem, QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """``[m/8, k, 8]``, ``[n/8, k, 8]`` and ``[m/8, n/8, 8, 8]``; convolutions stay stock ops."""

@@ -87,6 +87,7 @@ def test_types_of_pages(dtype, elements):
         ([QKV, PAGES, TABLE, ROW, ROW, ((3, 66), "float32")], {"rotary": "halves"}, "rows of 66, expected an even"),
         ([QKV, PAGES, TABLE, ROW, ROW, ((3, 63), "float32")], {"rotary": "halves"}, "rows of 63, expected an even"),
         ([QKV, PAGES, TABLE, ROW, ROW, NORM, ((32,), "float32")], {"norms": "qk"}, r"operand 6 \(k_norm\)"),
+        ([QKV, PAGES, TABLE, ROW, ROW, NORM], {"sinks": True}, r"operand 5 \(sinks\) .* expected \(4\)"),
         ([QKV, PAGES, TABLE, ROW, ROW], {"heads": 3}, "found 3 heads of queries, expected a multiple of the 2"),
         ([QKV, PAGES, TABLE, ROW, ROW], {"rows": "both"}, "found rows='both', expected one of"),
         ([QKV, PAGES, TABLE, ROW, ROW], {"norms": "kq"}, "found norms='kq', expected one of"),

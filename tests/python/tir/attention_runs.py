@@ -180,7 +180,7 @@ def _error_of_rounded_scores(case: Case, query: np.ndarray, key: np.ndarray, val
     """
     share = case.sizes["h"] // case.sizes["g"]
     sums = np.abs(query) @ np.repeat(np.abs(key), share, 1).swapaxes(-1, -2) * 0.25
-    return float(2 * case.sizes["d"] * 2.0**-24 * sums.max() * np.abs(value).max())
+    return float(2 * case.sizes["d"] * 2.0**-24 * sums.max(initial=0.0) * np.abs(value).max(initial=0.0))
 
 
 def nan_tensor(shape: Sequence[Any]) -> tvm.runtime.Tensor:

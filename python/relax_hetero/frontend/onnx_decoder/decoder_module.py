@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import onnx
 import tvm
 from onnx import helper
@@ -37,10 +38,10 @@ from ..paged_cache import DECODE, PagedCache
 ATTENTION = "GroupQueryAttention"
 IDS, POSITIONS = "input_ids", "position_ids"
 
-# Inputs of the op that stay with a paged cache: queries, keys, values, rotations and norms.
-_PAGED_INPUTS = (0, 1, 2, 7, 8, 14, 15)
-_PAST_KEY, _PAST_VALUE = 3, 4
-_UNSUPPORTED_INPUTS = {10: "attention_bias", 11: "head_sink", 12: "k_scale", 13: "v_scale", 16: "query_seqlens"}
+# Inputs of the op that stay with a paged cache: queries, keys, values, rotations, sinks and norms.
+_PAGED_INPUTS = (0, 1, 2, 7, 8, 11, 14, 15)
+_PAST_KEY, _PAST_VALUE, _SINK = 3, 4, 11
+_UNSUPPORTED_INPUTS = {10: "attention_bias", 12: "k_scale", 13: "v_scale", 16: "query_seqlens"}
 _PRODUCT_OPS = ("MatMul", "MatMulNBits", "Gemm", "FusedMatMul", "MatMulBnb4")
 _AFTER_PRODUCT_OPS = ("Add", "Cast", "Div", "Identity", "Mul", "Reshape", "Sub", "Tanh")
 """Ops that may follow the last product."""
@@ -130,7 +131,7 @@ def _check_attention(node: onnx.NodeProto, inputs: set[str], source: str) -> Non
         if len(node.input) > index and node.input[index]:
             raise FrontendError(f"{title} has the input {name}, which a cache of pages does not take")
     attributes = _attributes(node)
-    for name, default in (("smooth_softmax", 0), ("causal", 1), ("qk_output", 0), ("sliding_window_cache", 0)):
+    for name, default in (("causal", 1), ("qk_output", 0), ("sliding_window_cache", 0)):
         if attributes.get(name, default) not in (default, -1):
             raise FrontendError(f"{title} has {name}={attributes[name]}, which a cache of pages does not take")
     for index in (_PAST_KEY, _PAST_VALUE):
@@ -314,6 +315,7 @@ class CachedImporter(GraphImporter):
         operands = [self._rotation_rows(node, proto)] if rotary else []
         norms = "qk" if node.has(14) else ""
         operands += [cast(node, node.tensor(index), "float32") for index in (14, 15) if node.has(index)]
+        sinks = self._sinks(node, heads)
         window = self._decoder.plan.windows[layer]
         params = self._parameters
         call = cached_attention(
@@ -323,6 +325,7 @@ class CachedImporter(GraphImporter):
             params["sequences"],
             params["positions"],
             *operands,
+            *sinks,
             heads=heads,
             kv_heads=kv_heads,
             size=size,
@@ -333,10 +336,18 @@ class CachedImporter(GraphImporter):
             norms=norms,
             eps=self._epsilon(node),
             rows=self._kind,
+            sinks=bool(sinks),
         )
         result = node.emit(call)
         out, pages = (node.emit(relax.TupleGetItem(result, index)) for index in range(2))
         return node.emit(relax.op.reshape(out, [1, self._rows, heads * size])), pages
+
+    @staticmethod
+    def _sinks(node: Node, heads: int) -> list[relax.Expr]:
+        """The sinks of heads, if there are any; those of a smooth softmax are zeros."""
+        if node.has(_SINK):
+            return [cast(node, node.tensor(_SINK), "float32")]
+        return [relax.const(np.zeros(heads, "float32"))] if node.attribute("smooth_softmax", 0) == 1 else []
 
     def _heads(self, node: Node) -> tuple[int, int]:
         return int(node.attribute("num_heads", 0)), int(node.attribute("kv_num_heads", 0))

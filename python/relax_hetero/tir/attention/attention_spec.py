@@ -1,16 +1,18 @@
-"""Views of heads, block sizes, and the layout of scratch, shared by the parts of an attention kernel."""
+"""Views of heads, plans, and the layout of scratch, shared by the parts of an attention kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ...encoding.expression import Expression
 from ...encoding.problem import AttentionProblem, Operand
-from ...target.amx_instructions import TILE_ROWS, amx_instruction_for
+from ...target.amx_instructions import TILE_ROWS, AmxInstruction, amx_instruction_for
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import FLOAT32_FMA, DotInstruction, dot_instruction_for
 from ...target.element_types import HALF_TYPES
@@ -18,16 +20,17 @@ from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
     Function,
+    Masks,
     Registers,
     broadcast,
     ceil_div,
     lane_indices,
     lane_mask,
     let,
-    masked_store,
+    load_lanes,
     materialize,
     plain_extent,
-    vector_type,
+    store_lanes,
     zeros,
 )
 from ..core.view import View
@@ -128,12 +131,7 @@ class HeadsView(View):
 
     def store(self, start: Expr, value: Expr, lanes: int, mask: Expr | None) -> None:
         """Write contiguous elements, masked if `mask` is given."""
-        value = self.bits(cast(value, self.nominal))
-        index = lane_indices(start, lanes)
-        if mask is None:
-            T.buffer_store(self.data, value, [index])
-        else:
-            masked_store(self.data, index, value, mask)
+        store_lanes(self.data, start, self.bits(cast(value, self.nominal)), lanes, mask)
 
     def load_bits(self, start: Expr, along: str, lanes: int, mask: Expr | None = None) -> Expr:
         """The elements of `load` in the stored type, bfloat16 as uint16."""
@@ -141,12 +139,7 @@ class HeadsView(View):
             return broadcast(self.data[start], lanes)
         dtype = self.dtype
         if self.stride(along) == 1:
-            index = lane_indices(start, lanes)
-            if mask is None:
-                return self.data[index]
-            # Masked lanes are poison until the selection, which LLVM merges into the load.
-            loaded = let(T.masked_load(vector_type(dtype, lanes), self.data, index, mask))
-            return T.Select(mask, loaded, zeros(dtype, lanes))
+            return load_lanes(self.data, start, lanes, mask)
         elements = []
         for lane in range(lanes):
             exists = True if mask is None else T.Shuffle([mask], [lane])
@@ -162,29 +155,32 @@ def _product(left: Expr, right: Expr) -> Expr:
 
 
 @dataclass(frozen=True)
-class Blocks:
-    """Block and tile sizes of an attention.
+class AttentionPlan:
+    """Sizes of blocks and tiles, tasks, and the layout of scratch of an attention. A row is a query of one head.
 
     Attributes
     ----------
+    tasks : int
     queries, keys : int
-        Queries and keys of a block; multiples of `rows` and `columns`.
+        Rows and keys of a block; multiples of `rows` and `columns`.
     is_single : bool
         Whether one block holds all keys.
     rows, vectors, lanes : int
-        Register tile of scores: queries, vectors of keys, and keys of a vector.
+        Register tile of scores: rows, vectors of keys, and keys of a vector.
     value_panels : int
         Number of panels of `columns` in the width of a value.
     width : int
         Width of query and key, including zeros up to whole k-steps with AMX.
-    is_decode : bool
-        Whether keys and values are read in place.
-    is_paired : bool
-        Whether two terms are multiplied per step, in the operands' type.
-    is_widened : bool
-        Whether 16-bit queries are converted to float32 in scratch; keys and values are converted when packed.
-    uses_amx : bool
-        Whether AMX multiplies: `rows` are then those of a pair of tiles, and terms are paired.
+    is_in_place : bool
+        Whether keys and values are read in place, not packed to scratch.
+    pair_dtype : str
+        Type of the operands, if two terms are multiplied per step; else "", and packed operands are float32.
+    heads : int
+        Heads whose rows read the same keys: row ``q * heads + i`` is query q of head i.
+    scratch_queries : int
+        Rows of queries that are copied to scratch; keys and values are converted when packed.
+    amx : AmxInstruction, optional
+        Instruction that multiplies, if AMX does: `rows` are then those of a pair of tiles, and terms are paired.
     """
 
     tasks: int
@@ -196,20 +192,26 @@ class Blocks:
     lanes: int
     value_panels: int
     width: int
-    is_decode: bool = False
-    is_paired: bool = False
-    is_widened: bool = False
-    uses_amx: bool = False
+    is_in_place: bool = False
+    pair_dtype: str = ""
+    heads: int = 1
+    scratch_queries: int = 0
+    amx: AmxInstruction | None = None
 
     @property
     def word_elements(self) -> int:
         """Elements of a 32-bit word of packed operands."""
-        return 2 if self.is_paired else 1
+        return 2 if self.pair_dtype else 1
 
     @property
     def columns(self) -> int:
         """Keys of a tile."""
         return self.vectors * self.lanes
+
+    @property
+    def value_distance(self) -> int:
+        """Elements of scratch between rows of sums of values."""
+        return self.value_panels * self.columns
 
     @property
     def query_distance(self) -> int:
@@ -228,25 +230,30 @@ class Blocks:
 
     def _row_distance(self, elements: int) -> int:
         """The distance of rows of `elements`: with AMX, an odd number of cache lines."""
-        return (ceil_div(elements, 16) | 1) * 16 if self.uses_amx else elements
+        return (ceil_div(elements, 16) | 1) * 16 if self.amx else elements
 
     @property
-    def offsets(self) -> dict[str, int]:
-        """Offsets of the buffers in a task's scratch, in elements; "end" is its size, a multiple of cache lines."""
-        offsets, end = {}, 0
-        state = self.rows if self.uses_amx else 0
+    def buffers(self) -> dict[str, int]:
+        """Sizes of the buffers in a task's scratch, in elements."""
+        state = self.rows if self.amx else 0
         state = state if self.is_single else self.queries
-        for name, size in {
-            "keys": 0 if self.is_decode else self.keys * self.width // self.word_elements,
-            "values": 0 if self.is_decode else self.keys // self.word_elements * self.value_panels * self.columns,
-            "queries": self.rows * self.query_distance if self.is_widened or self.uses_amx else 0,
-            "weights": self.rows * self.weight_distance if self.is_paired else 0,
+        return {
+            "keys": 0 if self.is_in_place else self.keys * self.width // self.word_elements,
+            "values": 0 if self.is_in_place else self.keys // self.word_elements * self.value_distance,
+            "queries": self.scratch_queries * self.query_distance,
+            "weights": self.rows * self.weight_distance if self.pair_dtype else 0,
             "scores": self.rows * self.score_distance,
-            "factors": self.rows if self.uses_amx else 0,
-            "partial": state * self.value_panels * self.columns,
+            "factors": self.rows if self.amx else 0,
+            "partial": state * self.value_distance,
             "maxima": state,
             "sums": state,
-        }.items():
+        }
+
+    @cached_property
+    def offsets(self) -> dict[str, int]:
+        """Offsets of the buffers in a task's scratch; "end" is its size, a multiple of cache lines."""
+        offsets, end = {}, 0
+        for name, size in self.buffers.items():
             offsets[name], end = end, ceil_div(end + size, 16) * 16
         return {**offsets, "end": end}
 
@@ -256,37 +263,66 @@ class Blocks:
         return self.offsets["end"]
 
 
-def block_sizes(problem: AttentionProblem, cpu: CpuTarget) -> Blocks:
-    """The block sizes of a problem, as large as caches and cores allow."""
-    tile, queries = tile_sizes(cpu), dict(problem.sizes)["m"]
+def vector_plan(problem: AttentionProblem, cpu: CpuTarget) -> AttentionPlan:
+    """The plan of a problem with vectors: blocks as large as caches and cores allow."""
+    tile, queries = tile_sizes(cpu), _static_queries(problem)
+    is_in_place, dtype = _is_decode(problem), problem.query.dtype
+    heads = _shared_heads(problem, cpu, tile.rows)
     columns = tile.vectors * cpu.lanes("float32")
-    rows = min(tile.rows, queries) if isinstance(queries, int) else tile.rows
-    blocks = _blocks_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns)
-    is_decode, is_paired = _is_decode(problem), accumulation(problem, cpu).k0 == 2
-    is_widened = problem.query.dtype in HALF_TYPES and not is_decode and not is_paired
-    return replace(blocks, is_decode=is_decode, is_paired=is_paired, is_widened=is_widened)
+    rows = min(tile.rows, queries * heads) if queries else tile.rows
+    plan = _plan_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
+    pair_dtype = dtype if accumulation(problem, cpu).k0 == 2 else ""
+    is_widened = dtype in HALF_TYPES and not is_in_place and not pair_dtype
+    return replace(plan, is_in_place=is_in_place, pair_dtype=pair_dtype, scratch_queries=rows * is_widened)
 
 
-def amx_blocks(problem: AttentionProblem, cpu: CpuTarget) -> Blocks | None:
-    """The block sizes with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
-    if amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32") is None or not _is_paired(problem, "bfloat16"):
-        return None
-    columns, queries = 2 * TILE_ROWS, dict(problem.sizes)["m"]
-    max_rows = 2 * TILE_ROWS
-    rows = ceil_div(queries, ceil_div(queries, max_rows)) if isinstance(queries, int) and queries else max_rows
-    blocks = _blocks_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS)
-    return replace(blocks, width=ceil_div(blocks.width, columns) * columns, is_paired=True, uses_amx=True)
+def _static_queries(problem: AttentionProblem) -> int:
+    """The number of queries; 0 if it is symbolic, 1 for none."""
+    queries = dict(problem.sizes)["m"]
+    return max(queries, 1) if isinstance(queries, int) else 0
 
 
-def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int) -> Blocks:
-    """The block sizes for a register tile of `rows` by `columns`."""
+def _shared_heads(problem: AttentionProblem, cpu: CpuTarget, max_rows: int) -> int:
+    """The number of heads whose rows share keys: it divides the rows of a tile, and leaves no core idle."""
     sizes: dict[str, Any] = dict(problem.sizes)
+    queries, batch = _static_queries(problem) or BLOCK_QUERIES, sizes["b"] if isinstance(sizes["b"], int) else 1
+    group = sizes["h"] // sizes["g"] if _static_queries(problem) < BLOCK_QUERIES else 1  # packing is rare for more
+
+    def fits(count: int) -> bool:
+        rows = min(max_rows, queries * count)
+        tiles = batch * sizes["h"] // count * ceil_div(queries * count, rows)
+        return group % count == 0 and rows % count == 0 and tiles >= cpu.cores
+
+    return max(filter(fits, range(1, max_rows + 1)), default=1)
+
+
+def amx_plan(problem: AttentionProblem, cpu: CpuTarget) -> AttentionPlan | None:
+    """The plan of a problem with AMX; None if the CPU lacks it, or operands cannot be read in pairs."""
+    amx = amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
+    if amx is None or not _is_paired(problem, "bfloat16"):
+        return None
+    columns = max_rows = 2 * TILE_ROWS
+    heads = _shared_heads(problem, cpu, max_rows)
+    count = _static_queries(problem) * heads
+    rows = ceil_div(count, ceil_div(count, max_rows)) if count else max_rows
+    plan = _plan_of(problem, cpu, rows, columns, AMX_BLOCK_KEYS, heads)
+    width = ceil_div(plan.width, columns) * columns
+    return replace(plan, width=width, pair_dtype="bfloat16", scratch_queries=rows, amx=amx)
+
+
+def _plan_of(
+    problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: int, max_keys: int, heads: int
+) -> AttentionPlan:
+    """The plan for a register tile of `rows` by `columns`."""
+    sizes: dict[str, Any] = dict(problem.sizes)
+    sizes["h"] //= heads
+    sizes["m"] = _static_queries(problem) * heads
     keys, lanes = sizes["n"], cpu.lanes("float32")
     block_keys = min(max_keys, ceil_div(keys, columns) * columns) if isinstance(keys, int) else max_keys
-    tasks, block_queries = _split_queries(sizes, cpu.cores, rows)
-    return Blocks(
+    tasks, block_rows = _split_rows(sizes, cpu.cores, rows)
+    return AttentionPlan(
         tasks=tasks,
-        queries=block_queries,
+        queries=block_rows,
         keys=block_keys,
         is_single=isinstance(keys, int) and keys <= block_keys,
         rows=rows,
@@ -294,12 +330,12 @@ def _blocks_of(problem: AttentionProblem, cpu: CpuTarget, rows: int, columns: in
         lanes=lanes,
         value_panels=ceil_div(int(sizes["e"]), columns),
         width=int(sizes["d"]),
+        heads=heads,
     )
 
 
 def _is_decode(problem: AttentionProblem) -> bool:
-    queries = dict(problem.sizes)["m"]
-    return isinstance(queries, int) and queries <= DECODE_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
+    return 0 < _static_queries(problem) <= DECODE_QUERIES and problem.key.index_map[-1].split("*")[-1] == "d"
 
 
 def accumulation(problem: AttentionProblem, cpu: CpuTarget) -> DotInstruction:
@@ -323,34 +359,34 @@ def _is_paired(problem: AttentionProblem, dtype: str) -> bool:
     return True
 
 
-def _split_queries(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
-    """Numbers of tasks and of queries of a block: cores share heads, or parts of heads if that avoids idle cores."""
-    queries = sizes["m"] if isinstance(sizes["m"], int) else BLOCK_QUERIES
+def _split_rows(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, int]:
+    """Numbers of tasks and of rows of a block: cores share heads, or parts of heads if that avoids idle cores."""
+    head_rows = sizes["m"] or BLOCK_QUERIES
     heads = sizes["h"] * (sizes["b"] if isinstance(sizes["b"], int) else 1)
-    max_queries = max(rows, BLOCK_QUERIES // rows * rows)
-    is_static = all(isinstance(sizes[name], int) for name in ("b", "m", "n"))
-    work = heads * queries * (sizes["n"] if is_static else BLOCK_KEYS) * (sizes["d"] + sizes["e"])
+    max_rows = max(rows, BLOCK_QUERIES // rows * rows)
+    is_static = sizes["m"] and all(isinstance(sizes[name], int) for name in ("b", "n"))
+    work = heads * head_rows * (sizes["n"] if is_static else BLOCK_KEYS) * (sizes["d"] + sizes["e"])
     if tasks_for(cores, "multiply-adds", work if is_static else None) == 1:
-        return 1, min(max_queries, ceil_div(queries, rows) * rows)
+        return 1, min(max_rows, ceil_div(head_rows, rows) * rows)
     parts = next((parts for parts in range(1, cores + 1) if heads * parts % cores == 0), cores)
     if heads >= 4 * cores:
         parts = 1
-    size = ceil_div(ceil_div(queries, parts), rows) * rows
-    return cores, min(max_queries, size)
+    size = ceil_div(ceil_div(head_rows, parts), rows) * rows
+    return cores, min(max_rows, size)
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The views of a kernel, and the scratch of a task.
+    """The plan of a kernel and the scratch of a task, for rows of queries and any source of keys and values.
 
     Attributes
     ----------
-    sizes : mapping of str to PrimExpr or int
-        Extents of every iteration dimension.
-    operands : tuple of HeadsView
-        Query, key and value.
+    scores : Expression
+        Function that is applied to a product before softmax; see `AttentionProblem`.
     masks : tuple of HeadsView
-        Operands of the scores' expression.
+        Operands of `scores`.
+    sizes : mapping of str to PrimExpr or int
+        Extents of iteration dimensions; "d" and "e" are ints.
     scratch : tirx.Buffer
         Scratch of all tasks, as one dimension.
     task : PrimExpr
@@ -361,44 +397,59 @@ class AttentionSpec:
         Instruction that accumulates.
     """
 
-    problem: AttentionProblem
-    sizes: Mapping[str, Expr]
-    blocks: Blocks
-    operands: tuple[HeadsView, HeadsView, HeadsView]
+    scores: Expression
     masks: tuple[HeadsView, ...]
-    result: HeadsView
+    sizes: Mapping[str, Expr]
+    plan: AttentionPlan
     scratch: Any
     task: Expr
     registers: Registers
     dot: DotInstruction
 
-    @property
-    def query(self) -> HeadsView:
-        """View of the queries."""
-        return self.operands[0]
+    def at(self, name: str, index: Expr = 0) -> Expr:
+        """Offset of an element of a buffer in the task's scratch."""
+        return self.task + (self.plan.offsets[name] + index)
 
-    @property
-    def key(self) -> HeadsView:
-        """View of the keys."""
-        return self.operands[1]
+    def load(self, name: str, index: Expr, lanes: int = 1) -> Expr:
+        """Elements of a buffer in the task's scratch."""
+        return self.scratch[lane_indices(self.at(name, index), lanes)]
 
-    @property
-    def value(self) -> HeadsView:
-        """View of the values."""
-        return self.operands[2]
-
-    def at(self, name: str) -> Expr:
-        """Offset of a buffer in the task's scratch."""
-        return self.task + self.blocks.offsets[name]
+    def store(self, name: str, index: Expr, value: Expr, lanes: int = 1) -> None:
+        """Write elements of a buffer in the task's scratch."""
+        T.buffer_store(self.scratch, value, [lane_indices(self.at(name, index), lanes)])
 
     @property
     def value_masks(self) -> list[Expr | None]:
         """Masks of existing lanes of the vectors of a value; None: all."""
-        lanes, width = self.blocks.lanes, self.sizes["e"]
+        lanes, width = self.plan.lanes, self.sizes["e"]
         return [lane_mask(width - first, lanes) for first in range(0, width, lanes)]
 
 
-def for_decode(spec: AttentionSpec, cpu: CpuTarget) -> AttentionSpec | None:
+@dataclass(frozen=True)
+class DenseSpec(AttentionSpec):
+    """An attention of tensors: query, key, value and result."""
+
+    problem: AttentionProblem
+    query: HeadsView
+    key: HeadsView
+    value: HeadsView
+    result: HeadsView
+
+    def write(self, at: Coordinates, total: Expr, first: Expr, sums: Sequence[Expr], masks: Masks) -> None:
+        """Store vectors of a row of the result from element `first` on: sums of values over the sum of weights."""
+        zero, one = (tirx.const(value, "float32") for value in (0.0, 1.0))
+        # The sum is zero if every score is -inf.
+        is_nan_zero, lanes = self.problem.nan_to_zero, self.plan.lanes
+        average = broadcast(let(T.Select(total > zero, one / total, zero) if is_nan_zero else one / total), lanes)
+        for j, (row_sums, mask) in enumerate(zip(sums, masks, strict=True)):
+            value = row_sums * average
+            if is_nan_zero:
+                value = T.Select(average > zeros("float32", lanes), value, zeros("float32", lanes))
+            start = self.result.address({**at, "e": first + tirx.const(j * lanes, "int64")})
+            self.result.store(start, value, lanes, mask)
+
+
+def for_decode(spec: DenseSpec, cpu: CpuTarget) -> DenseSpec | None:
     """The attention of few queries, which reads keys in place; None unless the number of queries is symbolic."""
     if isinstance(spec.sizes["m"], int):
         return None
@@ -407,5 +458,5 @@ def for_decode(spec: AttentionSpec, cpu: CpuTarget) -> AttentionSpec | None:
     problem = replace(spec.problem, sizes=sizes)
     if not _is_decode(problem):
         return None
-    blocks = replace(block_sizes(problem, cpu), tasks=spec.blocks.tasks)
-    return replace(spec, blocks=blocks, dot=accumulation(problem, cpu))
+    plan = replace(vector_plan(problem, cpu), tasks=spec.plan.tasks)
+    return replace(spec, plan=plan, dot=accumulation(problem, cpu))

@@ -296,6 +296,25 @@ def over_lanes(vector: Expr, apply: Callable[[Expr, Expr], Expr], lanes: int) ->
     return vector
 
 
+def load_lanes(buffer: Any, start: Expr, lanes: int, mask: Expr | None = None) -> Expr:
+    """Elements from `start` on; masked lanes are zero."""
+    index = lane_indices(start, lanes)
+    if mask is None:
+        return buffer[index]
+    # Masked lanes are poison until the selection, which LLVM merges into the load.
+    loaded = let(T.masked_load(vector_type(buffer.dtype, lanes), buffer, index, mask))
+    return T.Select(mask, loaded, zeros(str(buffer.dtype), lanes))
+
+
+def store_lanes(buffer: Any, start: Expr, value: Expr, lanes: int, mask: Expr | None = None) -> None:
+    """Write elements from `start` on; masked lanes are left."""
+    index = lane_indices(start, lanes)
+    if mask is None:
+        T.buffer_store(buffer, value, [index])
+    else:
+        masked_store(buffer, index, value, mask)
+
+
 def masked_store(buffer: Any, index: Expr, value: Expr, mask: Expr) -> None:
     """Write the masked lanes of `value`; the mask is true up to some lane, and false after it.
 

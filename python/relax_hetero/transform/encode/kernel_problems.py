@@ -229,6 +229,7 @@ _CACHED_MAPS = {
     "rotation": ("m", "r"),
     "q_norm": ("d",),
     "k_norm": ("d",),
+    "sinks": ("h",),
 }
 """Index maps of the operands of `R.hetero.cached_attention`."""
 
@@ -254,6 +255,7 @@ def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str
         float(attrs.eps),
         str(attrs.rows),
         order,
+        bool(attrs.sinks),
     )
 
 

@@ -91,6 +91,7 @@ class GenAI:
     floats : Type of all numbers between nodes, of caches and of logits.
     is_tied : Whether tokens are rows of the last product's weights, which the graph lays out anew.
     experts : Of feed-forward layers; 0 for layers without.
+    has_sinks : Whether each head's softmax has a score without a key.
     """
 
     shape: Shape = Shape()
@@ -105,6 +106,7 @@ class GenAI:
     floats: str = "float32"
     is_tied: bool = False
     experts: int = 0
+    has_sinks: bool = False
 
     def model(self) -> onnx.ModelProto:
         """The whole model, as `builder.py` names its nodes."""
@@ -242,9 +244,12 @@ class GenAI:
                 )  # fmt: skip
         past = [f"past_key_values.{layer}.{part}" for part in ("key", "value")]
         tables = ["cos_cache", "sin_cache"] if self.rotates_inside else []
+        sinks = []
+        if self.has_sinks:
+            sinks = [*[""] * (4 - len(tables)), graph.random_weight(f"{base[1:].replace('/', '.')}.sinks", shape.heads)]
         attributes = {"softcap": self.softcap} if self.softcap else {}
         return graph.node(
-            f"{base}/GroupQueryAttention", *parts, *past, *places, *tables, domain=MICROSOFT,
+            f"{base}/GroupQueryAttention", *parts, *past, *places, *tables, *sinks, domain=MICROSOFT,
             op="GroupQueryAttention",
             outputs=[f"{base}/GroupQueryAttention/output_0", *(f"present.{layer}.{part}" for part in ("key", "value"))],
             num_heads=shape.heads, kv_num_heads=shape.kv_heads, scale=shape.size**-0.5, do_rotary=len(tables) // 2,

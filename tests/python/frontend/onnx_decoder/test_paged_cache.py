@@ -90,7 +90,7 @@ def test_prompts_and_steps():
         {"window": 16, "softcap": 5.0, "bits": 0},
         {"bits": 8, "is_packed": False, "has_bias": True, "block": 32},
         {"floats": "float16", "has_bias": True},
-        {"is_tied": True, "experts": 4, "window": 32},
+        {"is_tied": True, "experts": 4, "window": 32, "has_sinks": True},  # gpt-oss
     ],
 )
 def test_other_models(options):
@@ -135,9 +135,9 @@ def without_attention(model: onnx.ModelProto) -> None:
             node.op_type = "MultiHeadAttention"
 
 
-def with_sink(model: onnx.ModelProto) -> None:
+def with_bias(model: onnx.ModelProto) -> None:
     node = next(node for node in model.graph.node if node.op_type == "GroupQueryAttention")
-    node.input.extend(["", "", "cos_cache"])
+    node.input.extend(["", "cos_cache"])
 
 
 def with_mask(model: onnx.ModelProto) -> None:
@@ -149,7 +149,7 @@ def with_mask(model: onnx.ModelProto) -> None:
     ("change", "message"),
     [
         (without_attention, "has no node of GroupQueryAttention"),
-        (with_sink, "attn/GroupQueryAttention' has the input head_sink"),
+        (with_bias, "attn/GroupQueryAttention' has the input attention_bias"),
         (with_mask, "Gather '/model/embed_tokens/Gather' reads the input 'attention_mask'"),
     ],
 )

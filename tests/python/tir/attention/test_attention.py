@@ -10,6 +10,7 @@ from marks import slow_but_for
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.tir.attention.attention import attention_kernel
+from relax_hetero.tir.attention.attention_spec import vector_plan
 from seeds import fresh_rng
 from tir.attention_runs import case, check, compiled, problem_of
 from tir.products_of import AVX2, AVX512, SSE
@@ -51,6 +52,17 @@ def test_hardly_a_query_or_key(rng: np.random.Generator) -> None:
     check(case(1, 2, 2, 1, 19, 24, 40, maps=("b h m d", "b g d n", "b g e n", "b m h*e")), AVX512, rng)
     check(case(1, 2, 2, 1, 19, 24, 40, starts=(16, 96, 7)), AVX512, rng)
     check(case(1, 4, 4, 5, 1, 8, 8), AVX512, rng)
+    check(case(1, 4, 4, 0, 5, 8, 8), AVX512, rng)
+
+
+@pytest.mark.parametrize(("queries", "symbolic"), [(1, False), (2, True), (13, False), (13, True)])
+def test_heads_that_share_keys(queries: int, symbolic: bool, rng: np.random.Generator) -> None:
+    """Queries of several heads are rows of one tile, which reads their keys once."""
+    mask = rng.standard_normal((2, 12, queries, 600)).astype("float32")
+    grouped = case(2, 12, 3, queries, 600, 40, 33, symbolic=symbolic, mask=mask, scores="add(multiply(x0, 0.25), x1)")
+    grouped.causal = "bottom_right"
+    assert symbolic or vector_plan(problem_of(grouped), cpu_target_of(AVX512)).heads == 4
+    check(grouped, AVX512, rng)
 
 
 @pytest.mark.parametrize(
@@ -162,7 +174,13 @@ def test_registers_hold_the_tile() -> None:
     assert "TVMBackendAllocWorkspace" not in text
 
 
-def test_other_types_and_machines_are_refused() -> None:
-    problem = problem_of(case(1, 1, 1, 8, 8, 8, 8))
-    with pytest.raises(EncodingError, match="expected operands of one of float32, .*and a machine with vectors"):
-        attention_kernel(problem, cpu_target_of(tvm.target.Target("c")))
+def test_other_types_are_refused() -> None:
+    problem = problem_of(case(1, 1, 1, 8, 8, 8, 8, dtype="float64"))
+    with pytest.raises(EncodingError, match="expected operands of one of float32, bfloat16, float16"):
+        attention_kernel(problem, cpu_target_of(AVX512))
+
+
+@pytest.mark.parametrize(("queries", "keys", "causal"), [(5, 70, ""), (1, 530, "bottom_right")])
+def test_a_target_of_scalars(queries: int, keys: int, causal: str, rng: np.random.Generator) -> None:
+    """Kernels without vectors are there for targets outside of the tables."""
+    check(case(2, 4, 2, queries, keys, 20, 33, causal=causal), tvm.target.Target("c"), rng)

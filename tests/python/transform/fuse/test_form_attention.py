@@ -115,7 +115,8 @@ def test_a_value_with_another_user_stays():
 
 
 @pytest.mark.parametrize(
-    ("target", "is_formed"), [(AVX512, True), ({"kind": "llvm", "mcpu": "x86-64"}, True), ("c", False)]
+    ("target", "is_formed"),
+    [(AVX512, True), ({"kind": "llvm", "mcpu": "x86-64"}, True), ("c", True), ("vulkan", False)],
 )
 def test_only_where_the_device_has_a_kernel(target: Any, is_formed: bool):
     @ir_module()

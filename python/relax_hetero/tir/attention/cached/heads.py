@@ -16,15 +16,11 @@ Sink = Callable[[Expr, Expr, int], None]
 """Function of the index of the first element, float32 elements, and their number."""
 
 
-def emit_head(
-    problem: CachedAttentionProblem, tensors: Tensors, lanes: int, row: Expr, start: Expr, norm: str, sink: Sink
-) -> None:
+def emit_head(problem: CachedAttentionProblem, tensors: Tensors, row: Expr, start: Expr, norm: str, sink: Sink) -> None:
     """Normalize and rotate a head of `qkv`, and give its vectors to `sink`.
 
     Parameters
     ----------
-    lanes : int
-        Lanes of vectors, a divisor of the head's size.
     row : PrimExpr
         Row of the rotation.
     start : PrimExpr
@@ -32,6 +28,7 @@ def emit_head(
     norm : str
         Name of the norm's factors, "q_norm" or "k_norm"; "" for neither norm nor rotation.
     """
+    lanes = gcd(problem.size, tensors.lanes)
     has_norm = bool(norm) and problem.operand_index(norm) is not None
     factor = _norm_factor(problem, tensors, lanes, start) if has_norm else None
 

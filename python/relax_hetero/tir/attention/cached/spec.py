@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import gcd
-from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -13,8 +11,20 @@ from ....encoding.pages import PAGE
 from ....encoding.problem import CachedAttentionProblem
 from ....target.cpu_target import CpuTarget
 from ....target.tiles import tile_sizes
-from ...core.builder import Expr, Function, ceil_div, flat, int64, lane_indices, let, materialize, vector_type
+from ...core.builder import (
+    Expr,
+    Function,
+    ceil_div,
+    int64,
+    load_lanes,
+    materialize,
+    plain_extent,
+    store_lanes,
+    vector_type,
+)
+from ...core.view import View
 from ...math.casts import cast
+from ..attention_spec import AttentionPlan, AttentionSpec
 
 # Rows (a query of one head each) of a unit of a chunk, which share a widened page. Measured (AVX-512, one core, 512
 # queries of 4 heads of 256): 64, 128 and 256 rows are within 6 % of each other.
@@ -22,85 +32,34 @@ CHUNK_ROWS = 64
 BLOCK_PAGES = 2
 """Pages of a block, the granularity at which several units share a row; smaller blocks take longer to merge."""
 
-MIN_SCORE = -1e30
-"""Score of masked keys, whose softmax weight is 0."""
-
 
 @dataclass(frozen=True)
-class Plan:
-    """Sizes of a kernel.
+class CachedPlan(AttentionPlan):
+    """Plan of an attention to pages. A block of keys is a page; `queries` are all rows of a unit, in whole tiles.
 
     Attributes
     ----------
-    lanes : int
-        Lanes of vectors along tokens.
-    width_lanes : int
-        Lanes of vectors along a head's elements: a divisor of its size.
-    tile_rows, tile_vectors : int
-        Rows and vectors of a register tile.
-    queries : int
+    unit_queries : int
         Queries of a unit: 1 for "decode".
-    rows : int
-        Rows of a unit, including padding of the last tile.
-    tasks : int
     splits : int
         Units that share the blocks of a row's pages.
     max_blocks : int
-        Maximum number of blocks that are visible to a row.
+        Maximum number of blocks of pages that are visible to a row.
     """
 
-    lanes: int
-    width_lanes: int
-    tile_rows: int
-    tile_vectors: int
-    queries: int
-    rows: int
-    size: int
-    tasks: int
-    splits: int
-    max_blocks: int
-    is_widened: bool
+    unit_queries: int = 1
+    splits: int = 1
+    max_blocks: int = 0
 
     @property
-    def columns(self) -> int:
-        """Tokens of a tile of scores."""
-        return self.tile_vectors * self.lanes
-
-    @property
-    def key_panels(self) -> int:
-        """Number of panels of `columns` tokens in a page."""
-        return PAGE // self.columns
-
-    @property
-    def value_panels(self) -> list[tuple[int, int]]:
-        """First element and number of vectors of each panel of a head; the last panel may have fewer vectors."""
-        vectors = self.size // self.width_lanes
-        firsts = range(0, vectors, self.tile_vectors)
-        return [(first * self.width_lanes, min(self.tile_vectors, vectors - first)) for first in firsts]
-
-    @property
-    def offsets(self) -> dict[str, int]:
-        """Offsets of the buffers in a task's scratch, in floats; "end" is its size, a multiple of cache lines."""
-        offsets, end = {}, 0
-        for name, count in {
-            "queries": self.rows * self.size,
-            "scores": self.rows * PAGE,
-            "sums": self.rows * self.size,
-            "all_sums": self.rows * self.size,
-            "all_maxima": self.rows,
-            "all_totals": self.rows,
-            "keys": PAGE * self.size if self.is_widened else 0,
-            "values": PAGE * self.size if self.is_widened else 0,
-            "maxima": self.rows,
-            "totals": self.rows,
-            "factors": self.rows,
-        }.items():
-            offsets[name], end = end, ceil_div(end + count, 16) * 16
-        return {**offsets, "end": end}
+    def buffers(self) -> dict[str, int]:
+        """Sizes of the buffers in a task's scratch, in elements; "all_" are rows' states over all blocks of pages."""
+        states = {"all_partial": self.value_distance, "all_maxima": 1, "all_sums": 1}
+        return {**super().buffers, **{name: self.queries * size for name, size in states.items()}}
 
 
-def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> Plan:
-    """The sizes for a problem on a CPU."""
+def cached_plan(problem: CachedAttentionProblem, cpu: CpuTarget) -> CachedPlan:
+    """The plan of a problem on a CPU."""
     lanes, tile = max(cpu.lanes("float32"), 1), tile_sizes(cpu)
     is_chunk, rows = problem.rows == "chunk", problem.out.shape[0]
     queries = max(1, CHUNK_ROWS // problem.group) if is_chunk else 1
@@ -119,18 +78,23 @@ def plan_for(problem: CachedAttentionProblem, cpu: CpuTarget) -> Plan:
     if not is_chunk and 0 < units < 2 * cpu.cores and max_blocks > 1:
         splits = next(s for s in range(1, cpu.cores + 1) if units * s >= cpu.cores and units * s % cpu.cores == 0)
     max_tasks = units * splits if not is_chunk and units else cpu.cores
-    return Plan(
-        lanes=lanes,
-        width_lanes=gcd(problem.size, lanes),
-        tile_rows=tile_rows,
-        tile_vectors=_max_divisor(vectors, PAGE // lanes),
-        queries=queries,
-        rows=ceil_div(count, tile_rows) * tile_rows,
-        size=problem.size,
+    padded_rows = ceil_div(count, tile_rows) * tile_rows
+    vectors = _max_divisor(vectors, PAGE // lanes)
+    return CachedPlan(
         tasks=max(1, min(cpu.cores, max_tasks)),
+        queries=padded_rows,
+        keys=PAGE,
+        is_single=False,
+        rows=tile_rows,
+        vectors=vectors,
+        lanes=lanes,
+        value_panels=ceil_div(problem.size, vectors * lanes),
+        width=problem.size,
+        is_in_place=not is_chunk or count <= 2 * tile_rows,
+        scratch_queries=padded_rows,
+        unit_queries=queries,
         splits=splits,
         max_blocks=max_blocks,
-        is_widened=is_chunk and count > 2 * tile_rows,
     )
 
 
@@ -145,34 +109,44 @@ class Tensors:
     ----------
     function : Function
     problem : CachedAttentionProblem
+    lanes : int
+        Maximum number of lanes of a vector of floats.
     """
 
-    def __init__(self, function: Function, problem: CachedAttentionProblem) -> None:
-        self._problem = problem
-        names = ["qkv", "pages", "table", "sequences", "positions"]
-        optional = [name for name in ("rotation", "q_norm", "k_norm") if problem.operand_index(name) is not None]
-        operands = [*zip([*names, *optional], problem.operands, strict=True), ("out", problem.out)]
-        self._extents = {name: [function.extent(dim) for dim in operand.shape] for name, operand in operands}
-        self._buffers = {
-            name: function.argument(name, self._extents[name], operand.dtype) for name, operand in operands
+    def __init__(self, function: Function, problem: CachedAttentionProblem, lanes: int) -> None:
+        self._problem, self.lanes = problem, lanes
+        names = ["qkv", "pages", "table", "sequences", "positions", *problem.optional_operands]
+        operands = [*zip(names, problem.operands, strict=True), ("out", problem.out)]
+        self.views = {
+            name: View(function, name, [function.extent(dim) for dim in operand.shape], operand.dtype)
+            for name, operand in operands
         }
-        self.data: dict[str, Any] = {}
 
     def open(self) -> None:
         """Declare the elements of each, in one dimension; inside the function's body."""
-        self.data = {name: flat(buffer, self._extents[name]) for name, buffer in self._buffers.items()}
-        if self._problem.page_type == "int8":
-            self.data["scales"] = flat(self._buffers["pages"], self._extents["pages"], "float32")
+        for view in self.views.values():
+            view.open(raw=view.nominal == "bfloat16")  # TVM can neither bind nor mask vectors of bfloat16
+        if self.page_type == "int8":
+            self.scales = self.views["pages"].elements("float32")
 
     def extent(self, name: str, dim: int) -> Expr:
         """An extent of a parameter."""
-        extent = self._extents[name][dim]
-        return int(extent) if isinstance(extent, tirx.IntImm) else extent
+        return plain_extent(self.views[name].physical[dim])
 
     @property
     def rows(self) -> Expr:
         """Number of rows."""
         return self.extent("qkv", 0)
+
+    @property
+    def row_elements(self) -> int:
+        """Elements of a row of `qkv`."""
+        return int(self.extent("qkv", 1))
+
+    @property
+    def page_type(self) -> str:
+        """Element type of the pages."""
+        return self._problem.page_type
 
     @property
     def page_elements(self) -> int:
@@ -181,94 +155,41 @@ class Tensors:
 
     def integer(self, name: str, index: Expr) -> Expr:
         """An element of an int32 tensor, as int64."""
-        return materialize(tirx.Cast("int64", self.data[name][index]))
+        return materialize(tirx.Cast("int64", self.views[name].data[index]))
 
-    def number(self, name: str, index: Expr, lanes: int) -> Expr:
-        """Elements of a float tensor from an index on, as float32."""
-        return cast(self.data[name][lane_indices(index, lanes)], "float32")
+    def number(self, name: str, index: Expr, lanes: int, mask: Expr | None = None) -> Expr:
+        """Elements of a tensor from an index on, as float32; masked ones are zero."""
+        view = self.views[name]
+        value = view.typed(load_lanes(view.data, index, lanes, mask))
+        if view.nominal == "int8":
+            value = T.cast(value, vector_type("int32", lanes))
+        return cast(value, "float32")
 
+    def store(self, name: str, index: Expr, value: Expr, lanes: int, mask: Expr | None = None) -> None:
+        """Write elements of a tensor from an index on, in its type."""
+        view = self.views[name]
+        store_lanes(view.data, index, view.bits(cast(value, view.nominal)), lanes, mask)
 
-class Unit:
-    """A unit of work, some rows of one key head, with the scratch of its task.
+    def slot_position(self, row: Expr, sequence: Expr) -> tuple[Expr, Expr]:
+        """The slot (0 for none) and the position (-1 for none) of a row of a sequence."""
+        position = self.integer("positions", row)
+        slots, max_pages = self.extent("table", 0), self.extent("table", 1)
+        is_valid = tirx.all(sequence >= 0, sequence < slots, position >= 0, position < max_pages * PAGE)
+        return (
+            materialize(tirx.Select(is_valid, sequence, int64(0))),
+            materialize(tirx.Select(is_valid, position, int64(-1))),
+        )
 
-    Parameters
-    ----------
-    scratch : Buffer
-        Scratch, in one dimension.
-    start : PrimExpr
-        Offset of the task's scratch.
-    """
-
-    def __init__(
-        self, problem: CachedAttentionProblem, plan: Plan, tensors: Tensors, scratch: Any, start: Expr
-    ) -> None:
-        self.problem, self.plan, self.tensors, self.scratch = problem, plan, tensors, scratch
-        self._start = start
-
-    def at(self, name: str, index: Expr = 0) -> Expr:
-        """Offset of an element of a buffer in scratch."""
-        return self._start + (self.plan.offsets[name] + index)
-
-    def load(self, name: str, index: Expr, lanes: int = 1) -> Expr:
-        """Floats of a buffer in scratch."""
-        return self.scratch[lane_indices(int64(self.at(name, index)), lanes)]
-
-    def store(self, name: str, index: Expr, value: Expr, lanes: int = 1) -> None:
-        """Write floats to a buffer in scratch."""
-        T.buffer_store(self.scratch, value, [lane_indices(int64(self.at(name, index)), lanes)])
+    def table_entry(self, slot: Expr, number: Expr) -> Expr:
+        """Page `number` of a slot, which holds the tokens from 64 * number on; -1 if the entry is not a page."""
+        page = self.integer("table", slot * self.extent("table", 1) + number)
+        return materialize(tirx.Select(page < self.extent("pages", 0), page, int64(-1)))
 
 
 @dataclass(frozen=True)
-class Page:
-    """A head of a page: its offset in elements, and its type."""
+class CachedSpec(AttentionSpec):
+    """An attention to pages; its rows are those of a unit: queries times heads of a group, heads innermost."""
 
+    plan: CachedPlan
+    problem: CachedAttentionProblem
     tensors: Tensors
-    start: Expr
-    size: int
-    dtype: str
-
-    @property
-    def values(self) -> Expr:
-        """Offset of the values."""
-        return self.start + PAGE * self.size
-
-    def load(self, index: Expr, lanes: int) -> Expr:
-        """Elements from an index on, as float32, not yet scaled."""
-        return let(self._as_float(self.tensors.data["pages"][lane_indices(index, lanes)], lanes))
-
-    def _as_float(self, value: Expr, lanes: int) -> Expr:
-        if self.dtype == "int8":
-            return T.cast(T.cast(value, vector_type("int32", lanes)), vector_type("float32", lanes))
-        return cast(value, "float32")
-
-    def scale_at(self, key_or_value: int, token: Expr) -> Expr:
-        """Offset in floats of the scale of a token's key (0) or value (1)."""
-        return tirx.floordiv(self.start, 4) + (2 * PAGE * self.size // 4 + key_or_value * PAGE) + token
-
-    def scales(self, key_or_value: int, token: Expr, lanes: int) -> Expr:
-        """The scales of keys (0) or values (1) from a token on."""
-        return self.tensors.data["scales"][lane_indices(self.scale_at(key_or_value, token), lanes)]
-
-
-def page_of(tensors: Tensors, problem: CachedAttentionProblem, number: Expr, head: Expr) -> Page:
-    """A head of the page with a number."""
-    start = materialize((number * problem.kv_heads + head) * tensors.page_elements)
-    return Page(tensors, start, problem.size, problem.page_type)
-
-
-def slot_position(tensors: Tensors, row: Expr, sequence: Expr) -> tuple[Expr, Expr]:
-    """The slot (0 for none) and the position (-1 for none) of a row of a sequence."""
-    position = tensors.integer("positions", row)
-    slots, max_pages = tensors.extent("table", 0), tensors.extent("table", 1)
-    conditions = [sequence >= 0, sequence < slots, position >= 0, position < max_pages * PAGE]
-    is_valid = tirx.all(*conditions)
-    return (
-        materialize(tirx.Select(is_valid, sequence, int64(0))),
-        materialize(tirx.Select(is_valid, position, int64(-1))),
-    )
-
-
-def table_entry(tensors: Tensors, slot: Expr, number: Expr) -> Expr:
-    """Page `number` of a slot, which holds the tokens from 64 * number on; -1 if the entry is not a page."""
-    page = tensors.integer("table", slot * tensors.extent("table", 1) + number)
-    return materialize(tirx.Select(page < tensors.extent("pages", 0), page, int64(-1)))

@@ -54,7 +54,7 @@ class DecodePlan:
     Attributes
     ----------
     split : int
-        Blocks of a cluster, which split the pages: 1, 2, 4 or 8.
+        Blocks of a cluster, which split the pages: 1 to 8. A GPU holds fewer blocks of large clusters.
     stages : int
         Pages that a block has in flight.
     """
@@ -66,11 +66,13 @@ class DecodePlan:
 def decode_plan(work: PagedWork, gpu: GpuTarget) -> DecodePlan:
     """Choose a plan: as many blocks as are resident, if sequences may have as many pages."""
     blocks = work.rows * work.kv_heads
-    max_blocks = gpu.multiprocessors * BLOCKS_PER_MULTIPROCESSOR
     num_pages = min(work.max_pages, ceil_div(work.window, PAGE) + 1) if work.window else work.max_pages
-    split = 1
-    while split < MAX_SPLIT and blocks * split * 2 <= max_blocks and split < num_pages:
-        split *= 2
+
+    def fits(split: int) -> bool:
+        resident = gpu.model.resident_blocks[split] * gpu.multiprocessors // gpu.model.resident_blocks[1]
+        return blocks * split <= resident * BLOCKS_PER_MULTIPROCESSOR
+
+    split = next((count for count in range(min(MAX_SPLIT, max(num_pages, 1)), 1, -1) if fits(count)), 1)
     other_bytes = _ROWS * work.size * 2 + work.group * work.size // 4 * _PARTIAL_BYTES + _RESERVED
     capacity = gpu.shared_bytes_sm // BLOCKS_PER_MULTIPROCESSOR - other_bytes
     # At most the pages of a block: the remaining shared memory lets a block of the previous launch be resident, too.

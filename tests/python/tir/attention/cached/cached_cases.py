@@ -11,9 +11,10 @@ from tvm import relax
 import relax_hetero as rh
 from relax_hetero.encoding.pages import PAGE, page_shape, unpacked_pages
 from relax_hetero.encoding.resolver import resolver_or_default
+from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.make_vdevice import parse_vdevices
 
-POISON = {"float16": np.float16(np.nan), "float32": np.float32(np.nan), "int8": np.int8(-1)}
+POISON = {"float16": np.nan, "bfloat16": np.nan, "float32": np.nan, "int8": -1}
 """Contents of pages where nothing was written: NaN, or for int8 an odd byte, whose scales are NaN, too."""
 
 
@@ -34,10 +35,11 @@ class Case:
     rows: str = "decode"
     pages: str = "float16"
     dtype: str = "float32"
+    sinks: bool = False
 
     @property
     def attributes(self) -> dict:
-        names = "heads kv_heads size scale window softcap rotary norms eps rows".split()
+        names = "heads kv_heads size scale window softcap rotary norms eps rows sinks".split()
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -76,6 +78,7 @@ def module(case: Case, rows: int, pages: int | None, slots: int, max_pages: int,
     if case.rotary:
         types.append(("rotation", (rows, case.turned), "float32"))
     types += [(f"{letter}_norm", (case.size,), "float32") for letter in case.norms]
+    types += [("sinks", (case.heads,), "float32")] * case.sinks
     params = [relax.Var(name, relax.TensorType(shape, dtype, where)) for name, shape, dtype in types]
     builder = relax.BlockBuilder()
     with builder.function("main", params):
@@ -94,13 +97,14 @@ def compiled(case: Case, rows: int, slots: int, max_pages: int, vdevice: str = "
     return rh.vm.VirtualMachine(exe)
 
 
-def factors(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-    """Rotations of positions, and factors of norms."""
+def optional_operands(case: Case, positions: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
+    """Rotations of positions, factors of norms, and sinks."""
     arrays = []
     if case.rotary:
         angles = np.maximum(positions, 0)[:, None] * 10000.0 ** (-np.arange(case.turned // 2) / (case.turned // 2))
         arrays.append(np.concatenate([np.cos(angles), np.sin(angles)], 1).astype("float32"))
-    return arrays + [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
+    arrays += [rng.uniform(0.5, 1.5, case.size).astype("float32") for _ in case.norms]
+    return arrays + [rng.standard_normal(case.heads).astype("float32") * 3] * case.sinks
 
 
 def heads_of(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -130,7 +134,9 @@ def _rotated(case: Case, heads: np.ndarray, rotation: np.ndarray) -> np.ndarray:
     return result
 
 
-def expected(case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int) -> np.ndarray:
+def expected(
+    case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, position: int, sinks: np.ndarray
+) -> np.ndarray:
     """The attention of one token's queries, (heads, size), to keys and values (tokens, kv_heads, size)."""
     first = max(0, position - case.window + 1) if case.window else 0
     keys, values = keys[first : position + 1], values[first : position + 1]
@@ -140,8 +146,10 @@ def expected(case: Case, queries: np.ndarray, keys: np.ndarray, values: np.ndarr
         scores = keys[:, head // group] @ queries[head] * case.scale
         if case.softcap:
             scores = case.softcap * np.tanh(scores / case.softcap)
-        powers = np.exp(scores - scores.max())
-        result.append(powers @ values[:, head // group] / powers.sum())
+        highest = max(scores.max(), sinks[head])
+        powers = np.exp(scores - highest)
+        total = powers.sum() + np.exp(sinks[head] - highest)
+        result.append(powers @ values[:, head // group] / total)
     return np.stack(result)
 
 
@@ -153,7 +161,8 @@ class Cache:
         target = vdevice_of(vdevice).target
         self.order = resolver_or_default(target).page_order(target)
         count = slots * max_pages + 3
-        self.pages = np.full(page_shape(count, case.kv_heads, case.size, case.pages), POISON[case.pages], case.pages)
+        shape = page_shape(count, case.kv_heads, case.size, case.pages)
+        self.pages = np.full(shape, POISON[case.pages], numpy_dtype(case.pages))
         self.table = np.full((slots, max_pages), -1, "int32")
         self._free = list(self.rng.permutation(count))
         self.keys: dict[int, np.ndarray] = {slot: np.zeros((0, case.kv_heads, case.size)) for slot in range(slots)}
@@ -169,21 +178,27 @@ class Cache:
             if slot >= 0 and self.table[slot, position // PAGE] < 0:
                 self.table[slot, position // PAGE] = self._free.pop()
         where = np.array(positions, "int32")
-        qkv = self.rng.standard_normal((rows, self.case.width)).astype(self.case.dtype)
-        return Inputs(qkv, self.table.copy(), np.array(sequences, "int32"), where, factors(self.case, where, self.rng))
+        qkv = self.rng.standard_normal((rows, self.case.width)).astype(numpy_dtype(self.case.dtype))
+        return Inputs(
+            qkv, self.table.copy(), np.array(sequences, "int32"), where, optional_operands(self.case, where, self.rng)
+        )
 
     def call(self, machine, inputs: Inputs) -> np.ndarray:
         """Run the op on the cache's pages, which it overwrites."""
         arrays = [inputs.qkv, self.pages, inputs.table, inputs.sequences, inputs.positions, *inputs.others]
         out, pages = machine["main"](*arrays)
-        assert np.shares_memory(np.from_dlpack(pages), self.pages), "pages were copied"
-        return np.from_dlpack(out).copy()
+        if self.case.pages == "bfloat16":
+            self.pages = pages.numpy()  # numpy's arrays of bfloat16 are copied to the machine
+        else:
+            assert np.shares_memory(np.from_dlpack(pages), self.pages), "pages were copied"
+        return out.numpy()
 
     def check(self, inputs: Inputs, out: np.ndarray, tolerance: float | None = None) -> None:
         """Compare a result, and the pages, with float64; later calls take the op's written values as given."""
         case = self.case
         queries, keys, values = heads_of(case, inputs)
-        stored = unpacked_pages(self.pages, case.size, self.order)
+        pages = self.pages.view("uint16") if case.pages == "bfloat16" else self.pages
+        stored = unpacked_pages(pages, case.size, self.order)
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
             if slot < 0:
                 continue
@@ -191,16 +206,17 @@ class Cache:
             for cache, new, pages in zip((self.keys, self.values), (keys, values), stored, strict=True):
                 page = pages[self.table[slot, position // PAGE], :, position % PAGE]
                 steps = np.abs(new[row]).max(-1, keepdims=True) / 127 if case.pages == "int8" else np.abs(new[row])
-                limit = {"float32": 4e-6, "float16": 6e-4, "int8": 0.51}[case.pages]
+                limit = {"float32": 4e-6, "float16": 6e-4, "bfloat16": 4e-3, "int8": 0.51}[case.pages]
                 assert (np.abs(page - new[row]) < limit * steps + 3e-6).all()
                 # Later calls read the stored values: their rounding is not the attention's.
                 cache[slot] = np.concatenate([cache[slot], page[None].astype("float64")])
-        scale = {"float32": 2e-5, "float16": 2e-3}[case.dtype] if tolerance is None else tolerance
+        scale = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype] if tolerance is None else tolerance
+        sinks = inputs.others[-1].astype("float64") if case.sinks else np.full(case.heads, -np.inf)
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
             actual = out[row].astype("float64").reshape(case.heads, case.size)
             assert np.isfinite(actual).all()
             if slot >= 0:
-                want = expected(case, queries[row], self.keys[slot], self.values[slot], position)
+                want = expected(case, queries[row], self.keys[slot], self.values[slot], position, sinks)
                 np.testing.assert_allclose(actual, want, atol=scale, rtol=scale)
 
 

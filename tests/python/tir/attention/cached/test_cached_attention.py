@@ -9,7 +9,11 @@ import tvm
 import relax_hetero as rh
 from marks import in_turns
 from relax_hetero.errors import EncodingError
+from relax_hetero.target.cpu_target import cpu_target_of
+from relax_hetero.tir.attention.cached.cached_attention import cached_attention_kernel
+from relax_hetero.transform.encode.kernel_problems import cached_attention_problem
 from tir.attention.cached.cached_cases import Cache, Case, compiled, module
+from tir.products_of import AVX2
 
 SLOTS, MOST, CHUNK, DECODE = 8, 6, 100, 8
 LENGTHS = (0, 1, 63, 64, 65, 300, 17)
@@ -24,6 +28,7 @@ CASES = [
     Case(heads=9, kv_heads=1, size=72, norms="k", rotary="pairs", turned=24, window=1),
     Case(heads=2, kv_heads=2, size=64, norms="q", dtype="float16", pages="float32", scale=0.3),
     Case(heads=8, kv_heads=2, size=80, softcap=30.0, window=130, pages="int8", rotary="pairs", turned=16),
+    Case(heads=10, kv_heads=2, size=40, norms="k", window=90, pages="bfloat16", dtype="bfloat16", sinks=True),
 ]
 TARGETS = [
     "llvm",
@@ -69,7 +74,7 @@ def check(case, target):
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("case", "target"), in_turns(CASES[3:6], TARGETS[1:]), ids=str)
+@pytest.mark.parametrize(("case", "target"), in_turns(CASES[3:6] + CASES[8:], TARGETS[1:]), ids=str)
 def test_instruction_sets(case, target):
     """The same check on targets with other vector widths and core counts."""
     check(case, target)
@@ -77,7 +82,7 @@ def test_instruction_sets(case, target):
 
 def test_splits():
     """One row of one head of keys, more cores than that: parts of the keys are merged."""
-    case, target = Case(size=64, window=0), '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}'
+    case, target = Case(size=64, window=0, sinks=True), '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}'
     cache = filled(case, target)
     for slot in (5, 0, 6, 3):
         inputs = cache.inputs([slot], [cache.length(slot)])
@@ -107,16 +112,17 @@ def test_pages_that_are_not_there():
     np.testing.assert_array_equal(cache.pages.view("uint16"), before.view("uint16"))
 
 
-@pytest.mark.parametrize(
-    ("case", "message"),
-    [
-        (Case(pages="bfloat16"), "with pages of bfloat16 .* expected one of float32, float16, pages of float16"),
-        (Case(dtype="bfloat16"), "attention of bfloat16"),
-    ],
-)
-def test_types_without_kernels(case, message):
-    with pytest.raises(EncodingError, match=message):
-        rh.transform.MaterializeEncodings()(module(case, 1, 4, 1, 4, "llvm"))
+def test_keys_in_another_order():
+    """Kernels of CPUs read keys in lanes; those of GPUs have other orders."""
+    call = module(Case(), 1, 4, 1, 4, "llvm")["main"].body.blocks[0].bindings[0].value
+    problem = cached_attention_problem(call, call.ty.fields[0], "rows")
+    with pytest.raises(EncodingError, match="keys of pages in rows on avx2: expected lanes"):
+        cached_attention_kernel(problem, cpu_target_of(AVX2))
+
+
+def test_sinks_on_gpus():
+    with pytest.raises(EncodingError, match="cached_attention has sinks, which kernels of GPUs lack"):
+        rh.transform.MaterializeEncodings()(module(Case(sinks=True), 1, 4, 1, 4, '{"kind": "cuda", "arch": "sm_90a"}'))
 
 
 @pytest.mark.parametrize("pages", ["int8", "float16"])

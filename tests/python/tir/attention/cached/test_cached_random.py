@@ -27,8 +27,9 @@ def random_case(rng):
         rotary=rotary,
         turned=2 * int(rng.integers(1, size // 2 + 1)) if rotary else 0,
         norms=str(rng.choice(["", "q", "k", "qk"])),
-        pages=str(rng.choice(["float16", "float32", "int8"])),
-        dtype=str(rng.choice(["float32", "float32", "float16"])),
+        pages=str(rng.choice(["float16", "float32", "int8", "bfloat16"])),
+        sinks=bool(rng.integers(2)),
+        dtype=str(rng.choice(["float32", "float32", "float16", "bfloat16"])),
     )
 
 

@@ -35,6 +35,7 @@ CASES = {
         case((70,), heads=3, kv_heads=1, size=80, rotary="halves", rotated=40, page_dtype="bfloat16"),
         TWO,
     ),
+    "three blocks of a cluster": (case((263, 30), rotary="halves", rotated=32), DecodePlan(3, 2)),
     "a full tile of heads": (case((64,), heads=16, kv_heads=1, size=16), ONE),
     "wide": (case((66,), heads=4, kv_heads=1, size=256, rotary="halves", rotated=256), ONE),
 }
@@ -76,7 +77,8 @@ def test_a_block_asks_for_no_more_pages_than_it_has():
         work = Call(case((500,), 32, 8, 128), fresh_rng()).work
         return decode_plan(dataclasses.replace(work, rows=rows, max_pages=8), GPU)
 
-    assert (plan(8), plan(32)) == (DecodePlan(4, 2), DecodePlan(1, 3))
+    # A GPU holds 120 blocks of clusters of four on its 132 multiprocessors: 256 of them would take two rounds.
+    assert (plan(8), plan(32)) == (DecodePlan(3, 3), DecodePlan(1, 3))
 
 
 @pytest.mark.gpu
