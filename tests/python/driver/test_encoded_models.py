@@ -123,14 +123,9 @@ def Attention(
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_attention(target):
-    """Heads are split and merged by index maps: no transpose is left, and one kernel where there are vectors."""
+    """Heads are split and merged by index maps: one kernel, and no transpose is left."""
     exe = rh.compile(on(Attention, TARGETS[target]))
-    ops = {op for dispatch in ops_of(exe) for op in dispatch}
-    assert not any("transpose" in op or "permute" in op for op in ops)
-    if target == "c":
-        assert "batch_matmul" in ops
-    else:
-        assert ops_of(exe) == [("matmul", "multiply", "softmax", "matmul")]
+    assert ops_of(exe) == [("matmul", "multiply", "softmax", "matmul")]
     vm = rh.vm.VirtualMachine(exe)
     rng = np.random.default_rng(3)
     for s in (1, 5, 18):

@@ -50,7 +50,7 @@ class KeyValueSource(ABC):
     is_first: Expr
 
     is_padded = False
-    """Whether panels are read as a whole, keys that no row sees included."""
+    """True if panels are read as a whole, keys that no row sees included."""
 
     @abstractmethod
     def pack(self) -> None:
