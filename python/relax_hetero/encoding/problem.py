@@ -51,7 +51,15 @@ class Operand:
         return self.shape[self.index_map.index(name)]
 
     def with_size(self, name: str, size: Dim) -> Operand:
-        """The operand with another extent of iteration dimension `name`, if it has that dimension."""
+        """Operand with another extent of iteration dimension `name`, if it has that dimension.
+
+        Parameters
+        ----------
+        name : str
+            Iteration dimension.
+        size : int or str
+            Its extent.
+        """
         pairs = zip(self.index_map, self.shape, strict=True)
         return replace(self, shape=tuple(size if dim == name else extent for dim, extent in pairs))
 

