@@ -40,6 +40,7 @@ MODELS = {
     "qwen2": Sizes("qwen2", rope_base=1e6, eps=1e-6, tied=True),
     "qwen3": Sizes("qwen3", rope_base=1e6, eps=1e-6, size=128),
     "qwen3moe": Sizes("qwen3moe", rope_base=1e6, eps=1e-6, size=128, experts=8, experts_used=3, expert_width=256),
+    "mixtral": Sizes(experts=4, experts_used=2, expert_width=256, rope_base=1e6),
     "gemma2": Sizes("gemma2", eps=1e-6, window=24, layers=3, attention_softcap=2.0, final_softcap=3.0),
     "gemma3": Sizes("gemma3", eps=1e-6, window=24, layers=7, kv_heads=1, rope_base=1e6),
     "gemma3-pattern": Sizes("gemma3", eps=1e-6, window=70, layers=3, pattern=2, rope_base=1e6, local_rope_base=5e4),

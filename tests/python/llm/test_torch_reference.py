@@ -15,6 +15,7 @@ CLASSES = {
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
 }
@@ -40,6 +41,11 @@ GEMMA_NAMES = {
 }
 
 
+def family_of(sizes):
+    """The family of a model, by which `CLASSES` has it: a llama with experts is a Mixtral."""
+    return "mixtral" if sizes.architecture == "llama" and sizes.experts else sizes.architecture
+
+
 def config_of(sizes, reference):
     """The sizes in transformers' words."""
     rope = {"rope_type": "default", "rope_theta": sizes.rope_base}
@@ -62,6 +68,8 @@ def config_of(sizes, reference):
     if sizes.experts:
         options |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
         options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": True}
+    if family_of(sizes) == "mixtral":
+        options |= {"num_local_experts": sizes.experts, "intermediate_size": sizes.expert_width}
     if sizes.architecture.startswith("gemma"):
         kinds = ["sliding_attention" if reference.window(at) else "full_attention" for at in range(sizes.layers)]
         options |= {"sliding_window": sizes.window, "layer_types": kinds, "query_pre_attn_scalar": sizes.size}
@@ -70,7 +78,7 @@ def config_of(sizes, reference):
     if sizes.architecture == "gemma3":
         local = {"rope_type": "default", "rope_theta": sizes.local_rope_base}
         options["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
-    return getattr(transformers, CLASSES[sizes.architecture][0])(**options)
+    return getattr(transformers, CLASSES[family_of(sizes)][0])(**options)
 
 
 def in_halves(rows, size):
@@ -107,7 +115,7 @@ def test_reference_computes_what_transformers_does(name, tmp_path):
     sizes = MODELS[name]
     path = write_gguf(tmp_path / "model.gguf", sizes)
     reference = ReferenceModel(path)
-    model = getattr(transformers, CLASSES[sizes.architecture][1])(config_of(sizes, reference)).eval()
+    model = getattr(transformers, CLASSES[family_of(sizes)][1])(config_of(sizes, reference)).eval()
     model.load_state_dict(state_of(path, sizes))
     tokens = np.random.default_rng(1).integers(0, sizes.vocabulary, 100)
     with torch.no_grad():
