@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType as BlockType
 from gguf import GGUFWriter
 
 GEMMAS = ("gemma2", "gemma3")
-ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe", *GEMMAS)
+ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", *GEMMAS)
 # Tensors that are always float32: those of one dimension, and routers of experts.
 PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp.weight")
 # Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
@@ -60,8 +60,8 @@ class Sizes:
         0 for llama.cpp's default (2 for Gemma 2, 6 for Gemma 3).
     attention_softcap, final_softcap : float
         Soft caps of Gemma 2.
-    experts, experts_used, expert_width : int
-        Sizes of a mixture of experts.
+    experts, experts_used, expert_width, shared_width : int
+        Sizes of a mixture of experts; `shared_width` is that of the expert of all tokens, 0 for none.
     """
 
     architecture: str = "llama"
@@ -85,6 +85,7 @@ class Sizes:
     experts: int = 0
     experts_used: int = 0
     expert_width: int = 0
+    shared_width: int = 0
 
 
 TINYLLAMA = Sizes(
@@ -155,7 +156,7 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
         tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), "ffn_norm.weight": (width,)}
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
             tensors[f"attn_{name}.weight"] = (heads * sizes.size, width)
-            if sizes.architecture == "qwen2":
+            if sizes.architecture in ("qwen2", "qwen2moe"):
                 tensors[f"attn_{name}.bias"] = (heads * sizes.size,)
             if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3"):
                 tensors[f"attn_{name}_norm.weight"] = (sizes.size,)
@@ -166,6 +167,10 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
             inner = (sizes.experts, sizes.expert_width, width)
             tensors |= {"ffn_gate_inp.weight": (sizes.experts, width), "ffn_gate_exps.weight": inner}
             tensors |= {"ffn_up_exps.weight": inner, "ffn_down_exps.weight": (inner[0], width, inner[1])}
+            if sizes.shared_width:
+                inner = (sizes.shared_width, width)
+                tensors |= {"ffn_gate_inp_shexp.weight": (width,), "ffn_gate_shexp.weight": inner}
+                tensors |= {"ffn_up_shexp.weight": inner, "ffn_down_shexp.weight": inner[::-1]}
         else:
             tensors |= {"ffn_gate.weight": (feed_forward, width), "ffn_up.weight": (feed_forward, width)}
             tensors["ffn_down.weight"] = (width, feed_forward)
@@ -243,7 +248,7 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
     writer.add_head_count(sizes.heads)
     writer.add_head_count_kv(sizes.kv_heads)
     writer.add_layer_norm_rms_eps(sizes.eps)
-    if architecture != "qwen2":
+    if architecture not in ("qwen2", "qwen2moe"):
         writer.add_key_length(sizes.size)
         writer.add_value_length(sizes.size)
     if architecture != "gemma2":
@@ -256,6 +261,7 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         (writer.add_expert_count, sizes.experts),
         (writer.add_expert_used_count, sizes.experts_used),
         (writer.add_expert_feed_forward_length, sizes.expert_width),
+        (writer.add_expert_shared_feed_forward_length, sizes.shared_width),
         (writer.add_rope_dimension_count, architecture == "llama" and sizes.size),
         (writer.add_vocab_size, architecture == "llama" and sizes.vocabulary),
         # Gemma 3 files without this key, which is newer, mean 10,000.

@@ -1,7 +1,7 @@
 """Routing of a mixture of experts: the experts of each row with the greatest scores, and their shares.
 
-A share is the softmax over the chosen scores, times a factor: where all probabilities are divided by those of the
-chosen experts, the others cancel out.
+A share is a softmax times a factor: over the scores of all experts, or of the chosen ones. The latter is the same as
+dividing probabilities by the sum of the chosen ones, as the others cancel out.
 """
 
 from __future__ import annotations
@@ -36,12 +36,15 @@ class RoutingProblem:
         Number of experts, and of those of a row.
     scale : float
         Factor of the shares.
+    normalizes : bool
+        Whether the shares of a row sum to the factor: the softmax is over the chosen experts, not over all.
     """
 
     rows: Dim
     experts: int
     used: int
     scale: float = 1.0
+    normalizes: bool = True
 
     @classmethod
     def of(cls, func: tirx.PrimFunc) -> RoutingProblem:
@@ -98,8 +101,14 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr) -> None:
         highest = tensors.scores[row * problem.experts + tensors.ids[first]]
         power = T.bind(T.exp(tensors.scores[row * problem.experts + best[0]] - highest))
         T.buffer_store(tensors.shares, power, [first + number])
-        T.buffer_store(total, total[0] + power, [0])
+        if problem.normalizes:
+            T.buffer_store(total, total[0] + power, [0])
         T.buffer_store(left, T.float32(-math.inf), [best[0]])
+    if not problem.normalizes:
+        with loop(problem.experts) as expert:
+            highest = tensors.scores[row * problem.experts + tensors.ids[first]]
+            power = T.exp(tensors.scores[row * problem.experts + expert] - highest)
+            T.buffer_store(total, total[0] + power, [0])
     with loop(problem.used) as number:
         share = tensors.shares[first + number] / total[0] * T.float32(problem.scale)
         T.buffer_store(tensors.shares, share, [first + number])

@@ -40,6 +40,9 @@ MODELS = {
     "qwen2": Sizes("qwen2", rope_base=1e6, eps=1e-6, tied=True),
     "qwen3": Sizes("qwen3", rope_base=1e6, eps=1e-6, size=128),
     "qwen3moe": Sizes("qwen3moe", rope_base=1e6, eps=1e-6, size=128, experts=8, experts_used=3, expert_width=256),
+    "qwen2moe": Sizes(
+        "qwen2moe", rope_base=1e6, eps=1e-6, experts=6, experts_used=2, expert_width=256, shared_width=512
+    ),
     "mixtral": Sizes(experts=4, experts_used=2, expert_width=256, rope_base=1e6),
     "gemma2": Sizes("gemma2", eps=1e-6, window=24, layers=3, attention_softcap=2.0, final_softcap=3.0),
     "gemma3": Sizes("gemma3", eps=1e-6, window=24, layers=7, kv_heads=1, rope_base=1e6),

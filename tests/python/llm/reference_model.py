@@ -153,8 +153,8 @@ class ReferenceModel:
         angles = np.arange(rows)[:, None] * (frequencies if factors is None else frequencies / factors)
         return np.cos(angles), np.sin(angles)
 
-    def _mlp(self, layer, x):
-        gate, up, down = (self._of(layer, f"ffn_{name}") for name in ("gate", "up", "down"))
+    def _mlp(self, layer, x, suffix=""):
+        gate, up, down = (self._of(layer, f"ffn_{name}{suffix}") for name in ("gate", "up", "down"))
         return (self._activation(x @ gate.T) * (x @ up.T)) @ down.T
 
     def _experts(self, layer, x):
@@ -165,7 +165,11 @@ class ReferenceModel:
             best = np.argsort(-share, kind="stable")[: self.key("expert_used_count")]
             for expert in best:
                 inner = self._activation(gates[expert] @ x[row]) * (ups[expert] @ x[row])
-                y[row] += share[expert] / share[best].sum() * (downs[expert] @ inner)
+                total = 1 if self.architecture == "qwen2moe" else share[best].sum()
+                y[row] += share[expert] / total * (downs[expert] @ inner)
+        shared = self._of(layer, "ffn_gate_inp_shexp")
+        if shared is not None:
+            y += self._mlp(layer, x, "_shexp") / (1 + np.exp(-(x @ shared)))[:, None]
         return y
 
     def _activation(self, x):

@@ -13,6 +13,7 @@ transformers = pytest.importorskip("transformers")
 CLASSES = {
     "llama": ("LlamaConfig", "LlamaForCausalLM"),
     "qwen2": ("Qwen2Config", "Qwen2ForCausalLM"),
+    "qwen2moe": ("Qwen2MoeConfig", "Qwen2MoeForCausalLM"),
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
@@ -32,6 +33,10 @@ NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
     "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+    "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
 # Gemma norms before and after both parts of a layer, so that one name means another norm than elsewhere.
 GEMMA_NAMES = {
@@ -67,7 +72,8 @@ def config_of(sizes, reference):
     }
     if sizes.experts:
         options |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
-        options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": True}
+        options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": not sizes.shared_width}
+        options |= {"shared_expert_intermediate_size": sizes.shared_width}
     if family_of(sizes) == "mixtral":
         options |= {"num_local_experts": sizes.experts, "intermediate_size": sizes.expert_width}
     if sizes.architecture.startswith("gemma"):
@@ -103,6 +109,8 @@ def state_of(path, sizes):
         for name, weight in of_layer.items():
             if sizes.architecture == "llama" and name in ("attn_q.weight", "attn_k.weight"):
                 weight = in_halves(weight, sizes.size)
+            if name == "ffn_gate_inp_shexp.weight":
+                weight = weight[None]
             first, last = name.split(".")
             state[f"model.layers.{layer}.{names[first]}.{last}"] = weight
     if sizes.architecture.startswith("gemma"):

@@ -13,11 +13,12 @@ from seeds import fresh_rng
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 
 
-def wanted(scores, used, scale):
-    ids = np.argsort(-scores, axis=1, kind="stable")[:, :used]
-    chosen = np.take_along_axis(scores, ids, 1).astype("float64")
-    powers = np.exp(chosen - chosen[:, :1])
-    return ids, powers / powers.sum(1, keepdims=True) * scale
+def wanted(scores, problem):
+    ids = np.argsort(-scores, axis=1, kind="stable")[:, : problem.used]
+    powers = np.exp(scores.astype("float64") - scores.max(1, keepdims=True))
+    chosen = np.take_along_axis(powers, ids, 1)
+    total = chosen if problem.normalizes else powers
+    return ids, chosen / total.sum(1, keepdims=True) * problem.scale
 
 
 def routed(problem, scores, on_gpu):
@@ -34,14 +35,21 @@ def routed(problem, scores, on_gpu):
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(
-    ("rows", "experts", "used", "scale"),
-    [(1, 8, 3, 1.0), (5, 128, 8, 2.5), (3, 33, 1, 1.0), ("rows", 70, 4, 1.0), (40, 4, 4, 1.0)],
+    ("rows", "experts", "used", "scale", "normalizes"),
+    [
+        (1, 8, 3, 1.0, True),
+        (5, 128, 8, 2.5, True),
+        (3, 33, 1, 1.0, False),
+        ("rows", 70, 4, 0.5, False),
+        (40, 4, 4, 1.0, True),
+    ],
 )
-def test_the_experts_with_the_greatest_scores(rows, experts, used, scale, on_gpu):
+def test_the_experts_with_the_greatest_scores(rows, experts, used, scale, normalizes, on_gpu):
     scores = fresh_rng().standard_normal((rows if isinstance(rows, int) else 6, experts)).astype("float32")
     scores[0, experts // 2] = scores[0].max()  # equal ones
-    ids, shares = routed(RoutingProblem(rows, experts, used, scale), scores, on_gpu)
-    want_ids, want_shares = wanted(scores, used, scale)
+    problem = RoutingProblem(rows, experts, used, scale, normalizes)
+    ids, shares = routed(problem, scores, on_gpu)
+    want_ids, want_shares = wanted(scores, problem)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(shares, want_shares, rtol=1e-6)
 

@@ -39,6 +39,10 @@ class Architecture:
     wide_layers : int or None
         Number of layers that identifies the model whose attention scores are divided by the square root of
         hidden_size / heads, instead of that of a head's size.
+    normalizes_shares : bool
+        True if the shares of a token's experts sum to 1.
+    shared_expert : bool
+        True if every token also has an expert of its own, times the sigmoid of a product.
     trained_type : str
         16-bit float that its models are trained in, used if the file's weights are quantized.
     required, optional : tuple of str
@@ -56,6 +60,8 @@ class Architecture:
     window_base: float | None = None
     window_scaled: bool = True
     wide_layers: int | None = None
+    normalizes_shares: bool = True
+    shared_expert: bool = False
     trained_type: str = "bfloat16"
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ("output.weight",)
@@ -70,6 +76,7 @@ ARCHITECTURES = {
     # llama 3.1 and later have divisors of frequencies, rope_freqs.
     "llama": Architecture("pairs", trained_type="float16", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
     "qwen2": Architecture("halves", required=_BIASES[:3], optional=("output.weight", "output.bias")),
+    "qwen2moe": Architecture("halves", normalizes_shares=False, shared_expert=True, required=_BIASES[:3]),
     "qwen3": Architecture("halves", required=_QK_NORMS),
     "qwen3moe": Architecture("halves", required=_QK_NORMS),
     # The matrix of embeddings is also the output matrix.
@@ -127,6 +134,8 @@ class Hyperparameters:
         Number of experts, and of those that are used for a token; 0 without experts.
     expert_scale : float
         Factor of the experts' weights.
+    shared_feed_forward : int
+        Width of the expert of all tokens; 0 without one.
     """
 
     name: str
@@ -150,6 +159,7 @@ class Hyperparameters:
     experts: int
     experts_used: int
     expert_scale: float
+    shared_feed_forward: int
 
     @property
     def scale(self) -> float:
@@ -230,6 +240,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         experts=experts,
         experts_used=metadata.count("expert_used_count", 0),
         expert_scale=metadata.number("expert_weights_scale", 1.0) or 1.0,
+        shared_feed_forward=metadata.count("expert_shared_feed_forward_length") if architecture.shared_expert else 0,
     )
     if model.heads % model.kv_heads:
         raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")

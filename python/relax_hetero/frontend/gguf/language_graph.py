@@ -127,7 +127,13 @@ class _Function:
             projection = self._norm(projection, f"{name}.post_attention_norm")
         x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
         normalized = self._norm(x, f"{name}.ffn_norm")
-        feed_forward = self._experts(normalized, name) if model.experts else self._feed_forward(normalized, name)
+        if model.experts:
+            feed_forward = self._experts(normalized, name)
+        else:
+            feed_forward = self._feed_forward(normalized, name, model.feed_forward)
+        if model.shared_feed_forward:
+            shared = self._shared_expert(normalized, name)
+            feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
         if model.architecture.post_norms:
             feed_forward = self._norm(feed_forward, f"{name}.post_ffw_norm")
         return self.emit(relax.op.add(x, feed_forward), f"{name}.ffn_sum"), pages
@@ -205,13 +211,24 @@ class _Function:
             frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotary_size // 2])
         return np.asarray(frequencies, "float32")
 
-    def _feed_forward(self, x: relax.Expr, name: str) -> relax.Expr:
+    def _feed_forward(self, x: relax.Expr, name: str, width: int, suffix: str = "") -> relax.Expr:
+        """The result of a gated network of `width`, whose matrices have a suffix, (rows, hidden_size)."""
         model = self.model
-        gate = self._linear(x, f"{name}.ffn_gate", model.feed_forward, model.hidden_size)
-        active = self.emit(_activation(model)(gate), f"{name}.ffn_act")
-        up = self._linear(x, f"{name}.ffn_up", model.feed_forward, model.hidden_size)
-        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par")
-        return self._linear(gated, f"{name}.ffn_down", model.hidden_size, model.feed_forward)
+        gate = self._linear(x, f"{name}.ffn_gate{suffix}", width, model.hidden_size)
+        active = self.emit(_activation(model)(gate), f"{name}.ffn_act{suffix}")
+        up = self._linear(x, f"{name}.ffn_up{suffix}", width, model.hidden_size)
+        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par{suffix}")
+        return self._linear(gated, f"{name}.ffn_down{suffix}", model.hidden_size, width)
+
+    def _shared_expert(self, x: relax.Expr, name: str) -> relax.Expr:
+        """The result of the expert of all tokens, times the sigmoid of a product, (rows, hidden_size)."""
+        model = self.model
+        vector = self.weights.vector(f"{name}.ffn_gate_inp_shexp.weight", model.hidden_size)
+        products = self.emit(relax.op.multiply(x, vector), f"{name}.ffn_shexp_products")
+        score = self.emit(relax.op.sum(products, [-1], keepdims=True), f"{name}.ffn_shexp_score")
+        share = self.emit(relax.op.sigmoid(score), f"{name}.ffn_shexp_share")
+        shared = self._feed_forward(x, name, model.shared_feed_forward, "_shexp")
+        return self.emit(relax.op.multiply(shared, share), f"{name}.ffn_shexp_out")
 
     def _experts(self, x: relax.Expr, name: str) -> relax.Expr:
         """The weighted sum of the chosen experts of each row, (rows, hidden_size)."""
@@ -219,7 +236,11 @@ class _Function:
         used = model.experts_used
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
         scores = self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")
-        kernel = opaque_kernel(routing_kernel(RoutingProblem(rows, model.experts, used, model.expert_scale)))
+        kernel = opaque_kernel(
+            routing_kernel(
+                RoutingProblem(rows, model.experts, used, model.expert_scale, model.architecture.normalizes_shares)
+            )
+        )
         types = [relax.TensorType([rows, used], dtype) for dtype in ("int32", "float32")]
         routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), [scores], types)
         routes = self.emit(routing, f"{name}.ffn_moe_topk")

@@ -11,6 +11,7 @@ from ....target.gpu_target import WARP
 from ...core.builder import Expr, Function, ceil_div, materialize, when
 from ...routing import RoutingProblem, RoutingTensors
 from ..core.launch import local, unrolled
+from ..tile.register_tile import add, reduce_lanes
 from .launch import launch
 
 _WARPS = 4
@@ -41,6 +42,11 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Ex
         expert = lane + i * WARP
         score = tensors.scores[row * experts + T.min(expert, experts - 1)]
         T.buffer_store(left, T.Select(expert < experts, score, T.float32(-math.inf)), [i])
+    scores = left
+    if not problem.normalizes:
+        scores = local(count, "float32")
+        for i in range(count):
+            T.buffer_store(scores, left[i], [i])
     for number in range(problem.used):
         T.buffer_store(best, left[0], [0])
         T.buffer_store(index, T.min(lane, experts - 1), [0])
@@ -60,9 +66,17 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Ex
         T.buffer_store(powers, T.exp(best[0] - highest[0]), [number])
         with when(tirx.EQ(lane, 0)):
             T.buffer_store(tensors.ids, index[0], [row * problem.used + number])
-    total = T.bind(sum((powers[number] for number in range(1, problem.used)), powers[0]))
+    total = local(1, "float32")
+    T.buffer_store(total, T.float32(0), [0])
+    if problem.normalizes:
+        with unrolled(problem.used) as number:
+            T.buffer_store(total, total[0] + powers[number], [0])
+    else:
+        for i in range(count):
+            T.buffer_store(total, total[0] + T.exp(scores[i] - highest[0]), [0])
+        reduce_lanes(total, 0, add)
     with when(tirx.EQ(lane, 0)), unrolled(problem.used) as number:
-        share = powers[number] / total * T.float32(problem.scale)
+        share = powers[number] / total[0] * T.float32(problem.scale)
         T.buffer_store(tensors.shares, share, [row * problem.used + T.Cast("int64", number)])
 
 
