@@ -22,7 +22,7 @@ from gguf import GGMLQuantizationType as BlockType
 from gguf import GGUFWriter
 
 GEMMAS = ("gemma2", "gemma3")
-ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", *GEMMAS)
+ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", *GEMMAS)
 # Tensors that are always float32: those of one dimension, and routers of experts.
 PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp.weight")
 # Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
@@ -62,6 +62,8 @@ class Sizes:
         Soft caps of Gemma 2.
     experts, experts_used, expert_width, shared_width : int
         Sizes of a mixture of experts; `shared_width` is that of the expert of all tokens, 0 for none.
+    scales : tuple of float
+        Granite's factors of embeddings, residuals and attention scores, and the divisor of logits.
     """
 
     architecture: str = "llama"
@@ -86,6 +88,7 @@ class Sizes:
     experts_used: int = 0
     expert_width: int = 0
     shared_width: int = 0
+    scales: tuple[float, ...] = ()
 
 
 TINYLLAMA = Sizes(
@@ -158,8 +161,9 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
             tensors[f"attn_{name}.weight"] = (heads * sizes.size, width)
             if sizes.architecture in ("qwen2", "qwen2moe"):
                 tensors[f"attn_{name}.bias"] = (heads * sizes.size,)
-            if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3"):
-                tensors[f"attn_{name}_norm.weight"] = (sizes.size,)
+            if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe"):
+                is_wide = sizes.architecture == "olmoe"
+                tensors[f"attn_{name}_norm.weight"] = (heads * sizes.size if is_wide else sizes.size,)
         tensors["attn_output.weight"] = (width, sizes.heads * sizes.size)
         if sizes.architecture in GEMMAS:
             tensors |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
@@ -267,6 +271,8 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         # Gemma 3 files without this key, which is newer, mean 10,000.
         (writer.add_rope_freq_base_swa, architecture == "gemma3" and sizes.local_rope_base != 1e4),
     ]
+    adds = writer.add_embedding_scale, writer.add_residual_scale, writer.add_attention_scale, writer.add_logit_scale
+    optional += zip(adds, sizes.scales, strict=False)
     for add, value in optional:
         if value:
             add(sizes.local_rope_base if value is True else value)

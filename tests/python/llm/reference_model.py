@@ -83,19 +83,18 @@ class ReferenceModel:
         return self.weight("token_embd.weight") if output is None else output
 
     def hidden(self, tokens) -> np.ndarray:
-        """Output of the last norm for each token: shape (tokens, width)."""
+        """Output of the last norm for each token, over the divisor of logits: shape (tokens, width)."""
         x = self.weight("token_embd.weight", np.asarray(tokens))
-        if self.is_gemma:
-            x = x * self.width**0.5
+        x = x * (self.width**0.5 if self.is_gemma else self.key("embedding_scale", 1.0))
         for layer in range(self.layers):
             x = x + self._branch(layer, x, "attn_norm", self._attention, "post_attention_norm")
             experts = f"blk.{layer}.ffn_gate_inp.weight" in self._tensors
             x = x + self._branch(layer, x, "ffn_norm", self._experts if experts else self._mlp, "post_ffw_norm")
-        return rms_norm(x, self.weight("output_norm.weight"), self.eps)
+        return rms_norm(x, self.weight("output_norm.weight"), self.eps) / self.key("logit_scale", 1.0)
 
     def _branch(self, layer, x, before, work, after):
         """Output of a layer, added to its input; Gemma normalizes it once more."""
-        y = work(layer, rms_norm(x, self._of(layer, before), self.eps))
+        y = work(layer, rms_norm(x, self._of(layer, before), self.eps)) * self.key("residual_scale", 1.0)
         return rms_norm(y, self._of(layer, after), self.eps) if self.is_gemma else y
 
     def _of(self, layer, name, kind="weight"):
@@ -120,15 +119,19 @@ class ReferenceModel:
 
     def _normed(self, layer, name, y):
         weight = self._of(layer, f"attn_{name}_norm")
-        return y if weight is None else rms_norm(y, weight, self.eps)
+        if weight is None:
+            return y
+        return rms_norm(y.reshape(len(y), -1, len(weight)), weight, self.eps).reshape(y.shape)
 
     @property
     def _in_pairs(self) -> bool:
         """True if rotation pairs element 2i with 2i + 1, not i with i + half."""
-        return self.architecture == "llama"
+        return self.architecture in ("llama", "granite", "granitemoe")
 
     @property
     def _scale(self) -> float:
+        if self.key("attention.scale"):
+            return self.key("attention.scale")
         by_width = (self.architecture, self.layers) in SCALED_BY_WIDTH
         return (self.width / self.heads if by_width else self.size) ** -0.5
 
@@ -165,7 +168,7 @@ class ReferenceModel:
             best = np.argsort(-share, kind="stable")[: self.key("expert_used_count")]
             for expert in best:
                 inner = self._activation(gates[expert] @ x[row]) * (ups[expert] @ x[row])
-                total = 1 if self.architecture == "qwen2moe" else share[best].sum()
+                total = 1 if self.architecture in ("qwen2moe", "olmoe") else share[best].sum()
                 y[row] += share[expert] / total * (downs[expert] @ inner)
         shared = self._of(layer, "ffn_gate_inp_shexp")
         if shared is not None:

@@ -17,6 +17,9 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
+    "granite": ("GraniteConfig", "GraniteForCausalLM"),
+    "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
     "gemma2": ("Gemma2Config", "Gemma2ForCausalLM"),
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
 }
@@ -72,9 +75,11 @@ def config_of(sizes, reference):
     }
     if sizes.experts:
         options |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
-        options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": not sizes.shared_width}
+        options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": sizes.architecture == "qwen3moe"}
         options |= {"shared_expert_intermediate_size": sizes.shared_width}
-    if family_of(sizes) == "mixtral":
+    names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+    options |= dict(zip(names, sizes.scales, strict=False))
+    if family_of(sizes) in ("mixtral", "granitemoe", "olmoe"):
         options |= {"num_local_experts": sizes.experts, "intermediate_size": sizes.expert_width}
     if sizes.architecture.startswith("gemma"):
         kinds = ["sliding_attention" if reference.window(at) else "full_attention" for at in range(sizes.layers)]
@@ -102,17 +107,22 @@ def state_of(path, sizes):
     names = {**NAMES, **GEMMA_NAMES} if sizes.architecture.startswith("gemma") else NAMES
     for layer in range(sizes.layers):
         of_layer = {name.split(".", 2)[2]: w for name, w in tensors.items() if name.startswith(f"blk.{layer}.")}
+        experts = ""
         if sizes.experts:
             gates, ups = of_layer.pop("ffn_gate_exps.weight"), of_layer.pop("ffn_up_exps.weight")
-            state[f"model.layers.{layer}.mlp.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
-            state[f"model.layers.{layer}.mlp.experts.down_proj"] = of_layer.pop("ffn_down_exps.weight")
+            experts = "block_sparse_moe" if sizes.architecture == "granitemoe" else "mlp"
+            state[f"model.layers.{layer}.{experts}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
+            state[f"model.layers.{layer}.{experts}.experts.down_proj"] = of_layer.pop("ffn_down_exps.weight")
         for name, weight in of_layer.items():
-            if sizes.architecture == "llama" and name in ("attn_q.weight", "attn_k.weight"):
+            if sizes.architecture in ("llama", "granite", "granitemoe") and name in ("attn_q.weight", "attn_k.weight"):
                 weight = in_halves(weight, sizes.size)
             if name == "ffn_gate_inp_shexp.weight":
                 weight = weight[None]
             first, last = name.split(".")
-            state[f"model.layers.{layer}.{names[first]}.{last}"] = weight
+            target = names[first]
+            if name == "ffn_gate_inp.weight" and experts == "block_sparse_moe":
+                target = "block_sparse_moe.router"
+            state[f"model.layers.{layer}.{target}.{last}"] = weight
     if sizes.architecture.startswith("gemma"):
         state = {name: weight - ("norm" in name) for name, weight in state.items()}
     return {name: torch.from_numpy(np.array(weight)) for name, weight in state.items()}

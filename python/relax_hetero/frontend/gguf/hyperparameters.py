@@ -39,6 +39,8 @@ class Architecture:
     wide_layers : int or None
         Number of layers that identifies the model whose attention scores are divided by the square root of
         hidden_size / heads, instead of that of a head's size.
+    wide_qk_norms : bool
+        True if queries are normalized over all heads together, and keys, too, instead of each head.
     normalizes_shares : bool
         True if the shares of a token's experts sum to 1.
     shared_expert : bool
@@ -60,6 +62,7 @@ class Architecture:
     window_base: float | None = None
     window_scaled: bool = True
     wide_layers: int | None = None
+    wide_qk_norms: bool = False
     normalizes_shares: bool = True
     shared_expert: bool = False
     trained_type: str = "bfloat16"
@@ -79,6 +82,9 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("halves", normalizes_shares=False, shared_expert=True, required=_BIASES[:3]),
     "qwen3": Architecture("halves", required=_QK_NORMS),
     "qwen3moe": Architecture("halves", required=_QK_NORMS),
+    "olmoe": Architecture("halves", wide_qk_norms=True, normalizes_shares=False, required=_QK_NORMS),
+    "granite": Architecture("pairs", optional=("output.weight", *_BIASES)),
+    "granitemoe": Architecture("pairs"),
     # The matrix of embeddings is also the output matrix.
     "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
     "gemma3": Architecture(
@@ -97,6 +103,8 @@ ARCHITECTURES = {
 
 
 _ROPE_SCALINGS = ("none", "linear")
+_SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
+"""Keys of Granite's factors; logits are divided by theirs."""
 _MAX_INT32 = (1 << 31) - 1
 """Maximum of counts: positions, tokens and sizes are int32."""
 MAX_LAYERS = 10_000
@@ -136,6 +144,10 @@ class Hyperparameters:
         Factor of the experts' weights.
     shared_feed_forward : int
         Width of the expert of all tokens; 0 without one.
+    embedding_scale, residual_scale, logit_scale : float
+        Factors of embeddings, of what a layer adds to the residual, and of logits.
+    attention_scale : float
+        Factor of attention scores; 0: that of a head's size.
     """
 
     name: str
@@ -160,10 +172,16 @@ class Hyperparameters:
     experts_used: int
     expert_scale: float
     shared_feed_forward: int
+    embedding_scale: float
+    residual_scale: float
+    logit_scale: float
+    attention_scale: float
 
     @property
     def scale(self) -> float:
         """Factor of attention scores."""
+        if self.attention_scale:
+            return self.attention_scale
         is_wide = self.layers == self.architecture.wide_layers
         return 1.0 / math.sqrt(self.hidden_size / self.heads if is_wide else self.head_size)
 
@@ -218,6 +236,9 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
     factor = metadata.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
+    scales = {
+        key: metadata.number(key, above=0.0) for key in _SCALES if name.startswith("granite") and metadata.has(key)
+    }
     model = Hyperparameters(
         name=name,
         architecture=architecture,
@@ -241,6 +262,10 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         experts_used=metadata.count("expert_used_count", 0),
         expert_scale=metadata.number("expert_weights_scale", 1.0) or 1.0,
         shared_feed_forward=metadata.count("expert_shared_feed_forward_length") if architecture.shared_expert else 0,
+        embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
+        residual_scale=scales.get("residual_scale", 1.0),
+        logit_scale=1.0 / scales.get("logit_scale", 1.0),
+        attention_scale=scales.get("attention.scale", 0.0),
     )
     if model.heads % model.kv_heads:
         raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")

@@ -8,7 +8,6 @@ tensors (``blk.3.attn_q``), which placement rules match.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -114,9 +113,11 @@ class _Function:
         model = self.model
         table = self._matrix("token_embd", [model.vocabulary, model.hidden_size])
         x = self.emit(relax.op.take(table, self.params["tokens"], axis=0), "token_embd")
-        if model.architecture.scaled_embedding:
-            x = self.emit(relax.op.multiply(x, _scalar(math.sqrt(model.hidden_size))), "token_embd.scaled")
-        return x
+        return self._scaled(x, model.embedding_scale, "token_embd.scaled")
+
+    def _scaled(self, x: relax.Expr, factor: float, name: str) -> relax.Expr:
+        """Multiply by a factor, unless it is 1."""
+        return x if factor == 1.0 else self.emit(relax.op.multiply(x, _scalar(factor)), name)
 
     def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         """The output of a layer, and its pages."""
@@ -125,6 +126,7 @@ class _Function:
         projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.head_size)
         if model.architecture.post_norms:
             projection = self._norm(projection, f"{name}.post_attention_norm")
+        projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
         x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
         normalized = self._norm(x, f"{name}.ffn_norm")
         if model.experts:
@@ -136,21 +138,28 @@ class _Function:
             feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
         if model.architecture.post_norms:
             feed_forward = self._norm(feed_forward, f"{name}.post_ffw_norm")
+        feed_forward = self._scaled(feed_forward, model.residual_scale, f"{name}.ffn_scaled")
         return self.emit(relax.op.add(x, feed_forward), f"{name}.ffn_sum"), pages
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
         kv_size = model.kv_heads * model.head_size
         sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
-        if self._try_merge(f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}):
+        has_wide_norms = model.architecture.wide_qk_norms
+        if not has_wide_norms and self._try_merge(
+            f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
+        ):
             qkv = self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
         else:
             parts = [self._linear(x, f"{name}.attn_{part}", size, model.hidden_size) for part, size in sizes.items()]
+            if has_wide_norms:
+                parts[:2] = [self._norm(x, f"{name}.attn_{part}_norm") for x, part in zip(parts, "qk", strict=False)]
             qkv = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
         qkv = self._cast(qkv, self.types.dtype_of(f"{name}.attn"))
         window = model.window_of(layer)
         page_table = TABLES[window > 0]
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
+        norms = "" if has_wide_norms else norms
         operands = [self._rotary_table(layer)]
         operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
         call = cached_attention(
@@ -276,6 +285,7 @@ class _Function:
             self.row_kind = DECODE  # one row per chunk
         name = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._linear(self._norm(x, "output_norm"), name, model.vocabulary, model.hidden_size, "output")
+        logits = self._scaled(logits, model.logit_scale, "output.factored")
         if not model.logit_softcap:
             return logits
         scaled = self.emit(relax.op.multiply(logits, _scalar(1.0 / model.logit_softcap)), "output.scaled")
@@ -284,7 +294,7 @@ class _Function:
 
     def _norm(self, x: relax.Expr, name: str) -> relax.Expr:
         """``x / sqrt(mean(x * x) + eps) * weight``, row by row."""
-        weight = self.weights.vector(f"{name}.weight", self.model.hidden_size)
+        weight = self.weights.vector(f"{name}.weight", int(x.ty.shape.values[-1]))
         squares = self.emit(relax.op.multiply(x, x), f"{name}.squares")
         mean = self.emit(relax.op.mean(squares, [-1], keepdims=True), f"{name}.mean")
         stable = self.emit(relax.op.add(mean, _scalar(self.model.eps)), f"{name}.stable")
