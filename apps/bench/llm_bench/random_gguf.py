@@ -24,7 +24,7 @@ from gguf import GGUFWriter
 GEMMAS = ("gemma2", "gemma3")
 ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", *GEMMAS)
 # Tensors that are always float32: those of one dimension, and routers of experts.
-PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp.weight")
+PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp*.weight")
 # Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
 # mean is near 0.
 SCALES = {
