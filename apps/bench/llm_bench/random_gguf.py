@@ -264,7 +264,8 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         (writer.add_final_logit_softcapping, sizes.final_softcap),
         (writer.add_expert_count, sizes.experts),
         (writer.add_expert_used_count, sizes.experts_used),
-        (writer.add_expert_feed_forward_length, sizes.expert_width),
+        # Other architectures' experts have the width of a feed-forward network.
+        (writer.add_expert_feed_forward_length, architecture.startswith("qwen") and sizes.expert_width),
         (writer.add_expert_shared_feed_forward_length, sizes.shared_width),
         (writer.add_rope_dimension_count, architecture == "llama" and sizes.size),
         (writer.add_vocab_size, architecture == "llama" and sizes.vocabulary),

@@ -43,10 +43,12 @@ MODELS = {
     "qwen2moe": Sizes(
         "qwen2moe", rope_base=1e6, eps=1e-6, experts=6, experts_used=2, expert_width=256, shared_width=512
     ),
-    "olmoe": Sizes("olmoe", kv_heads=4, experts=6, experts_used=2, expert_width=256),
+    "olmoe": Sizes("olmoe", feed_forward=256, kv_heads=4, experts=6, experts_used=2, expert_width=256),
     "granite": Sizes("granite", tied=True, scales=(3.0, 0.6, 0.07, 2.0)),
-    "granitemoe": Sizes("granitemoe", experts=4, experts_used=2, expert_width=256, scales=(3.0, 0.6, 0.07, 2.0)),
-    "mixtral": Sizes(experts=4, experts_used=2, expert_width=256, rope_base=1e6),
+    "granitemoe": Sizes(
+        "granitemoe", feed_forward=256, experts=4, experts_used=2, expert_width=256, scales=(3.0, 0.6, 0.07, 2.0)
+    ),
+    "mixtral": Sizes(feed_forward=256, experts=4, experts_used=2, expert_width=256, rope_base=1e6),
     "gemma2": Sizes("gemma2", eps=1e-6, window=24, layers=3, attention_softcap=2.0, final_softcap=3.0),
     "gemma3": Sizes("gemma3", eps=1e-6, window=24, layers=7, kv_heads=1, rope_base=1e6),
     "gemma3-pattern": Sizes("gemma3", eps=1e-6, window=70, layers=3, pattern=2, rope_base=1e6, local_rope_base=5e4),

@@ -30,12 +30,6 @@ def fresh(path, tokens) -> np.ndarray:
         return np.load(logits)
 
 
-def recorded_names() -> list[str]:
-    """Models of `gguf_files.MODELS` whose logits are recorded; the others are compared with transformers alone."""
-    with np.load(RECORDED) as archive:
-        return list(archive)
-
-
 def recorded(name: str) -> np.ndarray:
     """Logits after the last of `TOKENS` of a model of `gguf_files.MODELS` in float32, seed 0: (vocabulary,)."""
     with np.load(RECORDED) as archive:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from llm.gguf_files import MODELS, random_blocks, write_gguf
-from llm.llama_cpp_logits import TOKENS, recorded, recorded_names
+from llm.llama_cpp_logits import TOKENS, recorded
 from llm.reference_model import ReferenceModel, rotated
 
 KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
@@ -15,7 +15,7 @@ KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", 
 TOLERANCES = {name: 5e-3 if name.startswith("gemma") else 5e-5 for name in MODELS}
 
 
-@pytest.mark.parametrize("name", recorded_names())
+@pytest.mark.parametrize("name", MODELS)
 def test_reference_computes_what_llama_cpp_does(name, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name])
     expected = recorded(name)
