@@ -35,7 +35,7 @@ def test_llama_cpp_is_as_near_as_its_activations_allow(name, kind, tmp_path):
     error = np.sqrt(np.mean((fresh(path, TOKENS) - expected) ** 2) / np.mean(expected**2))
     quantized = kind not in ("F32", "F16", "BF16")
     rounded = kind == "BF16" or quantized
-    allowed = OF_EXPERTS if rounded and "moe" in name else ERRORS.get(kind, OF_OTHERS)
+    allowed = OF_EXPERTS if rounded and MODELS[name].experts else ERRORS.get(kind, OF_OTHERS)
     assert error < allowed
     assert not quantized or error > 1e-3, "its activations have become more exact"
 
@@ -43,4 +43,4 @@ def test_llama_cpp_is_as_near_as_its_activations_allow(name, kind, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_recorded_logits_are_those_of_llama_cpp(name, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name])
-    np.testing.assert_allclose(recorded(name), fresh(path, TOKENS)[-1], atol=1e-4)
+    np.testing.assert_allclose(recorded(name), fresh(path, TOKENS)[-1], atol=2e-4)  # builds differ
