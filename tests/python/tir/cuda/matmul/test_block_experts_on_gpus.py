@@ -7,6 +7,7 @@ from tvm.target import Target
 from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.encoding import Operand, PackedLayout
+from relax_hetero.encoding.block_formats import integer_format
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
 from relax_hetero.encoding.problem import QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
@@ -17,7 +18,7 @@ from relax_hetero.tir.cuda.matmul.block_plan import BlockPlan, expert_plan
 from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
-from tir.cuda.matmul.test_block_product_on_gpus import GPU, integer_format
+from tir.cuda.matmul.test_block_product_on_gpus import GPU
 
 BLOCK, OLD_GPU = 32, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))
 
