@@ -7,6 +7,8 @@ has up to `GROUP_COLUMNS` of one expert, which the instruction multiplies at the
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from tvm import tirx
@@ -171,26 +173,24 @@ class GroupedBody(ExpertBody):
             self._collect_pairs(first)
             BlockBody._emit_block(self)
 
-    def _each_pair(self, extent: int) -> Any:
-        """Loop of a thread over its share of a range, and the number in the range, which may be beyond it."""
+    @contextmanager
+    def _each(self, extent: int) -> Iterator[Expr]:
+        """Context of a thread's loop over its share of a range, which yields the number in the range."""
         threads = self.work.plan.warps * WARP
-        return T.serial(tirx.const(ceil_div(extent, threads), "int32")), lambda i: T.bind(i * threads + self.thread)
+        with T.serial(tirx.const(ceil_div(extent, threads), "int32")) as i:
+            number = T.bind(i * threads + self.thread)
+            with when(number < extent):
+                yield number
 
     def _count_pairs(self) -> None:
         work, experts = self.work, self.work.problem.experts
-        turns, number = self._each_pair(experts)
-        with turns as i:
-            expert = number(i)
-            with when(expert < experts):
-                self._store_word(work.counts_at, expert, T.uint32(0))
+        with self._each(experts) as expert:
+            self._store_word(work.counts_at, expert, T.uint32(0))
         with when(self.thread < GROUP_COLUMNS):
             self._store_word(work.pairs_at, self.thread, T.uint32(0xFFFFFFFF))
         ptx.block_barrier()
-        turns, number = self._each_pair(self._pairs)
-        with turns as i:
-            pair = number(i)
-            with when(pair < self._pairs):
-                ptx.add_shared(self.shared.at(work.counts_at + self._expert_of(pair) * 4), T.uint32(1))
+        with self._each(self._pairs) as pair:
+            ptx.add_shared(self.shared.at(work.counts_at + self._expert_of(pair) * 4), T.uint32(1))
         ptx.block_barrier()
 
     def _find_tile(self) -> Expr:
@@ -223,11 +223,8 @@ class GroupedBody(ExpertBody):
         work = self.work
         count, end = local(1, "int32"), local(1, "int32")
         T.buffer_store(count, T.int32(0), [0])
-        turns, number = self._each_pair(self._pairs)
-        with turns as i:
-            pair = number(i)
-            with when(tirx.all(pair < self._pairs, self._is_own(pair))):
-                T.buffer_store(count, count[0] + 1, [0])
+        with self._each(self._pairs) as pair, when(self._is_own(pair)):
+            T.buffer_store(count, count[0] + 1, [0])
         T.buffer_store(end, count[0], [0])
         _add_lanes_before(end, self.lane)
         with when(self.lane == WARP - 1):
@@ -236,20 +233,17 @@ class GroupedBody(ExpertBody):
         for warp in range(work.plan.warps - 1):
             before = self._load_word(work.warp_sums_at, tirx.const(warp, "int32"))
             T.buffer_store(end, end[0] + T.Select(warp < self.warp, before, 0), [0])
-        place = end
-        T.buffer_store(place, end[0] - count[0] - first, [0])
-        turns, number = self._each_pair(self._pairs)
-        with when(count[0] > 0), turns as i:
-            pair = number(i)
-            with when(tirx.all(pair < self._pairs, self._is_own(pair))):
-                with when(tirx.all(place[0] >= 0, place[0] < GROUP_COLUMNS)):
-                    self._store_word(work.pairs_at, place[0], T.Cast("uint32", pair))
-                T.buffer_store(place, place[0] + 1, [0])
+        row = local(1, "int32")
+        T.buffer_store(row, end[0] - count[0] - first, [0])
+        with when(count[0] > 0), self._each(self._pairs) as pair, when(self._is_own(pair)):
+            with when(tirx.all(row[0] >= 0, row[0] < GROUP_COLUMNS)):
+                self._store_word(work.pairs_at, row[0], T.Cast("uint32", pair))
+            T.buffer_store(row, row[0] + 1, [0])
         ptx.block_barrier()
 
     def _is_own(self, pair: Expr) -> Expr:
-        """Predicate of a pair of the block's expert; pairs beyond the last are read as the last."""
-        return tirx.EQ(self._expert_of(T.min(pair, self._pairs - 1)), self._expert)
+        """Predicate of a pair of the block's expert."""
+        return tirx.EQ(self._expert_of(pair), self._expert)
 
 
 def _add_lanes_before(value: Any, lane: Expr) -> None:
