@@ -17,6 +17,8 @@ from .element_types import HALF_TYPES, TF32
 
 WARP = 32
 """Threads of a warp."""
+ALL_LANES = 0xFFFFFFFF
+"""Mask of the lanes of a warp."""
 
 WARPGROUP = 128
 """Threads of a warpgroup (four warps), which issues wgmma."""

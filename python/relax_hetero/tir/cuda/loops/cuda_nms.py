@@ -16,7 +16,7 @@ from ....target.gpu_target import WARP
 from ...core.builder import Expr, Function, ceil_div, int64
 from ...nms import NmsMemory, NmsProblem, area_of, corners_of, overlaps
 from .lanes import register
-from .launch import launch, sync
+from .launch import launch, scheduled_as, sync
 from .reduction import from_below
 
 _THREADS = 256
@@ -40,10 +40,7 @@ def nms_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
             kernel.allocate()
             kernel.select()
             kernel.write()
-    scheduled = function.result
-    return tirx.PrimFunc(scheduled.params, scheduled.body, func.ret_type, func.attrs, func.span).with_attr(
-        "tirx.is_scheduled", True
-    )
+    return scheduled_as(func, function.result)
 
 
 class _Kernel:

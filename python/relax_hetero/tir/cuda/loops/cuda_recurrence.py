@@ -12,7 +12,7 @@ from tvm.script.ir_builder import tirx as T
 from ...core.builder import Function, Registers, ceil_div, int64, loop, materialize, when
 from ...core.view import Coordinates
 from ...recurrence import RecurrenceProblem, RecurrentLayer
-from .launch import launch, sync
+from .launch import launch, scheduled_as, sync
 
 _THREADS = 256
 
@@ -24,10 +24,7 @@ def recurrence_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
         kernel = _Kernel(function, RecurrenceProblem.of(func), lanes=1)
         with function.body():
             kernel.emit()
-    scheduled = function.result
-    return tirx.PrimFunc(scheduled.params, scheduled.body, func.ret_type, func.attrs, func.span).with_attr(
-        "tirx.is_scheduled", True
-    )
+    return scheduled_as(func, function.result)
 
 
 class _Kernel(RecurrentLayer):

@@ -12,7 +12,7 @@ from ...core.builder import Expr, Function, ceil_div, materialize, when
 from ...routing import RoutingProblem, RoutingTensors
 from ..core.launch import local, unrolled
 from ..tile.register_tile import add, reduce_lanes
-from .launch import launch
+from .launch import launch, scheduled_as
 
 _WARPS = 4
 
@@ -28,10 +28,7 @@ def routing_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
             row = materialize(block * _WARPS + thread // WARP)
             with when(row < tensors.rows):
                 _route(tensors, problem, row, T.bind(T.Cast("int32", thread % WARP)))
-    scheduled = function.result
-    return tirx.PrimFunc(scheduled.params, scheduled.body, func.ret_type, func.attrs, func.span).with_attr(
-        "tirx.is_scheduled", True
-    )
+    return scheduled_as(func, function.result)
 
 
 def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Expr) -> None:

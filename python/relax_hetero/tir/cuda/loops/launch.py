@@ -79,3 +79,9 @@ def inside(number: Expr, units: Expr, threads: int) -> Iterator[None]:
 def sync() -> None:
     """Synchronize the block (``__syncthreads``)."""
     T.evaluate(tirx.call_intrin("int32", "tirx.tvm_storage_sync", "shared"))
+
+
+def scheduled_as(func: tirx.PrimFunc, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A written kernel with the result type and the attributes of the PrimFunc that it stands for."""
+    kernel = tirx.PrimFunc(kernel.params, kernel.body, func.ret_type, func.attrs, func.span)
+    return kernel.with_attr("tirx.is_scheduled", True)

@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
-from ....target.gpu_target import WARP, GpuTarget
+from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64
 from ...loops.flat import FlatBox, Loop, is_step
 from ...loops.loop_code import nested
@@ -441,10 +441,6 @@ class _BlockReduction:
                     _merge_into(self.merge, partials, int64(lane), [tirx.BufferLoad(m, [index]) for m in buffers])
 
 
-_FULL_MASK = 0xFFFFFFFF
-"""All lanes of a warp."""
-
-
 def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
     """Value of the thread `distance` lanes further on in the warp, in a register of its own.
 
@@ -457,7 +453,7 @@ def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
     value: Expr = tirx.BufferLoad(value_register, [int64(0)])
     numbers = [tirx.const(n, "int32") for n in (distance, WARP, WARP)]
     shuffled = tirx.call_intrin(
-        wide, "tirx.tvm_warp_shuffle_down", tirx.const(_FULL_MASK, "uint32"), _cast(value, wide), *numbers
+        wide, "tirx.tvm_warp_shuffle_down", tirx.const(ALL_LANES, "uint32"), _cast(value, wide), *numbers
     )
     return _cast(_in_register(shuffled), dtype)
 

@@ -42,13 +42,22 @@ class BlockBody:
         return BlockWork(problem, plan, m)
 
     @property
-    def rows(self) -> int:
-        """Rows of a block."""
+    def row_step(self) -> int:
+        """Rows between the first rows of neighbouring blocks."""
         return self.work.rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.work.plan.warps * WARP
+
+    def reserve(self, shared: SharedMemory) -> None:
+        """Reserve the block's shared memory, before the launch."""
+        shared.reserve(self.work.shared_bytes)
 
     def count_row_tiles(self) -> Expr:
         """Number of row tiles."""
-        return ceil_div(self.work.m, self.rows)
+        return ceil_div(self.work.m, self.row_step)
 
     def prepare(self, row_tiles: Expr, blocks_per_sm: int) -> None:
         """Distribute the work among blocks; parameters as in `BlockWork.share`."""
@@ -63,7 +72,7 @@ class BlockBody:
         self.shared, self.thread = shared, place.thread
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
-        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.rows)
+        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.row_step)
         self.warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
@@ -110,6 +119,11 @@ class BlockBody:
             self.left.hold()
             if not self.left.copies:
                 ptx.block_barrier()
+        self._process(num_tiles)
+
+    def _process(self, num_tiles: Expr) -> None:
+        """Process the block's column tiles, and store their results."""
+        work = self.work
         if not work.is_persistent:
             self._tile(0, num_tiles, 0)
             self._finish(int64(0), 1)
@@ -263,7 +277,7 @@ class BlockBody:
         rows = min(work.rows, work.m) if isinstance(work.m, int) else work.rows
         per_tile, threads = rows * columns // vector, plan.warps * WARP
         items = per_tile * work.batch
-        ptx.block_barrier()
+        self._barrier()
         with T.serial(tirx.const(-(-items // threads), "int32")) as iteration:
             item = T.bind(iteration * threads + self.thread)
             index_in_batch, in_tile = tirx.floordiv(item, per_tile), tirx.floormod(item, per_tile)
@@ -286,7 +300,11 @@ class BlockBody:
                 loaded = None if registers is None else (registers, vector_index)
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, loaded)
         if work.is_persistent:
-            ptx.block_barrier()
+            self._barrier()
+
+    def _barrier(self) -> None:
+        """Synchronize the threads that multiply."""
+        ptx.block_barrier()
 
     def _result_row(self, row: Expr) -> tuple[Expr, list[Expr]]:
         """Row of the result of a row of the block, and predicates of its existence."""

@@ -6,16 +6,18 @@ point: the float16 1024 with the bits of w in its lowest bits is 1024 + w.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS, middle_of
+from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, int64, minimum
 from ..core import ptx
-from ..core.launch import local
+from ..core.launch import SharedMemory, local
 from ..core.operand import GpuOperand
 from .block_plan import STEP, BlockWork
 
@@ -169,3 +171,53 @@ class WeightFragments:
             number = T.reinterpret("float32", target) + T.reinterpret("float32", self.points[half])
             T.buffer_store(self.wide, number, [one])
         ptx.pack_pair(target, self.wide[0], self.wide[1], "bfloat16")
+
+
+class StagedFragments(WeightFragments):
+    """Writer of loads of a chunk's weights from a stage in shared memory; `ahead` is 1."""
+
+    def __init__(self, work: BlockWork, packed: list[GpuOperand], lane: Expr, high: Expr) -> None:
+        super().__init__(work, packed, lane, high)
+        self.types = [operand.nominal for operand in packed[1:]]
+        count = work.plan.fragments * work.scaled
+        self.words = [
+            local(count * max(1, bytes_of(dtype) // 2), "uint32" if bytes_of(dtype) > 1 else "uint16")
+            for dtype in self.types
+        ]
+
+    def load_staged(self, shared: SharedMemory, fragment: int, weights: Expr, parts: Sequence[Sequence[Expr]]) -> None:
+        """Load a fragment of a chunk.
+
+        Parameters
+        ----------
+        weights : PrimExpr
+            Offset in shared memory of the chunk's weights.
+        parts : sequence of sequences of PrimExpr
+            Offsets of the scales, and of the zero points, of 16 columns: one per scale of the chunk.
+        """
+        scaled = self.work.scaled
+        ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(weights + self.lane * 16))
+        for words, dtype, offsets in zip(self.words, self.types, parts, strict=True):
+            size = bytes_of(dtype)
+            words_per_value = max(1, size // 2)
+            for number, offset in enumerate(offsets):
+                first = (fragment * scaled + number) * words_per_value
+                targets = [words[first + i] for i in range(words_per_value)]
+                address = shared.at(offset + self.high * (2 * size))
+                ptx.load_shared(targets, address, "u16" if size == 1 else "u32")
+
+    def _loaded_value(self, part: int, index: int) -> Expr:
+        dtype, words = self.types[part], self.words[part]
+        if bytes_of(dtype) == 4:
+            return T.reinterpret(dtype, words[index])
+        word, half = words[index // 2], index % 2
+        if bytes_of(dtype) == 1:
+            return T.Cast("uint8", word >> T.uint16(8)) if half else T.Cast("uint8", word & T.uint16(255))
+        bits = T.Cast("uint16", word >> T.uint32(16)) if half else T.Cast("uint16", word & T.uint32(0xFFFF))
+        return T.reinterpret(dtype, bits)
+
+    def _scale(self, index: int) -> Expr:
+        return self._loaded_value(0, index)
+
+    def _point(self, index: int) -> Expr:
+        return self._loaded_value(1, index)

@@ -13,6 +13,9 @@ from ...core.builder import Expr
 STEP = 16
 """Extent of k of one mma instruction."""
 
+CHUNK_BYTES = 512
+"""Bytes of a chunk of weights of 16 columns."""
+
 GROUP_COLUMNS = 8
 """Rows of the left operand (or their bfloat16 parts) that one mma instruction multiplies: its n dimension."""
 

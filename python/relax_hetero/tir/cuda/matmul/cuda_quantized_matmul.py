@@ -9,331 +9,31 @@ The warps of a thread block share its columns and split k. Each keeps several ch
 the first ones before the launch that writes the left operand has ended. Blocks are persistent: while one reduces the
 accumulators of its warps in shared memory, the weights of its next columns are in flight.
 
-Rows of a mixture of experts have blocks of their own (`expert_body`). From `MIN_STAGED_ROWS` rows on, weights go
-through a pipeline in shared memory instead (`StagedBody`).
+Rows of a mixture of experts have blocks of their own (`expert_body`). The weights of one or two rows come through a
+ring in shared memory (`ring_body`), those of 17 to 32 rows through a pipeline of each warp (`staged_body`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from math import prod
-from typing import Any
-
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
 from ....encoding.problem import QuantizedMatmulProblem
 from ....errors import EncodingError
-from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
-from ...core.builder import Expr, Function, int64, minimum
+from ...core.builder import Function, int64
 from ..core import ptx
-from ..core.launch import SharedMemory, enable_pdl, launch, local
+from ..core.launch import SharedMemory, enable_pdl, launch
 from ..core.operand import GpuOperand
-from ..tile.epilogue import EpilogueWriter, where
+from ..tile.epilogue import EpilogueWriter
 from .block_body import BlockBody
-from .block_fragments import WeightFragments
-from .block_plan import GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork, block_plans
-from .block_rows import LeftRows
+from .block_plan import PARTS, STEP, BlockPlan, block_plans
 from .expert_body import expert_body
-
-# Weights in stages: each warp has a cp.async pipeline of its own in shared memory.
-#
-# Weights in flight take no registers, so that blocks of two launches share a multiprocessor: while one launch reduces
-# its last accumulators, the weights of the next arrive. The lanes of a warp copy its own contiguous part of k, so a
-# stage is free as soon as the warp has multiplied it, and barriers are needed only to reduce a column tile. Left rows
-# are staged with their weights.
-
-_CHUNK_BYTES = 512
-"""Bytes of a chunk of weights of 16 columns."""
-_COPY_BYTES = 16
-"""Bytes of an asynchronous copy."""
-_WARPS, _MAX_ROWS = 8, 32
-_FRAGMENT_CHOICES, _MAX_PERSISTENT = (7, 4, 3, 2), 4
-
-MIN_STAGED_ROWS = 17
-"""Minimum rows for staged weights; with fewer, registers suffice for weights in flight. A decode step of 32 rows
-through eight layers of 4,096 (4 bits) takes 929 us on an H200, 967 with at most four fragments, 1,447 with weights in
-registers; one row takes 590 to 800 us instead of 478, because of waits for stages, and eight rows 547 to 830 instead of
-582."""
-
-
-@dataclass(frozen=True)
-class StagedPlan(BlockPlan):
-    """Plan with staged weights; `ahead` is 1.
-
-    Attributes
-    ----------
-    stages : int
-        Stages of a warp, of a chunk each.
-    """
-
-    stages: int = 2
-
-
-def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan | None:
-    """Plan of a problem of at least `MIN_STAGED_ROWS` rows that fit one block; None if staging does not apply."""
-    extents = [extent for extent in problem.result.shape[:-1] if isinstance(extent, int)]
-    rows, chunk = prod(extents), chunk_of(problem.bits)
-    is_known = len(extents) == len(problem.result.shape) - 1 and MIN_STAGED_ROWS <= rows <= _MAX_ROWS
-    fits = gpu.overlaps_launches and PARTS[problem.lhs.dtype] == 1 and chunk % problem.block == 0
-    if not (is_known and fits) or problem.depth % (chunk * _WARPS):
-        return None
-    tiles, groups = -(-problem.columns // FRAGMENT_COLUMNS), -(-rows // GROUP_COLUMNS)
-
-    def bytes_read(fragments: int) -> int:
-        waves = -(-tiles // (fragments * gpu.multiprocessors))
-        return waves * (fragments * _CHUNK_BYTES + rows * chunk * 2)
-
-    # Fragments share rows, which every block loads from L2. The largest number takes all registers for accumulators,
-    # and reuses the stages' shared memory for them, so blocks cannot be persistent.
-    choices = [each for each in _FRAGMENT_CHOICES if each <= _MAX_PERSISTENT or tiles <= each * gpu.multiprocessors]
-    for fragments in sorted(choices, key=bytes_read):
-        for stages in (3, 2):
-            plan = StagedPlan(fragments, groups, _WARPS, 1, stages)
-            work = StagedWork(problem, plan, rows)
-            work.share(gpu, 1, 0, 0)
-            if work.shared_bytes <= gpu.shared_bytes:
-                return plan
-    return None
-
-
-class StagedWork(BlockWork):
-    """`BlockWork` with the bytes of a stage: fragments (weights, scales, and zero points), and rows."""
-
-    def __init__(self, problem: QuantizedMatmulProblem, plan: StagedPlan, m: int) -> None:
-        super().__init__(problem, plan, m)
-        self.stages, self.staged_rows, self.held_rows = plan.stages, m, 0
-        values = self.chunk // problem.block * FRAGMENT_COLUMNS
-        self.part_bytes = [values * bytes_of(operand.dtype) for operand in problem.weights[1:]]
-        self.row_bytes = self.chunk * 2  # of a chunk
-        self.fragment_bytes = _CHUNK_BYTES + sum(self.part_bytes)
-        self.rows_at = plan.fragments * self.fragment_bytes
-        self.stage_bytes = self.rows_at + m * self.row_bytes
-
-    def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
-        """See `BlockWork.share`."""
-        self.blocks_per_sm = self.batch = 1
-        self.stride = min(self.column_tiles, gpu.multiprocessors)
-        # With a single column tile, accumulators reuse the memory of stages.
-        self.stages_at = self.sums * 4 if self.is_persistent else 0
-        self.shared_bytes = max(self.stages_at + self.plan.warps * self.stages * self.stage_bytes, self.sums * 4)
-
-    def part_at(self, part: int) -> int:
-        """Offset of scales (0) or zero points (1) of a fragment."""
-        return _CHUNK_BYTES + sum(self.part_bytes[:part])
-
-
-class _StagedFragments(WeightFragments):
-    """Writer of loads of a chunk's weights from a stage to registers."""
-
-    work: StagedWork
-
-    def __init__(self, work: StagedWork, packed: list, lane: Expr, high: Expr) -> None:
-        super().__init__(work, packed, lane, high)
-        self.types = [operand.nominal for operand in packed[1:]]
-        count = work.plan.fragments * work.scaled
-        self.words = [
-            local(count * max(1, bytes_of(dtype) // 2), "uint32" if bytes_of(dtype) > 1 else "uint16")
-            for dtype in self.types
-        ]
-
-    def load_fragment(self, shared: SharedMemory, stage: Expr, fragment: int) -> None:
-        """Load a fragment from a complete stage."""
-        work = self.work
-        begin = fragment * work.fragment_bytes
-        offset = stage + begin + self.lane * 16
-        ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(offset))
-        for part, dtype in enumerate(self.types):
-            size = bytes_of(dtype)
-            for number in range(work.scaled):
-                block = number * work.steps * STEP // work.problem.block
-                offset = stage + (begin + work.part_at(part) + block * FRAGMENT_COLUMNS * size) + self.high * (2 * size)
-                words_per_value = max(1, size // 2)
-                first = (fragment * work.scaled + number) * words_per_value
-                targets = [self.words[part][first + i] for i in range(words_per_value)]
-                ptx.load_shared(targets, shared.at(offset), "u16" if size == 1 else "u32")
-
-    def _loaded_value(self, part: int, index: int) -> Expr:
-        dtype, words = self.types[part], self.words[part]
-        if bytes_of(dtype) == 4:
-            return T.reinterpret(dtype, words[index])
-        word, half = words[index // 2], index % 2
-        if bytes_of(dtype) == 1:
-            return T.Cast("uint8", word >> T.uint16(8)) if half else T.Cast("uint8", word & T.uint16(255))
-        bits = T.Cast("uint16", word >> T.uint32(16)) if half else T.Cast("uint16", word & T.uint32(0xFFFF))
-        return T.reinterpret(dtype, bits)
-
-    def _scale(self, index: int) -> Expr:
-        return self._loaded_value(0, index)
-
-    def _point(self, index: int) -> Expr:
-        return self._loaded_value(1, index)
-
-
-class _StagedRows(LeftRows):
-    """Writer of copies and loads of staged left rows."""
-
-    work: StagedWork
-
-    @property
-    def _swizzle(self) -> int:
-        """XOR of the chunks of odd rows (swizzle), to avoid bank conflicts."""
-        if self.work.row_bytes < 128:
-            return 0
-        return 4 if self.work.steps <= 2 else 1
-
-    def copy(self, stage: Expr, chunk: Expr, lane: Expr) -> None:
-        """Issue copies of the rows of a chunk, by all lanes of a warp."""
-        work = self.work
-        copies = work.row_bytes // _COPY_BYTES
-        for first in range(0, work.staged_rows * copies, WARP):
-            item = first + lane
-            row, copy = tirx.floordiv(item, copies), tirx.floormod(item, copies)
-            k = chunk * work.chunk + T.Cast("int64", copy * (_COPY_BYTES // 2))
-            source = T.address_of(self.lhs.data[self.lhs.address({"m": T.Cast("int64", row), "k": k})])
-            if self._swizzle:
-                copy = T.bitwise_xor(copy, tirx.floormod(row, 2) * self._swizzle)
-            target = self.shared.at(stage + (work.rows_at + (row * work.row_bytes + copy * _COPY_BYTES)))
-            with where([None if first + WARP <= work.staged_rows * copies else item < work.staged_rows * copies]):
-                ptx.copy_async(target, source, _COPY_BYTES)
-
-    def load_fragment(self, stage: Expr) -> None:
-        """Load the fragments of a chunk from a complete stage."""
-        work = self.work
-        words = 2 * work.steps
-        width = min(4, words)
-        for group in range(work.plan.groups):
-            row = self.high + group * GROUP_COLUMNS
-            begin = stage + work.rows_at + row * work.row_bytes
-            with where([None if (group + 1) * GROUP_COLUMNS <= work.staged_rows else row < work.staged_rows]):
-                for number in range(work.scaled):
-                    for i in range(0, words, width):
-                        offset = ((number * 4 + self.low) * words + i) * 4
-                        if self._swizzle:
-                            offset = T.bitwise_xor(offset, tirx.floormod(self.high, 2) * (self._swizzle * _COPY_BYTES))
-                        first = group * self.steps * 2 + number * words + i
-                        ptx.load_shared([self.words[first + j] for j in range(width)], self.shared.at(begin + offset))
-
-
-class StagedBody(BlockBody):
-    """Writer of a block's code with staged weights."""
-
-    work: StagedWork
-    weights: _StagedFragments
-    left: _StagedRows
-
-    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
-        assert isinstance(plan, StagedPlan) and isinstance(m, int), "staged weights need a static number of rows"
-        return StagedWork(problem, plan, m)
-
-    def _open(self) -> None:
-        lanes = self.low, self.high
-        self.weights = _StagedFragments(self.work, self.packed, self.lane, self.high)
-        self.left = _StagedRows(self.work, self.lhs, self.shared, self.thread, lanes, self.first_row)
-
-    def _work(self) -> None:
-        work, plan = self.work, self.work.plan
-        num_tiles: Expr = 1
-        if work.is_persistent:
-            num_tiles = T.bind(tirx.floordiv(work.column_tiles - 1 - self.first_block, work.stride) + 1)
-        self.items = T.bind(T.Cast("int32", int64(num_tiles * work.own)))
-        for stage in range(work.stages):
-            self._if_item(stage, self._copy_weights)
-        if self.gpu.overlaps_launches:
-            ptx.launch_dependents()
-            ptx.griddepcontrol_wait()
-        for i in range(plan.groups * self.left.steps * 2):
-            T.buffer_store(self.left.words, T.uint32(0), [i])
-        # The first commit group contains the weights of all stages.
-        for stage in range(work.stages):
-            self._if_item(stage, self._copy_rows)
-            ptx.copy_commit()
-        with T.serial(int64(num_tiles)) as index:
-            for number in range(plan.fragments * plan.groups * 4):
-                T.buffer_store(self.totals, T.float32(0), [number])
-            with T.serial(tirx.const(work.own, "int32")) as iteration:
-                item = T.bind(T.Cast("int32", index) * work.own + iteration)
-                self._multiply_stage(item)
-                ptx.warp_barrier()
-                next_item = T.bind(item + work.stages)
-                self._if_item(next_item, self._copy_weights)
-                self._if_item(next_item, self._copy_rows)
-                ptx.copy_commit()
-            if work.stages_at == 0:
-                ptx.copy_wait(0)
-                ptx.block_barrier()
-            self._stage_sums(0)
-            self._finish(index, 1)
-
-    def _stage(self, stage: Expr) -> Expr:
-        """Offset of a stage of the warp."""
-        return self.work.stages_at + (self.warp * self.work.stages + stage) * self.work.stage_bytes
-
-    def _if_item(self, item: Expr, write: Callable[[Any], None]) -> None:
-        with T.If(item < self.items), T.Then():
-            write(item)
-
-    def _chunk_of_item(self, iteration: Expr) -> Expr:
-        return T.bind(T.Cast("int64", self.warp) * self.work.own + T.Cast("int64", iteration))
-
-    def _copy_weights(self, item: Expr) -> None:
-        """Issue copies of the weights, scales and zero points of an item, by all lanes."""
-        work, plan = self.work, self.work.plan
-        item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
-        stage = T.bind(tirx.floormod(item, work.stages))
-        tile = self.first_block + T.Cast("int64", tirx.floordiv(item, work.own)) * work.stride
-        tile = T.bind(tile * plan.fragments)
-        chunk = self._chunk_of_item(tirx.floormod(item, work.own))
-        block = T.bind(tirx.floordiv(chunk * work.chunk, work.problem.block))
-        begin = T.bind(self._stage(stage))
-        for fragment in range(plan.fragments):
-            offset = T.bind(
-                (self._tile_of(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
-            )
-            target = begin + fragment * work.fragment_bytes + self.lane * _COPY_BYTES
-            ptx.copy_async(self.shared.at(target), T.address_of(self.weights.weight[offset]), _COPY_BYTES)
-        parts = [self.weights.scales, self.weights.zeros]
-        for part, (data, size) in enumerate(zip(parts, work.part_bytes, strict=False)):
-            copies, element = size // _COPY_BYTES, size * work.problem.block // (work.chunk * FRAGMENT_COLUMNS)
-            for first in range(0, plan.fragments * copies, WARP):
-                number = first + self.lane
-                fragment, copy = tirx.floordiv(number, copies), tirx.floormod(number, copies)
-                with T.If(number < plan.fragments * copies), T.Then():
-                    offset = (self._tile_of(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
-                    source = T.address_of(data[T.bind(offset + T.Cast("int64", copy * (_COPY_BYTES // element)))])
-                    target = begin + (fragment * work.fragment_bytes + work.part_at(part) + copy * _COPY_BYTES)
-                    ptx.copy_async(self.shared.at(target), source, _COPY_BYTES)
-
-    def _tile_of(self, first: Expr, fragment: Expr) -> Expr:
-        """Number of a fragment of 16 columns, clamped to the last one."""
-        if self.work.tiles % self.work.plan.fragments:
-            return minimum(first + fragment, int64(self.work.tiles - 1))
-        return first + fragment
-
-    def _copy_rows(self, item: Expr) -> None:
-        work = self.work
-        item = item if isinstance(item, tirx.Var) else tirx.const(item, "int32")
-        stage = T.bind(tirx.floormod(item, work.stages))
-        self.left.copy(T.bind(self._stage(stage)), self._chunk_of_item(tirx.floormod(item, work.own)), self.lane)
-
-    def _multiply_stage(self, item: Expr) -> None:
-        work, plan = self.work, self.work.plan
-        stage = T.bind(tirx.floormod(item, work.stages))
-        begin = T.bind(self._stage(stage))
-        ptx.copy_wait(work.stages - 1)
-        ptx.warp_barrier()
-        self.weights.load_fragment(self.shared, begin, 0)
-        self.left.load_fragment(begin)
-        for fragment in range(plan.fragments):
-            if fragment + 1 < plan.fragments:
-                self.weights.load_fragment(self.shared, begin, fragment + 1)
-            self._multiply_fragment(0, fragment)
-
+from .ring_body import RingBody, RingPlan, ring_plan
+from .staged_body import StagedBody, StagedPlan, staged_plan
 
 _BLOCKS_PER_SM = 2  # resident blocks of a kernel with two bodies
+_KINDS: dict[type, type[BlockBody]] = {BlockPlan: BlockBody, RingPlan: RingBody, StagedPlan: StagedBody}
 
 
 def quantized_matmul_kernel(
@@ -373,10 +73,9 @@ def quantized_matmul_kernel(
                 index.open()
                 _launch([expert_body(problem, gpu, plan, lhs, packed, writer, index)])
             else:
-                staged = None if plan else staged_plan(problem, gpu)
-                plans = [plan] if plan else [staged] if staged else block_plans(problem, gpu)
-                kinds = [StagedBody if isinstance(one, StagedPlan) else BlockBody for one in plans]
-                _launch([kind(problem, gpu, one, lhs, packed, writer) for kind, one in zip(kinds, plans, strict=True)])
+                one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
+                plans = [one] if one else block_plans(problem, gpu)
+                _launch([_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans])
     if not gpu.overlaps_launches:
         return function.result
     return enable_pdl(function.result, range(1, 1 + len(problem.weights)))
@@ -385,7 +84,7 @@ def quantized_matmul_kernel(
 def _launch(bodies: list[BlockBody]) -> None:
     """Write the launch of one body, or of two, of which the first is for few rows."""
     last = bodies[-1]
-    row_tiles, threads = last.count_row_tiles(), last.work.plan.warps * WARP
+    row_tiles, threads = last.count_row_tiles(), last.threads
     if 0 in (row_tiles, last.work.problem.columns):
         with launch(1, WARP):
             # The next launch waits only for this one.
@@ -398,10 +97,10 @@ def _launch(bodies: list[BlockBody]) -> None:
     blocks = int64(last.work.stride * row_tiles)
     if not is_one:
         bodies[0].prepare(1, _BLOCKS_PER_SM)
-        is_few = last.work.m <= bodies[0].rows
+        is_few = last.work.m <= bodies[0].work.rows
         blocks = tirx.Select(is_few, int64(bodies[0].work.stride), blocks)
     shared = SharedMemory()
-    shared.reserve(max(body.work.shared_bytes for body in bodies))
+    max(bodies, key=lambda body: body.work.shared_bytes).reserve(shared)
     with launch(blocks, threads, min_blocks_per_sm=last.work.blocks_per_sm) as place:
         shared.open()
         if is_one:

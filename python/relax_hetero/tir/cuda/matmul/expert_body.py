@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import QuantizedMatmulProblem
-from ....target.gpu_target import WARP, GpuTarget
+from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, when
 from ...core.view import Coordinates, extent_of
 from ..core import ptx
@@ -29,8 +29,6 @@ from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, expert_plan
 
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
-
-_ALL_LANES = 0xFFFFFFFF
 
 
 def expert_body(
@@ -73,8 +71,8 @@ class ExpertBody(BlockBody):
         return BlockWork(problem, plan, 1)
 
     @property
-    def rows(self) -> int:
-        """Row tiles of a block."""
+    def row_step(self) -> int:
+        """See `BlockBody.row_step`; row tiles are counted."""
         return 1
 
     def count_row_tiles(self) -> Expr:
@@ -211,7 +209,7 @@ class GroupedBody(ExpertBody):
             with when(tirx.all(in_expert >= 0, in_expert < tiles)):
                 T.buffer_store(found, expert, [0])
                 T.buffer_store(found, in_expert * GROUP_COLUMNS, [1])
-            last = T.tvm_warp_shuffle(T.uint32(_ALL_LANES), end[0], WARP - 1, WARP, WARP)
+            last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
             T.buffer_store(begin, begin[0] + last, [0])
         for i in range(2):
             reduce_lanes(found, i, T.max)
@@ -250,6 +248,6 @@ def _add_lanes_before(value: Any, lane: Expr) -> None:
     """Replace a value by the sum of those of the lanes up to this one."""
     distance = 1
     while distance < WARP:
-        other = T.bind(T.tvm_warp_shuffle_up(T.uint32(_ALL_LANES), value[0], distance, WARP, WARP))
+        other = T.bind(T.tvm_warp_shuffle_up(T.uint32(ALL_LANES), value[0], distance, WARP, WARP))
         T.buffer_store(value, value[0] + T.Select(lane >= distance, other, 0), [0])
         distance *= 2

@@ -14,7 +14,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.problem import MatmulProblem
 from ....errors import EncodingError
 from ....target.element_types import HALF_TYPES, bytes_of
-from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
+from ....target.gpu_target import ALL_LANES, VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, lane_indices
 from ...core.view import Coordinates
 from ..core.launch import at_least_one, launch, local, unrolled
@@ -287,7 +287,7 @@ class _Block:
     def _add_lanes(self, sums: Expr) -> None:
         """Reduce over the lanes that split k, by shuffles."""
         distance = self.plan.column_lanes
-        mask = T.uint32(0xFFFFFFFF)
+        mask = T.uint32(ALL_LANES)
         while distance < WARP:
             with unrolled(self.count) as i:
                 other = T.tvm_warp_shuffle_xor(mask, sums[i], distance, WARP, WARP)

@@ -23,7 +23,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.expression import Expression, Term
 from ....encoding.packed_layout import CHUNK_BYTES
 from ....target.element_types import HALF_TYPES, bytes_of
-from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
+from ....target.gpu_target import ALL_LANES, WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
@@ -253,7 +253,7 @@ class FragmentStore:
         bits = local(size // 2, "uint32")
         words = [bits[i] for i in range(size // 2)]
         if number in self._column_registers:
-            full_mask, source = T.uint32(0xFFFFFFFF), pair % WARP + lane % 4
+            full_mask, source = T.uint32(ALL_LANES), pair % WARP + lane % 4
             for i in range(len(words)):
                 word_of_lane = self._column_registers[number][pair // WARP * len(words) + i]
                 T.buffer_store(bits, T.tvm_warp_shuffle(full_mask, word_of_lane, source, WARP, WARP), [i])

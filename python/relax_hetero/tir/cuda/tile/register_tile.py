@@ -15,7 +15,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....target.gpu_target import WARP
+from ....target.gpu_target import ALL_LANES, WARP
 from ...core.builder import Expr
 from ..core import ptx
 from ..core.launch import local, unrolled
@@ -26,7 +26,6 @@ ROW_LANES = (1, 2)
 """Distances between the lanes that share a row."""
 WARP_LANES = (16, 8, 4, 2, 1)
 """Distances between the lanes of a warp."""
-_ALL_LANES = 0xFFFFFFFF
 
 
 def reduce_lanes(
@@ -44,7 +43,7 @@ def reduce_lanes(
     other = local(1, str(buffer.dtype))
     for distance in distances:
         # In a register, as `combine` may read it in a divergent branch: TVM lowers selections to branches.
-        T.buffer_store(other, T.tvm_warp_shuffle_xor(T.uint32(_ALL_LANES), buffer[index], distance, WARP, WARP), [0])
+        T.buffer_store(other, T.tvm_warp_shuffle_xor(T.uint32(ALL_LANES), buffer[index], distance, WARP, WARP), [0])
         T.buffer_store(buffer, combine(buffer[index], other[0]), [index])
 
 

@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from cuda_reports import reports_of
-from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import StagedPlan, quantized_matmul_kernel, staged_plan
+from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
+from relax_hetero.tir.cuda.matmul.staged_body import StagedPlan, staged_plan
 from tir.cuda.gpu_runs import needs_gpu
 from tir.cuda.matmul.test_block_product_on_gpus import GPU, TARGET, check, problem_of
 
