@@ -184,13 +184,12 @@ class CudaResolver(EncodingResolver):
 @cache
 def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     """Generators by problem; they are imported when the first kernel is written."""
-    from ..tir.cuda.attention.cuda_attention import cuda_attention_kernel
+    from ..tir.cuda.attention.cuda_attention import cuda_attention_kernel, cuda_cached_attention_kernel
     from ..tir.cuda.conv.cuda_convolution import cuda_conv_kernel
     from ..tir.cuda.cuda_elementwise import elementwise_kernel
     from ..tir.cuda.matmul.block_unpack import block_unpack_kernel
     from ..tir.cuda.matmul.cuda_matmul import cuda_matmul_kernel
     from ..tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
-    from ..tir.cuda.paged.cuda_cached_attention import cuda_cached_attention_kernel
     from ..tir.cuda.rows.cuda_rows import rows_kernel
 
     return {

@@ -1,4 +1,4 @@
-"""Tilings of attention for wgmma: rows of a block, keys of a tile, stages, and splits of the keys."""
+"""Tilings of attention by tensor cores: rows of a block, keys of a tile, stages, and splits of the keys."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
-from ....encoding.problem import AttentionProblem
+from ....encoding.pages import PAGE
+from ....encoding.problem import AttentionProblem, CachedAttentionProblem, Dim
+from ....errors import EncodingError
+from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
 from ...core.builder import ceil_div
 
@@ -26,6 +29,23 @@ MANY_KEYS = 512
 """Keys from which several warpgroups, or splits of the keys, pay off."""
 SYMBOLIC_EXTENT = 1024
 """Assumed value of symbolic extents."""
+WARP_ROWS = 16
+"""Rows of a warp, and of a tile whose keys the warps split."""
+MMA_WARPS = 4
+"""Warps of a block of `mma_attention` with dense keys, and of decoding."""
+MAX_MMA_ROW_BYTES = 256
+"""Maximum bytes of a head for which tiles of `mma_attention` have 64 keys; else 32."""
+MAX_NARROW = 128
+"""Maximum head size for which registers suffice for eight warps per block, and for wgmma's scores over pages."""
+MIN_WGMMA_CHUNK = 128
+"""Minimum rows of a chunk for wgmma, those of two warpgroups."""
+MAX_SPLIT = 8
+DECODE_BLOCKS_PER_SM = 2
+MAX_DECODE_STAGES = 3
+PARTIAL_BYTES = 32
+"""Bytes of a block's result for four columns: accumulators, maximum score and row sum."""
+_RESERVED = 2 << 10
+"""Bytes of shared memory for barriers, alignment, and the system's reservation per block."""
 
 
 @dataclass(frozen=True)
@@ -34,14 +54,14 @@ class AttentionPlan:
 
     Attributes
     ----------
-    consumers : int
-        Consumer warpgroups, with 64 rows each: 1, 2 or 3.
+    rows : int
+        Rows of a block: 16 per warp, so 64 per warpgroup; 16 if the warps split the keys of a tile.
     keys : int
         Keys of a tile; a multiple of 16.
     stages : int
         Stages of keys and values.
     split_keys : int
-        Blocks of a cluster that split the keys (flash decoding): 1 to 8.
+        Blocks of a cluster that split the keys (flash decoding): 1 to 8. A GPU holds fewer blocks of large clusters.
     heads_per_tile : int
         Heads whose queries are rows of one tile: see `heads.Rows`.
     overlaps_own_product : bool
@@ -50,23 +70,35 @@ class AttentionPlan:
         Heads that are rasterized together, longest rows first; 0: head by head.
     """
 
-    consumers: int
+    rows: int
     keys: int
-    stages: int
+    stages: int = 1
     split_keys: int = 1
     heads_per_tile: int = 1
     overlaps_own_product: bool = True
     heads_per_group: int = 0
 
+    @property
+    def warpgroups(self) -> int:
+        """Warpgroups of consumers."""
+        return self.rows // 64
 
-def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
-    """Choose a plan: as many rows per block as leave no multiprocessor idle."""
+
+def grouped_heads(problem: AttentionProblem, max_rows: int = MAX_GROUPED_ROWS) -> int:
+    """Heads per tile: all that share a key head if their queries are at most `max_rows`, else one."""
+    sizes: dict[str, Any] = dict(problem.sizes)
+    shared, m = sizes["h"] // sizes["g"], sizes["m"]
+    return shared if isinstance(m, int) and m * shared <= max_rows else 1
+
+
+def wgmma_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
+    """Plan of `wgmma_attention` for dense keys: as many rows per block as leave no multiprocessor idle."""
     sizes: dict[str, Any] = dict(problem.sizes)
     b, m, n = (sizes[name] if isinstance(sizes[name], int) else SYMBOLIC_EXTENT for name in "bmn")
     b = sizes["b"] if isinstance(sizes["b"], int) else 1
     h, d, e = sizes["h"], sizes["d"], sizes["e"]
     shared = h // sizes["g"]
-    heads_per_tile = shared if shared > 1 and isinstance(sizes["m"], int) and m * shared <= MAX_GROUPED_ROWS else 1
+    heads_per_tile = grouped_heads(problem)
     rows, groups = m * heads_per_tile, h // heads_per_tile * b
     max_width = max(ceil_div(d, WIDTH), ceil_div(e, WIDTH)) * WIDTH
     # Masks along queries and keys take a register per score.
@@ -99,7 +131,7 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     if problem.causal and consumers > 1:
         heads_per_group = min(groups, max(1, gpu.cache_bytes // 3 // (n * (d + e) * 2)) * (shared // heads_per_tile))
     return AttentionPlan(
-        consumers,
+        64 * consumers,
         keys,
         stages,
         split_keys,
@@ -107,3 +139,91 @@ def choose_plan(problem: AttentionProblem, gpu: GpuTarget) -> AttentionPlan:
         overlaps_own_product=overlaps_own_product,
         heads_per_group=heads_per_group,
     )
+
+
+def mma_plan(problem: AttentionProblem) -> AttentionPlan:
+    """Plan of `mma_attention` for dense keys: small blocks, several of which a multiprocessor holds."""
+    sizes = dict(problem.sizes)
+    row_bytes = max(int(sizes["d"]), int(sizes["e"])) * bytes_of(problem.query.dtype)
+    keys = 64 if row_bytes <= MAX_MMA_ROW_BYTES else 32
+    return AttentionPlan(MMA_WARPS * WARP_ROWS, keys, heads_per_tile=grouped_heads(problem))
+
+
+# Pages: a tile is a page.
+
+
+def page_bytes(problem: CachedAttentionProblem) -> int:
+    """Bytes of the keys and values of a head in a page."""
+    return 2 * PAGE * problem.size * 2
+
+
+def paged_extents(problem: CachedAttentionProblem) -> tuple[int, int, int]:
+    """Rows, slots of the table, and pages of a slot.
+
+    Raises
+    ------
+    EncodingError
+        If one is symbolic.
+    """
+
+    def static(extent: Dim, name: str) -> int:
+        if isinstance(extent, int):
+            return extent
+        raise EncodingError(f"cached_attention on GPUs: found {extent!r} {name}, expected a number")
+
+    rows, (slots, max_pages) = problem.operands[0].shape[0], problem.operands[2].shape
+    return static(rows, "rows"), static(slots, "slots of the table"), static(max_pages, "pages of a slot")
+
+
+def chunk_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:
+    """Plan of `mma_attention` for a chunk.
+
+    Blocks have more rows, which share loads of pages, if blocks with fewer need several waves.
+    """
+    rows = paged_extents(problem)[0]
+    is_large = ceil_div(rows, 64) * problem.heads > gpu.multiprocessors and problem.size <= MAX_NARROW
+    height = 128 if is_large else 64
+    capacity = gpu.shared_bytes - height * problem.size * 2 - 1024
+    return paged_plan(problem, height, max(1, min(2, capacity // page_bytes(problem))))
+
+
+def wgmma_chunk_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:
+    """Plan of `wgmma_attention` for a chunk: three warpgroups if they occupy the GPU, else two.
+
+    A prefill of 2,048 tokens through eight layers (32 heads of 128) takes 12.9 ms on an H200 with three, 13.2 with two.
+    """
+    if ceil_div(paged_extents(problem)[0], 192) * problem.heads >= gpu.multiprocessors:
+        return paged_plan(problem, 192, 3)
+    capacity = gpu.shared_bytes - 128 * problem.size * 2 - 1024
+    return paged_plan(problem, 128, max(2, min(4, capacity // page_bytes(problem))))
+
+
+def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:
+    """Plan of `decode_attention`: as many blocks as are resident, if sequences may have as many pages."""
+    rows, _, max_pages = paged_extents(problem)
+    blocks = rows * problem.kv_heads
+    num_pages = min(max_pages, ceil_div(problem.window, PAGE) + 1) if problem.window else max_pages
+
+    def fits(split: int) -> bool:
+        resident = gpu.model.resident_blocks[split] * gpu.multiprocessors // gpu.model.resident_blocks[1]
+        return blocks * split <= resident * DECODE_BLOCKS_PER_SM
+
+    split = next((count for count in range(min(MAX_SPLIT, max(num_pages, 1)), 1, -1) if fits(count)), 1)
+    other_bytes = WARP_ROWS * problem.size * 2 + problem.group * problem.size // 4 * PARTIAL_BYTES + _RESERVED
+    capacity = gpu.shared_bytes_sm // DECODE_BLOCKS_PER_SM - other_bytes
+    # At most the pages of a block: the remaining shared memory lets a block of the previous launch be resident, too.
+    max_stages = min(MAX_DECODE_STAGES, ceil_div(num_pages, split))
+    return paged_plan(problem, WARP_ROWS, max(2, min(max_stages, capacity // page_bytes(problem))), split)
+
+
+def paged_plan(problem: CachedAttentionProblem, rows: int, stages: int, split_keys: int = 1) -> AttentionPlan:
+    """Plan for pages, with given rows of a block, pages in flight, and blocks that split the pages of a sequence.
+
+    All heads of a tile of rows are neighbours, as those that share keys read the same pages. The rows of a tile of
+    decoding are the heads of a token that share keys.
+    """
+    if problem.rows == "decode":
+        return AttentionPlan(rows, PAGE, stages, split_keys, problem.group)
+    # Overlap with the own product is slower with dense heads of 128; it hides the tanh of a softcap.
+    overlaps = bool(problem.softcap)
+    return AttentionPlan(rows, PAGE, stages, overlaps_own_product=overlaps, heads_per_group=problem.heads)

@@ -1,17 +1,18 @@
-"""Scores of a warp's queries for a tile of keys: score expressions, masks, and online softmax."""
+"""Scores of a warp's queries for a tile of keys, and its results: score expressions, masks, and online softmax."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.expression import Expression, Term
+from ....target.element_types import HALF_TYPES
 from ....target.gpu_target import WARP
-from ...core.builder import Expr, int64, when
-from ...core.view import Coordinates
+from ...core.builder import Expr, ceil_div, int64, when
 from ..core.expression import emit
 from ..core.launch import local, unrolled
 from ..core.operand import divides
@@ -20,11 +21,41 @@ from ..tile.softmax import OnlineSoftmax, average_factor, averaged
 from .attention_tensors import AttentionTensors
 from .heads import GpuHeads
 
+_MAX_BOUND = 1e30
+"""Bound of scores whose exponents of two cannot overflow."""
+
+
+@dataclass(frozen=True)
+class Visible:
+    """Keys that a lane's two rows see, int32.
+
+    Attributes
+    ----------
+    ends : sequence of PrimExpr
+        Ends of the keys visible to both rows.
+    min_end : PrimExpr
+        Lower bound of the ends of all rows of the warp: tiles up to it have no hidden keys, except those of `begins`.
+    begins : sequence of PrimExpr, optional
+        First keys visible to both rows.
+    """
+
+    ends: Sequence[Expr]
+    min_end: Expr
+    begins: Sequence[Expr] | None = None
+
 
 def plain_scale(expression: Expression) -> float | None:
     """Positive factor of an expression that only scales its operand; None for any other expression."""
     scale = _factor(expression.term)
     return scale if scale is not None and 0 < scale < math.inf else None
+
+
+def score_bound(term: Term) -> float:
+    """Bound of the magnitude of a term's values: that of a softcap, or infinity."""
+    if term.op in ("multiply", "divide") and term.args[1].op == "number":
+        number, inner = float(term.args[1].params[0]), score_bound(term.args[0])
+        return inner * abs(number) if term.op == "multiply" else inner / abs(number) if number else math.inf
+    return 1.0 if term.op == "tanh" else math.inf
 
 
 def _factor(term: Term) -> float | None:
@@ -43,7 +74,7 @@ def _factor(term: Term) -> float | None:
 
 
 class ScoreTile:
-    """Writer of the scores of a warp's 16 rows for a tile of keys.
+    """Writer of the scores and results of a warp's 16 rows for a tile of keys; construct it within the launch.
 
     Parameters
     ----------
@@ -51,8 +82,8 @@ class ScoreTile:
         Opened.
     keys : int
         Keys of a tile, a multiple of 16.
-    is_masked : bool
-        Whether some tiles have hidden keys.
+    thread : PrimExpr
+        Index of the thread.
 
     Attributes
     ----------
@@ -60,44 +91,33 @@ class ScoreTile:
         Scores; after `update` the probabilities.
     weights : Buffer
         ``keys / 4`` registers: probabilities as a left operand fragment, after `pack`.
+    sums : RegisterTile
+        Accumulators of values.
     softmax : OnlineSoftmax
     """
 
-    def __init__(self, tensors: AttentionTensors, keys: int, is_masked: bool) -> None:
-        self.tensors, self.keys, self.is_masked = tensors, keys, is_masked
-        self.problem, self.masks, self.rows = tensors.problem, tensors.masks, tensors.rows
-        self.scale = plain_scale(self.problem.scores.expression)
+    def __init__(self, tensors: AttentionTensors, keys: int, thread: Expr) -> None:
+        self.tensors, self.keys, self.masks, self.rows = tensors, keys, tensors.masks, tensors.rows
+        self.scale = plain_scale(tensors.scores)
         """Scale fused into the softmax; None if the expression is evaluated score by score."""
-        self.loaded: list[Any] = []
-
-    def declare(self, thread: Expr) -> None:
-        """Allocate registers, within the launch."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
-        self.scores, self.weights = RegisterTile(self.keys), local(self.keys // 4, "uint32")
-        self.visible = local(2, "int32")
-        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow=self.scale is None)
+        self.scores, self.weights = RegisterTile(keys), local(keys // 4, "uint32")
+        self.sums = RegisterTile(ceil_div(int(tensors.sizes["e"]), 16) * 16)
+        may_overflow = self.scale is None and score_bound(tensors.scores.term) > _MAX_BOUND
+        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
-    def begin(self, at: Coordinates, row: Expr, first_row: Expr, end: Expr) -> None:
+    def begin(self, row: Expr) -> None:
         """Initialize for a block of rows.
 
         Parameters
         ----------
-        at : Coordinates
-            Batch and group.
         row : PrimExpr
             The lane's first row, int32; its second one is 8 rows further on.
-        first_row : PrimExpr
-            First row of the warp, or of its warpgroup, int32.
-        end : PrimExpr
-            Number of keys of the thread block, int32.
         """
-        self.at, self.row = at, row
-        for h in range(2):
-            T.buffer_store(self.visible, self.tensors.visible_to(row + 8 * h, end), [h])
-        lowest = self.tensors.visible_to(first_row if self.rows.heads_per_tile == 1 else 0, end)
-        self.min_visible = lowest if isinstance(lowest, int) else T.bind(lowest)
+        self.row = row
         self.softmax.begin()
+        self.sums.fill(0)
 
     # -- masks
 
@@ -120,7 +140,7 @@ class ScoreTile:
         for view, registers in zip(self.masks, self.loaded, strict=True):
             by_row, by_key = self._depends_on_row(view), view.runs_along("n")
             with unrolled(self._num_mask_registers(view)) as number:
-                at: dict[str, Expr] = {"b": self.at["b"], "h": self.at["group"]}
+                at: dict[str, Expr] = {"b": self.tensors.at["b"], "h": self.tensors.at["group"]}
                 half: Expr = 0
                 if by_key:
                     column = number
@@ -133,7 +153,7 @@ class ScoreTile:
                     half = number
                 if by_row:
                     row = T.min(T.Cast("int64", self.row + half * 8), int64(self.rows.count - 1))
-                    at.update(self.rows.place(row, self.at["group"]))
+                    at.update(self.rows.place(row, self.tensors.at["group"]))
                 value = view.data[view.address(at)]
                 if by_key and not isinstance(sizes["n"], int):
                     value = T.if_then_else(sizes["n"] > 0, value, tirx.const(0, view.dtype))
@@ -145,29 +165,49 @@ class ScoreTile:
 
     # -- softmax
 
-    def update(self, first: Expr) -> None:
-        """Turn the scores of the tile from key `first` on into probabilities."""
+    def update(self, first: Expr, visible: Visible | None) -> None:
+        """Turn the scores of the tile from key `first` on into probabilities.
+
+        Parameters
+        ----------
+        first : PrimExpr
+            Position of the tile's first key, int32.
+        visible : Visible, optional
+            Keys that rows see; None: all.
+        """
         if self.scale is None:
             dtypes = ["float32", *(view.nominal for view in self.masks)]
 
             def score(value: Expr, i: Expr) -> Expr:
                 masks = [mask[self._mask_index(view, i)] for view, mask in zip(self.masks, self.loaded, strict=True)]
-                return emit(self.problem.scores.expression, [value, *masks], dtypes)
+                return emit(self.tensors.scores, [value, *masks], dtypes)
 
             self.scores.map(score)
-        if self.is_masked:
-            with when(first + self.keys > self.min_visible):
-                begin = T.bind(first + first_column(self.lane))
-                self.scores.keep_columns(-math.inf, [T.bind(self.visible[h] - begin) for h in range(2)])
+        if visible is not None:
+            begin = T.bind(first + first_column(self.lane))
+            with when(first + self.keys > visible.min_end):
+                self.scores.keep_columns(-math.inf, [T.bind(end - begin) for end in visible.ends])
+            if visible.begins is not None:
+                limits = [T.bind(key - begin) for key in visible.begins]
+                self.scores.keep_columns(-math.inf, limits, is_below=False)
         self.softmax.update()
 
-    def pack(self, dtype: str) -> None:
-        """Round the probabilities into `weights`."""
-        self.scores.to_operand(self.weights, dtype)
+    def pack(self) -> None:
+        """Round the probabilities to weights, if they are multiplied in 16 bits."""
+        if self.tensors.dtype in HALF_TYPES:
+            self.scores.to_operand(self.weights, self.tensors.dtype)
 
-    def average(self, sums: RegisterTile) -> None:
+    def rescale(self) -> None:
+        """Rescale the accumulators of earlier tiles by the last `update`."""
+        self.sums.scale_rows(self.softmax.rescale)
+
+    def weight_fragment(self, step: int) -> list[Expr]:
+        """Left operand registers of 16 keys, after `pack`."""
+        return [self.weights[4 * step + r] for r in range(4)]
+
+    def average(self) -> None:
         """Normalize accumulators of values by row sums, after `softmax.finish`."""
-        softmax, nan_to_zero = self.softmax, self.problem.nan_to_zero
+        softmax, nan_to_zero = self.softmax, self.tensors.nan_to_zero
         for h in range(2):
             T.buffer_store(softmax.rescale, average_factor(softmax.row_sum[h], nan_to_zero), [h])
-        sums.map(lambda value, i: averaged(value, softmax.rescale[row_of(i)], nan_to_zero))
+        self.sums.map(lambda value, i: averaged(value, softmax.rescale[row_of(i)], nan_to_zero))

@@ -19,16 +19,17 @@ from ....errors import EncodingError
 from ....target.element_types import HALF_TYPES
 from ....target.gpu_target import GpuTarget
 from ...attention.attention_tile import LOWEST
-from ...core.builder import Expr, Function, ceil_div, int64, when
+from ...core.builder import Expr, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
 from ..core.expression import emit
-from ..core.launch import SharedMemory, enable_pdl, local, to_int32, unrolled
+from ..core.launch import SharedMemory, local, to_int32, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from ..tile.softmax import average_factor, averaged
-from .attention_plan import AttentionPlan
-from .attention_tensors import AttentionTensors, tiles_of
+from .attention_plan import AttentionPlan, grouped_heads
+from .attention_tensors import DenseTensors, kernel_of, require_supported
 from .heads import GpuHeads
+from .key_values import tiles_of
 
 ROW_THREADS = 16
 _QUAD = 4
@@ -98,30 +99,23 @@ def simt_attention_kernel(problem: AttentionProblem, gpu: GpuTarget, plan: SimtP
     """
     tensors = (problem.query, problem.key, problem.value, problem.result)
     types = {operand.dtype for operand in tensors}
-    if not types <= {"float32", *HALF_TYPES}:
-        raise EncodingError(f"attention on {gpu.arch}: element types {sorted(types)}, expected float32 or {HALF_TYPES}")
-    sizes: dict[str, Any] = dict(problem.sizes)
-    if 0 in sizes.values():
-        raise EncodingError(f"attention on {gpu.arch}: an extent is 0 in {sizes}")
-    shared = sizes["h"] // sizes["g"]
-    heads_per_tile = shared if isinstance(sizes["m"], int) and sizes["m"] * shared <= 2 * ROW_THREADS else 1
-    plan = plan or choose_simt_plan(problem, gpu, heads_per_tile)
-    uses_pdl = gpu.overlaps_launches
-    function = Function("attention", registers="local")
-    with function:
-        attention = AttentionTensors.of(function, problem, AttentionPlan(1, plan.keys, 1, 1, heads_per_tile))
-        with function.body():
-            attention.open(raw=False)
-            _Kernel(attention, plan, uses_pdl).emit()
-    return enable_pdl(function.result) if uses_pdl else function.result
+    reason = (
+        "" if types <= {"float32", *HALF_TYPES} else f"element types {sorted(types)}, expected float32 or {HALF_TYPES}"
+    )
+    if 0 in dict(problem.sizes).values():
+        reason = f"an extent is 0 in {dict(problem.sizes)}"
+    require_supported(problem, gpu, reason)
+    heads_per_tile = grouped_heads(problem, 2 * ROW_THREADS)
+    tiling = plan or choose_simt_plan(problem, gpu, heads_per_tile)
+    common = AttentionPlan(tiling.rows, tiling.keys, heads_per_tile=heads_per_tile)
+    return kernel_of("attention", problem, common, gpu, lambda tensors: _Kernel(tensors, tiling).emit(), raw=False)
 
 
 class _Kernel:
     """Writer of the kernel."""
 
-    def __init__(self, tensors: AttentionTensors, plan: SimtPlan, uses_pdl: bool) -> None:
-        self.uses_pdl = uses_pdl
-        self.tensors, self.plan, self.problem = tensors, plan, tensors.problem
+    def __init__(self, tensors: DenseTensors, plan: SimtPlan) -> None:
+        self.tensors, self.plan = tensors, plan
         self.d, self.e = int(tensors.sizes["d"]), int(tensors.sizes["e"])
         self.columns = ceil_div(self.e, ROW_THREADS * _QUAD)
         """Groups of four columns of values per thread."""
@@ -132,12 +126,13 @@ class _Kernel:
 
     def emit(self) -> None:
         """Write the launch."""
-        self.tensors.launch(self.plan.rows, self.plan.threads, self.shared, self.uses_pdl, self._block)
+        with self.tensors.launch(self.plan.threads, self.shared) as place:
+            self._block(place.thread)
 
-    def _block(self, thread: Expr, block: Expr) -> None:
+    def _block(self, thread: Expr) -> None:
         tensors, plan, rows, self.thread = self.tensors, self.plan, self.tensors.rows, thread
-        self.row, self.at, self.at_keys = tensors.locate(block, plan.rows)
-        visible = tensors.visible(self.row, plan.rows)
+        self.row, self.at, self.at_keys = tensors.row, tensors.at, tensors.at_keys
+        visible = tensors.visible()
         self.end = T.bind(visible) if not isinstance(visible, int) else visible
         self.lane = T.bind(tirx.floormod(self.thread, ROW_THREADS))
         self.first_row = T.bind(tirx.floordiv(self.thread, ROW_THREADS) * plan.thread_rows)
@@ -238,7 +233,7 @@ class _Kernel:
         for i in range(thread_rows):
             row = T.bind(self.row + self.first_row + i)
             visible = tensors.visible_to(row, self.end)
-            if self.problem.causal:
+            if tensors.is_causal:
                 visible = T.bind(visible)
             coordinates: dict[str, Expr] = {"b": self.at["b"]}
             if tensors.masks:
@@ -249,7 +244,7 @@ class _Kernel:
                 column = T.bind(first + (j * ROW_THREADS) + self.lane)
                 key = T.min(T.Cast("int64", column), int64(sizes["n"] - 1))
                 masks = [view.data[view.address({**coordinates, "n": key})] for view in tensors.masks]
-                value = emit(self.problem.scores.expression, [self.scores[i * keys + j], *masks], dtypes)
+                value = emit(tensors.scores, [self.scores[i * keys + j], *masks], dtypes)
                 T.buffer_store(self.scores, value, [i * keys + j])
                 masked = T.if_then_else(column < visible, self.scores[i * keys + j], T.float32(-math.inf))
                 T.buffer_store(self.scores, masked, [i * keys + j])
@@ -296,14 +291,14 @@ class _Kernel:
         result = tensors.result
         for i in range(self.plan.thread_rows):
             reduce_lanes(self.row_sum, i, add, _ROW_LANES)
-            T.buffer_store(self.rescale, average_factor(self.row_sum[i], self.problem.nan_to_zero), [i])
+            T.buffer_store(self.rescale, average_factor(self.row_sum[i], tensors.nan_to_zero), [i])
             row = T.bind(self.row + self.first_row + i)
             with when(row < to_int32(tensors.rows.count)), unrolled(width) as c:
                 column = T.bind(
                     self.lane * _QUAD + tirx.floordiv(c, _QUAD) * (ROW_THREADS * _QUAD) + tirx.floormod(c, 4)
                 )
                 with when(column < self.e):
-                    value = averaged(self.sums[i * width + c], self.rescale[i], self.problem.nan_to_zero)
+                    value = averaged(self.sums[i * width + c], self.rescale[i], tensors.nan_to_zero)
                     at = {**self.at, "row": T.Cast("int64", row), "k": T.Cast("int64", column)}
                     stored = value if result.nominal == "float32" else T.Cast(result.nominal, value)
                     T.buffer_store(result.data, stored, [result.address(at)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ...core.builder import Expr
 from ..core import ptx
 from ..core.launch import SharedMemory, local, unrolled
+from .operand_tiles import StageTile
 from .register_tile import RegisterTile
 
 
@@ -91,6 +92,52 @@ class ChunkedTile(SharedTile):
     def address(self, line: Expr, chunk: Expr) -> Expr:
         """Offset in shared memory of a chunk of a line."""
         return self.offset + (chunk * self.lines + line) * CHUNK_BYTES
+
+
+class MatrixOperand:
+    """Operand of wgmma in shared memory; construct it within the launch.
+
+    Parameters
+    ----------
+    shared : SharedMemory
+    begin : PrimExpr or int
+        Offset in shared memory that the descriptor encodes.
+    leading, stride : int
+        Offsets of the matrix descriptor, see `ptx.matrix_descriptor`.
+    advance : callable
+        Offset of the k of a wgmma, in units of 16 bytes, given its number.
+    is_transposed : bool
+        Whether lines are values of k.
+    """
+
+    def __init__(
+        self,
+        shared: SharedMemory,
+        begin: Expr,
+        leading: int,
+        advance: Callable[[int], int],
+        stride: int = 64,
+        is_swizzled: bool = True,
+        is_transposed: bool = False,
+    ) -> None:
+        self.begin, self.advance, self.is_transposed = begin, advance, is_transposed
+        self._base = local(1, "uint64")
+        ptx.matrix_descriptor(self._base[0], shared.at(begin), leading, stride, is_swizzled)
+
+    @staticmethod
+    def of(shared: SharedMemory, begin: Expr, tile: StageTile) -> MatrixOperand:
+        """Operand whose steps of k are tiles of a stage, one after the other."""
+        steps = SWIZZLED_BYTES // ptx.CONTRACTION_BYTES
+
+        def advance(step: int) -> int:
+            return step // steps * (tile.size // 16) + step % steps * tile.advance
+
+        return MatrixOperand(shared, begin, tile.leading, advance, is_transposed=tile.is_transposed)
+
+    def at(self, offset: Expr) -> Callable[[int], Expr]:
+        """Descriptors of the wgmmas of a tile at an offset of shared memory, by their number."""
+        first = T.bind(self._base[0] + T.Cast("uint64", tirx.floordiv(offset - self.begin, 16)))
+        return lambda step: first + T.uint64(self.advance(step))
 
 
 def multiply_by_rows(

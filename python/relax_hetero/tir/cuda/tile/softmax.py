@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -113,17 +114,19 @@ class SplitSums:
         self.state, self.total = local(2, "float32"), local(4, "float32")
         self._weight = local(1, "float32")
 
-    @property
-    def row_sum(self) -> Expr:
-        """Sum of probabilities over all splits, after `add`."""
-        return self.state[1]
+    def add(self, splits: Sequence[tuple[Any, Any]], read: Callable[[Sequence[Expr], Any], None]) -> None:
+        """Combine the splits.
 
-    def load(self, part: int, read: Callable[[Sequence[Expr], Sequence[Expr]], None]) -> None:
-        """Load a split: `read` gets the registers of its maximum and row sum, and those of its four sums."""
-        read([self._stats[2 * part + i] for i in range(2)], [self._sums[4 * part + i] for i in range(4)])
-
-    def add(self) -> None:
-        """Combine the splits."""
+        Parameters
+        ----------
+        splits : sequence of tuple
+            Addresses of each split's maximum and row sum, and of its four sums.
+        read : callable
+            Function that loads registers from an address.
+        """
+        for part, (stats, sums) in enumerate(splits):
+            read([self._stats[2 * part + i] for i in range(2)], stats)
+            read([self._sums[4 * part + i] for i in range(4)], sums)
         row_max: Expr = T.float32(LOWEST)
         for part in range(self.parts):
             row_max = T.max(row_max, as_float(self._stats[2 * part]))
@@ -137,6 +140,12 @@ class SplitSums:
             T.buffer_store(self.state, self.state[1] + as_float(self._stats[2 * part + 1]) * self._weight[0], [1])
             for i in range(4):
                 T.buffer_store(self.total, self.total[i] + as_float(self._sums[4 * part + i]) * self._weight[0], [i])
+
+    def average(self, nan_to_zero: bool) -> None:
+        """Normalize `total`, after `add`; see `average_factor`."""
+        T.buffer_store(self._weight, average_factor(self.state[1], nan_to_zero), [0])
+        for i in range(4):
+            T.buffer_store(self.total, averaged(self.total[i], self._weight[0], nan_to_zero), [i])
 
 
 def average_factor(row_sum: Expr, nan_to_zero: bool) -> Expr:

@@ -14,7 +14,7 @@ from gpu_interpreter import run
 from machine_code import disassembled, nvdisasm
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan, choose_plan
+from relax_hetero.tir.cuda.attention.attention_plan import AttentionPlan, wgmma_plan
 from relax_hetero.tir.cuda.attention.wgmma_attention import REGISTERS, wgmma_attention_kernel
 from seeds import fresh_rng
 from tir.attention_runs import case, problem_of
@@ -46,24 +46,24 @@ def lines(*shape):
 
 
 CASES = {
-    "edges": (half(1, 2, 2, 70, 200, 64, 64), AttentionPlan(2, 64, 2)),
+    "edges": (half(1, 2, 2, 70, 200, 64, 64), AttentionPlan(128, 64, 2)),
     "one tile": (half(2, 1, 1, 40, 33, 32, 32, maps=BY_HEADS), None),
-    "three warpgroups": (half(1, 1, 1, 192, 256, 64, 64, maps=BY_HEADS, dtype="bfloat16"), AttentionPlan(3, 128, 2)),
-    "beside others": (half(1, 1, 1, 100, 260, 32, 32), AttentionPlan(2, 64, 2, overlaps_own_product=False)),
+    "three warpgroups": (half(1, 1, 1, 192, 256, 64, 64, maps=BY_HEADS, dtype="bfloat16"), AttentionPlan(192, 128, 2)),
+    "beside others": (half(1, 1, 1, 100, 260, 32, 32), AttentionPlan(128, 64, 2, overlaps_own_product=False)),
     "near heads": (
         half(1, 3, 3, 200, 260, 32, 32, symbolic=True, causal="bottom_right", maps=BY_HEADS),
-        AttentionPlan(2, 64, 2, heads_per_group=2),
+        AttentionPlan(128, 64, 2, heads_per_group=2),
     ),
     "slices of a tensor": (half(1, 2, 2, 20, 50, 40, 24, starts=(8, 16, 24)), None),
     "nothing is aligned": (half(1, 3, 3, 17, 21, 19, 13), None),
     "wide": (half(1, 1, 1, 16, 70, 256, 200, maps=BY_HEADS), None),
     "keys by columns": (half(1, 1, 1, 20, 72, 64, 64, maps=("b h m d", "b g d n", "b g e n", "b h m e")), None),
-    "causal": (half(1, 1, 1, 150, 150, 64, 64, causal="top_left"), AttentionPlan(2, 64, 2)),
-    "causal, more keys": (half(1, 1, 1, 70, 200, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2)),
-    "causal, rows without keys": (half(1, 1, 1, 100, 40, 32, 32, causal="bottom_right"), AttentionPlan(1, 32, 2)),
+    "causal": (half(1, 1, 1, 150, 150, 64, 64, causal="top_left"), AttentionPlan(128, 64, 2)),
+    "causal, more keys": (half(1, 1, 1, 70, 200, 64, 64, causal="bottom_right"), AttentionPlan(64, 64, 2)),
+    "causal, rows without keys": (half(1, 1, 1, 100, 40, 32, 32, causal="bottom_right"), AttentionPlan(64, 32, 2)),
     "zero for no keys": (
         half(1, 1, 1, 100, 40, 32, 32, causal="bottom_right", nan_to_zero=True),
-        AttentionPlan(1, 32, 2),
+        AttentionPlan(64, 32, 2),
     ),
     "padding": (half(2, 2, 2, 40, 100, 32, 32, mask=lines(2, 1, 1, 100), scores=ADDED), None),
     "added by row": (half(1, 2, 2, 40, 100, 32, 32, mask=lines(1, 2, 40, 100), scores=ADDED), None),
@@ -78,16 +78,16 @@ CASES = {
         half(1, 4, 1, 5, 64, 32, 32, mask=mask(1, 4, 5, 64), scores=CHOSEN, causal="bottom_right"),
         None,
     ),
-    "shared keys": (half(1, 4, 2, 3, 300, 64, 64, causal="bottom_right"), AttentionPlan(1, 64, 2, 4, 2)),
-    "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(1, 32, 2, 3)),
+    "shared keys": (half(1, 4, 2, 3, 300, 64, 64, causal="bottom_right"), AttentionPlan(64, 64, 2, 4, 2)),
+    "shared keys, not aligned": (half(1, 1, 1, 9, 130, 32, 30), AttentionPlan(64, 32, 2, 3)),
     "blocks without keys": (
         half(1, 1, 1, 70, 100, 32, 32, causal="bottom_right", mask=lines(1, 1, 1, 100), scores=ADDED),
-        AttentionPlan(1, 32, 1, 4),
+        AttentionPlan(64, 32, 1, 4),
     ),
-    "symbolic": (half(2, 2, 1, 70, 90, 64, 64, symbolic=True), AttentionPlan(1, 64, 2)),
+    "symbolic": (half(2, 2, 1, 70, 90, 64, 64, symbolic=True), AttentionPlan(64, 64, 2)),
     "symbolic, causal, shared keys": (
         half(1, 2, 2, 3, 200, 32, 32, symbolic=True, causal="bottom_right", mask=lines(1, 1, 3, 200), scores=ADDED),
-        AttentionPlan(1, 64, 2, 2),
+        AttentionPlan(64, 64, 2, 2),
     ),
 }
 
@@ -104,7 +104,7 @@ def test_rows_that_a_mask_hides_by_the_lowest_float(split_keys):
     lowest = np.zeros((1, 1, 5, 64), "float32")
     lowest[..., 0, :] = lowest[..., 1, 32:] = lowest[..., 2, :32] = np.finfo("float32").min
     one = half(1, 1, 1, 5, 64, 32, 32, mask=lowest, scores=ADDED)
-    plan = AttentionPlan(1, 32, 1, split_keys)
+    plan = AttentionPlan(64, 32, 1, split_keys)
     check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
 
 
@@ -167,13 +167,13 @@ def test_warpgroups_take_no_more_registers_than_a_launch_has(consumers):
 
 def test_plans_keep_the_gpu_busy():
     def plan(*sizes, **options):
-        return choose_plan(problem_of(half(*sizes, maps=BY_HEADS, **options)), GPU)
+        return wgmma_plan(problem_of(half(*sizes, maps=BY_HEADS, **options)), GPU)
 
-    assert plan(1, 64, 64, 4096, 4096, 128, 128).consumers == 2
-    assert plan(1, 64, 64, 4096, 4096, 64, 64).consumers == 3
-    assert plan(16, 12, 12, 128, 128, 64, 64).consumers == 1  # several blocks a multiprocessor
-    assert plan(1, 12, 12, 128, 128, 64, 64).consumers == 1  # more blocks
-    assert plan(1, 16, 16, 1000, 1000, 80, 80).consumers == 2  # 128 blocks at once, not 256
+    assert plan(1, 64, 64, 4096, 4096, 128, 128).rows == 128
+    assert plan(1, 64, 64, 4096, 4096, 64, 64).rows == 192
+    assert plan(16, 12, 12, 128, 128, 64, 64).rows == 64  # several blocks a multiprocessor
+    assert plan(1, 12, 12, 128, 128, 64, 64).rows == 64  # more blocks
+    assert plan(1, 16, 16, 1000, 1000, 80, 80).rows == 128  # 128 blocks at once, not 256
     assert plan(1, 8, 8, 2048, 2048, 256, 256).stages == 2  # shared memory holds two tiles of 80 keys
     assert plan(1, 64, 64, 4096, 4096, 64, 64, causal="top_left").heads_per_group == 16  # a third of the cache
     assert plan(1, 6, 6, 197, 197, 64, 64).keys == 112  # two tiles of about as many

@@ -12,14 +12,16 @@ from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
-from relax_hetero.tir.cuda.paged.paged_decode import DecodePlan, decode_plan, paged_decode_kernel
+from relax_hetero.tir.cuda.attention.attention_plan import decode_plan, paged_plan
+from relax_hetero.tir.cuda.attention.decode_attention import decode_attention_kernel
 from seeds import fresh_rng
+from tir.cuda.attention.paged_cases import Call, case, check
+from tir.cuda.attention.paged_runs import on_gpu
 from tir.cuda.gpu_runs import needs_gpu
-from tir.cuda.paged.paged_cases import Call, case, check
-from tir.cuda.paged.paged_runs import on_gpu
 
 GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_90a"}))
-ONE, TWO = DecodePlan(1, 2), DecodePlan(2, 2)
+ONE, TWO = 1, 2
+"""Blocks of a cluster."""
 
 CASES = {
     "page edges, rotated halves": (case((0, 1, 63, 64, 65), rotary="halves", rotated=32), ONE),
@@ -35,20 +37,24 @@ CASES = {
         case((70,), heads=3, kv_heads=1, size=80, rotary="halves", rotated=40, page_dtype="bfloat16"),
         TWO,
     ),
-    "three blocks of a cluster": (case((263, 30), rotary="halves", rotated=32), DecodePlan(3, 2)),
+    "three blocks of a cluster": (case((263, 30), rotary="halves", rotated=32), 3),
     "a full tile of heads": (case((64,), heads=16, kv_heads=1, size=16), ONE),
     "wide": (case((66,), heads=4, kv_heads=1, size=256, rotary="halves", rotated=256), ONE),
 }
 
 
+def kernel(work, split):
+    return decode_attention_kernel(work.problem, GPU, paged_plan(work.problem, 16, 2, split))
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_against_float64(name):
-    chosen, plan = CASES[name]
+    chosen, split = CASES[name]
     call = Call(chosen, fresh_rng())
     out = np.full((call.work.rows, call.work.heads * call.work.size), np.nan, numpy_dtype(call.work.dtype))
     arguments = call.arguments()
     pages = arguments[1] = call.pages.copy()
-    run(paged_decode_kernel(call.work, GPU, plan), *arguments, out, arch="sm_90a")
+    run(kernel(call.work, split), *arguments, out, arch="sm_90a")
     check(call, out, pages)
 
 
@@ -58,7 +64,7 @@ def test_pages_that_are_not_there_are_left_out():
     call.table[1, 0] = -1
     pages = call.pages.copy()
     run(
-        paged_decode_kernel(call.work, GPU, ONE),
+        kernel(call.work, ONE),
         call.qkv,
         pages,
         call.table,
@@ -75,19 +81,20 @@ def test_pages_that_are_not_there_are_left_out():
 def test_a_block_asks_for_no_more_pages_than_it_has():
     def plan(rows):
         work = Call(case((500,), 32, 8, 128), fresh_rng()).work
-        return decode_plan(dataclasses.replace(work, rows=rows, max_pages=8), GPU)
+        chosen = decode_plan(dataclasses.replace(work, rows=rows, max_pages=8).problem, GPU)
+        return chosen.split_keys, chosen.stages
 
     # A GPU holds 120 blocks of clusters of four on its 132 multiprocessors: 256 of them would take two rounds.
-    assert (plan(8), plan(32)) == (DecodePlan(3, 3), DecodePlan(1, 3))
+    assert (plan(8), plan(32)) == ((3, 3), (1, 3))
 
 
 @pytest.mark.gpu
 @needs_gpu
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_gpu(name):
-    chosen, plan = CASES[name]
+    chosen, split = CASES[name]
     call = Call(chosen, fresh_rng())
-    check(call, *on_gpu(paged_decode_kernel(call.work, GPU, plan), call))
+    check(call, *on_gpu(kernel(call.work, split), call))
 
 
 @pytest.mark.gpu
@@ -96,13 +103,13 @@ def test_on_a_gpu(name):
 def test_a_large_model_on_a_gpu(rows):
     lengths = tuple(range(500, 500 + 37 * rows, 37))
     call = Call(case(lengths, 32, 8, 128, rotary="halves", rotated=128), fresh_rng())
-    check(call, *on_gpu(paged_decode_kernel(call.work, GPU), call))
+    check(call, *on_gpu(decode_attention_kernel(call.work.problem, GPU), call))
 
 
 def test_unsupported_problems_name_the_reason():
     with pytest.raises(EncodingError, match="heads of 24, expected a multiple of 16"):
-        paged_decode_kernel(case((3,), size=24).work, GPU)
+        decode_attention_kernel(case((3,), size=24).work.problem, GPU)
     with pytest.raises(EncodingError, match="17 query heads per key head, expected at most 16"):
-        paged_decode_kernel(case((3,), heads=17, kv_heads=1).work, GPU)
+        decode_attention_kernel(case((3,), heads=17, kv_heads=1).work.problem, GPU)
     with pytest.raises(EncodingError, match="sm_80 lacks bulk copies"):
-        paged_decode_kernel(case((3,)).work, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))
+        decode_attention_kernel(case((3,)).work.problem, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"})))

@@ -15,7 +15,7 @@ from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
 from ..core.launch import local, unrolled
 from ..tile.register_tile import add, reduce_lanes
-from .paged_work import PagedTensors
+from .attention_tensors import PagedTensors
 
 Store = Callable[[Expr, Expr], None]
 """Callback that stores an element, given its index and its bits (uint16)."""
@@ -33,33 +33,25 @@ class HeadVector:
     """
 
     def __init__(self, tensors: PagedTensors, lane: Expr) -> None:
-        self.tensors, self.work, self.lane = tensors, tensors.work, lane
-        self._num_pairs = ceil_div(self.work.size // 2, WARP)
+        self.tensors, self.problem, self.lane = tensors, tensors.problem, lane
+        self._num_pairs = ceil_div(self.problem.size // 2, WARP)
         self._values, self._total = local(2 * self._num_pairs, "float32"), local(1, "float32")
         self._rotation = local(2 * self._num_pairs, "float32")  # cosines and sines
         self._packed = local(1, "uint32")
 
-    def emit(self, row: Expr, head: Expr, norm: Any, is_rotated: bool, store: Store) -> None:
-        """Prepare a head of a row, from the projection to `store`.
+    def load(self, row: Expr, head: Expr, kind: str) -> None:
+        """Load a head of a row of the projection, and its rotation.
 
         Parameters
         ----------
         head : PrimExpr
-            Index of the head in the projection.
-        norm : Buffer or None
-            Weights of the norm.
-        is_rotated : bool
-            Whether rotary embedding applies (queries and keys).
-        store : callable
+            Index of the head among all of the projection.
+        kind : str
+            "query", "key" or "value"; values are neither normalized nor rotated.
         """
-        self.load(row, head, is_rotated)
-        self.finish(norm, is_rotated, store)
-
-    def load(self, row: Expr, head: Expr, is_rotated: bool) -> None:
-        """Load a head of a row and its rotation; parameters as in `emit`."""
-        size = self.work.size
+        size = self.problem.size
         begin = T.bind(self.tensors.head_of_row(row, head))
-        rotary = self.work.rotary if is_rotated else ""
+        rotary = self._rotary(kind)
         qkv = self.tensors.qkv
         with unrolled(self._num_pairs) as index:
             pair = index * WARP + self.lane
@@ -71,9 +63,13 @@ class HeadVector:
         if rotary:
             self._load_rotation(row)
 
-    def finish(self, norm: Any, is_rotated: bool, store: Store) -> None:
-        """Normalize, rotate and store the loaded head; parameters as in `emit`."""
-        rotary = self.work.rotary if is_rotated else ""
+    def _rotary(self, kind: str) -> str:
+        return "" if kind == "value" else self.problem.rotary
+
+    def finish(self, kind: str, store: Store) -> None:
+        """Normalize, rotate and store the loaded head, of the `kind` of `load`."""
+        norm = {"query": self.tensors.q_norm, "key": self.tensors.k_norm}.get(kind)
+        rotary = self._rotary(kind)
         if norm is not None:
             self._normalize(norm, rotary)
         if rotary:
@@ -81,22 +77,22 @@ class HeadVector:
         with unrolled(self._num_pairs) as index:
             pair = index * WARP + self.lane
             first, second = self._pair_elements(pair, rotary)
-            ptx.pack_pair(self._packed[0], self._values[index * 2], self._values[index * 2 + 1], self.work.page_dtype)
+            ptx.pack_pair(self._packed[0], self._values[index * 2], self._values[index * 2 + 1], self.problem.page_type)
             inside = self._is_pair(pair)
             with when(True if inside is None else inside):
                 store(first, T.Cast("uint16", self._packed[0] & T.uint32(0xFFFF)))
                 store(second, T.Cast("uint16", self._packed[0] >> T.uint32(16)))
 
     def _is_pair(self, pair: Expr) -> Expr | None:
-        half = self.work.size // 2
+        half = self.problem.size // 2
         return None if half % WARP == 0 else pair < half
 
     def _pair_elements(self, pair: Expr, rotary: str) -> tuple[Expr, Expr]:
         """Element indices of a pair: rotated pairs first, then neighbours."""
         if rotary != "halves":
             return pair * 2, pair * 2 + 1
-        half = self.work.rotated // 2
-        if self.work.rotated == self.work.size:
+        half = self.problem.rotary_size // 2
+        if self.problem.rotary_size == self.problem.size:
             return pair, pair + half
         is_rotated = pair < half
         return T.Select(is_rotated, pair, pair * 2), T.Select(is_rotated, pair + half, pair * 2 + 1)
@@ -107,16 +103,16 @@ class HeadVector:
         with unrolled(2 * self._num_pairs) as i:
             T.buffer_store(total, total[0] + elements[i] * elements[i], [0])
         reduce_lanes(total, 0, add)
-        mean = total[0] * T.float32(1.0 / self.work.size) + T.float32(self.work.eps)
+        mean = total[0] * T.float32(1.0 / self.problem.size) + T.float32(self.problem.eps)
         T.buffer_store(total, T.float32(1) / T.sqrt(mean), [0])
         with unrolled(self._num_pairs) as index:
             for i, element in enumerate(self._pair_elements(index * WARP + self.lane, rotary)):
-                clamped = T.min(element, self.work.size - 1)
+                clamped = T.min(element, self.problem.size - 1)
                 T.buffer_store(elements, elements[index * 2 + i] * total[0] * norm[clamped], [index * 2 + i])
 
     def _load_rotation(self, row: Expr) -> None:
-        half, rotation = self.work.rotated // 2, self.tensors.rotation
-        begin = T.bind(T.Cast("int64", row) * self.work.rotated)
+        half, rotation = self.problem.rotary_size // 2, self.tensors.rotation
+        begin = T.bind(T.Cast("int64", row) * self.problem.rotary_size)
         with unrolled(self._num_pairs) as index:
             pair = index * WARP + self.lane
             # Pairs beyond the rotated elements get the identity.

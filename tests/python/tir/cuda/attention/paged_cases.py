@@ -6,11 +6,79 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.pages import PAGE, page_shape
+from relax_hetero.encoding.problem import APPEND, CachedAttentionProblem, Operand
 from relax_hetero.target.element_types import numpy_dtype
-from relax_hetero.tir.cuda.paged.paged_work import PagedWork
 
 UNITS = {"float16": 2.0**-11, "bfloat16": 2.0**-8, "float32": 2.0**-23}
+
+
+@dataclass(frozen=True)
+class PagedWork:
+    """Sizes and options of a paged attention, of `rows` of the projection; `rotated` elements of a head are rotated."""
+
+    rows: int
+    heads: int
+    kv_heads: int
+    size: int
+    scale: float
+    slots: int
+    max_pages: int
+    pages: int
+    window: int = 0
+    softcap: float = 0.0
+    rotary: str = ""
+    rotated: int = 0
+    eps: float = 1e-6
+    has_q_norm: bool = False
+    has_k_norm: bool = False
+    dtype: str = "float16"
+    page_dtype: str = "float16"
+    is_chunk: bool = False
+
+    @property
+    def group(self) -> int:
+        return self.heads // self.kv_heads
+
+    @property
+    def width(self) -> int:
+        return (self.heads + 2 * self.kv_heads) * self.size
+
+    @property
+    def problem(self) -> CachedAttentionProblem:
+        def operand(shape: tuple[int, ...], dtype: str, *names: str) -> Operand:
+            return Operand(shape, dtype, names, PackedLayout.identity(len(shape)))
+
+        norms = "q" * self.has_q_norm + "k" * self.has_k_norm
+        pages = page_shape(self.pages, self.kv_heads, self.size, self.page_dtype)
+        operands = [
+            operand((self.rows, self.width), self.dtype, "m", "k"),
+            operand(pages, self.page_dtype, "p", "h", "e"),
+            operand((self.slots, self.max_pages), "int32", "s", "t"),
+            *[operand((self.rows,), "int32", "m")] * 2,
+            *[operand((self.rows, self.rotated), "float32", "m", "r")] * bool(self.rotary),
+            *[operand((self.size,), "float32", "d")] * len(norms),
+        ]
+        return CachedAttentionProblem(
+            operands=tuple(operands),
+            out=operand((self.rows, self.heads * self.size), self.dtype, "m", "n"),
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            size=self.size,
+            scale=self.scale,
+            window=self.window,
+            softcap=self.softcap,
+            rotary=self.rotary,
+            norms=norms,
+            eps=self.eps,
+            rows="chunk" if self.is_chunk else "decode",
+            order="chunks",
+        )
+
+    @property
+    def append_problem(self) -> CachedAttentionProblem:
+        return replace(self.problem, rows=APPEND)
 
 
 @dataclass(frozen=True)

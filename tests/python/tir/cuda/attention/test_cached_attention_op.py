@@ -12,8 +12,8 @@ from relax_hetero.errors import HeteroError
 from relax_hetero.op.cached_attention import cached_attention
 from relax_hetero.target.vdevice import with_vdevices
 from seeds import fresh_rng
+from tir.cuda.attention.paged_cases import Call, case, check
 from tir.cuda.gpu_runs import needs_gpu
-from tir.cuda.paged.paged_cases import Call, case, check
 
 HOPPER = {"kind": "cuda", "arch": "sm_90a"}
 CASES = {

@@ -1,0 +1,180 @@
+"""Paged decode attention: single tokens, whose keys and values are appended to the cache in the same launch.
+
+The query heads of one key head are the rows of a tensor core tile. The pages of a sequence are distributed round-robin
+over the blocks of a cluster (flash decoding), and the four warps of a block split the keys of a page. Each warp has an
+online softmax of its own; at the end, the results of warps, then those of blocks, are combined in a fixed order. The
+block with the token's page appends the token's key and value, to shared memory and to the page.
+
+The first pages are loaded before the launch that writes the projection has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.problem import CachedAttentionProblem
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, ceil_div, when
+from ..core import ptx
+from ..core.launch import SharedMemory, local
+from ..tile.softmax import SplitSums, as_bits
+from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, decode_plan
+from .attention_tensors import (
+    CHUNK,
+    READ_EARLY,
+    PagedTensors,
+    in_tile,
+    kernel_of,
+    require_supported,
+    unsupported_reason,
+)
+from .head_vector import HeadVector
+from .key_values import PagedKeyValues
+from .mma_attention import MmaAttention
+from .queries import PagedQueries
+from .row_store import PartialResults, RowStore
+
+_THREADS = MMA_WARPS * WARP
+_TOKEN = "key", "value"
+
+
+def decode_attention_kernel(
+    problem: CachedAttentionProblem, gpu: GpuTarget, plan: AttentionPlan | None = None
+) -> tirx.PrimFunc:
+    """Kernel of a paged decode attention; `CachedAttentionProblem` documents its parameters.
+
+    Raises
+    ------
+    EncodingError
+        If the kernel does not support the problem (`unsupported_reason`).
+    """
+    require_supported(problem, gpu, unsupported_reason(problem, gpu))
+    plan = plan or decode_plan(problem, gpu)
+    write = lambda tensors: _Decode(tensors).emit()  # noqa: E731
+    return kernel_of("paged_decode", problem, plan, gpu, write, reads_early=READ_EARLY)
+
+
+class _TokenHeads(PagedQueries):
+    """Query heads of a token that share a key head, zeros for missing ones, and the token's own key and value."""
+
+    def load(self, thread: Expr) -> None:
+        """Prepare the queries, and load the key and value; all loads are in flight together."""
+        tensors, problem = self.tensors, self.tensors.problem
+        self.lane, self.warp = T.bind(tirx.floormod(thread, WARP)), T.bind(tirx.floordiv(thread, WARP))
+        row, group, chunks = tensors.at["b"], problem.group, problem.size // CHUNK
+        vectors = [HeadVector(tensors, self.lane) for _ in range(ceil_div(group, MMA_WARPS))]
+        self.token = HeadVector(tensors, self.lane)
+        for index, vector in enumerate(vectors):
+            head = T.min(index * MMA_WARPS + self.warp, group - 1)
+            vector.load(row, tensors.at["group"] * group + head, "query")
+        for kind in range(2):
+            with when(self.warp == kind):
+                self.token.load(row, problem.heads + kind * problem.kv_heads + tensors.at_keys["g"], _TOKEN[kind])
+        for index in range(WARP_ROWS // MMA_WARPS):
+            head = T.bind(index * MMA_WARPS + self.warp)
+            if index < len(vectors):
+                with when(True if (index + 1) * MMA_WARPS <= group else head < group):
+                    vectors[index].finish("query", self.store_to(head))
+            if (index + 1) * MMA_WARPS > group:
+                with when(head >= group), T.serial(ceil_div(chunks, WARP)) as part:
+                    chunk = part * WARP + self.lane
+                    with when(chunk < chunks):
+                        target = self.shared.at(self.offset + in_tile(chunk * CHUNK, head, WARP_ROWS) * 2)
+                        ptx.store_shared(target, [T.uint32(0)] * 4)
+        ptx.block_barrier()
+
+    def append(self, tile: Expr, page: Expr, token: Expr) -> None:
+        """Append the token's key and value to its page, in shared and in global memory."""
+        tensors = self.tensors
+        for kind in range(2):
+            begin = T.bind(tensors.tile(page, tensors.at_keys["g"], kind))
+
+            def store(element: Expr, bits: Expr, begin: Expr = begin, kind: int = kind) -> None:
+                offset = T.bind(in_tile(element, token))
+                ptx.store_shared(self.shared.at(tile + (kind * tensors.tile_bytes + offset * 2)), [bits], "u16")
+                T.buffer_store(tensors.pages, bits, [begin + offset])
+
+            with when(self.warp == kind):
+                self.token.finish(_TOKEN[kind], store)
+
+
+class _Decode:
+    """Writer of the kernel."""
+
+    def __init__(self, tensors: PagedTensors) -> None:
+        self.tensors, self.split = tensors, tensors.plan.split_keys
+        self.num_heads, self.quads = tensors.problem.group, tensors.problem.size // 4
+        shared = self.shared = SharedMemory()
+        self.queries = _TokenHeads(tensors, shared)
+        self.source = PagedKeyValues(tensors, shared, _THREADS, append=self.queries.append)
+        self.items = self.num_heads * self.quads
+        self.items_per_block = ceil_div(self.items, self.split)
+        self.parts_at = shared.reserve(self.items_per_block * self.split * PARTIAL_BYTES) if self.split > 1 else 0
+        # The warps' results reuse the memory of pages.
+        self.warps = PartialResults(shared, self.source.offset, MMA_WARPS * self.num_heads, tensors.problem.size)
+        assert self.warps.size <= tensors.plan.stages * 2 * tensors.tile_bytes
+
+    def emit(self) -> None:
+        """Write the launch."""
+        tensors, source = self.tensors, self.source
+        with tensors.launch(_THREADS, self.shared, source.initialize, waits=False) as place:
+            ptx.launch_dependents()
+            source.locate(place.thread)
+            source.start()
+            ptx.griddepcontrol_wait()
+            if self.split > 1:
+                ptx.cluster_arrive()
+            warp, keys = T.bind(tirx.floordiv(place.thread, WARP)), source.keys // MMA_WARPS
+            tile = MmaAttention(tensors, self.queries, source, 0, keys, T.bind(warp * keys)).emit()
+            for h in range(ceil_div(self.num_heads, 8)):
+                head = tirx.floordiv(tile.lane, 4) + 8 * h
+                with when(head < self.num_heads):
+                    self.warps.put(tile, h, T.bind(warp * self.num_heads + head))
+            ptx.block_barrier()
+            if self.split > 1:
+                ptx.cluster_wait()
+            self._combine(place.thread, tile.softmax.factor)
+
+    def _combine(self, thread: Expr, factor: float) -> None:
+        """Combine the results of warps, then those of blocks, four columns per thread and iteration."""
+        split, rank = self.split, self.tensors.rank
+        self._remote = local(1, "uint32")
+        warps = SplitSums(MMA_WARPS, factor)
+        with T.serial(ceil_div(self.items, _THREADS)) as iteration:
+            item = T.bind(iteration * _THREADS + thread)
+            with when(item < self.items):
+                head, quad = T.bind(tirx.floordiv(item, self.quads)), T.bind(tirx.floormod(item, self.quads))
+                lines = [warp * self.num_heads + head for warp in range(MMA_WARPS)]
+                warps.add([self.warps.addresses(line, quad * 4) for line in lines], self._read)
+                (self._store if split == 1 else self._send)(warps, item)
+        if split == 1:
+            return
+        ptx.cluster_barrier()
+        blocks = SplitSums(split, factor)
+        with T.serial(ceil_div(self.items_per_block, _THREADS)) as iteration:
+            number = T.bind(iteration * _THREADS + thread)
+            item = T.bind(number * split + rank)
+            with when(tirx.all(number < self.items_per_block, item < self.items)):
+                sums = [self.parts_at + (number * split + part) * PARTIAL_BYTES for part in range(split)]
+                blocks.add([(offset + 16, offset) for offset in sums], self._read)
+                self._store(blocks, item)
+
+    def _read(self, registers: Sequence[Expr], offset: Expr) -> None:
+        ptx.load_shared(registers, self.shared.at(offset))
+
+    def _send(self, parts: SplitSums, item: Expr) -> None:
+        """Send four columns of this block to the block that stores them."""
+        target = self.parts_at + (tirx.floordiv(item, self.split) * self.split + self.tensors.rank) * PARTIAL_BYTES
+        address = T.bind(ptx.shared_address(self.shared.at(target)))
+        ptx.remote_address(self._remote[0], address, tirx.floormod(item, self.split))
+        ptx.store_remote(self._remote[0], [as_bits(parts.total[i]) for i in range(4)])
+        ptx.store_remote(self._remote[0] + T.uint32(16), [as_bits(parts.state[i]) for i in range(2)])
+
+    def _store(self, parts: SplitSums, item: Expr) -> None:
+        """Normalize and store four columns; padding rows become zeros."""
+        parts.average(nan_to_zero=True)
+        row, column = tirx.floordiv(item, self.quads), tirx.floormod(item, self.quads) * 4
+        RowStore(self.tensors, self.shared).store_quad(parts.total, row, column)

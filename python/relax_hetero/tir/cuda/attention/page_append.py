@@ -1,0 +1,60 @@
+"""Append of new keys and values to pages: a warp per key or value head of a row."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ....encoding.pages import PAGE
+from ....encoding.problem import CachedAttentionProblem
+from ....target.gpu_target import WARP, GpuTarget
+from ...core.builder import Expr, ceil_div, when
+from ..core import ptx
+from ..core.launch import launch
+from .attention_plan import paged_plan
+from .attention_tensors import PagedTensors, in_tile, kernel_of, require_supported, unsupported_reason
+from .head_vector import HeadVector
+
+_WARPS = 4
+
+
+def page_append_kernel(problem: CachedAttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
+    """Kernel that normalizes and rotates new keys, and appends keys and values to their pages, without a result.
+
+    Padding rows, and rows whose page is missing, write nothing. `CachedAttentionProblem` documents the parameters.
+
+    Raises
+    ------
+    EncodingError
+        If the kernel does not support the problem (`unsupported_reason`).
+    """
+    require_supported(problem, gpu, unsupported_reason(problem, gpu))
+    return kernel_of("page_append", problem, paged_plan(problem, 1, 1), gpu, _emit)
+
+
+def _emit(tensors: PagedTensors) -> None:
+    kv_heads = tensors.problem.kv_heads
+    items = tensors.num_rows * 2 * kv_heads
+    with launch(ceil_div(items, _WARPS), _WARPS * WARP) as place:
+        ptx.griddepcontrol_wait()
+        ptx.launch_dependents()
+        lane, warp = T.bind(tirx.floormod(place.thread, WARP)), T.bind(tirx.floordiv(place.thread, WARP))
+        vector = HeadVector(tensors, lane)
+        item = T.bind(T.Cast("int32", place.block) * _WARPS + warp)
+        with when(True if items % _WARPS == 0 else item < items):
+            row, head = T.bind(T.truncdiv(item, 2 * kv_heads)), T.bind(T.truncmod(item, 2 * kv_heads))
+            sequence = T.bind(tensors.sequences[row])
+            with when(sequence >= 0):
+                position = T.bind(tensors.positions[row])
+                page = T.bind(tensors.page_of(sequence, tirx.floordiv(position, PAGE)))
+                with when(page >= 0):
+                    token = T.bind(tirx.floormod(position, PAGE))
+                    for kind, name in enumerate(("key", "value")):
+                        with when(head < kv_heads if kind == 0 else head >= kv_heads):
+                            begin = T.bind(tensors.tile(page, head - kind * kv_heads, kind))
+
+                            def store(element: Expr, bits: Expr, begin: Expr = begin) -> None:
+                                T.buffer_store(tensors.pages, bits, [begin + in_tile(element, token)])
+
+                            vector.load(row, tensors.problem.heads + head, name)
+                            vector.finish(name, store)
