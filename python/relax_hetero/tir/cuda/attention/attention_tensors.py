@@ -93,6 +93,8 @@ class AttentionTensors:
         Function of a product (``x0``) and elements of the masks (``x1``, ...), before softmax.
     masks : tuple of GpuHeads
     result : GpuHeads
+    sinks : Buffer or None
+        Scores without a value, one for each head, float32.
     is_causal : bool
         Whether late rows see more keys.
     nan_to_zero : bool
@@ -111,6 +113,7 @@ class AttentionTensors:
     scores: Expression
     masks: tuple[GpuHeads, ...]
     result: GpuHeads
+    sinks: Any = None
     is_causal: bool
     nan_to_zero: bool
 

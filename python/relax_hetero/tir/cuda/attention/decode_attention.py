@@ -128,7 +128,8 @@ class _Decode:
             if self.split > 1:
                 ptx.cluster_arrive()
             warp, keys = T.bind(tirx.floordiv(place.thread, WARP)), source.keys // MMA_WARPS
-            tile = MmaAttention(tensors, self.queries, source, 0, keys, T.bind(warp * keys)).emit()
+            has_sinks = tirx.all(tensors.rank == 0, warp == 0)
+            tile = MmaAttention(tensors, self.queries, source, 0, keys, T.bind(warp * keys), has_sinks).emit()
             for h in range(ceil_div(self.num_heads, 8)):
                 head = tirx.floordiv(tile.lane, 4) + 8 * h
                 with when(head < self.num_heads):

@@ -65,12 +65,22 @@ class MmaAttention:
         First row, and first key of each tile, of the warp.
     keys : int
         Keys of a tile that the warp multiplies.
+    has_sinks : PrimExpr
+        Whether the warp counts sinks; see `ScoreTile.begin`.
     """
 
     def __init__(
-        self, tensors: AttentionTensors, queries: QueryTile, source: KeyValueSource, row: Expr, keys: int, key: Expr = 0
+        self,
+        tensors: AttentionTensors,
+        queries: QueryTile,
+        source: KeyValueSource,
+        row: Expr,
+        keys: int,
+        key: Expr = 0,
+        has_sinks: Expr = True,
     ) -> None:
-        self.tensors, self.queries, self.source, self.row, self.key = tensors, queries, source, row, key
+        self.tensors, self.queries, self.source = tensors, queries, source
+        self.row, self.key, self.has_sinks = row, key, has_sinks
         self.tile = ScoreTile(tensors, keys, source.thread)
 
     def emit(self) -> ScoreTile:
@@ -80,7 +90,7 @@ class MmaAttention:
         lane_row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
         source.begin_rows(lane_row, first_row)
         self.queries.load(thread)
-        tile.begin(lane_row)
+        tile.begin(lane_row, self.has_sinks)
         dtype = self.tensors.dtype
         types, width = (dtype, dtype), int(self.tensors.sizes["d"]) * bytes_of(dtype)
         with T.serial(source.count) as index:

@@ -107,16 +107,23 @@ class ScoreTile:
         self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
-    def begin(self, row: Expr) -> None:
+    def begin(self, row: Expr, has_sinks: Expr = True) -> None:
         """Initialize for a block of rows.
 
         Parameters
         ----------
         row : PrimExpr
             The lane's first row, int32; its second one is 8 rows further on.
+        has_sinks : PrimExpr
+            Whether the warp's keys are those that count sinks, of all splits of the keys.
         """
-        self.row = row
-        self.softmax.begin()
+        self.row, sinks = row, self.tensors.sinks
+        if sinks is None:
+            self.softmax.begin()
+        else:
+            heads = [self._place(h)["h"] for h in range(2)]
+            scores = [T.bind(sinks[head] * T.float32(1 / (self.scale or 1.0))) for head in heads]
+            self.softmax.begin(scores, tirx.all(has_sinks, first_column(self.lane) == 0))
         self.sums.fill(0)
 
     # -- masks
@@ -152,12 +159,16 @@ class ScoreTile:
                 elif by_row:
                     half = number
                 if by_row:
-                    row = T.min(T.Cast("int64", self.row + half * 8), int64(self.rows.count - 1))
-                    at.update(self.rows.place(row, self.tensors.at["group"]))
+                    at.update(self._place(half))
                 value = view.data[view.address(at)]
                 if by_key and not isinstance(sizes["n"], int):
                     value = T.if_then_else(sizes["n"] > 0, value, tirx.const(0, view.dtype))
                 T.buffer_store(registers, value, [number])
+
+    def _place(self, half: Expr) -> dict[str, Expr]:
+        """Head and query of the lane's first or second row; rows beyond the last are clamped."""
+        row = T.min(T.Cast("int64", self.row + half * 8), int64(self.rows.count - 1))
+        return self.rows.place(row, self.tensors.at["group"])
 
     def _column(self, pair: Expr) -> Expr:
         """Column in the tile of a register, counted within a row."""

@@ -52,11 +52,22 @@ class OnlineSoftmax:
         self.row_max, self.row_sum, self.rescale = (local(2, "float32") for _ in range(3))
         self._new_max, self._base = local(2, "float32"), local(2, "float32")
 
-    def begin(self) -> None:
-        """Initialize the state for new rows."""
+    def begin(self, sinks: Sequence[Expr] | None = None, has_sinks: Expr = True) -> None:
+        """Initialize the state for new rows.
+
+        Parameters
+        ----------
+        sinks : sequence of PrimExpr, optional
+            Scores of a lane's rows that have no value, float32 and not yet multiplied by `scale`.
+        has_sinks : PrimExpr
+            Whether the lane counts the sinks: one of those that share a row, of one split of the keys, does.
+        """
         for h in range(2):
-            T.buffer_store(self.row_max, T.float32(-math.inf), [h])
-            T.buffer_store(self.row_sum, T.float32(0), [h])
+            row_max, row_sum = T.float32(-math.inf), T.float32(0)
+            if sinks is not None:
+                row_max, row_sum = T.Select(has_sinks, sinks[h], row_max), T.Select(has_sinks, T.float32(1), row_sum)
+            T.buffer_store(self.row_max, row_max, [h])
+            T.buffer_store(self.row_sum, row_sum, [h])
 
     def update(self) -> None:
         """Turn the scores of the next tile into probabilities; hidden scores are -inf."""

@@ -120,11 +120,6 @@ def test_keys_in_another_order():
         cached_attention_kernel(problem, cpu_target_of(AVX2))
 
 
-def test_sinks_on_gpus():
-    with pytest.raises(EncodingError, match="cached_attention has sinks, which kernels of GPUs lack"):
-        rh.transform.MaterializeEncodings()(module(Case(sinks=True), 1, 4, 1, 4, '{"kind": "cuda", "arch": "sm_90a"}'))
-
-
 @pytest.mark.parametrize("pages", ["int8", "float16"])
 def test_a_target_of_scalars(pages):
     """A kernel without vectors is there for targets outside of the tables."""

@@ -36,6 +36,7 @@ class PagedWork:
     dtype: str = "float16"
     page_dtype: str = "float16"
     is_chunk: bool = False
+    sinks: bool = False
 
     @property
     def group(self) -> int:
@@ -59,6 +60,7 @@ class PagedWork:
             *[operand((self.rows,), "int32", "m")] * 2,
             *[operand((self.rows, self.rotated), "float32", "m", "r")] * bool(self.rotary),
             *[operand((self.size,), "float32", "d")] * len(norms),
+            *[operand((self.heads,), "float32", "h")] * self.sinks,
         ]
         return CachedAttentionProblem(
             operands=tuple(operands),
@@ -74,6 +76,7 @@ class PagedWork:
             eps=self.eps,
             rows="chunk" if self.is_chunk else "decode",
             order="chunks",
+            sinks=self.sinks,
         )
 
     @property
@@ -138,6 +141,7 @@ class Call:
         angles = rng.uniform(0, 6, (work.rows, max(work.rotated // 2, 1)))
         self.rotation = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype("float32")
         self.norms = [rng.uniform(0.5, 1.5, work.size).astype("float32") for _ in range(2)]
+        self.sinks = rng.uniform(-1, 3, work.heads).astype("float32")
 
     def put(self, pages: np.ndarray, slot: int, position: int, both: np.ndarray) -> None:
         """A token's keys and values, ``(2, kv_heads, size)``, into its page."""
@@ -151,7 +155,8 @@ class Call:
         arrays = [self.qkv, self.pages, self.table, self.sequences, self.positions]
         arrays += [self.rotation] if work.rotary else []
         arrays += [self.norms[0]] if work.has_q_norm else []
-        return arrays + ([self.norms[1]] if work.has_k_norm else [])
+        arrays += [self.norms[1]] if work.has_k_norm else []
+        return arrays + ([self.sinks] if work.sinks else [])
 
     def expected(self) -> tuple[np.ndarray, np.ndarray]:
         """The result of the rows that are of a sequence, in float64, and the pages afterwards."""
@@ -180,8 +185,10 @@ class Call:
                 scores = k[first:, kv_head] @ queries[row, head] * work.scale
                 if work.softcap:
                     scores = work.softcap * np.tanh(scores / work.softcap)
-                powers = np.exp(scores - scores.max())
-                out[row, head] = powers @ v[first:, kv_head] / powers.sum()
+                sink = float(self.sinks[head]) if work.sinks else -np.inf
+                row_max = max(scores.max(), sink)
+                powers = np.exp(scores - row_max)
+                out[row, head] = powers @ v[first:, kv_head] / (powers.sum() + np.exp(sink - row_max))
         return out.reshape(self.valid, -1), pages
 
     def _prepared(self, heads: np.ndarray, norm: np.ndarray | None) -> np.ndarray:

@@ -17,7 +17,7 @@ from tir.cuda.gpu_runs import needs_gpu
 
 HOPPER = {"kind": "cuda", "arch": "sm_90a"}
 CASES = {
-    "decode": case((70, 3), rotary="halves", rotated=32, has_q_norm=True, has_k_norm=True),
+    "decode": case((70, 3), rotary="halves", rotated=32, has_q_norm=True, has_k_norm=True, sinks=True),
     "chunk": case((60,), chunk=9, rotary="pairs", rotated=16, has_k_norm=True, padded=1),
 }
 
@@ -28,6 +28,7 @@ def module_of(call, gpu):
     builder = relax.BlockBuilder()
     names = ["qkv", "pages", "table", "sequences", "positions"]
     names += ["rotation"] * bool(work.rotary) + ["q_norm"] * work.has_q_norm + ["k_norm"] * work.has_k_norm
+    names += ["sinks"] * work.sinks
     params = [
         relax.Var(name, relax.TensorType(list(array.shape), str(array.dtype)))
         for name, array in zip(names, call.arguments(), strict=True)
@@ -45,6 +46,7 @@ def module_of(call, gpu):
                     norms="q" * work.has_q_norm + "k" * work.has_k_norm,
                     eps=work.eps,
                     rows="chunk" if work.is_chunk else "decode",
+                    sinks=work.sinks,
                 )
             )
             result = builder.emit_output(output)

@@ -32,12 +32,14 @@ MMA = {
     "from the beginning": case((0,), chunk=70, rotary="halves", rotated=32),
     "behind others, padded": case((100,), heads=2, kv_heads=1, **PADDED),
     "window, softcap, norms": case((70,), heads=2, kv_heads=1, chunk=65, **WINDOW),
+    "sinks": case((20,), heads=4, kv_heads=2, chunk=50, sinks=True, dtype="bfloat16"),
     "wide, one row": case((64,), heads=2, kv_heads=2, size=256, chunk=1, dtype="bfloat16", page_dtype="bfloat16"),
 }
 WGMMA = {
     "behind others, padded": case((100,), heads=1, kv_heads=1, **PADDED),
     "window, softcap, norms": case((190,), heads=1, kv_heads=1, chunk=10, **WINDOW),
-    "size of no stripes": case((20,), heads=1, kv_heads=1, size=48, chunk=70),
+    "size of no stripes, sinks": case((20,), heads=2, kv_heads=1, size=48, chunk=70, sinks=True),
+    "sinks, softcap": case((20,), heads=2, kv_heads=1, chunk=20, sinks=True, softcap=2.0),
 }
 ON_GPU = {
     "large": LARGE,

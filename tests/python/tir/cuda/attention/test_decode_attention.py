@@ -38,6 +38,8 @@ CASES = {
         TWO,
     ),
     "three blocks of a cluster": (case((263, 30), rotary="halves", rotated=32), 3),
+    "sinks": (case((263, 3, 70), heads=6, kv_heads=2, sinks=True, padded=1), 3),
+    "sinks, softcap": (case((70,), sinks=True, softcap=2.0, dtype="bfloat16"), ONE),
     "a full tile of heads": (case((64,), heads=16, kv_heads=1, size=16), ONE),
     "wide": (case((66,), heads=4, kv_heads=1, size=256, rotary="halves", rotated=256), ONE),
 }
