@@ -188,8 +188,8 @@ class AttentionTensors:
         if self.is_causal:  # long rows first
             number = row_tiles - 1 - number
         self.row = T.bind(number * self.plan.rows)
-        group = T.bind(T.Cast("int64", T.truncmod(outer, self.groups)))
-        batch = T.bind(T.Cast("int64", T.truncdiv(outer, self.groups)))
+        group = T.bind(T.Cast("int64", tirx.floormod(outer, self.groups)))
+        batch = T.bind(T.Cast("int64", tirx.floordiv(outer, self.groups)))
         self.at: Coordinates = {"b": batch, "group": group}
         self.at_keys: Coordinates = {"b": batch, "g": T.bind(self.rows.key_head(group))}
 

@@ -107,15 +107,18 @@ class DenseKeyValues(KeyValueSource):
     ----------
     threads : int
         Threads that copy tiles.
+    keys : int
+        Keys of a tile; 0: those of the plan.
     may_transpose : bool
         Whether the kernel supports transposed tiles of keys.
     """
 
     def __init__(
-        self, tensors: DenseTensors, shared: SharedMemory, keys: int, threads: int, may_transpose: bool
+        self, tensors: DenseTensors, shared: SharedMemory, threads: int, keys: int = 0, may_transpose: bool = False
     ) -> None:
         super().__init__(shared)
-        self.tensors, self.keys, plan, sizes = tensors, keys, tensors.plan, tensors.sizes
+        self.tensors, plan, sizes = tensors, tensors.plan, tensors.sizes
+        self.keys = keys = keys or plan.keys
         n, d, e = sizes["n"], sizes["d"], sizes["e"]
         self.k = OperandTile.of(tensors.key, "n", keys, n, d, threads, may_transpose)
         self.v = OperandTile.of(tensors.value, "n", keys, n, e, threads, may_transpose=False)
@@ -152,8 +155,8 @@ class DenseKeyValues(KeyValueSource):
         return self._visible if self.is_masked else None
 
     def _stage(self, index: Expr) -> Expr:
-        """Stage of a tile."""
-        return tirx.floormod(index, self.tensors.plan.stages)
+        """Stage of a tile: there is one."""
+        return 0
 
     def key_tile(self, index: Expr) -> SharedTile:
         """Keys of a tile."""
@@ -166,15 +169,13 @@ class DenseKeyValues(KeyValueSource):
 
     def matrices(self) -> tuple[MatrixOperand, MatrixOperand]:
         """Operands of wgmma for keys and for values."""
-        line = SWIZZLED_BYTES // 16
-        values = MatrixOperand(
-            self.shared, self.v_at, self.keys * line, lambda step: step * 16 * line, is_transposed=True
-        )
+        leading, line = self.v.size // 16, SWIZZLED_BYTES // 16
+        values = MatrixOperand(self.shared, self.v_at, leading, lambda step: step * 16 * line, is_transposed=True)
         return MatrixOperand.of(self.shared, self.k_at, self.k), values
 
-    def _load(self, tile: OperandTile, target: Expr, size: int, index: Expr) -> None:
-        """Copy keys or values of a tile to an offset of shared memory."""
-        first = self.first_key(index)
+    def _load(self, tile: OperandTile, begin: int, size: int, index: Expr, stage: Expr = 0) -> None:
+        """Copy keys or values of a tile to a stage of `size` bytes, the first of which is at `begin`."""
+        first, target = self.first_key(index), begin + stage * size
         first = tirx.IntImm("int64", first) if isinstance(first, int) else T.bind(T.Cast("int64", first))
         for step in range(size // tile.size):
             tile.load(self.shared, target + step * tile.size, self.tensors.at_keys, first, step, self.thread)
@@ -182,9 +183,6 @@ class DenseKeyValues(KeyValueSource):
 
 class CopiedKeyValues(DenseKeyValues):
     """One tile of keys and one of values: each is copied by all threads while the other one is used."""
-
-    def __init__(self, tensors: DenseTensors, shared: SharedMemory, threads: int) -> None:
-        super().__init__(tensors, shared, tensors.plan.keys, threads, may_transpose=False)
 
     def first_key(self, index: Expr) -> Expr:
         """First key of a tile, int32, from the first tile on."""
@@ -224,7 +222,7 @@ class ProducedKeyValues(DenseKeyValues):
         plan, self.queries = tensors.plan, DenseQueries(tensors, shared, PRODUCERS, may_transpose=True)
         is_copied = all(source_of(view, "n")[0] is Source.LINES for view in (tensors.key, tensors.value))
         keys = plan.keys if is_copied else max(plan.keys // 64, 1) * 64
-        super().__init__(tensors, shared, keys, PRODUCERS, may_transpose=True)
+        super().__init__(tensors, shared, PRODUCERS, keys, may_transpose=True)
         shared.size = max(shared.size, scratch_bytes)
         self.query_ring = Ring(shared, 1, PRODUCERS)
         self.key_ring, self.value_ring = (Ring(shared, plan.stages, PRODUCERS, plan.warpgroups) for _ in range(2))
@@ -249,7 +247,7 @@ class ProducedKeyValues(DenseKeyValues):
                 (self.value_ring, self.v, self.v_at, self.v_size),
             ):
                 stage = ring.acquire(index)
-                self._load(tile, begin + stage * size, size, index)
+                self._load(tile, begin, size, index, stage)
                 arrive(ring.full(stage), tile.source is Source.GATHER)
 
     def _stage(self, index: Expr) -> Expr:

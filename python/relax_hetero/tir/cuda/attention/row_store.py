@@ -41,7 +41,7 @@ class RowStore:
         return self.result.address(at)
 
     def _stores_runs(self, elements: int) -> bool:
-        """Whether runs of 16-bit elements are aligned and contiguous."""
+        """Return whether runs of 16-bit elements are aligned and contiguous."""
         size, is_half = 2 * elements, bytes_of(self.result.nominal) == 2
         is_whole = self.width % elements == 0 and is_half and self.result.is_contiguous("k")
         return is_whole and self.result.alignment("k", size) == size
