@@ -33,7 +33,7 @@ from .attention_tensors import (
 )
 from .head_vector import HeadVector
 from .key_values import PagedKeyValues
-from .mma_attention import MmaAttention
+from .mma_attention import attend
 from .queries import PagedQueries
 from .row_store import PartialResults, RowStore
 
@@ -129,7 +129,7 @@ class _Decode:
                 ptx.cluster_arrive()
             warp, keys = T.bind(tirx.floordiv(place.thread, WARP)), source.keys // MMA_WARPS
             has_sinks = tirx.all(tensors.rank == 0, warp == 0)
-            tile = MmaAttention(tensors, self.queries, source, 0, keys, T.bind(warp * keys), has_sinks).emit()
+            tile = attend(tensors, self.queries, source, 0, keys, T.bind(warp * keys), has_sinks)
             for h in range(ceil_div(self.num_heads, 8)):
                 head = tirx.floordiv(tile.lane, 4) + 8 * h
                 with when(head < self.num_heads):

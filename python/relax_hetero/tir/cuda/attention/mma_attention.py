@@ -54,13 +54,19 @@ def mma_attention_kernel(
     return kernel_of(name, problem, plan, gpu, lambda tensors: _Prefill(tensors).emit())
 
 
-class MmaAttention:
-    """Writer of the products and the softmax of a block's warps.
+def attend(
+    tensors: AttentionTensors,
+    queries: QueryTile,
+    source: KeyValueSource,
+    row: Expr,
+    keys: int,
+    key: Expr = 0,
+    has_sinks: Expr = True,
+) -> ScoreTile:
+    """Write a warp's loop over tiles, after the loads of the first keys have been issued; the tile has its results.
 
     Parameters
     ----------
-    queries : QueryTile
-    source : KeyValueSource
     row, key : PrimExpr
         First row, and first key of each tile, of the warp.
     keys : int
@@ -68,75 +74,52 @@ class MmaAttention:
     has_sinks : PrimExpr
         Whether the warp counts sinks; see `ScoreTile.begin`.
     """
+    tile = ScoreTile(tensors, keys, source.thread)
+    first_row = T.bind(tensors.row + row)
+    lane_row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
+    source.begin_rows(lane_row, first_row)
+    queries.load(source.thread)
+    tile.begin(lane_row, has_sinks)
+    types, width = (tensors.dtype, tensors.dtype), int(tensors.sizes["d"]) * bytes_of(tensors.dtype)
+    with T.serial(source.count) as index:
+        first = T.bind(source.first_key(index) + key)
+        tile.load_masks(first)
+        source.wait(keys=index)
+        multiply_by_rows(tile.scores, (queries.tile(), row), (source.key_tile(index), key), width, types, tile.lane)
+        source.wait(values=index)
+        tile.update(first, source.visible())
+        tile.pack()
+        tile.rescale()
+        values = source.value_tile(index)
+        if bytes_of(tensors.dtype) == 2:
+            add_by_columns(tile.sums, tile.weights, (values, key), keys, types, tile.lane)
+        else:
+            _add_float32_values(tile, values, types)
+        source.release(values=index)
+    tile.softmax.finish()
+    return tile
 
-    def __init__(
-        self,
-        tensors: AttentionTensors,
-        queries: QueryTile,
-        source: KeyValueSource,
-        row: Expr,
-        keys: int,
-        key: Expr = 0,
-        has_sinks: Expr = True,
-    ) -> None:
-        self.tensors, self.queries, self.source = tensors, queries, source
-        self.row, self.key, self.has_sinks = row, key, has_sinks
-        self.tile = ScoreTile(tensors, keys, source.thread)
 
-    def emit(self) -> ScoreTile:
-        """Write the loop over tiles, after the loads of the first keys have been issued; the result's accumulators."""
-        tile, source, thread = self.tile, self.source, self.source.thread
-        first_row = T.bind(self.tensors.row + self.row)
-        lane_row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
-        source.begin_rows(lane_row, first_row)
-        self.queries.load(thread)
-        tile.begin(lane_row, self.has_sinks)
-        dtype = self.tensors.dtype
-        types, width = (dtype, dtype), int(self.tensors.sizes["d"]) * bytes_of(dtype)
-        with T.serial(source.count) as index:
-            first = T.bind(source.first_key(index) + self.key)
-            tile.load_masks(first)
-            source.wait(keys=index)
-            left, right = (self.queries.tile(), self.row), (source.key_tile(index), self.key)
-            multiply_by_rows(tile.scores, left, right, width, types, tile.lane)
-            source.wait(values=index)
-            tile.update(first, source.visible())
-            tile.pack()
-            tile.rescale()
-            if bytes_of(dtype) == 2:
-                values = source.value_tile(index), self.key
-                add_by_columns(tile.sums, tile.weights, values, tile.keys, types, tile.lane)
-            else:
-                self._add_float32_values(source.value_tile(index))
-            source.release(values=index)
-        tile.softmax.finish()
-        return tile
+def _add_float32_values(tile: ScoreTile, values: SharedTile, types: tuple[str, str]) -> None:
+    """Accumulate float32 values, weighted with probabilities that are rounded to tf32 in place.
 
-    def _add_float32_values(self, values: SharedTile) -> None:
-        """Accumulate float32 values, weighted with probabilities that are rounded to tf32 in place.
-
-        A left fragment has keys t and t + 4 of eight in lane t of a row, an accumulator fragment keys 2 t and 2 t + 1:
-        the keys are permuted accordingly in both operands.
-        """
-        tile, shared = self.tile, self.source.shared
-        left, right = local(4, "uint32"), local(2, "uint32")
-        column, own_key = T.bind(tirx.floordiv(tile.lane, 4)), T.bind(tirx.floormod(tile.lane, 4) * 2)
-        within = T.bind(tirx.floormod(column, 4) * 4)
-        with unrolled(tile.keys // 8) as step:
-            for i, score in enumerate((0, 2, 1, 3)):
-                bits = T.reinterpret("uint32", tile.scores[step * 4 + score])
-                T.buffer_store(left, bits + T.uint32(_TF32_ROUNDING), [i])
-            with unrolled(tile.sums.columns // 8) as block:
-                chunk = block * 2 + tirx.floordiv(column, 4)
-                for i in range(2):
-                    address = values.address(own_key + (step * 8 + i), chunk) + within
-                    ptx.load_shared([right[i]], shared.at(address))
-                ptx.multiply_fragments(
-                    [tile.sums[block * 4 + i] for i in range(4)],
-                    [left[i] for i in range(4)],
-                    [right[i] for i in range(2)],
-                    (self.tensors.dtype, self.tensors.dtype),
-                )
+    A left fragment has keys t and t + 4 of eight in lane t of a row, an accumulator fragment keys 2 t and 2 t + 1: the
+    keys are permuted accordingly in both operands.
+    """
+    left, right = local(4, "uint32"), local(2, "uint32")
+    column, own_key = T.bind(tirx.floordiv(tile.lane, 4)), T.bind(tirx.floormod(tile.lane, 4) * 2)
+    within = T.bind(tirx.floormod(column, 4) * 4)
+    with unrolled(tile.keys // 8) as step:
+        for i, score in enumerate((0, 2, 1, 3)):
+            bits = T.reinterpret("uint32", tile.scores[step * 4 + score])
+            T.buffer_store(left, bits + T.uint32(_TF32_ROUNDING), [i])
+        with unrolled(tile.sums.columns // 8) as block:
+            chunk = block * 2 + tirx.floordiv(column, 4)
+            for i in range(2):
+                address = values.address(own_key + (step * 8 + i), chunk) + within
+                ptx.load_shared([right[i]], values.shared.at(address))
+            sums = [tile.sums[block * 4 + i] for i in range(4)]
+            ptx.multiply_fragments(sums, [left[i] for i in range(4)], [right[i] for i in range(2)], types)
 
 
 class _Prefill:
@@ -145,7 +128,6 @@ class _Prefill:
     def __init__(self, tensors: DenseTensors | PagedTensors) -> None:
         self.tensors, self.shared = tensors, SharedMemory()
         self.threads = tensors.plan.rows // WARP_ROWS * WARP
-        self.is_paged = isinstance(tensors, PagedTensors)
         self.queries: QueryTile
         self.source: CopiedKeyValues | PagedKeyValues
         if isinstance(tensors, PagedTensors):
@@ -158,11 +140,11 @@ class _Prefill:
     def emit(self) -> None:
         """Write the launch."""
         tensors, source = self.tensors, self.source
-        min_blocks = int(self.is_paged)
+        min_blocks = int(isinstance(source, PagedKeyValues))
         with tensors.launch(self.threads, self.shared, source.initialize, min_blocks_per_sm=min_blocks) as place:
             source.locate(place.thread)
             source.start()
             row = T.bind(tirx.floordiv(place.thread, WARP) * WARP_ROWS)
-            tile = MmaAttention(tensors, self.queries, source, row, source.keys).emit()
+            tile = attend(tensors, self.queries, source, row, source.keys)
             ptx.block_barrier()  # all warps have read their queries
             RowStore(tensors, self.shared).store_tile(tile, tensors.row + row, self.queries.staging(row))
