@@ -9,7 +9,7 @@ are stored as rows over the panel's columns.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,12 +23,15 @@ from ..target.element_types import bytes_of
 from .block_formats import BlockFormat, QuantizedRows, block_format, integer_format, split_numpy_rows
 
 T = TypeVar("T")
+Zeros = Callable[[Sequence[int], str], np.ndarray]
+"""Function that allocates an array of a shape and an element type, filled with zeros."""
 
 GROUPS = {2: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 """Number of weights whose fields share a group of lanes, by the bits of a weight."""
 
-_CHUNK_WEIGHTS = 1 << 20
-"""Number of weights that a thread packs at a time: numpy's temporaries take a few times their memory."""
+_CHUNK_WEIGHTS = 1 << 19
+"""Number of weights that a thread packs at a time: malloc keeps memory for numpy's temporaries of this size, a few
+times a byte for each weight. It returns larger ones to Linux, and page faults then take longer than packing."""
 _MAX_THREADS = 8
 
 
@@ -179,15 +182,15 @@ class Panels:
         """Shape of the only operand, for `matrices` matrices with n columns each."""
         return [[matrices * -(-n // self.columns), PanelPlan(form, depth, self.columns).panel_bytes]]
 
-    def pack(self, source: BlockSource, matrices: int = 1) -> list[np.ndarray]:
+    def pack(self, source: BlockSource, matrices: int = 1, zeros: Zeros = np.zeros) -> list[np.ndarray]:
         """Pack weights of a model as kernels read them, in chunks, so that temporaries stay small.
 
-        Each of `matrices` matrices of equal rows begins with a panel of its own.
+        Each of `matrices` matrices of equal rows begins with a panel of its own. `zeros` allocates the result.
         """
         plan = PanelPlan(source.form, source.depth, self.columns)
         rows = source.rows // matrices
         panels = -(-rows // self.columns)
-        packed = np.zeros((matrices, panels, plan.superblocks, plan.offsets["end"]), np.uint8)
+        packed = zeros((matrices, panels, plan.superblocks, plan.offsets["end"]), "uint8")
 
         def pack_panels(begin: int, end: int) -> None:
             for first, matrix in zip(range(0, source.rows, rows or 1), packed, strict=False):
@@ -248,11 +251,23 @@ def _bytes(lanes: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
     return little.reshape(*lead, -1).view(np.uint8)
 
 
+def _joined_fields(fields: np.ndarray, bits: int) -> np.ndarray:
+    """Fields of 2 or 4 bits, one in each byte, joined to lanes of 32 bits: neighbours pair by pair, eight at a time."""
+    words = fields.view("<u8")
+    for step in range(3):
+        unit, width = 8 << step, bits << step  # each unit of bits begins with `width` bits of fields
+        words = words | words >> np.uint64(unit - width)
+        words &= np.uint64(((1 << 2 * width) - 1) * sum(1 << at for at in range(0, 64, 2 * unit)))
+    return words.astype(f"<u{bits}").reshape(-1).view("<u4")
+
+
 def _lanes(fields: np.ndarray, plan: PanelPlan, panels: int) -> np.ndarray:
     """Fields as lanes of 32 bits, ``(panels, superblocks, groups * words, columns)``."""
     bits, words, lane_fields = plan.form.bits, plan.words, plan.fields
     columns, groups = plan.columns, plan.superblocks * plan.superblock_size // plan.group
     padded = _padded(fields, panels * columns, groups * plan.group, "uint8").reshape(panels, columns, groups, -1)
+    if bits in (2, 4):  # a lane without bits left over
+        return _joined_fields(padded, bits).reshape(panels, columns, plan.superblocks, -1).transpose(0, 2, 3, 1)
     lanes = np.zeros((panels, columns, groups, words), np.uint32)
     complete = padded[..., : words * lane_fields].reshape(panels, columns, groups, words, lane_fields)
     for index in range(lane_fields):

@@ -16,7 +16,7 @@ import numpy as np
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
 from .block_formats import BlockFormat, read_block_weights
-from .block_panels import BlockSource, PanelPlan, Panels, in_chunks
+from .block_panels import BlockSource, PanelPlan, Panels, Zeros, in_chunks
 
 GROUP = 8
 """Weights that the size of a block is a multiple of."""
@@ -118,10 +118,11 @@ class Fragments:
         """Return whether kernels multiply each row by one of several matrices of n columns."""
         return n % FRAGMENT_COLUMNS == 0
 
-    def pack(self, source: BlockSource, matrices: int = 1) -> list[np.ndarray]:
+    def pack(self, source: BlockSource, matrices: int = 1, zeros: Zeros = np.zeros) -> list[np.ndarray]:
         """Weights, scales and perhaps zero points of a model as kernels read them; `fits` must hold.
 
-        Several matrices are packed as one: no two share a fragment if `fits_matrices` holds.
+        Several matrices are packed as one: no two share a fragment if `fits_matrices` holds. `zeros` allocates the
+        results.
         """
 
         def pack_tiles(begin: int, end: int) -> list[np.ndarray]:
@@ -130,7 +131,7 @@ class Fragments:
 
         tiles = -(-source.rows // FRAGMENT_COLUMNS)
         packed = in_chunks(tiles, FRAGMENT_COLUMNS * source.depth, pack_tiles)
-        return [np.concatenate(parts) for parts in zip(*packed, strict=True)]
+        return [_joined(parts, zeros) for parts in zip(*packed, strict=True)]
 
     def _pack_rows(self, source: BlockSource) -> list[np.ndarray]:
         if source.form.superblock_bytes:
@@ -146,6 +147,11 @@ class Fragments:
         tiles = matrices * -(-n // FRAGMENT_COLUMNS)
         blocks = [tiles, -(-depth // form.block), 8, 2]
         return [[tiles, -(-depth // chunk_of(stored_bits(form))), 32, 4], *[blocks] * (1 + bool(form.minimum))]
+
+
+def _joined(parts: Sequence[np.ndarray], zeros: Zeros) -> np.ndarray:
+    shape = (sum(map(len, parts)), *parts[0].shape[1:])
+    return np.concatenate(parts, out=zeros(shape, str(parts[0].dtype)))
 
 
 def stored_bits(form: BlockFormat) -> int:

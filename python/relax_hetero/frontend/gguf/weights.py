@@ -12,6 +12,7 @@ from tvm import relax
 from ...encoding.block_formats import FILE_FORMATS
 from ...errors import FrontendError
 from ...target.element_types import numpy_dtype
+from ...vm.device.tensors import share_or_copy
 from .file import FileTensor, GgufFile
 from .hyperparameters import Architecture
 
@@ -110,8 +111,11 @@ class Weights:
             types = ", ".join(map(str.upper, ("f32", *FILE_FORMATS)))
             raise FrontendError(f"{self._file.path}: {name!r} is of type {tensor.type}, expected one of {types}")
         rows = int(np.prod(shape[:-1]))
-        constant = self._constant(name, lambda: np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1))
-        return constant, block_format
+        if name not in self._constants:
+            data = np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)
+            # A view of the mapped file if possible: the pass that packs it makes the only copy.
+            self._constants[name] = relax.const(share_or_copy(data))
+        return self._constants[name], block_format
 
     def unquantized_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
         """An unquantized matrix as a constant of a 16-bit float type; None for block-quantized weights or float32."""

@@ -46,6 +46,9 @@ from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
 from ...encoding.resolver import resolver_or_default
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
+from ...vm.device.huge_pages import WeightMemory
+from ...vm.device.tensor_arrays import host_array
+from ...vm.device.tensors import share_or_copy
 from ..encode.epilogues import may_write
 from ..ir.axes import permutation
 from ..ir.blocks import (
@@ -525,6 +528,7 @@ class _Packer:
 
     def __init__(self) -> None:
         self._packed: dict[tuple[Any, ...], list[tvm.runtime.Tensor]] = {}
+        self._memory = WeightMemory()
 
     def pack(
         self, weight: relax.Call, layout: BlockLayout, vdevice: relax.VDevice | None, experts: int = 0
@@ -534,8 +538,9 @@ class _Packer:
         # The module keeps the constants alive, so their identities are valid keys.
         key = (*(hash(arg.value) for arg in weight.args), form, depth, layout, experts)
         if key not in self._packed:
-            source = BlockSource(tuple(arg.value.numpy() for arg in weight.args), form, depth)
-            self._packed[key] = [tvm.runtime.tensor(array) for array in layout.pack(source, experts or 1)]
+            source = BlockSource(tuple(host_array(arg.value) for arg in weight.args), form, depth)
+            arrays = layout.pack(source, experts or 1, self._memory.zeros)
+            self._packed[key] = list(map(share_or_copy, arrays))
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))
             for data in self._packed[key]

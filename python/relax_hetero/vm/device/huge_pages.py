@@ -9,6 +9,7 @@ Source: madvise(2); Linux, Documentation/admin-guide/mm/transhuge.rst.
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import re
@@ -33,6 +34,8 @@ _MIN_BYTES = 16 << 20
 """Fewer weights need too few pages to matter."""
 _MAX_GAP = 64 << 10
 """Largest gap between two weights, such as a header of malloc, that may be part of a huge page."""
+_MAPPING_BYTES = 256 << 20
+"""Bytes of a mapping for several weights."""
 _HUGEPAGE, _POPULATE_READ, _COLLAPSE = 14, 22, 25  # advice of madvise(2)
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ (\d+)")
 _HUGE_IN_FILES = re.compile(r"(?:FilePmdMapped|ShmemPmdMapped): +([1-9]\d*) kB")
@@ -86,6 +89,35 @@ def on_huge_pages(tensors: Sequence[runtime.Tensor]) -> tuple[list[runtime.Tenso
             result[index] = tensor
         copied = sum(map(nbytes_of, copies))
     return result, HugePages(nbytes, huge + copied, copied)
+
+
+class WeightMemory:
+    """Memory for weights that are computed one after the other: huge pages from their first use on.
+
+    Weights share large mappings, each of which is freed with its last array. Memory that no weight uses costs nothing,
+    since Linux backs a page when it is first written.
+    """
+
+    def __init__(self) -> None:
+        self._free = np.empty(0, "uint8")
+
+    def zeros(self, shape: Sequence[int], dtype: str) -> np.ndarray:
+        """A new array of zeros, aligned to `ALIGNMENT` bytes; MemoryError if there is no memory."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
+        if padded > len(self._free):
+            self._free = _anonymous_memory(max(padded, _MAPPING_BYTES), _page_bytes())
+        data, self._free = self._free[:nbytes], self._free[padded:]
+        return data.view(dtype).reshape(shape)
+
+
+def _anonymous_memory(nbytes: int, page: int) -> np.ndarray:
+    """Zeroed memory from a multiple of `page` on, with huge pages of that size from its first use on; 0: without."""
+    memory = np.frombuffer(mmap.mmap(-1, nbytes + page, flags=mmap.MAP_PRIVATE), "uint8")
+    if page:
+        memory = memory[-memory.ctypes.data % page :]
+        _advise((memory.ctypes.data, memory.ctypes.data + nbytes // page * page), _HUGEPAGE)
+    return memory[:nbytes]
 
 
 def _is_in_memory(tensor: runtime.Tensor) -> bool:
@@ -172,11 +204,9 @@ def _copies(tensors: Sequence[runtime.Tensor], page: int) -> list[runtime.Tensor
     if offsets[-1] > available_memory() // 2:
         return []
     try:
-        memory = np.frombuffer(mmap.mmap(-1, offsets[-1] + page, flags=mmap.MAP_PRIVATE), "uint8")
+        memory = _anonymous_memory(offsets[-1], page)
     except OSError:  # a limit of address space, or of memory that may be promised
         return []
-    memory = memory[-memory.ctypes.data % page :]
-    _advise((memory.ctypes.data, memory.ctypes.data + offsets[-1] // page * page), _HUGEPAGE)
     copies = []
     for tensor, offset in zip(tensors, offsets, strict=False):
         part = memory[offset : offset + nbytes_of(tensor)]

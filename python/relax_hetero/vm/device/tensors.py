@@ -184,6 +184,12 @@ def from_array(array: np.ndarray) -> runtime.Tensor | None:
         return None
 
 
+def share_or_copy(array: np.ndarray) -> runtime.Tensor:
+    """A tensor over the memory of `array`, as `from_array` makes it, or a copy if DLPack lacks its type."""
+    tensor = from_array(array)
+    return runtime.tensor(array) if tensor is None else tensor
+
+
 @functools.cache
 def dtype_name(dtype: np.dtype) -> str:
     """TVM's name of a numpy element type in any byte order; numpy's name for types that TVM lacks."""
