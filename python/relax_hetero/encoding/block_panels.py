@@ -217,7 +217,7 @@ def _pack_rows(rows: QuantizedRows, plan: PanelPlan, target: np.ndarray) -> None
     def write(name: str, values: np.ndarray | None, dtype: str, count: int) -> None:
         """Write the numbers of each row, `count` for each superblock."""
         if values is not None and dtype:
-            padded = _padded(values, target.shape[0] * plan.columns, plan.superblocks * count, dtype)
+            padded = padded_to(values, target.shape[0] * plan.columns, plan.superblocks * count, dtype)
             lanes = padded.reshape(target.shape[0], plan.columns, plan.superblocks, count).transpose(0, 2, 3, 1)
             target[:, :, offsets[name] : ends[name]] = _bytes(lanes, target.shape[:2])
 
@@ -236,7 +236,7 @@ def _pack_rows(rows: QuantizedRows, plan: PanelPlan, target: np.ndarray) -> None
         target[:, :, offsets["codes"] :] = _bytes(_lanes(rows.quants, plan, target.shape[0]), target.shape[:2])
 
 
-def _padded(values: np.ndarray, rows: int, columns: int, dtype: str) -> np.ndarray:
+def padded_to(values: np.ndarray, rows: int, columns: int, dtype: str) -> np.ndarray:
     """Values converted to a type and padded with zeros."""
     values = values[:, :columns]
     if values.shape == (rows, columns) and values.dtype == dtype:
@@ -265,7 +265,7 @@ def _lanes(fields: np.ndarray, plan: PanelPlan, panels: int) -> np.ndarray:
     """Fields as lanes of 32 bits, ``(panels, superblocks, groups * words, columns)``."""
     bits, words, lane_fields = plan.form.bits, plan.words, plan.fields
     columns, groups = plan.columns, plan.superblocks * plan.superblock_size // plan.group
-    padded = _padded(fields, panels * columns, groups * plan.group, "uint8").reshape(panels, columns, groups, -1)
+    padded = padded_to(fields, panels * columns, groups * plan.group, "uint8").reshape(panels, columns, groups, -1)
     if bits in (2, 4):  # a lane without bits left over
         return _joined_fields(padded, bits).reshape(panels, columns, plan.superblocks, -1).transpose(0, 2, 3, 1)
     lanes = np.zeros((panels, columns, groups, words), np.uint32)

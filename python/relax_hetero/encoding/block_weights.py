@@ -16,7 +16,7 @@ import numpy as np
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
 from .block_formats import BlockFormat, read_block_weights
-from .block_panels import BlockSource, PanelPlan, Panels, Zeros, in_chunks
+from .block_panels import BlockSource, PanelPlan, Panels, Zeros, in_chunks, padded_to
 
 GROUP = 8
 """Weights that the size of a block is a multiple of."""
@@ -63,24 +63,27 @@ def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> n
     array of int32, (ceil(n / 16), ceil(depth / chunk), 32, 4)
         Fragments, padded with zeros; ``chunk = chunk_of(bits)``.
     """
-    chunk = chunk_of(bits)
-    rows, chunks = data.shape[0], -(-depth // chunk)
-    tiles = -(-rows // FRAGMENT_COLUMNS)
-    padded = np.zeros((tiles * FRAGMENT_COLUMNS, chunks * chunk * bits // 8), np.uint8)
-    row_bytes = bytes_of_row(depth, bits)
-    padded[:rows, :row_bytes] = data[:, :row_bytes]
-    if bits == 4 and depth % 2:
-        padded[:rows, depth // 2] &= 15
-    weights = np.stack([padded & 15, padded >> 4], axis=-1) if bits == 4 else padded
-    run = np.gcd(block, chunk)
-    # Axes: tile, half, column, chunk, run, quarter, word, pair, element of the pair.
-    groups = weights.reshape(tiles, 2, 8, chunks, chunk // run, 4, run // 16, 2, 2)
+    weights = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1) if bits == 4 else data
+    return _fragments(weights[:, :depth], block, bits)
+
+
+def _fragments(weights: np.ndarray, block: int, bits: int) -> np.ndarray:
+    """Fragments of `pack_fragments` from one byte for each weight, (n, depth)."""
+    (rows, depth), chunk = weights.shape, chunk_of(bits)
+    tiles, chunks = -(-rows // FRAGMENT_COLUMNS), -(-depth // chunk)
+    padded = padded_to(weights, tiles * FRAGMENT_COLUMNS, chunks * chunk, "uint8")
+    halves = np.ascontiguousarray(padded).reshape(tiles, 2, 8, -1)
     if bits == 8:
-        lanes = np.ascontiguousarray(groups.transpose(0, 3, 2, 5, 4, 6, 7, 1, 8))
-        return lanes.reshape(tiles, chunks, 32, 16).view("<i4").astype(np.int32, copy=False)
-    pairs = groups[:, 0] | groups[:, 1] << np.uint8(4)  # a byte holds a weight of each column
-    lanes = np.ascontiguousarray(pairs.transpose(0, 2, 1, 4, 3, 5, 7, 6))
-    return lanes.reshape(tiles, chunks, 32, 16).view("<i4").astype(np.int32, copy=False)
+        pairs = halves.view("<u2")
+        words = pairs[:, 0] | pairs[:, 1].astype("<u4") << np.uint32(16)
+    else:  # a byte holds a weight of each column, and the inner two bytes of a word change places
+        words = (halves[:, 0] | halves[:, 1] << np.uint8(4)).view("<u4")
+        inner = words << np.uint32(8) & np.uint32(0xFF0000) | words >> np.uint32(8) & np.uint32(0xFF00)
+        words = words & np.uint32(0xFF0000FF) | inner
+    run = np.gcd(block, chunk)
+    # Axes: tile, column, chunk, run, quarter, word.
+    groups = words.reshape(tiles, 8, chunks, chunk // run, 4, -1)
+    return groups.transpose(0, 2, 1, 4, 3, 5).reshape(tiles, chunks, 32, 4).astype(np.int32, copy=False)
 
 
 def pack_fragment_blocks(values: np.ndarray) -> np.ndarray:
@@ -125,13 +128,17 @@ class Fragments:
         results.
         """
 
+        shape = self.shapes(source.rows, source.form, source.depth)[0]
+        fragments = zeros(shape, "int32")
+
         def pack_tiles(begin: int, end: int) -> list[np.ndarray]:
             part = slice(begin * FRAGMENT_COLUMNS, end * FRAGMENT_COLUMNS)
-            return self._pack_rows(replace(source, arrays=tuple(array[part] for array in source.arrays)))
+            rows = replace(source, arrays=tuple(array[part] for array in source.arrays))
+            fragments[begin:end], *factors = self._pack_rows(rows)
+            return factors
 
-        tiles = -(-source.rows // FRAGMENT_COLUMNS)
-        packed = in_chunks(tiles, FRAGMENT_COLUMNS * source.depth, pack_tiles)
-        return [_joined(parts, zeros) for parts in zip(*packed, strict=True)]
+        factors = in_chunks(shape[0], FRAGMENT_COLUMNS * source.depth, pack_tiles)
+        return [fragments, *(_joined(parts, zeros) for parts in zip(*factors, strict=True))]
 
     def _pack_rows(self, source: BlockSource) -> list[np.ndarray]:
         if source.form.superblock_bytes:
@@ -164,13 +171,10 @@ def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
     form, depth = source.form, source.depth
     weights = read_block_weights(source.arrays[0], form, depth)
     assert weights.scales is not None, "plain numbers cannot be stored in fragments"
-    if form.bits == 4:
-        quants = (weights.codes - np.int8(form.min_code)).view(np.uint8)
-        data = quants[:, 0::2] | quants[:, 1::2] << np.uint8(4)
-    else:
-        data = weights.codes.view(np.uint8) ^ np.uint8(128)
+    bits = stored_bits(form)
+    quants = weights.codes.view(np.uint8) - np.uint8((form.min_code if bits == 4 else -128) & 255)
     factors = [array for array in (weights.scales, weights.minimums) if array is not None]
-    fragments = pack_fragments(data, depth, form.block, stored_bits(form))
+    fragments = _fragments(quants, form.block, bits)
     return [fragments, *(pack_fragment_blocks(_as_float16_if_exact(array)) for array in factors)]
 
 
