@@ -26,6 +26,9 @@ from ..errors import EncodingError
 PAGE = 64
 """Tokens of a page."""
 
+MANY_PAGES = 24
+"""Pages of a sequence from which on kernels do not depend on their maximum number."""
+
 TABLES = {False: "table_full", True: "table_window"}
 """Names of the page tables of layers that see all tokens (False), and of layers with a window (True)."""
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import tvm
 
 from ..errors import FrontendError
-from ..target.vdevice import is_cpu
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
 from .gguf.activation_types import ActivationTypes, check_activations, trained_type
@@ -86,7 +85,7 @@ def from_gguf(
         the pages of each layer's cache, ``pages_N``; all integers are int32. They return logits, (rows or 1,
         vocabulary) of float32, decode functions then ``greedy_tokens``, (rows,), which index the largest logits (-1 if
         one is not finite), and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
-        If all `vdevices` are CPUs, calls choose the number of pages; else it is what all sequences can fill.
+        If `vdevices` are given, calls choose the number of pages; else it is what all sequences can fill.
 
     Raises
     ------
@@ -104,8 +103,7 @@ def from_gguf(
     check_activations(activations)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
-    any_pages = devices is not None and all(map(is_cpu, devices))
-    cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, any_pages)
+    cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, any_pages=devices is not None)
     reasons: dict[str, str] = {}
     estimate: dict[str, Any] | None = None
     if isinstance(placement, str):

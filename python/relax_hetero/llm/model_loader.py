@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..artifact.file_hints import describe_value, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
+from ..encoding.pages import MANY_PAGES, PAGE
 from ..errors import BuildError
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
@@ -82,8 +83,8 @@ def load(
         As for `rh.from_gguf`; not for a folder.
     context : int, optional
         Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
-        with if that is shorter. A longer context than that logs a warning. On CPUs, shorter ones share one
-        executable. Not for a folder.
+        with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable, on
+        other devices than CPUs from 1,536 tokens on; those of the placement "auto" do not. Not for a folder.
     batch_invariant : bool
         Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
         they always do. On other devices, every call then computes the largest batch or chunk, so that one sequence
@@ -143,8 +144,8 @@ def _load_file(
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
     if batch_invariant and not all(map(is_cpu, devices)):  # CPU functions sum in the same order for any number of rows
         batches, chunks = (max(batches),), (max(chunks),)
-    # On CPUs code depends on the longest context only, so that another context of the file compiles nothing.
-    is_fixed = placement == "auto" or not all(map(is_cpu, devices))
+    # Code depends on the longest context only, so that another context of the file compiles nothing.
+    is_fixed = placement == "auto" or (context < PAGE * MANY_PAGES and not all(map(is_cpu, devices)))
     columns = context if is_fixed else max(model.context, context)
     options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
     pages = [f"pages_{layer}" for layer in range(model.layers)]

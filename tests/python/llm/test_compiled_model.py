@@ -1,10 +1,13 @@
 """A compiled model's sequences: forked, truncated, and over two devices, each gives what it gives alone."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import tvm
+import tvm_ffi
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
@@ -109,6 +112,16 @@ def test_another_context_compiles_nothing(model, cache_folder, tmp_path, monkeyp
     np.testing.assert_array_equal(logits_alone(other, TOKENS[:100]), logits_alone(model, TOKENS[:100]))
     with pytest.raises(CacheError, match="expected at most"):
         other.cache.extend(other.cache.add(), 129)
+
+
+@pytest.mark.parametrize(("context", "is_same"), [(64 * 24, True), (64 * 24 - 1, False)])
+def test_another_context_is_the_same_module_on_gpus(context, is_same, tmp_path, monkeypatch):
+    modules = []
+    monkeypatch.setattr("relax_hetero.driver.compile", lambda mod, **_: modules.append(mod) or "executable")
+    monkeypatch.setattr(model_loader, "CompiledModel", lambda *parts: SimpleNamespace(context=0, trained_context=0))
+    for tokens in (4000, context):
+        loaded(tmp_path, replace(SIZES, context=4096), vdevices=[{"kind": "cuda", "arch": "sm_90a"}], context=tokens)
+    assert tvm_ffi.structural_equal(*modules) == is_same
 
 
 @pytest.mark.parametrize("option", [{"context": 64}, {"slots": 2}, {"page_type": "int8"}, {"placement": "auto"}])

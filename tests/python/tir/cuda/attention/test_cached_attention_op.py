@@ -22,8 +22,8 @@ CASES = {
 }
 
 
-def module_of(call, gpu):
-    """A function that is one op on the call's arguments."""
+def module_of(call, gpu, any_pages=False):
+    """A function that is one op on the call's arguments; of any number of pages, or of the call's."""
     work = call.work
     builder = relax.BlockBuilder()
     names = ["qkv", "pages", "table", "sequences", "positions"]
@@ -33,6 +33,9 @@ def module_of(call, gpu):
         relax.Var(name, relax.TensorType(list(array.shape), str(array.dtype)))
         for name, array in zip(names, call.arguments(), strict=True)
     ]
+    if any_pages:
+        pages = [tvm.tirx.Var("count", "int64"), *call.pages.shape[1:]]
+        params[1] = relax.Var("pages", relax.TensorType(pages, str(call.pages.dtype)))
     with builder.function("main", params):
         with builder.dataflow():
             output = builder.emit(
@@ -54,10 +57,11 @@ def module_of(call, gpu):
     return with_vdevices(builder.finalize(), [rh.VDevice(gpu)])
 
 
+@pytest.mark.parametrize("any_pages", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_kernels(name):
+def test_kernels(name, any_pages):
     call = Call(CASES[name], fresh_rng())
-    model = InterpretedModel(module_of(call, HOPPER))
+    model = InterpretedModel(module_of(call, HOPPER, any_pages))
     arguments = call.arguments()
     arguments[1] = call.pages.copy()
     check(call, *model(*arguments))
@@ -69,11 +73,12 @@ def test_kernels(name):
 
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("any_pages", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_in_place_on_a_gpu(name):
+def test_in_place_on_a_gpu(name, any_pages):
     """Three calls, the last of a CUDA graph: pages that a call gives are those that it took."""
     call = Call(CASES[name], fresh_rng())
-    vm = rh.vm.VirtualMachine(rh.compile(module_of(call, "cuda"), donate=["pages"], cache=False))
+    vm = rh.vm.VirtualMachine(rh.compile(module_of(call, "cuda", any_pages), donate=["pages"], cache=False))
     arguments = [tvm.runtime.tensor(array, tvm.cuda(0)) for array in call.arguments()]
     for _ in range(3):
         before = arguments[1].data_ptr()

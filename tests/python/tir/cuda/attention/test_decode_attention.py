@@ -9,6 +9,7 @@ import pytest
 from tvm.target import Target
 
 from gpu_interpreter import run
+from relax_hetero.encoding.pages import MANY_PAGES
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
@@ -47,6 +48,14 @@ CASES = {
 
 def kernel(work, split):
     return decode_attention_kernel(work.problem, GPU, paged_plan(work.problem, 16, 2, split))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 64])
+@pytest.mark.parametrize("window", [0, 70, 5000])
+def test_a_plan_for_many_pages_is_that_for_any_more(rows, window):
+    work = dataclasses.replace(case((64,)).work, rows=rows, window=window)
+    plans = {decode_plan(dataclasses.replace(work, max_pages=pages).problem, GPU) for pages in (MANY_PAGES, 100, 2048)}
+    assert len(plans) == 1
 
 
 @pytest.mark.parametrize("name", CASES)
