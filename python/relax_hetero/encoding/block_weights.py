@@ -127,7 +127,6 @@ class Fragments:
         Several matrices are packed as one: no two share a fragment if `fits_matrices` holds. `zeros` allocates the
         results.
         """
-
         shape = self.shapes(source.rows, source.form, source.depth)[0]
         fragments = zeros(shape, "int32")
 

@@ -103,7 +103,8 @@ def from_gguf(
     check_activations(activations)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
-    cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, any_pages=devices is not None)
+    any_pages = devices is not None
+    cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, any_pages)
     reasons: dict[str, str] = {}
     estimate: dict[str, Any] | None = None
     if isinstance(placement, str):

@@ -6,9 +6,10 @@ TVM's own ``tirx.build`` makes one source of all kernels of a module, which comp
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import tvm
 import tvm_ffi
@@ -17,8 +18,12 @@ from tvm.tirx.build import codegen_build, split_host_device_mods
 from tvm_ffi import structural_map
 
 from ....errors import BuildError
+from ....target.cpu_cores import num_cores
 from ....transform.ir.rewriting import fresh_global_var
+from ....vm.device.interruptible import run_in_threads
 from ....vm.file.cuda_modules import SOURCE, CudaModule, read_only_module
+
+T = TypeVar("T")
 
 _COMPILE = "tvm_callback_cuda_compile"
 _LAUNCH = 2  # CallingConv::kDeviceKernelLaunch
@@ -73,12 +78,42 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
     """
     mod = tirx.transform.BindTarget(target)(_rename_private_kernels(group))
     pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
-    host, devices = split_host_device_mods(pipeline(mod))
-    sources = []
+    host, devices = split_host_device_mods(_lowered(mod, pipeline))
+    sources: list[KernelSource] = []
     for device_target, device in devices.items():
-        device = finalize_device()(device)
-        sources += [_source(part, device_target) for part in _single_kernels(device)]
+        tasks = [partial(_source, part, device_target, finalize_device) for part in _single_kernels(device)]
+        sources += _in_threads(tasks)
     return CudaPart(codegen_build(finalize_host()(host), target.host), tuple(sources))
+
+
+_MODULE_PASSES = tuple(
+    f"tirx.{name}"
+    for name in "AnnotateEntryFunc SplitHostDevice MakePackedAPI FP8StorageLegalize BF16StorageLegalize".split()
+)
+"""The end of TVM's pipeline, which needs all functions of a module; `AnnotateEntryFunc` is a few passes before."""
+
+
+def _lowered(mod: tvm.IRModule, pipeline: tvm.transform.Pass) -> tvm.IRModule:
+    """Run TVM's pipeline, its passes of single functions in threads."""
+    context = tvm.transform.PassContext.current()
+    if context.instruments:  # the caller's objects, which must be called from the caller's thread
+        return pipeline(mod)
+    tasks = [partial(pipeline, tvm.IRModule({gv: func})) for gv, func in mod.functions.items()]
+    functions = {gv: func for part in _in_threads(tasks, _MODULE_PASSES) for gv, func in part.functions.items()}
+    passes = [getattr(tirx.transform, name.removeprefix("tirx."))() for name in _MODULE_PASSES]
+    return tvm.transform.Sequential(passes)(tvm.IRModule(functions, attrs=mod.attrs))
+
+
+def _in_threads(tasks: Sequence[Callable[[], T]], disabled: Sequence[str] = ()) -> list[T]:
+    """Run tasks in threads, with the pass context of this thread except its instruments and passes in `disabled`."""
+    context = tvm.transform.PassContext.current()
+    names = list(context.required_pass), [*context.disabled_pass, *disabled]
+
+    def run(task: Callable[[], T]) -> T:
+        with tvm.transform.PassContext(int(context.opt_level), *names, None, dict(context.config)):
+            return task()
+
+    return run_in_threads([partial(run, task) for task in tasks], num_cores(), "relax_hetero.cuda")
 
 
 def _rename_private_kernels(group: tvm.IRModule) -> tvm.IRModule:
@@ -105,10 +140,12 @@ def _single_kernels(device: tvm.IRModule) -> Sequence[tvm.IRModule]:
     return [tvm.IRModule({gv: func}, attrs=device.attrs) for gv, func in kernels]
 
 
-def _source(device: tvm.IRModule, target: tvm.target.Target) -> KernelSource:
+def _source(
+    device: tvm.IRModule, target: tvm.target.Target, finalize: Callable[[], tvm.transform.Pass]
+) -> KernelSource:
     _state.generating = True
     try:
-        module = codegen_build(device, target)
+        module = codegen_build(finalize()(device), target)
     finally:
         _state.generating = False
     text = str(module.inspect_source("cuda"))

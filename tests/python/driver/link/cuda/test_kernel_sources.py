@@ -1,13 +1,14 @@
 """CUDA kernels without a GPU: a source for each, machine code of the named architecture, reports of ptxas."""
 
 import struct
+import threading
 
 import pytest
 import tvm
 from tvm.script import tirx as T
 
 from cuda_reports import compile_source, parse_reports, reports_of, sources_of
-from relax_hetero.driver.link.cuda.kernel_sources import is_source
+from relax_hetero.driver.link.cuda.kernel_sources import generate, is_source
 
 SM90A = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 
@@ -33,6 +34,27 @@ def test_each_kernel_has_a_source():
         assert source.text.count("__global__") == 2  # declared and defined
         assert source.arch == "sm_90a"
         assert is_source(source.data) or source.data.format == "cubin"
+
+
+@tvm.ir.instrument.pass_instrument
+class Counted:
+    """Counts passes, in the thread that runs them."""
+
+    def __init__(self):
+        self.threads = []
+
+    def run_before_pass(self, _mod, _info):
+        self.threads.append(threading.get_ident())
+
+
+def test_sources_of_threads_are_those_of_one_thread_with_instruments():
+    group = tvm.IRModule({name: two.with_attr("global_symbol", name) for name in ("one", "two", "three")})
+    target, counted = SM90A.with_host("llvm"), Counted()
+    part = generate(group, target)
+    with tvm.transform.PassContext(instruments=[counted]):
+        expected = generate(group, target)
+    assert [source.text for source in part.sources] == [source.text for source in expected.sources]
+    assert len(part.sources) == 6 and set(counted.threads) == {threading.get_ident()}
 
 
 def test_machine_code_is_of_the_architecture_that_the_target_names():
