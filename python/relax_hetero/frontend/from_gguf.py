@@ -85,6 +85,7 @@ def from_gguf(
         the pages of each layer's cache, ``pages_N``; all integers are int32. They return logits, (rows or 1,
         vocabulary) of float32, decode functions then ``greedy_tokens``, (rows,), which index the largest logits (-1 if
         one is not finite), and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
+        Block-quantized weights are views of the mapped file, which must not change until the module is compiled.
         If `vdevices` are given, calls choose the number of pages; else it is what all sequences can fill.
 
     Raises

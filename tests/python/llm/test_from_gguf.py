@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax
 
 import relax_hetero as rh
@@ -11,6 +12,7 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import run
 from marks import slow_but_for
+from relax_hetero.vm.device.huge_pages import _Mappings
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 83)
 EVERY_TYPE = {
@@ -62,6 +64,20 @@ def test_logits_of_blocks(name, types, activation_bits, tolerance, tmp_path):
 def test_logits_of_narrow_activations(activations, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*attn*": "F16", "*": "Q8_0"})
     check(path, run(path, TOKENS, 13, activations=activations), {"float16": 2e-3, "bfloat16": 2e-2}[activations])
+
+
+def test_quantized_weights_are_views_of_the_file_until_they_are_packed(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], "Q8_0")
+    mod = rh.from_gguf(path, ["llvm"], context=64)
+    constants = []
+    relax.analysis.post_order_visit(
+        mod["decode_1"], lambda expr: constants.append(expr) if isinstance(expr, tvm.ir.GenericConst) else None
+    )
+    weights = [const.value for const in constants if str(const.value.dtype) == "uint8"]
+    in_file = [_Mappings().is_file(tensor.data_ptr()) for tensor in weights]
+    assert len(weights) > 7 and all(in_file)
+    executable = rh.compile(mod, cache=False)
+    assert not any(_Mappings().is_file(tensor.data_ptr()) for tensor in executable.constants)
 
 
 OF_A_GPU = {"kind": "cuda", "arch": "sm_90a"}

@@ -11,7 +11,7 @@ import relax_hetero as rh
 from modules import ir_module
 from relax_hetero.vm.device import huge_pages
 from relax_hetero.vm.device.huge_pages import on_huge_pages
-from relax_hetero.vm.device.tensors import bytes_of, view_bytes
+from relax_hetero.vm.device.tensors import ALIGNMENT, bytes_of, view_bytes
 
 PAGE = huge_pages._page_bytes()
 needs_huge_pages = pytest.mark.skipif(not 0 < PAGE <= 4 << 20, reason="needs transparent huge pages")
@@ -135,3 +135,24 @@ def test_explain_says_it(executable, capsys):
     executable.explain()
     assert f"Memory: {executable.huge_pages}." in capsys.readouterr().out
     del vm
+
+
+def test_weight_memory_is_zeroed_aligned_and_apart():
+    memory = huge_pages.WeightMemory()
+    arrays = [memory.zeros(shape, dtype) for shape, dtype in (((3, 5), "uint8"), ((7,), "int32"), ((2, 2), "float16"))]
+    large = memory.zeros((huge_pages._MAPPING_BYTES + 1,), "uint8")  # more than the rest of the mapping
+    ranges = [(array.ctypes.data, array.ctypes.data + array.nbytes) for array in (*arrays, large)]
+    assert all(begin % ALIGNMENT == 0 for begin, _ in ranges)
+    assert all(end <= begin for (_, end), (begin, _) in zip(sorted(ranges), sorted(ranges)[1:], strict=False))
+    assert not any(array.any() for array in arrays) and not large[:: 1 << 20].any()
+    for number, array in enumerate(arrays, 1):
+        array[:] = number
+    assert [set(array.ravel().tolist()) for array in arrays] == [{1}, {2}, {3}]
+
+
+@needs_huge_pages
+def test_weight_memory_is_on_huge_pages_once_it_is_written():
+    array = huge_pages.WeightMemory().zeros((2 * PAGE,), "uint8")
+    before = huge_bytes(array.ctypes.data)
+    array[:] = 1
+    assert huge_bytes(array.ctypes.data) - before >= PAGE
