@@ -22,7 +22,12 @@ from gguf import GGMLQuantizationType as BlockType
 from gguf import GGUFWriter
 
 GEMMAS = ("gemma2", "gemma3")
-ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", *GEMMAS)
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", "glm4moe", *GEMMAS
+)  # fmt: skip
+# Architectures whose experts have a width of their own, and those whose files state their routing.
+OWN_WIDTH = ("qwen2moe", "qwen3moe", "glm4moe")
+STATED = ("glm4moe",)
 # Tensors that are always float32: those of one dimension, and routers of experts.
 PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp*.weight")
 # Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
@@ -64,6 +69,18 @@ class Sizes:
         Sizes of a mixture of experts; `shared_width` is that of the expert of all tokens, 0 for none.
     scales : tuple of float
         Granite's factors of embeddings, residuals and attention scores, and the divisor of logits.
+    dense_layers : int
+        Number of layers at the beginning that have no experts.
+    expert_scale : float
+        Factor of the experts' shares; 0 for none.
+    gating : int
+        GGUF's number of the function of scores; 0 for the architecture's, without a key.
+    normalizes : bool
+        True if the shares of a token's experts sum to their factor, for architectures whose files state it.
+    groups, groups_used : int
+        Number of groups of experts, and of those that a token chooses from; 0 without groups.
+    rotary : int
+        Number of rotated elements of a head; 0 for all.
     """
 
     architecture: str = "llama"
@@ -89,6 +106,13 @@ class Sizes:
     expert_width: int = 0
     shared_width: int = 0
     scales: tuple[float, ...] = ()
+    dense_layers: int = 0
+    expert_scale: float = 0.0
+    gating: int = 0
+    normalizes: bool = False
+    groups: int = 0
+    groups_used: int = 0
+    rotary: int = 0
 
 
 TINYLLAMA = Sizes(
@@ -156,25 +180,30 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     if sizes.rope_factors:
         table["rope_freqs.weight"] = (sizes.size // 2,)
     for layer in range(sizes.layers):
-        tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), "ffn_norm.weight": (width,)}
+        ffn_norm = "post_attention_norm" if sizes.architecture == "glm4moe" else "ffn_norm"
+        tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), f"{ffn_norm}.weight": (width,)}
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
             tensors[f"attn_{name}.weight"] = (heads * sizes.size, width)
-            if sizes.architecture in ("qwen2", "qwen2moe"):
+            if sizes.architecture in ("qwen2", "qwen2moe", "glm4moe"):
                 tensors[f"attn_{name}.bias"] = (heads * sizes.size,)
-            if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe"):
+            if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe", "glm4moe"):
                 is_wide = sizes.architecture == "olmoe"
                 tensors[f"attn_{name}_norm.weight"] = (heads * sizes.size if is_wide else sizes.size,)
         tensors["attn_output.weight"] = (width, sizes.heads * sizes.size)
         if sizes.architecture in GEMMAS:
             tensors |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
-        if sizes.experts:
+        if layer >= sizes.dense_layers and sizes.experts:
             inner = (sizes.experts, sizes.expert_width, width)
             tensors |= {"ffn_gate_inp.weight": (sizes.experts, width), "ffn_gate_exps.weight": inner}
             tensors |= {"ffn_up_exps.weight": inner, "ffn_down_exps.weight": (inner[0], width, inner[1])}
             if sizes.shared_width:
                 inner = (sizes.shared_width, width)
-                tensors |= {"ffn_gate_inp_shexp.weight": (width,), "ffn_gate_shexp.weight": inner}
-                tensors |= {"ffn_up_shexp.weight": inner, "ffn_down_shexp.weight": inner[::-1]}
+                if sizes.architecture == "qwen2moe":
+                    tensors["ffn_gate_inp_shexp.weight"] = (width,)
+                tensors |= {"ffn_gate_shexp.weight": inner, "ffn_up_shexp.weight": inner}
+                tensors["ffn_down_shexp.weight"] = inner[::-1]
+            if sizes.architecture == "glm4moe":
+                tensors["exp_probs_b.bias"] = (sizes.experts,)
         else:
             tensors |= {"ffn_gate.weight": (feed_forward, width), "ffn_up.weight": (feed_forward, width)}
             tensors["ffn_down.weight"] = (width, feed_forward)
@@ -257,6 +286,7 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         writer.add_value_length(sizes.size)
     if architecture != "gemma2":
         writer.add_rope_freq_base(sizes.rope_base)
+    local_base, is_stated = sizes.local_rope_base, architecture in STATED
     optional: list[tuple[Callable[..., None], object]] = [
         (writer.add_sliding_window, sizes.window),
         (writer.add_sliding_window_pattern, sizes.pattern),
@@ -265,18 +295,25 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         (writer.add_expert_count, sizes.experts),
         (writer.add_expert_used_count, sizes.experts_used),
         # Other architectures' experts have the width of a feed-forward network.
-        (writer.add_expert_feed_forward_length, architecture.startswith("qwen") and sizes.expert_width),
-        (writer.add_expert_shared_feed_forward_length, sizes.shared_width),
-        (writer.add_rope_dimension_count, architecture == "llama" and sizes.size),
+        (writer.add_expert_feed_forward_length, architecture in OWN_WIDTH and sizes.expert_width),
+        (writer.add_expert_shared_feed_forward_length, architecture == "qwen2moe" and sizes.shared_width),
+        (writer.add_expert_shared_count, sizes.shared_width // (sizes.expert_width or 1) if is_stated else 0),
+        (writer.add_leading_dense_block_count, sizes.dense_layers),
+        (writer.add_expert_weights_scale, sizes.expert_scale),
+        (writer.add_expert_weights_norm, sizes.normalizes),
+        (writer.add_expert_gating_func, sizes.gating and gguf.ExpertGatingFuncType(sizes.gating)),
+        (writer.add_expert_group_count, sizes.groups),
+        (writer.add_expert_group_used_count, sizes.groups_used),
+        (writer.add_rope_dimension_count, sizes.rotary or (architecture == "llama" and sizes.size)),
         (writer.add_vocab_size, architecture == "llama" and sizes.vocabulary),
         # Gemma 3 files without this key, which is newer, mean 10,000.
-        (writer.add_rope_freq_base_swa, architecture == "gemma3" and sizes.local_rope_base != 1e4),
+        (writer.add_rope_freq_base_swa, architecture == "gemma3" and local_base != 1e4 and local_base),
     ]
     adds = writer.add_embedding_scale, writer.add_residual_scale, writer.add_attention_scale, writer.add_logit_scale
     optional += zip(adds, sizes.scales, strict=False)
     for add, value in optional:
         if value:
-            add(sizes.local_rope_base if value is True else value)
+            add(value)
 
 
 def _add_vocabulary(writer: GGUFWriter, size: int) -> None:

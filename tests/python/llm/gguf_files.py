@@ -48,6 +48,20 @@ MODELS = {
     "granitemoe": Sizes(
         "granitemoe", feed_forward=256, experts=4, experts_used=2, expert_width=256, scales=(3.0, 0.6, 0.07, 2.0)
     ),
+    "glm4moe": Sizes(
+        "glm4moe",
+        layers=3,
+        size=64,
+        rotary=32,
+        experts=8,
+        experts_used=3,
+        expert_width=256,
+        shared_width=256,
+        dense_layers=1,
+        expert_scale=1.5,
+        normalizes=True,
+        gating=2,
+    ),  # fmt: skip
     "mixtral": Sizes(feed_forward=256, experts=4, experts_used=2, expert_width=256, rope_base=1e6),
     "gemma2": Sizes("gemma2", eps=1e-6, window=24, layers=3, attention_softcap=2.0, final_softcap=3.0),
     "gemma3": Sizes("gemma3", eps=1e-6, window=24, layers=7, kv_heads=1, rope_base=1e6),

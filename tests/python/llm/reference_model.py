@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+STATED = ("glm4moe",)  # architectures whose files state whether shares sum to their factor
 # Gemma's sizes whose scores are scaled by the width of a head as if heads filled the model's width: 27 B.
 SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
@@ -89,7 +90,9 @@ class ReferenceModel:
         for layer in range(self.layers):
             x = x + self._branch(layer, x, "attn_norm", self._attention, "post_attention_norm")
             experts = f"blk.{layer}.ffn_gate_inp.weight" in self._tensors
-            x = x + self._branch(layer, x, "ffn_norm", self._experts if experts else self._mlp, "post_ffw_norm")
+            work = self._experts if experts else self._mlp
+            before = "post_attention_norm" if self.architecture == "glm4moe" else "ffn_norm"
+            x = x + self._branch(layer, x, before, work, "post_ffw_norm")
         return rms_norm(x, self.weight("output_norm.weight"), self.eps) / self.key("logit_scale", 1.0)
 
     def _branch(self, layer, x, before, work, after):
@@ -161,19 +164,33 @@ class ReferenceModel:
         return (self._activation(x @ gate.T) * (x @ up.T)) @ down.T
 
     def _experts(self, layer, x):
-        shares = softmax(x @ self._of(layer, "ffn_gate_inp").T)
         gates, ups, downs = (self._of(layer, f"ffn_{name}_exps") for name in ("gate", "up", "down"))
         y = np.zeros_like(x)
-        for row, share in enumerate(shares):
-            best = np.argsort(-share, kind="stable")[: self.key("expert_used_count")]
-            for expert in best:
+        for row, (experts, shares) in enumerate(self._routes(layer, x)):
+            for expert, share in zip(experts, shares, strict=True):
                 inner = self._activation(gates[expert] @ x[row]) * (ups[expert] @ x[row])
-                total = 1 if self.architecture in ("qwen2moe", "olmoe") else share[best].sum()
-                y[row] += share[expert] / total * (downs[expert] @ inner)
-        shared = self._of(layer, "ffn_gate_inp_shexp")
-        if shared is not None:
-            y += self._mlp(layer, x, "_shexp") / (1 + np.exp(-(x @ shared)))[:, None]
-        return y
+                y[row] += share * (downs[expert] @ inner)
+        if self._of(layer, "ffn_gate_shexp") is None:
+            return y
+        gate = self._of(layer, "ffn_gate_inp_shexp")
+        return y + self._mlp(layer, x, "_shexp") * (1 if gate is None else sigmoid(x @ gate)[:, None])
+
+    def _routes(self, layer, x):
+        """The experts of each row, and their shares."""
+        scores = x @ self._of(layer, "ffn_gate_inp").T
+        is_sigmoid = self.key("expert_gating_func", 1) == 2
+        powers = sigmoid(scores) if is_sigmoid else softmax(scores)
+        bias = self._of(layer, "exp_probs_b", "bias")
+        order = powers if bias is None else powers + bias
+        groups = np.split(order, self.key("expert_group_count", 1), axis=1)
+        sums = np.stack([np.sort(group)[:, -2 if is_sigmoid else -1 :].sum(axis=1) for group in groups], axis=1)
+        worst = np.argsort(-sums, axis=1, kind="stable")[:, self.key("expert_group_used_count", len(groups)) :]
+        normalizes = self.key("expert_weights_norm", self.architecture not in ("qwen2moe", "olmoe", *STATED))
+        for row, power in enumerate(powers):
+            allowed = np.concatenate([np.full(len(g[row]), i not in worst[row]) for i, g in enumerate(groups)])
+            best = np.argsort(-np.where(allowed, order[row], -np.inf), kind="stable")[: self.key("expert_used_count")]
+            total = power[best].sum() if normalizes else 1
+            yield best, power[best] / total * self.key("expert_weights_scale", 1.0)
 
     def _activation(self, x):
         return gelu(x) if self.is_gemma else x / (1 + np.exp(-x))
@@ -187,6 +204,11 @@ def rms_norm(x, weight, eps):
 def gelu(x):
     """GELU in its form with tanh."""
     return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def sigmoid(x):
+    """Logistic function."""
+    return 1 / (1 + np.exp(-x))
 
 
 def softmax(x):

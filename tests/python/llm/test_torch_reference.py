@@ -17,6 +17,7 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "glm4moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
@@ -40,6 +41,11 @@ NAMES = {
     "ffn_up_shexp": "mlp.shared_expert.up_proj",
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+}
+GLM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
 # Gemma norms before and after both parts of a layer, so that one name means another norm than elsewhere.
 GEMMA_NAMES = {
@@ -77,6 +83,11 @@ def config_of(sizes, reference):
         options |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
         options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": sizes.architecture == "qwen3moe"}
         options |= {"shared_expert_intermediate_size": sizes.shared_width}
+    if sizes.architecture == "glm4moe":
+        options |= {"n_routed_experts": sizes.experts, "n_shared_experts": sizes.shared_width // sizes.expert_width}
+        options |= {"norm_topk_prob": sizes.normalizes, "routed_scaling_factor": sizes.expert_scale or 1.0}
+        options |= {"first_k_dense_replace": sizes.dense_layers, "attention_bias": True, "use_qk_norm": True}
+        rope["partial_rotary_factor"] = sizes.rotary / sizes.size
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     options |= dict(zip(names, sizes.scales, strict=False))
     if family_of(sizes) in ("mixtral", "granitemoe", "olmoe"):
@@ -104,11 +115,12 @@ def state_of(path, sizes):
     state["lm_head.weight"] = tensors.pop("output.weight", state["model.embed_tokens.weight"])
     state["model.norm.weight"] = tensors.pop("output_norm.weight")
     tensors.pop("rope_freqs.weight", None)
-    names = {**NAMES, **GEMMA_NAMES} if sizes.architecture.startswith("gemma") else NAMES
+    names = NAMES | (GEMMA_NAMES if sizes.architecture.startswith("gemma") else {})
+    names = names | (GLM_NAMES if sizes.architecture == "glm4moe" else {})
     for layer in range(sizes.layers):
         of_layer = {name.split(".", 2)[2]: w for name, w in tensors.items() if name.startswith(f"blk.{layer}.")}
         experts = ""
-        if sizes.experts:
+        if "ffn_gate_exps.weight" in of_layer:
             gates, ups = of_layer.pop("ffn_gate_exps.weight"), of_layer.pop("ffn_up_exps.weight")
             experts = "block_sparse_moe" if sizes.architecture == "granitemoe" else "mlp"
             state[f"model.layers.{layer}.{experts}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
@@ -122,7 +134,8 @@ def state_of(path, sizes):
             target = names[first]
             if name == "ffn_gate_inp.weight" and experts == "block_sparse_moe":
                 target = "block_sparse_moe.router"
-            state[f"model.layers.{layer}.{target}.{last}"] = weight
+            target = f"{target}.{last}" if first != "exp_probs_b" else target
+            state[f"model.layers.{layer}.{target}"] = weight
     if sizes.architecture.startswith("gemma"):
         state = {name: weight - ("norm" in name) for name, weight in state.items()}
     return {name: torch.from_numpy(np.array(weight)) for name, weight in state.items()}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import FrontendError
+from ...tir.routing import ROUTING_KINDS, RoutingProblem
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,20 @@ class Architecture:
         hidden_size / heads, instead of that of a head's size.
     wide_qk_norms : bool
         True if queries are normalized over all heads together, and keys, too, instead of each head.
+    routing : str
+        Name of the `RoutingKind` of files that do not state it.
     normalizes_shares : bool
-        True if the shares of a token's experts sum to 1.
-    shared_expert : bool
-        True if every token also has an expert of its own, times the sigmoid of a product.
+        True if the shares of a token's experts sum to 1, unless the file states it.
+    ffn_norm : str
+        Name of the norm of the feed-forward network's input.
+    has_factors : bool
+        True if the file's factors of embeddings, residuals, scores and logits apply.
     trained_type : str
         16-bit float that its models are trained in, used if the file's weights are quantized.
     required, optional : tuple of str
         Names, without ``blk.N.``, of tensors that a file must have or may have, besides the tensors of every
-        architecture. All layers have the same tensors. As in llama.cpp, a file with any other tensor is refused,
-        because the model would compute something else without it.
+        architecture. All layers have the same tensors, except that dense layers have none of experts. As in llama.cpp,
+        a file with any other tensor is refused, because the model would compute something else without it.
     """
 
     rotary: str
@@ -63,8 +68,10 @@ class Architecture:
     window_scaled: bool = True
     wide_layers: int | None = None
     wide_qk_norms: bool = False
+    routing: str = "softmax"
     normalizes_shares: bool = True
-    shared_expert: bool = False
+    ffn_norm: str = "ffn_norm"
+    has_factors: bool = False
     trained_type: str = "bfloat16"
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ("output.weight",)
@@ -79,12 +86,20 @@ ARCHITECTURES = {
     # llama 3.1 and later have divisors of frequencies, rope_freqs.
     "llama": Architecture("pairs", trained_type="float16", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
     "qwen2": Architecture("halves", required=_BIASES[:3], optional=("output.weight", "output.bias")),
-    "qwen2moe": Architecture("halves", normalizes_shares=False, shared_expert=True, required=_BIASES[:3]),
+    "qwen2moe": Architecture("halves", normalizes_shares=False, required=(*_BIASES[:3], "ffn_gate_inp_shexp.weight")),
     "qwen3": Architecture("halves", required=_QK_NORMS),
     "qwen3moe": Architecture("halves", required=_QK_NORMS),
     "olmoe": Architecture("halves", wide_qk_norms=True, normalizes_shares=False, required=_QK_NORMS),
-    "granite": Architecture("pairs", optional=("output.weight", *_BIASES)),
-    "granitemoe": Architecture("pairs"),
+    "granite": Architecture("pairs", has_factors=True, optional=("output.weight", *_BIASES)),
+    "granitemoe": Architecture("pairs", has_factors=True),
+    "glm4moe": Architecture(
+        "halves",
+        routing="sigmoid",
+        normalizes_shares=False,
+        ffn_norm="post_attention_norm",
+        required=("exp_probs_b.bias",),
+        optional=("output.weight", *_BIASES[:3], *_QK_NORMS),
+    ),
     # The matrix of embeddings is also the output matrix.
     "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
     "gemma3": Architecture(
@@ -104,7 +119,7 @@ ARCHITECTURES = {
 
 _ROPE_SCALINGS = ("none", "linear")
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
-"""Keys of Granite's factors; logits are divided by theirs."""
+"""Keys of factors; logits are divided by theirs."""
 _MAX_INT32 = (1 << 31) - 1
 """Maximum of counts: positions, tokens and sizes are int32."""
 MAX_LAYERS = 10_000
@@ -122,10 +137,14 @@ class Hyperparameters:
     architecture : Architecture
     layers, hidden_size, vocabulary, context : int
         Numbers of layers, of elements of an embedding, of tokens, and of positions in training.
+    dense_layers : int
+        Number of layers at the beginning that have no experts.
+    further_layers : int
+        Number of layers after the others, which predict further tokens and are not read.
     heads, kv_heads, head_size : int
         Numbers of query heads and of key-value heads, and elements of a head.
-    feed_forward : int
-        Width of the feed-forward network, or of each expert.
+    feed_forward, expert_feed_forward : int
+        Width of the feed-forward network, and of each expert.
     eps : float
         Epsilon of norms.
     base, base_scale : float
@@ -138,10 +157,8 @@ class Hyperparameters:
         Number of positions that each layer attends to; 0: all.
     attention_softcap, logit_softcap : float
         Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
-    experts, experts_used : int
-        Number of experts, and of those that are used for a token; 0 without experts.
-    expert_scale : float
-        Factor of the experts' weights.
+    routing : RoutingProblem or None
+        Choice of experts, for any number of rows; None without experts.
     shared_feed_forward : int
         Width of the expert of all tokens; 0 without one.
     embedding_scale, residual_scale, logit_scale : float
@@ -153,6 +170,8 @@ class Hyperparameters:
     name: str
     architecture: Architecture
     layers: int
+    dense_layers: int
+    further_layers: int
     hidden_size: int
     vocabulary: int
     context: int
@@ -160,6 +179,7 @@ class Hyperparameters:
     kv_heads: int
     head_size: int
     feed_forward: int
+    expert_feed_forward: int
     eps: float
     base: float
     base_scale: float
@@ -168,14 +188,22 @@ class Hyperparameters:
     windows: tuple[int, ...]
     attention_softcap: float
     logit_softcap: float
-    experts: int
-    experts_used: int
-    expert_scale: float
+    routing: RoutingProblem | None
     shared_feed_forward: int
     embedding_scale: float
     residual_scale: float
     logit_scale: float
     attention_scale: float
+
+    @property
+    def experts(self) -> int:
+        """Number of experts; 0 without experts."""
+        return self.routing.experts if self.routing else 0
+
+    @property
+    def experts_used(self) -> int:
+        """Number of experts that are used for a token; 0 without experts."""
+        return self.routing.used if self.routing else 0
 
     @property
     def scale(self) -> float:
@@ -218,7 +246,11 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         names = ", ".join(ARCHITECTURES)
         raise FrontendError(f"{file}: found architecture {name!r}, expected one of {names}")
     metadata = _Fields(fields, name, file)
-    architecture, layers = ARCHITECTURES[name], metadata.layers
+    architecture = ARCHITECTURES[name]
+    further_layers = metadata.count("nextn_predict_layers", 0)
+    layers = metadata.layers - further_layers
+    if layers < 1:
+        raise FrontendError(f"{file}: all {metadata.layers} layers predict further tokens, expected others before them")
     if metadata.count("vocab_size", vocabulary) != vocabulary:
         rows = metadata.count("vocab_size")
         raise FrontendError(f"{file}: {name}.vocab_size is {rows:,}, expected the rows of token_embd, {vocabulary:,}")
@@ -229,27 +261,30 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     if metadata.count("attention.value_length", size) != size:
         length = metadata.count("attention.value_length")
         raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
-    experts = metadata.count("expert_count", 0)
-    feed_forward = metadata.count("expert_feed_forward_length", 0) if experts else 0
+    routing = _read_routing(metadata, architecture)
+    dense_layers = min(metadata.count("leading_dense_block_count", 0), layers) if routing else layers
+    expert_width = metadata.count("expert_feed_forward_length", 0) if routing else 0
+    expert_width = expert_width or (metadata.count("feed_forward_length") if routing else 0)
     scaling = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scaling.factor") else "none")
     if scaling not in _ROPE_SCALINGS:
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
     factor = metadata.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
-    scales = {
-        key: metadata.number(key, above=0.0) for key in _SCALES if name.startswith("granite") and metadata.has(key)
-    }
+    scales = {key: metadata.number(key, above=0.0) for key in _SCALES if architecture.has_factors and metadata.has(key)}
     model = Hyperparameters(
         name=name,
         architecture=architecture,
         layers=layers,
+        dense_layers=dense_layers,
+        further_layers=further_layers,
         hidden_size=width,
         vocabulary=vocabulary,
         context=metadata.count("context_length"),
         heads=heads,
         kv_heads=metadata.count("attention.head_count_kv", heads),
         head_size=size,
-        feed_forward=feed_forward or metadata.count("feed_forward_length"),
+        feed_forward=metadata.count("feed_forward_length") if dense_layers else 0,
+        expert_feed_forward=expert_width,
         eps=metadata.number("attention.layer_norm_rms_epsilon"),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
@@ -258,10 +293,9 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         windows=_read_windows(metadata, architecture, layers),
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
         logit_softcap=metadata.number("final_logit_softcapping", 0.0),
-        experts=experts,
-        experts_used=metadata.count("expert_used_count", 0),
-        expert_scale=metadata.number("expert_weights_scale", 1.0) or 1.0,
-        shared_feed_forward=metadata.count("expert_shared_feed_forward_length") if architecture.shared_expert else 0,
+        routing=routing,
+        shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
+        or metadata.count("expert_shared_count", 0) * expert_width,
         embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
         residual_scale=scales.get("residual_scale", 1.0),
         logit_scale=1.0 / scales.get("logit_scale", 1.0),
@@ -273,9 +307,43 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         raise FrontendError(
             f"{file}: rotates {model.rotary_size} elements of a head, expected an even number up to {size}"
         )
-    if experts and not 0 < model.experts_used <= experts:
-        raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts, expected 1 to {experts}")
     return model
+
+
+def _read_routing(metadata: _Fields, architecture: Architecture) -> RoutingProblem | None:
+    """Choice of experts; None without experts."""
+    experts = metadata.count("expert_count", 0)
+    if not experts:
+        return None
+    file, used = metadata.file, metadata.count("expert_used_count", 0)
+    if not 0 < used <= experts:
+        raise FrontendError(f"{file}: uses {used} of {experts} experts, expected 1 to {experts}")
+    kind, number = architecture.routing, metadata.count("expert_gating_func", 0)
+    if number > len(ROUTING_KINDS):
+        names = ", ".join(f"{i} ({name})" for i, name in enumerate(ROUTING_KINDS, 1))
+        raise FrontendError(f"{file}: {metadata.name}.expert_gating_func is {number}, expected one of {names}")
+    kind = [*ROUTING_KINDS][number - 1] if number else kind
+    groups = metadata.count("expert_group_count", 0) or 1
+    groups_used = metadata.count("expert_group_used_count", 0) or groups
+    if experts % groups or groups_used > groups or used > groups_used * (experts // groups):
+        raise FrontendError(
+            f"{file}: chooses {used} of {experts} experts from {groups_used} of {groups} groups, expected groups of "
+            "equal size, and enough experts in those that are used"
+        )
+    normalizes = ROUTING_KINDS[kind].normalizes
+    if normalizes is None:
+        normalizes = metadata.flag("expert_weights_norm", architecture.normalizes_shares)
+    return RoutingProblem(
+        "rows",
+        experts,
+        used,
+        metadata.number("expert_weights_scale", 1.0) or 1.0,
+        normalizes,
+        kind,
+        "exp_probs_b.bias" in architecture.required,
+        groups,
+        groups_used,
+    )
 
 
 def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
@@ -336,6 +404,12 @@ class _Fields:
         """Period of layers, or whether each layer has a window."""
         value = self.fields.get(f"{self.name}.{key}", default)
         return [bool(each) for each in value] if isinstance(value, list) else self.count(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected true or false")
+        return value
 
     def text(self, key: str, default: str) -> str:
         return str(self._get(key, default))

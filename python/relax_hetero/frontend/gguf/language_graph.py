@@ -9,6 +9,7 @@ tensors (``blk.3.attn_q``), which placement rules match.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,7 +20,7 @@ from ...encoding.pages import TABLES
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
-from ...tir.routing import RoutingProblem, routing_kernel
+from ...tir.routing import routing_kernel
 from ...transform.ir.kernels import opaque_kernel
 from ..greedy_tokens import greedy_tokens
 from ..paged_cache import DECODE, PagedCache
@@ -128,14 +129,14 @@ class _Function:
             projection = self._norm(projection, f"{name}.post_attention_norm")
         projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
         x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
-        normalized = self._norm(x, f"{name}.ffn_norm")
-        if model.experts:
-            feed_forward = self._experts(normalized, name)
-        else:
+        normalized = self._norm(x, f"{name}.{model.architecture.ffn_norm}")
+        if layer < model.dense_layers:
             feed_forward = self._feed_forward(normalized, name, model.feed_forward)
-        if model.shared_feed_forward:
-            shared = self._shared_expert(normalized, name)
-            feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
+        else:
+            feed_forward = self._experts(normalized, name)
+            if model.shared_feed_forward:
+                shared = self._shared_expert(normalized, name)
+                feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
         if model.architecture.post_norms:
             feed_forward = self._norm(feed_forward, f"{name}.post_ffw_norm")
         feed_forward = self._scaled(feed_forward, model.residual_scale, f"{name}.ffn_scaled")
@@ -230,38 +231,39 @@ class _Function:
         return self._linear(gated, f"{name}.ffn_down{suffix}", model.hidden_size, width)
 
     def _shared_expert(self, x: relax.Expr, name: str) -> relax.Expr:
-        """The result of the expert of all tokens, times the sigmoid of a product, (rows, hidden_size)."""
+        """The result of the expert of all tokens, (rows, hidden_size); where it has a gate, times its sigmoid."""
         model = self.model
+        shared = self._feed_forward(x, name, model.shared_feed_forward, "_shexp")
+        if f"{name}.ffn_gate_inp_shexp.weight" not in self.weights:
+            return shared
         vector = self.weights.vector(f"{name}.ffn_gate_inp_shexp.weight", model.hidden_size)
         products = self.emit(relax.op.multiply(x, vector), f"{name}.ffn_shexp_products")
         score = self.emit(relax.op.sum(products, [-1], keepdims=True), f"{name}.ffn_shexp_score")
         share = self.emit(relax.op.sigmoid(score), f"{name}.ffn_shexp_share")
-        shared = self._feed_forward(x, name, model.shared_feed_forward, "_shexp")
         return self.emit(relax.op.multiply(shared, share), f"{name}.ffn_shexp_out")
 
     def _experts(self, x: relax.Expr, name: str) -> relax.Expr:
         """The weighted sum of the chosen experts of each row, (rows, hidden_size)."""
         model, rows = self.model, self.rows
-        used = model.experts_used
+        assert model.routing is not None, "layers after the dense ones have experts"
+        used, width = model.experts_used, model.expert_feed_forward
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
-        scores = self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")
-        kernel = opaque_kernel(
-            routing_kernel(
-                RoutingProblem(rows, model.experts, used, model.expert_scale, model.architecture.normalizes_shares)
-            )
-        )
+        inputs = [self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")]
+        if model.routing.has_bias:
+            inputs.append(self.weights.vector(f"{name}.exp_probs_b.bias", model.experts))
+        kernel = opaque_kernel(routing_kernel(replace(model.routing, rows=rows)))
         types = [relax.TensorType([rows, used], dtype) for dtype in ("int32", "float32")]
-        routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), [scores], types)
+        routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), inputs, types)
         routes = self.emit(routing, f"{name}.ffn_moe_topk")
         ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids")
         weights = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps"))
         expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
-        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.hidden_size)
+        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", width, model.hidden_size)
         active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
-        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.feed_forward, model.hidden_size)
+        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", width, model.hidden_size)
         gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_moe_par")
-        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.hidden_size, model.feed_forward)
+        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.hidden_size, width)
         flat = self.emit(relax.op.reshape(down, [rows, used, model.hidden_size]), f"{name}.ffn_moe_down")
         column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
         weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted")

@@ -13,7 +13,7 @@ from ...encoding.block_formats import FILE_FORMATS
 from ...errors import FrontendError
 from ...target.element_types import numpy_dtype
 from .file import FileTensor, GgufFile
-from .hyperparameters import Architecture
+from .hyperparameters import Hyperparameters
 
 _MAX_LISTED = 5
 """Maximum number of tensors that an error lists."""
@@ -25,16 +25,17 @@ class Weights:
     Parameters
     ----------
     file : GgufFile
-    architecture : Architecture
-        Has the names of the tensors that the file may have.
+    model : Hyperparameters
+        Its architecture has the names of the tensors that the file may have; those of further layers are not read.
     """
 
-    def __init__(self, file: GgufFile, architecture: Architecture) -> None:
-        self._file = file
+    def __init__(self, file: GgufFile, model: Hyperparameters) -> None:
+        self._file, architecture = file, model.architecture
         names = set(map(_strip_layer, file.tensors))
         self._expected_names = {*architecture.required, *(name for name in architecture.optional if name in names)}
         self._constants: dict[str, relax.Expr] = {}
-        self._unread = dict.fromkeys(file.tensors)
+        further = tuple(f"blk.{layer}." for layer in range(model.layers, model.layers + model.further_layers))
+        self._unread = dict.fromkeys(name for name in file.tensors if not name.startswith(further))
         self._stacked: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
