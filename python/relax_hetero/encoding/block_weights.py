@@ -15,7 +15,7 @@ import numpy as np
 
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
-from .block_formats import BlockFormat, read_block_weights
+from .block_formats import BlockFormat, read_block_weights, split_numpy_rows
 from .block_panels import BlockSource, PanelPlan, Panels, in_chunks
 
 GROUP = 8
@@ -100,8 +100,8 @@ _MAX_ZERO_POINT = 127
 class Fragments:
     """Weights in fragments of GPUs' tensor cores; scales and minimums are float16 where that is exact.
 
-    Formats of 4 bits stay 4 bits; codes of 5, 6 and 8 bits are stored as bytes, code + 128. Scales and minimums of K
-    formats are float32: products of their integers and float16.
+    Formats of 4 bits stay 4 bits; codes of 5, 6 and 8 bits, and codes of tables except those of fp4, are stored as
+    bytes, code + 128. Scales and minimums of K formats are float32: products of their integers and float16.
     """
 
     lhs_types = ("float32", "float16", "bfloat16")
@@ -150,7 +150,7 @@ class Fragments:
 
 def stored_bits(form: BlockFormat) -> int:
     """Bits of a weight of a format in fragments."""
-    return 4 if form.bits == 4 else 8
+    return 4 if form.bits == 4 and (form.is_float4 or not form.codes) else 8
 
 
 def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
@@ -158,8 +158,8 @@ def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
     form, depth = source.form, source.depth
     weights = read_block_weights(source.arrays[0], form, depth)
     assert weights.scales is not None, "plain numbers cannot be stored in fragments"
-    if form.bits == 4:
-        quants = (weights.codes - np.int8(form.min_code)).view(np.uint8)
+    if stored_bits(form) == 4:
+        quants = split_numpy_rows(source.arrays[0], form, depth).quants
         data = quants[:, 0::2] | quants[:, 1::2] << np.uint8(4)
     else:
         data = weights.codes.view(np.uint8) ^ np.uint8(128)
