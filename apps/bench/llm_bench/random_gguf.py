@@ -23,13 +23,13 @@ from gguf import GGUFWriter
 
 GEMMAS = ("gemma2", "gemma3")
 ARCHITECTURES = (
-    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", "glm4moe", *GEMMAS
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", "glm4moe", "gpt-oss", *GEMMAS
 )  # fmt: skip
 # Architectures whose experts have a width of their own, and those whose files state their routing.
-OWN_WIDTH = ("qwen2moe", "qwen3moe", "glm4moe")
+OWN_WIDTH = ("qwen2moe", "qwen3moe", "glm4moe", "gpt-oss")
 STATED = ("glm4moe",)
 # Tensors that are always float32: those of one dimension, and routers of experts.
-PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp*.weight")
+PLAIN = ("*norm.weight", "*.bias", "*attn_sinks.weight", "rope_freqs.weight", "*ffn_gate_inp*.weight")
 # Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
 # mean is near 0.
 SCALES = {
@@ -41,6 +41,7 @@ SCALES = {
     BlockType.Q4_K: {0: 1.0, 2: 7.5},
     BlockType.Q5_K: {0: 1.0, 2: 15.5},
     BlockType.Q6_K: {208: 1.0},
+    BlockType.MXFP4: {},
 }
 
 
@@ -81,6 +82,8 @@ class Sizes:
         Number of groups of experts, and of those that a token chooses from; 0 without groups.
     rotary : int
         Number of rotated elements of a head; 0 for all.
+    yarn : tuple of int
+        Factor of YaRN, and the context before it; none without.
     """
 
     architecture: str = "llama"
@@ -113,6 +116,7 @@ class Sizes:
     groups: int = 0
     groups_used: int = 0
     rotary: int = 0
+    yarn: tuple[int, ...] = ()
 
 
 TINYLLAMA = Sizes(
@@ -167,6 +171,8 @@ def random_blocks(
 
 
 def _set_scales(blocks: np.ndarray, kind: BlockType, scales: np.ndarray) -> None:
+    if kind == BlockType.MXFP4:  # a power of two
+        blocks[:, 0] = 127 + np.round(np.log2(np.abs(scales)))
     for offset, share in SCALES[kind].items():
         blocks[:, offset : offset + 2] = (scales * share).astype("<f2")[:, None].view(np.uint8)
 
@@ -180,16 +186,18 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     if sizes.rope_factors:
         table["rope_freqs.weight"] = (sizes.size // 2,)
     for layer in range(sizes.layers):
-        ffn_norm = "post_attention_norm" if sizes.architecture == "glm4moe" else "ffn_norm"
+        ffn_norm = "post_attention_norm" if sizes.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
         tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), f"{ffn_norm}.weight": (width,)}
         for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
             tensors[f"attn_{name}.weight"] = (heads * sizes.size, width)
-            if sizes.architecture in ("qwen2", "qwen2moe", "glm4moe"):
+            if sizes.architecture in ("qwen2", "qwen2moe", "glm4moe", "gpt-oss"):
                 tensors[f"attn_{name}.bias"] = (heads * sizes.size,)
             if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe", "glm4moe"):
                 is_wide = sizes.architecture == "olmoe"
                 tensors[f"attn_{name}_norm.weight"] = (heads * sizes.size if is_wide else sizes.size,)
         tensors["attn_output.weight"] = (width, sizes.heads * sizes.size)
+        if sizes.architecture == "gpt-oss":
+            tensors |= {"attn_output.bias": (width,), "attn_sinks.weight": (sizes.heads,)}
         if sizes.architecture in GEMMAS:
             tensors |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
         if layer >= sizes.dense_layers and sizes.experts:
@@ -202,6 +210,9 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
                     tensors["ffn_gate_inp_shexp.weight"] = (width,)
                 tensors |= {"ffn_gate_shexp.weight": inner, "ffn_up_shexp.weight": inner}
                 tensors["ffn_down_shexp.weight"] = inner[::-1]
+            if sizes.architecture == "gpt-oss":
+                names = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+                tensors |= {f"{name}.bias": tensors[f"{name}.weight"][:-1] for name in names}
             if sizes.architecture == "glm4moe":
                 tensors["exp_probs_b.bias"] = (sizes.experts,)
         else:
@@ -309,6 +320,10 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         # Gemma 3 files without this key, which is newer, mean 10,000.
         (writer.add_rope_freq_base_swa, architecture == "gemma3" and local_base != 1e4 and local_base),
     ]
+    if sizes.yarn:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(float(sizes.yarn[0]))
+        writer.add_rope_scaling_orig_ctx_len(sizes.yarn[1])
     adds = writer.add_embedding_scale, writer.add_residual_scale, writer.add_attention_scale, writer.add_logit_scale
     optional += zip(adds, sizes.scales, strict=False)
     for add, value in optional:

@@ -62,6 +62,17 @@ MODELS = {
         normalizes=True,
         gating=2,
     ),  # fmt: skip
+    "gpt-oss": Sizes(
+        "gpt-oss",
+        layers=3,
+        size=64,
+        window=24,
+        rope_base=150000.0,
+        yarn=(32, 64),
+        experts=8,
+        experts_used=3,
+        expert_width=256,
+    ),  # fmt: skip
     "mixtral": Sizes(feed_forward=256, experts=4, experts_used=2, expert_width=256, rope_base=1e6),
     "gemma2": Sizes("gemma2", eps=1e-6, window=24, layers=3, attention_softcap=2.0, final_softcap=3.0),
     "gemma3": Sizes("gemma3", eps=1e-6, window=24, layers=7, kv_heads=1, rope_base=1e6),

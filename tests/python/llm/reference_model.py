@@ -91,7 +91,7 @@ class ReferenceModel:
             x = x + self._branch(layer, x, "attn_norm", self._attention, "post_attention_norm")
             experts = f"blk.{layer}.ffn_gate_inp.weight" in self._tensors
             work = self._experts if experts else self._mlp
-            before = "post_attention_norm" if self.architecture == "glm4moe" else "ffn_norm"
+            before = "post_attention_norm" if self.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
             x = x + self._branch(layer, x, before, work, "post_ffw_norm")
         return rms_norm(x, self.weight("output_norm.weight"), self.eps) / self.key("logit_scale", 1.0)
 
@@ -113,8 +113,12 @@ class ReferenceModel:
         scores = q @ k.swapaxes(1, 2) * self._scale
         scores = softcapped(scores, self.key("attn_logit_softcapping", 0.0))
         scores = np.where(visible(rows, self.window(layer)), scores, -np.inf)
+        sinks = self._of(layer, "attn_sinks")
+        if sinks is not None:  # a score without a key
+            scores = np.concatenate([np.broadcast_to(sinks[:, None, None], (self.heads, rows, 1)), scores], axis=2)
+            v = np.concatenate([np.zeros_like(v[:, :1]), v], axis=1)
         y = (softmax(scores) @ v).swapaxes(0, 1)
-        return y.reshape(rows, -1) @ self._of(layer, "attn_output").T
+        return self._projected(layer, "output", y.reshape(rows, -1))
 
     def _projected(self, layer, name, x):
         bias = self._of(layer, f"attn_{name}", "bias")
@@ -140,10 +144,10 @@ class ReferenceModel:
 
     def window(self, layer: int) -> int:
         """Number of positions that a token of a layer sees, its own included; 0 for all."""
-        if not self.is_gemma:
+        if not self.is_gemma and self.architecture != "gpt-oss":
             return 0
         window = self.key("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0)
-        pattern = self.key("attention.sliding_window_pattern", 2 if self.architecture == "gemma2" else 6)
+        pattern = self.key("attention.sliding_window_pattern", 6 if self.architecture == "gemma3" else 2)
         if isinstance(pattern, list):
             return window if pattern[layer] else 0
         return 0 if layer % pattern == pattern - 1 else window
@@ -154,10 +158,19 @@ class ReferenceModel:
         base, factor = self.key("rope.freq_base", 10000.0), self.key("rope.scaling.factor", 1.0)
         if self.architecture == "gemma3" and self.window(layer):
             base, factor = self.key("rope.freq_base_swa", 10000.0), 1.0
-        frequencies = base ** (-np.arange(0, rotated_dims, 2) / rotated_dims) / factor
+        frequencies = base ** (-np.arange(0, rotated_dims, 2) / rotated_dims)
+        magnitude = 1.0
+        if self.key("rope.scaling.type") == "yarn":
+            turns = self.key("rope.scaling.original_context_length") * frequencies / (2 * np.pi)
+            # The pairs that turn 32 times and once, by interpolation: their logarithms are a straight line.
+            first, last = np.interp(np.log([1 / 32, 1]), -np.log(turns), np.arange(len(turns)), left=0)
+            share = 1 - np.clip((np.arange(len(turns)) - np.floor(first)) / (np.ceil(last) - np.floor(first)), 0, 1)
+            frequencies, factor = frequencies * (share + (1 - share) / factor), 1.0
+            magnitude = 0.1 * np.log(self.key("rope.scaling.factor")) + 1
+        frequencies = frequencies / factor
         factors = self.weight("rope_freqs.weight")
         angles = np.arange(rows)[:, None] * (frequencies if factors is None else frequencies / factors)
-        return np.cos(angles), np.sin(angles)
+        return magnitude * np.cos(angles), magnitude * np.sin(angles)
 
     def _mlp(self, layer, x, suffix=""):
         gate, up, down = (self._of(layer, f"ffn_{name}{suffix}") for name in ("gate", "up", "down"))
@@ -165,11 +178,18 @@ class ReferenceModel:
 
     def _experts(self, layer, x):
         gates, ups, downs = (self._of(layer, f"ffn_{name}_exps") for name in ("gate", "up", "down"))
+        biases = [self._of(layer, f"ffn_{name}_exps", "bias") for name in ("gate", "up", "down")]
         y = np.zeros_like(x)
         for row, (experts, shares) in enumerate(self._routes(layer, x)):
             for expert, share in zip(experts, shares, strict=True):
-                inner = self._activation(gates[expert] @ x[row]) * (ups[expert] @ x[row])
-                y[row] += share * (downs[expert] @ inner)
+                gate, up = gates[expert] @ x[row], ups[expert] @ x[row]
+                if self.architecture == "gpt-oss":
+                    gate, up = (value + bias[expert] for value, bias in zip((gate, up), biases[:2], strict=True))
+                    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                    inner = gate * sigmoid(1.702 * gate) * (up + 1)
+                    y[row] += share * (downs[expert] @ inner + biases[2][expert])
+                    continue
+                y[row] += share * (downs[expert] @ (self._activation(gate) * up))
         if self._of(layer, "ffn_gate_shexp") is None:
             return y
         gate = self._of(layer, "ffn_gate_inp_shexp")
@@ -177,7 +197,8 @@ class ReferenceModel:
 
     def _routes(self, layer, x):
         """The experts of each row, and their shares."""
-        scores = x @ self._of(layer, "ffn_gate_inp").T
+        bias = self._of(layer, "ffn_gate_inp", "bias")
+        scores = x @ self._of(layer, "ffn_gate_inp").T + (0.0 if bias is None else bias)
         is_sigmoid = self.key("expert_gating_func", 1) == 2
         powers = sigmoid(scores) if is_sigmoid else softmax(scores)
         bias = self._of(layer, "exp_probs_b", "bias")

@@ -24,7 +24,7 @@ pytestmark = [
 # Mixtures of experts are apart: a token whose last expert is nearly tied takes another one.
 ERRORS = {"F32": 1e-3, "F16": 2e-3, "BF16": 1.5e-2, "Q6_K": 8e-2}
 OF_OTHERS, OF_EXPERTS = 5e-2, 1.5e-1
-KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ CLASSES = {
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
     "glm4moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
@@ -47,6 +48,7 @@ GLM_NAMES = {
     "exp_probs_b": "mlp.gate.e_score_correction_bias",
     **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
 }
+OSS_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 # Gemma norms before and after both parts of a layer, so that one name means another norm than elsewhere.
 GEMMA_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
@@ -90,9 +92,12 @@ def config_of(sizes, reference):
         rope["partial_rotary_factor"] = sizes.rotary / sizes.size
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     options |= dict(zip(names, sizes.scales, strict=False))
-    if family_of(sizes) in ("mixtral", "granitemoe", "olmoe"):
+    if family_of(sizes) in ("mixtral", "granitemoe", "olmoe", "gpt-oss"):
         options |= {"num_local_experts": sizes.experts, "intermediate_size": sizes.expert_width}
-    if sizes.architecture.startswith("gemma"):
+    if sizes.yarn:
+        rope |= {"rope_type": "yarn", "factor": float(sizes.yarn[0])}
+        rope |= {"original_max_position_embeddings": sizes.yarn[1]}
+    if sizes.architecture == "gpt-oss" or sizes.architecture.startswith("gemma"):
         kinds = ["sliding_attention" if reference.window(at) else "full_attention" for at in range(sizes.layers)]
         options |= {"sliding_window": sizes.window, "layer_types": kinds, "query_pre_attn_scalar": sizes.size}
     if sizes.architecture == "gemma2":
@@ -116,10 +121,19 @@ def state_of(path, sizes):
     state["model.norm.weight"] = tensors.pop("output_norm.weight")
     tensors.pop("rope_freqs.weight", None)
     names = NAMES | (GEMMA_NAMES if sizes.architecture.startswith("gemma") else {})
+    names = names | (OSS_NAMES if sizes.architecture == "gpt-oss" else {})
     names = names | (GLM_NAMES if sizes.architecture == "glm4moe" else {})
     for layer in range(sizes.layers):
         of_layer = {name.split(".", 2)[2]: w for name, w in tensors.items() if name.startswith(f"blk.{layer}.")}
         experts = ""
+        if sizes.architecture == "gpt-oss":
+            experts = f"model.layers.{layer}.mlp.experts"
+            for end, target in (("weight", ""), ("bias", "_bias")):
+                parts = (of_layer.pop(f"ffn_{part}_exps.{end}") for part in ("gate", "up", "down"))
+                gate, up, down = (part.swapaxes(1, -1) for part in parts)
+                state[f"{experts}.gate_up_proj{target}"] = np.stack([gate, up], -1).reshape(*gate.shape[:-1], -1)
+                state[f"{experts}.down_proj{target}"] = down
+            state[f"model.layers.{layer}.self_attn.sinks"] = of_layer.pop("attn_sinks.weight")
         if "ffn_gate_exps.weight" in of_layer:
             gates, ups = of_layer.pop("ffn_gate_exps.weight"), of_layer.pop("ffn_up_exps.weight")
             experts = "block_sparse_moe" if sizes.architecture == "granitemoe" else "mlp"

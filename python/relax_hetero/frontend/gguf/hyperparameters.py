@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ...errors import FrontendError
 from ...tir.routing import ROUTING_KINDS, RoutingProblem
 
@@ -23,7 +25,8 @@ class Architecture:
     rotary : str
         Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2).
     activation : str
-        Activation of the feed-forward gate: "silu" or "gelu_tanh".
+        Activation of the feed-forward gate: "silu", "gelu_tanh", or "clamped_swiglu", which also changes the other
+        factor: ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up` from -7 to 7.
     scaled_embedding : bool
         True if embeddings are multiplied by the square root of their width.
     post_norms : bool
@@ -101,6 +104,18 @@ ARCHITECTURES = {
         optional=("output.weight", *_BIASES[:3], *_QK_NORMS),
     ),
     # The matrix of embeddings is also the output matrix.
+    "gpt-oss": Architecture(
+        "halves",
+        "clamped_swiglu",
+        pattern=2,
+        routing="softmax_of_chosen",
+        ffn_norm="post_attention_norm",
+        required=(
+            *_BIASES[:4],
+            "attn_sinks.weight",
+            *(f"{name}.bias" for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
+        ),
+    ),
     "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
     "gemma3": Architecture(
         "halves",
@@ -117,13 +132,41 @@ ARCHITECTURES = {
 """Architectures by the file's ``general.architecture``."""
 
 
-_ROPE_SCALINGS = ("none", "linear")
+_ROPE_SCALINGS = ("none", "linear", "yarn")
+_YARN_TURNS = (("slow", 1.0), ("fast", 32.0))
+"""Turns within the original context of frequencies that are scaled, and of those that stay, by default."""
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 """Keys of factors; logits are divided by theirs."""
 _MAX_INT32 = (1 << 31) - 1
 """Maximum of counts: positions, tokens and sizes are int32."""
 MAX_LAYERS = 10_000
 """A file with more layers is damaged."""
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's scaling of positions: fast frequencies stay as they are, slow ones are scaled (arXiv:2309.00071).
+
+    Attributes
+    ----------
+    first, last : float
+        Pairs of elements up to which frequencies stay, and from which they are scaled.
+    share : float
+        Share of frequencies that stay.
+    magnitude : float
+        Factor of cosines and sines.
+    """
+
+    first: float
+    last: float
+    share: float
+    magnitude: float
+
+    def scaled(self, frequencies: np.ndarray, scale: float) -> np.ndarray:
+        """Frequencies of all pairs, some of them scaled."""
+        ramp = (np.arange(len(frequencies)) - self.first) / max(0.001, self.last - self.first)
+        share = self.share * (1 - np.clip(ramp, 0, 1))
+        return frequencies * (scale * (1 - share) + share)
 
 
 @dataclass(frozen=True)
@@ -149,6 +192,8 @@ class Hyperparameters:
         Epsilon of norms.
     base, base_scale : float
         Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``.
+    yarn : Yarn or None
+        Rule by which frequencies are scaled; None: all by `base_scale`.
     rotary_size : int
         Number of rotated elements of a head.
     window_base : float
@@ -183,6 +228,7 @@ class Hyperparameters:
     eps: float
     base: float
     base_scale: float
+    yarn: Yarn | None
     rotary_size: int
     window_base: float
     windows: tuple[int, ...]
@@ -217,11 +263,13 @@ class Hyperparameters:
         """Number of positions that a layer attends to; 0: all."""
         return self.windows[layer]
 
-    def rotary_base_of(self, layer: int) -> tuple[float, float]:
-        """Base and scale of the frequencies of a layer."""
+    def rotary_base_of(self, layer: int) -> tuple[float, float, Yarn | None]:
+        """Base and scale of the frequencies of a layer, and the rule by which they are scaled."""
         if not self.windows[layer]:
-            return self.base, self.base_scale
-        return self.window_base, self.base_scale if self.architecture.window_scaled else 1.0
+            return self.base, self.base_scale, self.yarn
+        if self.architecture.window_scaled:
+            return self.window_base, self.base_scale, self.yarn
+        return self.window_base, 1.0, None
 
 
 def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
@@ -269,7 +317,8 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     if scaling not in _ROPE_SCALINGS:
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
-    factor = metadata.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
+    factor = metadata.number("rope.scaling.factor", 0.0) if scaling != "none" else 0.0
+    rotary_size = metadata.count("rope.dimension_count", size)
     scales = {key: metadata.number(key, above=0.0) for key in _SCALES if architecture.has_factors and metadata.has(key)}
     model = Hyperparameters(
         name=name,
@@ -288,7 +337,8 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         eps=metadata.number("attention.layer_norm_rms_epsilon"),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
-        rotary_size=metadata.count("rope.dimension_count", size),
+        yarn=_read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None,
+        rotary_size=rotary_size,
         window_base=metadata.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
         windows=_read_windows(metadata, architecture, layers),
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
@@ -344,6 +394,27 @@ def _read_routing(metadata: _Fields, architecture: Architecture) -> RoutingProbl
         groups,
         groups_used,
     )
+
+
+def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) -> Yarn:
+    context = metadata.count("rope.scaling.original_context_length", metadata.count("context_length"))
+
+    def pair_of(turns: float) -> float:
+        """Pair of elements that turns so often within the original context."""
+        return rotary_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    slow, fast = (metadata.number(f"rope.scaling.yarn_beta_{key}", default, above=0.0) for key, default in _YARN_TURNS)
+    return Yarn(
+        max(0.0, math.floor(pair_of(fast))),
+        min(rotary_size - 1.0, math.ceil(pair_of(slow))),
+        metadata.number("rope.scaling.yarn_ext_factor", 1.0),
+        metadata.number("rope.scaling.attn_factor", 1.0) * _magnitude(factor, 1.0),
+    )
+
+
+def _magnitude(factor: float, multiplier: float) -> float:
+    """YaRN's factor of queries and keys for positions that are scaled by 1 / `factor`."""
+    return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 
 
 def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:

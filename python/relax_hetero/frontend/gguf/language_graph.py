@@ -8,9 +8,8 @@ tensors (``blk.3.attn_q``), which placement rules match.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import tvm
@@ -25,7 +24,7 @@ from ...transform.ir.kernels import opaque_kernel
 from ..greedy_tokens import greedy_tokens
 from ..paged_cache import DECODE, PagedCache
 from .activation_types import ActivationTypes
-from .hyperparameters import Hyperparameters
+from .hyperparameters import Hyperparameters, Yarn
 from .weights import Weights
 
 
@@ -68,7 +67,7 @@ class _Function:
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = builder
         self.bindings: list[relax.Binding] = []
-        self.rotary_tables: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
+        self.rotary_tables: dict[tuple[float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
         self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size)
 
@@ -161,8 +160,11 @@ class _Function:
         page_table = TABLES[window > 0]
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
         norms = "" if has_wide_norms else norms
+        has_sinks = f"{name}.attn_sinks.weight" in self.weights
         operands = [self._rotary_table(layer)]
         operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
+        if has_sinks:
+            operands.append(self.weights.vector(f"{name}.attn_sinks.weight", model.heads))
         call = cached_attention(
             qkv,
             *(self.params[key] for key in (f"pages_{layer}", page_table, "sequences", "positions")),
@@ -177,6 +179,7 @@ class _Function:
             norms=norms,
             eps=model.eps,
             rows=self.kind,
+            sinks=has_sinks,
         )
         result = self.emit(call, f"{name}.attn")
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
@@ -201,22 +204,24 @@ class _Function:
         Each device computes a table of its own, which costs less than a copy. Its name is that of the first layer that
         reads it.
         """
-        base, scale = self.model.rotary_base_of(layer)
-        key = base, scale, self.types.device_of(f"blk.{layer}.attn")
+        base, scale, yarn = self.model.rotary_base_of(layer)
+        key = base, scale, yarn, self.types.device_of(f"blk.{layer}.attn")
         if key not in self.rotary_tables:
             name = f"blk.{layer}.attn_rope"
             positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
-            frequencies = relax.const(self._frequencies(base, scale)[None])
+            frequencies = relax.const(self._frequencies(base, scale, yarn)[None])
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
-            self.rotary_tables[key] = self.emit(relax.op.concat(parts, axis=1), name)
+            table = self.emit(relax.op.concat(parts, axis=1), name)
+            self.rotary_tables[key] = self._scaled(table, yarn.magnitude if yarn else 1.0, f"{name}.scaled")
         return self.rotary_tables[key]
 
-    def _frequencies(self, base: float, scale: float) -> np.ndarray:
+    def _frequencies(self, base: float, scale: float, yarn: Yarn | None) -> np.ndarray:
         """Rotary frequencies: radians per position for each pair of elements."""
         rotary_size = self.model.rotary_size
-        frequencies = scale * base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
+        frequencies = base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
+        frequencies = yarn.scaled(frequencies, scale) if yarn else scale * frequencies
         if "rope_freqs.weight" in self.weights:
             frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotary_size // 2])
         return np.asarray(frequencies, "float32")
@@ -225,10 +230,25 @@ class _Function:
         """The result of a gated network of `width`, whose matrices have a suffix, (rows, hidden_size)."""
         model = self.model
         gate = self._linear(x, f"{name}.ffn_gate{suffix}", width, model.hidden_size)
-        active = self.emit(_activation(model)(gate), f"{name}.ffn_act{suffix}")
         up = self._linear(x, f"{name}.ffn_up{suffix}", width, model.hidden_size)
-        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par{suffix}")
+        gated = self._gated(gate, up, f"{name}.ffn{{}}{suffix}")
         return self._linear(gated, f"{name}.ffn_down{suffix}", model.hidden_size, width)
+
+    def _gated(self, gate: relax.Expr, up: relax.Expr, name: str) -> relax.Expr:
+        """The input of the last matrix of a gated network; `name` takes the ends of variables' names."""
+        function = self.model.architecture.activation
+        if function != "clamped_swiglu":
+            active = self.emit(apply_function(function, gate), name.format("_act"))
+            return self.emit(relax.op.multiply(active, up), name.format("_par"))
+        limit = _scalar(_SWIGLU_LIMIT)
+        gate = self.emit(relax.op.minimum(gate, limit), name.format("_gate_clamped"))
+        scaled = self._scaled(gate, _SWIGLU_ALPHA, name.format("_gate_scaled"))
+        sigmoid = self.emit(relax.op.sigmoid(scaled), name.format("_sigmoid"))
+        active = self.emit(relax.op.multiply(gate, sigmoid), name.format("_act"))
+        low = self.emit(relax.op.minimum(up, limit), name.format("_up_below"))
+        clamped = self.emit(relax.op.maximum(low, _scalar(-_SWIGLU_LIMIT)), name.format("_up_clamped"))
+        shifted = self.emit(relax.op.add(clamped, _scalar(1.0)), name.format("_up_shifted"))
+        return self.emit(relax.op.multiply(active, shifted), name.format("_par"))
 
     def _shared_expert(self, x: relax.Expr, name: str) -> relax.Expr:
         """The result of the expert of all tokens, (rows, hidden_size); where it has a gate, times its sigmoid."""
@@ -260,9 +280,8 @@ class _Function:
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps"))
         expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
         gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", width, model.hidden_size)
-        active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
         up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", width, model.hidden_size)
-        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_moe_par")
+        gated = self._gated(gate, up, f"{name}.ffn_moe{{}}")
         down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.hidden_size, width)
         flat = self.emit(relax.op.reshape(down, [rows, used, model.hidden_size]), f"{name}.ffn_moe_down")
         column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
@@ -274,11 +293,19 @@ class _Function:
     ) -> relax.Expr:
         """The product of each row with the matrices of its experts, (rows, experts_used, 1, out_features)."""
         x = self._cast(self._cast(x, self.types.dtype_of(name)), "float32")
-        shape = [self.model.experts, out_features, in_features]
+        model = self.model
+        shape = [model.experts, out_features, in_features]
         stacked = self.emit(relax.op.reshape(self._matrix(name, shape), shape), f"{name}.stacked")
         selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")
         transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
-        return self.emit(relax.op.matmul(x, transposed), name)
+        result = self.emit(relax.op.matmul(x, transposed), name)
+        if f"{name}.bias" not in self.weights:
+            return result
+        bias = self.weights.vector(f"{name}.bias", model.experts, out_features)
+        bias = self.emit(relax.op.take(bias, ids, axis=0), f"{name}.bias")
+        rows, used = ids.ty.shape.values
+        column = self.emit(relax.op.reshape(bias, [rows, used, 1, out_features]), f"{name}.bias_row")
+        return self.emit(relax.op.add(result, column), f"{name}.biased")
 
     def _logits(self, x: relax.Expr) -> relax.Expr:
         model = self.model
@@ -343,9 +370,9 @@ class _Function:
         return result
 
 
+_SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
+"""Factor in the sigmoid of gpt-oss's gates, and limit of both factors of its product."""
+
+
 def _scalar(value: float) -> relax.Expr:
     return relax.const(value, "float32")
-
-
-def _activation(model: Hyperparameters) -> Callable[[relax.Expr], relax.Expr]:
-    return partial(apply_function, model.architecture.activation)

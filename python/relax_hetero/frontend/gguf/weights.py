@@ -89,9 +89,9 @@ class Weights:
         """A tensor's numbers as float32."""
         return _float32_numbers(self.tensor(name, shape), self._file)
 
-    def vector(self, name: str, size: int) -> relax.Expr:
-        """A vector of float32."""
-        return self._constant(name, lambda: self.numbers(name, [size]))
+    def vector(self, name: str, *shape: int) -> relax.Expr:
+        """A vector, or an array of vectors, of float32."""
+        return self._constant(name, lambda: self.numbers(name, shape))
 
     def matrix(self, name: str, shape: Sequence[int]) -> tuple[relax.Expr, str]:
         """A matrix as a constant, and the block format of its bytes ("" for float32).
