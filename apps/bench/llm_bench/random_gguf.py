@@ -23,11 +23,12 @@ from gguf import GGUFWriter
 
 GEMMAS = ("gemma2", "gemma3")
 ARCHITECTURES = (
-    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", "glm4moe", "gpt-oss", *GEMMAS
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", "glm4moe", "gpt-oss",
+    "deepseek2", *GEMMAS,
 )  # fmt: skip
 # Architectures whose experts have a width of their own, and those whose files state their routing.
-OWN_WIDTH = ("qwen2moe", "qwen3moe", "glm4moe", "gpt-oss")
-STATED = ("glm4moe",)
+OWN_WIDTH = ("qwen2moe", "qwen3moe", "glm4moe", "gpt-oss", "deepseek2")
+STATED = ("glm4moe", "deepseek2")
 # Tensors that are always float32: those of one dimension, and routers of experts.
 PLAIN = ("*norm.weight", "*.bias", "*attn_sinks.weight", "rope_freqs.weight", "*ffn_gate_inp*.weight")
 # Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
@@ -82,8 +83,13 @@ class Sizes:
         Number of groups of experts, and of those that a token chooses from; 0 without groups.
     rotary : int
         Number of rotated elements of a head; 0 for all.
-    yarn : tuple of int
-        Factor of YaRN, and the context before it; none without.
+    yarn : tuple of float
+        Factor of YaRN, the context before it, and perhaps a tenth of the multiplier of its magnitude; none without.
+    latent : tuple of int
+        Ranks of queries (0: without) and of keys, and sizes of a head's key and value, for an attention with compressed
+        keys and values; none without.
+    biased : bool
+        True if the choice of experts has biases.
     """
 
     architecture: str = "llama"
@@ -116,7 +122,9 @@ class Sizes:
     groups: int = 0
     groups_used: int = 0
     rotary: int = 0
-    yarn: tuple[int, ...] = ()
+    yarn: tuple[float, ...] = ()
+    latent: tuple[int, ...] = ()
+    biased: bool = False
 
 
 TINYLLAMA = Sizes(
@@ -188,14 +196,16 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     for layer in range(sizes.layers):
         ffn_norm = "post_attention_norm" if sizes.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
         tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), f"{ffn_norm}.weight": (width,)}
-        for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
+        if sizes.latent:
+            tensors |= _latent_shapes(sizes)
+        for name, heads in () if sizes.latent else (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
             tensors[f"attn_{name}.weight"] = (heads * sizes.size, width)
             if sizes.architecture in ("qwen2", "qwen2moe", "glm4moe", "gpt-oss"):
                 tensors[f"attn_{name}.bias"] = (heads * sizes.size,)
             if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe", "glm4moe"):
                 is_wide = sizes.architecture == "olmoe"
                 tensors[f"attn_{name}_norm.weight"] = (heads * sizes.size if is_wide else sizes.size,)
-        tensors["attn_output.weight"] = (width, sizes.heads * sizes.size)
+        tensors["attn_output.weight"] = (width, sizes.heads * (sizes.latent[3] if sizes.latent else sizes.size))
         if sizes.architecture == "gpt-oss":
             tensors |= {"attn_output.bias": (width,), "attn_sinks.weight": (sizes.heads,)}
         if sizes.architecture in GEMMAS:
@@ -213,13 +223,29 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
             if sizes.architecture == "gpt-oss":
                 names = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
                 tensors |= {f"{name}.bias": tensors[f"{name}.weight"][:-1] for name in names}
-            if sizes.architecture == "glm4moe":
+            if sizes.biased:
                 tensors["exp_probs_b.bias"] = (sizes.experts,)
         else:
             tensors |= {"ffn_gate.weight": (feed_forward, width), "ffn_up.weight": (feed_forward, width)}
             tensors["ffn_down.weight"] = (width, feed_forward)
         table |= {f"blk.{layer}.{name}": shape for name, shape in tensors.items()}
     return table
+
+
+def _latent_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices of an attention with compressed keys and values."""
+    query_rank, rank, key_size, value_size = sizes.latent
+    queries = sizes.heads * key_size
+    tensors: dict[str, tuple[int, ...]] = {"attn_q.weight": (queries, sizes.width)}
+    if query_rank:
+        tensors = {"attn_q_a.weight": (query_rank, sizes.width), "attn_q_a_norm.weight": (query_rank,)}
+        tensors["attn_q_b.weight"] = (queries, query_rank)
+    return tensors | {
+        "attn_kv_a_mqa.weight": (rank + sizes.rotary, sizes.width),
+        "attn_kv_a_norm.weight": (rank,),
+        "attn_k_b.weight": (sizes.heads, rank, key_size - sizes.rotary),
+        "attn_v_b.weight": (sizes.heads, value_size, rank),
+    }
 
 
 def write_gguf(
@@ -290,9 +316,18 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
     writer.add_embedding_length(sizes.width)
     writer.add_feed_forward_length(sizes.feed_forward)
     writer.add_head_count(sizes.heads)
-    writer.add_head_count_kv(sizes.kv_heads)
+    writer.add_head_count_kv(1 if sizes.latent else sizes.kv_heads)
     writer.add_layer_norm_rms_eps(sizes.eps)
-    if architecture not in ("qwen2", "qwen2moe"):
+    if sizes.latent:
+        query_rank, rank, key_size, value_size = sizes.latent
+        if query_rank:
+            writer.add_q_lora_rank(query_rank)
+        writer.add_kv_lora_rank(rank)
+        writer.add_key_length(rank + sizes.rotary)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(key_size)
+        writer.add_value_length_mla(value_size)
+    elif architecture not in ("qwen2", "qwen2moe"):
         writer.add_key_length(sizes.size)
         writer.add_value_length(sizes.size)
     if architecture != "gemma2":
@@ -323,7 +358,9 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
     if sizes.yarn:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(float(sizes.yarn[0]))
-        writer.add_rope_scaling_orig_ctx_len(sizes.yarn[1])
+        writer.add_rope_scaling_orig_ctx_len(int(sizes.yarn[1]))
+        if len(sizes.yarn) > 2:
+            writer.add_rope_scaling_yarn_log_mul(sizes.yarn[2])
     adds = writer.add_embedding_scale, writer.add_residual_scale, writer.add_attention_scale, writer.add_logit_scale
     optional += zip(adds, sizes.scales, strict=False)
     for add, value in optional:

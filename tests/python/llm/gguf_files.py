@@ -61,7 +61,8 @@ MODELS = {
         expert_scale=1.5,
         normalizes=True,
         gating=2,
-    ),  # fmt: skip
+        biased=True,
+    ),
     "gpt-oss": Sizes(
         "gpt-oss",
         layers=3,
@@ -72,10 +73,47 @@ MODELS = {
         experts=8,
         experts_used=3,
         expert_width=256,
-    ),  # fmt: skip
+    ),
+    "deepseek2-lite": Sizes(
+        "deepseek2",
+        eps=1e-6,
+        layers=3,
+        rotary=32,
+        latent=(0, 256, 288, 256),
+        experts=6,
+        experts_used=2,
+        expert_width=256,
+        shared_width=512,
+        dense_layers=1,
+        expert_scale=1.0,
+        gating=1,
+        yarn=(40, 64, 0.0707),
+    ),
+    "deepseek2": Sizes(
+        "deepseek2",
+        eps=1e-6,
+        layers=3,
+        rotary=32,
+        latent=(256, 256, 288, 256),
+        experts=16,
+        experts_used=4,
+        expert_width=256,
+        shared_width=256,
+        dense_layers=1,
+        expert_scale=2.5,
+        normalizes=True,
+        gating=2,
+        biased=True,
+        groups=4,
+        groups_used=2,
+        yarn=(40, 64, 0.1),
+    ),
     "mixtral": Sizes(feed_forward=256, experts=4, experts_used=2, expert_width=256, rope_base=1e6),
     "gemma2": Sizes("gemma2", eps=1e-6, window=24, layers=3, attention_softcap=2.0, final_softcap=3.0),
     "gemma3": Sizes("gemma3", eps=1e-6, window=24, layers=7, kv_heads=1, rope_base=1e6),
     "gemma3-pattern": Sizes("gemma3", eps=1e-6, window=70, layers=3, pattern=2, rope_base=1e6, local_rope_base=5e4),
 }
 """The architectures with what their files may differ in; windows end inside of prompts of a hundred tokens."""
+
+LLAMA_CPP_MODELS = [name for name in MODELS if name != "deepseek2-lite"]
+"""Models that llama.cpp loads: a DeepSeek without a rank of queries needs the 27 layers of version 2 Lite."""

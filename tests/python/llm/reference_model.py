@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-STATED = ("glm4moe",)  # architectures whose files state whether shares sum to their factor
+STATED = ("glm4moe", "deepseek2")  # architectures whose files state whether shares sum to their factor
 # Gemma's sizes whose scores are scaled by the width of a head as if heads filled the model's width: 27 B.
 SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
@@ -105,6 +105,8 @@ class ReferenceModel:
 
     def _attention(self, layer, x):
         rows = len(x)
+        if self.key("attention.kv_lora_rank"):
+            return self._latent_attention(layer, x)
         q, k, v = (self._projected(layer, name, x).reshape(rows, -1, self.size) for name in "qkv")
         rotation = self._rotation(layer, rows)
         q, k = (rotated(self._normed(layer, name, y), *rotation, self._in_pairs) for name, y in (("q", q), ("k", k)))
@@ -118,6 +120,29 @@ class ReferenceModel:
             scores = np.concatenate([np.broadcast_to(sinks[:, None, None], (self.heads, rows, 1)), scores], axis=2)
             v = np.concatenate([np.zeros_like(v[:, :1]), v], axis=1)
         y = (softmax(scores) @ v).swapaxes(0, 1)
+        return self._projected(layer, "output", y.reshape(rows, -1))
+
+    def _latent_attention(self, layer, x):
+        """Attention with keys and values of all heads, which are products of a compressed vector of each token."""
+        rows, rank, plain = len(x), self.key("attention.kv_lora_rank"), -self.key("rope.dimension_count")
+        q = x
+        if self.key("attention.q_lora_rank"):
+            q = rms_norm(self._projected(layer, "q_a", x), self._of(layer, "attn_q_a_norm"), self.eps)
+        q = self._projected(layer, "q_b" if q is not x else "q", q).reshape(rows, self.heads, -1)
+        compressed = self._projected(layer, "kv_a_mqa", x)
+        rotation = self._rotation(layer, rows)
+        q_rotated = rotated(q[..., plain:], *rotation, in_pairs=True)
+        k_rotated = rotated(compressed[:, None, rank:], *rotation, in_pairs=True)
+        compressed = rms_norm(compressed[:, :rank], self._of(layer, "attn_kv_a_norm"), self.eps)
+        k = np.einsum("tr,hrn->thn", compressed, self._of(layer, "attn_k_b"))
+        v = np.einsum("tr,hvr->thv", compressed, self._of(layer, "attn_v_b"))
+        scores = np.einsum("qhn,khn->hqk", q[..., :plain], k) + np.einsum("qhn,kan->hqk", q_rotated, k_rotated)
+        magnitude = 1.0
+        if self.key("rope.scaling.type") == "yarn":
+            multiplier = self.key("rope.scaling.yarn_log_multiplier")
+            magnitude = multiplier * np.log(self.key("rope.scaling.factor")) + 1
+        scores = scores * magnitude**2 / np.sqrt(q.shape[-1])
+        y = np.einsum("hqk,khv->qhv", softmax(np.where(visible(rows, 0), scores, -np.inf)), v)
         return self._projected(layer, "output", y.reshape(rows, -1))
 
     def _projected(self, layer, name, x):
@@ -166,7 +191,8 @@ class ReferenceModel:
             first, last = np.interp(np.log([1 / 32, 1]), -np.log(turns), np.arange(len(turns)), left=0)
             share = 1 - np.clip((np.arange(len(turns)) - np.floor(first)) / (np.ceil(last) - np.floor(first)), 0, 1)
             frequencies, factor = frequencies * (share + (1 - share) / factor), 1.0
-            magnitude = 0.1 * np.log(self.key("rope.scaling.factor")) + 1
+            if not self.key("rope.scaling.yarn_log_multiplier"):
+                magnitude = 0.1 * np.log(self.key("rope.scaling.factor")) + 1
         frequencies = frequencies / factor
         factors = self.weight("rope_freqs.weight")
         angles = np.arange(rows)[:, None] * (frequencies if factors is None else frequencies / factors)

@@ -6,7 +6,7 @@ import gguf
 import numpy as np
 import pytest
 
-from llm.gguf_files import MODELS, random_blocks, write_gguf
+from llm.gguf_files import LLAMA_CPP_MODELS, MODELS, random_blocks, write_gguf
 from llm.llama_cpp_logits import TOKENS, recorded
 from llm.reference_model import ReferenceModel, rotated
 
@@ -15,7 +15,7 @@ KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", 
 TOLERANCES = {name: 5e-3 if name.startswith("gemma") else 5e-5 for name in MODELS}
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", LLAMA_CPP_MODELS)
 def test_reference_computes_what_llama_cpp_does(name, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name])
     expected = recorded(name)

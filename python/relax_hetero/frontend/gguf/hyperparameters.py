@@ -51,6 +51,8 @@ class Architecture:
         True if the shares of a token's experts sum to 1, unless the file states it.
     ffn_norm : str
         Name of the norm of the feed-forward network's input.
+    has_latent_attention : bool
+        True if keys and values of all heads are products with one vector of a token, which the cache stores (MLA).
     has_factors : bool
         True if the file's factors of embeddings, residuals, scores and logits apply.
     trained_type : str
@@ -74,6 +76,7 @@ class Architecture:
     routing: str = "softmax"
     normalizes_shares: bool = True
     ffn_norm: str = "ffn_norm"
+    has_latent_attention: bool = False
     has_factors: bool = False
     trained_type: str = "bfloat16"
     required: tuple[str, ...] = ()
@@ -104,6 +107,13 @@ ARCHITECTURES = {
         optional=("output.weight", *_BIASES[:3], *_QK_NORMS),
     ),
     # The matrix of embeddings is also the output matrix.
+    # Versions 2 and 3: the latter's queries are products of a narrow vector, its experts have biases.
+    "deepseek2": Architecture(
+        "pairs",
+        normalizes_shares=False,
+        has_latent_attention=True,
+        optional=("output.weight", "exp_probs_b.bias"),
+    ),
     "gpt-oss": Architecture(
         "halves",
         "clamped_swiglu",
@@ -170,6 +180,28 @@ class Yarn:
 
 
 @dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of an attention whose cache has one vector of a token for all heads (MLA, arXiv:2405.04434).
+
+    The vector is a key of all heads: a compressed vector, which is also the value, and the rotated elements.
+
+    Attributes
+    ----------
+    rank : int
+        Elements of the compressed vector.
+    query_rank : int
+        Elements of the narrow vector that queries are products of; 0: they are products of the layer's input.
+    key_size, value_size : int
+        Elements of a head's key, rotated ones included, and of its value, before compression.
+    """
+
+    rank: int
+    query_rank: int
+    key_size: int
+    value_size: int
+
+
+@dataclass(frozen=True)
 class Hyperparameters:
     """Hyperparameters of a model.
 
@@ -185,7 +217,9 @@ class Hyperparameters:
     further_layers : int
         Number of layers after the others, which predict further tokens and are not read.
     heads, kv_heads, head_size : int
-        Numbers of query heads and of key-value heads, and elements of a head.
+        Numbers of query heads and of key-value heads, and elements of a head in the cache.
+    latent : LatentAttention or None
+        Sizes of an attention with compressed keys and values.
     feed_forward, expert_feed_forward : int
         Width of the feed-forward network, and of each expert.
     eps : float
@@ -203,7 +237,7 @@ class Hyperparameters:
     attention_softcap, logit_softcap : float
         Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
     routing : RoutingProblem or None
-        Choice of experts, for any number of rows; None without experts.
+        Choice of experts, for any number of rows and without biases; None without experts.
     shared_feed_forward : int
         Width of the expert of all tokens; 0 without one.
     embedding_scale, residual_scale, logit_scale : float
@@ -223,6 +257,7 @@ class Hyperparameters:
     heads: int
     kv_heads: int
     head_size: int
+    latent: LatentAttention | None
     feed_forward: int
     expert_feed_forward: int
     eps: float
@@ -250,6 +285,11 @@ class Hyperparameters:
     def experts_used(self) -> int:
         """Number of experts that are used for a token; 0 without experts."""
         return self.routing.used if self.routing else 0
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's result."""
+        return self.latent.value_size if self.latent else self.head_size
 
     @property
     def scale(self) -> float:
@@ -305,8 +345,15 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     width, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     if width % heads and not metadata.has("attention.key_length"):
         raise FrontendError(f"{file}: {heads} heads do not divide the width of {width}, and no key_length is given")
+    latent = _read_latent(metadata) if architecture.has_latent_attention else None
     size = metadata.count("attention.key_length", width // heads)
-    if metadata.count("attention.value_length", size) != size:
+    rotary_size = metadata.count("rope.dimension_count", size)
+    if latent and (size != latent.rank + rotary_size or latent.key_size <= rotary_size):
+        raise FrontendError(
+            f"{file}: keys have {size} elements, {latent.key_size} before compression, {rotary_size} of them rotated, "
+            f"expected {latent.rank + rotary_size} and more than {rotary_size}"
+        )
+    if not latent and metadata.count("attention.value_length", size) != size:
         length = metadata.count("attention.value_length")
         raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
     routing = _read_routing(metadata, architecture)
@@ -318,7 +365,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
     factor = metadata.number("rope.scaling.factor", 0.0) if scaling != "none" else 0.0
-    rotary_size = metadata.count("rope.dimension_count", size)
+    yarn = _read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None
     scales = {key: metadata.number(key, above=0.0) for key in _SCALES if architecture.has_factors and metadata.has(key)}
     model = Hyperparameters(
         name=name,
@@ -330,14 +377,15 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         vocabulary=vocabulary,
         context=metadata.count("context_length"),
         heads=heads,
-        kv_heads=metadata.count("attention.head_count_kv", heads),
+        kv_heads=1 if latent else metadata.count("attention.head_count_kv", heads),
         head_size=size,
+        latent=latent,
         feed_forward=metadata.count("feed_forward_length") if dense_layers else 0,
         expert_feed_forward=expert_width,
         eps=metadata.number("attention.layer_norm_rms_epsilon"),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
-        yarn=_read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None,
+        yarn=yarn,
         rotary_size=rotary_size,
         window_base=metadata.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
         windows=_read_windows(metadata, architecture, layers),
@@ -349,7 +397,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
         residual_scale=scales.get("residual_scale", 1.0),
         logit_scale=1.0 / scales.get("logit_scale", 1.0),
-        attention_scale=scales.get("attention.scale", 0.0),
+        attention_scale=_latent_scale(metadata, latent, yarn, factor) if latent else scales.get("attention.scale", 0.0),
     )
     if model.heads % model.kv_heads:
         raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")
@@ -390,10 +438,26 @@ def _read_routing(metadata: _Fields, architecture: Architecture) -> RoutingProbl
         metadata.number("expert_weights_scale", 1.0) or 1.0,
         normalizes,
         kind,
-        "exp_probs_b.bias" in architecture.required,
-        groups,
-        groups_used,
+        groups=groups,
+        groups_used=groups_used,
     )
+
+
+def _read_latent(metadata: _Fields) -> LatentAttention:
+    # Files without these keys have keys and values of all heads in the cache.
+    key_size, value_size = (metadata.count(f"attention.{name}_length_mla") for name in ("key", "value"))
+    rank, query_rank = metadata.count("attention.kv_lora_rank"), metadata.count("attention.q_lora_rank", 0)
+    return LatentAttention(rank, query_rank, key_size, value_size)
+
+
+def _latent_scale(metadata: _Fields, latent: LatentAttention, yarn: Yarn | None, factor: float) -> float:
+    """Factor of scores; files have a tenth of the multiplier of YaRN's magnitude, which scores take squared."""
+    magnitude = yarn.magnitude * _magnitude(factor, _log_multiplier(metadata) * 10) if yarn else 1.0
+    return magnitude**2 / math.sqrt(latent.key_size)
+
+
+def _log_multiplier(metadata: _Fields) -> float:
+    return metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
 
 
 def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) -> Yarn:
@@ -408,11 +472,12 @@ def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) 
         max(0.0, math.floor(pair_of(fast))),
         min(rotary_size - 1.0, math.ceil(pair_of(slow))),
         metadata.number("rope.scaling.yarn_ext_factor", 1.0),
-        metadata.number("rope.scaling.attn_factor", 1.0) * _magnitude(factor, 1.0),
+        # With a multiplier, the scores are scaled instead.
+        metadata.number("rope.scaling.attn_factor", 1.0) * (1.0 if _log_multiplier(metadata) else _magnitude(factor)),
     )
 
 
-def _magnitude(factor: float, multiplier: float) -> float:
+def _magnitude(factor: float, multiplier: float = 1.0) -> float:
     """YaRN's factor of queries and keys for positions that are scaled by 1 / `factor`."""
     return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 

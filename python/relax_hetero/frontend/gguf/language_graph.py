@@ -123,7 +123,7 @@ class _Function:
         """The output of a layer, and its pages."""
         name, model = f"blk.{layer}", self.model
         attention, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
-        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.head_size)
+        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.value_size)
         if model.architecture.post_norms:
             projection = self._norm(projection, f"{name}.post_attention_norm")
         projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
@@ -143,23 +143,12 @@ class _Function:
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
-        kv_size = model.kv_heads * model.head_size
-        sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
-        has_wide_norms = model.architecture.wide_qk_norms
-        if not has_wide_norms and self._try_merge(
-            f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
-        ):
-            qkv = self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
-        else:
-            parts = [self._linear(x, f"{name}.attn_{part}", size, model.hidden_size) for part, size in sizes.items()]
-            if has_wide_norms:
-                parts[:2] = [self._norm(x, f"{name}.attn_{part}_norm") for x, part in zip(parts, "qk", strict=False)]
-            qkv = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+        qkv = self._latent_qkv(x, name) if model.latent else self._qkv(x, name)
         qkv = self._cast(qkv, self.types.dtype_of(f"{name}.attn"))
         window = model.window_of(layer)
         page_table = TABLES[window > 0]
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
-        norms = "" if has_wide_norms else norms
+        norms = "" if model.architecture.wide_qk_norms else norms
         has_sinks = f"{name}.attn_sinks.weight" in self.weights
         operands = [self._rotary_table(layer)]
         operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
@@ -183,7 +172,75 @@ class _Function:
         )
         result = self.emit(call, f"{name}.attn")
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
+        if model.latent:
+            output = self._latent_values(output, name)
         return output, self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=True)
+
+    def _qkv(self, x: relax.Expr, name: str) -> relax.Expr:
+        """Queries, keys and values of all heads, (rows, (heads + 2 * kv_heads) * head_size)."""
+        model = self.model
+        kv_size = model.kv_heads * model.head_size
+        sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
+        has_wide_norms = model.architecture.wide_qk_norms
+        if not has_wide_norms and self._try_merge(
+            f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
+        ):
+            return self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
+        parts = [self._linear(x, f"{name}.attn_{part}", size, model.hidden_size) for part, size in sizes.items()]
+        if has_wide_norms:
+            parts[:2] = [self._norm(x, f"{name}.attn_{part}_norm") for x, part in zip(parts, "qk", strict=False)]
+        return self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+
+    def _latent_qkv(self, x: relax.Expr, name: str) -> relax.Expr:
+        """Queries of all heads in the space of compressed keys, then a compressed key, twice: it is the value, too.
+
+        The rotated elements of a head are the first.
+        """
+        model, latent, size = self.model, self.model.latent, self.model.head_size
+        assert latent is not None, "only models with sizes of a latent attention have one"
+        query, width, part = x, model.hidden_size, "q"
+        if latent.query_rank:
+            query, width, part = self._linear(x, f"{name}.attn_q_a", latent.query_rank, width), latent.query_rank, "q_b"
+            query = self._norm(query, f"{name}.attn_q_a_norm")
+        query = self._linear(query, f"{name}.attn_{part}", model.heads * latent.key_size, width)
+        heads = self._reshaped(query, [self.rows, model.heads, latent.key_size], f"{name}.attn_q_heads")
+        plain = latent.key_size - model.rotary_size
+        unrotated = self._sliced(heads, 0, plain, f"{name}.attn_q_nope")
+        rotated = self._sliced(heads, plain, latent.key_size, f"{name}.attn_q_pe")
+        absorbed = self._head_products(unrotated, f"{name}.attn_k_b", latent.rank, plain)
+        joined = self.emit(relax.op.concat([rotated, absorbed], axis=2), f"{name}.attn_q_latent")
+        queries = self._reshaped(joined, [self.rows, model.heads * size], f"{name}.attn_q_rows")
+        key = self._linear(x, f"{name}.attn_kv_a_mqa", size, model.hidden_size)
+        compressed = self._norm(self._sliced(key, 0, latent.rank, f"{name}.attn_kv"), f"{name}.attn_kv_a_norm")
+        key = self.emit(
+            relax.op.concat([self._sliced(key, latent.rank, size, f"{name}.attn_k_pe"), compressed], axis=1),
+            f"{name}.attn_k_latent",
+        )
+        return self.emit(relax.op.concat([queries, key, key], axis=1), f"{name}.attn_qkv")
+
+    def _latent_values(self, x: relax.Expr, name: str) -> relax.Expr:
+        """Values of all heads, (rows, heads * value_size), from sums of compressed ones."""
+        model, latent = self.model, self.model.latent
+        assert latent is not None, "only models with sizes of a latent attention have one"
+        heads = self._reshaped(x, [self.rows, model.heads, model.head_size], f"{name}.attn_kqv_heads")
+        values = self._sliced(heads, model.rotary_size, model.head_size, f"{name}.attn_kqv_latent")
+        products = self._head_products(values, f"{name}.attn_v_b", latent.value_size, latent.rank)
+        return self._reshaped(products, [self.rows, model.heads * latent.value_size], f"{name}.attn_values")
+
+    def _head_products(self, x: relax.Expr, name: str, out_features: int, in_features: int) -> relax.Expr:
+        """The product of each head with a matrix of its own, (rows, heads, out_features): heads are experts."""
+        rows, heads = self.rows, self.model.heads
+        ids = relax.const(np.tile(np.arange(heads, dtype="int32"), (rows, 1)))
+        x = self._reshaped(x, [rows, heads, 1, in_features], f"{name}.heads")
+        result = self._expert_linear(x, ids, name, heads, out_features, in_features)
+        return self._reshaped(result, [rows, heads, out_features], f"{name}.out")
+
+    def _reshaped(self, x: relax.Expr, shape: list[int], name: str) -> relax.Expr:
+        return self.emit(relax.op.reshape(x, shape), name)
+
+    def _sliced(self, x: relax.Expr, begin: int, end: int, name: str) -> relax.Expr:
+        """Elements from `begin` to `end` of the last axis."""
+        return self.emit(relax.op.strided_slice(x, [len(x.ty.shape.values) - 1], [begin], [end]), name)
 
     def _try_merge(self, name: str, tensors: dict[str, int]) -> bool:
         """Merge linear layers of the same input into layer `name` if possible; returns whether it was.
@@ -269,9 +326,10 @@ class _Function:
         used, width = model.experts_used, model.expert_feed_forward
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
         inputs = [self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")]
-        if model.routing.has_bias:
+        has_bias = f"{name}.exp_probs_b.bias" in self.weights
+        if has_bias:
             inputs.append(self.weights.vector(f"{name}.exp_probs_b.bias", model.experts))
-        kernel = opaque_kernel(routing_kernel(replace(model.routing, rows=rows)))
+        kernel = opaque_kernel(routing_kernel(replace(model.routing, rows=rows, has_bias=has_bias)))
         types = [relax.TensorType([rows, used], dtype) for dtype in ("int32", "float32")]
         routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), inputs, types)
         routes = self.emit(routing, f"{name}.ffn_moe_topk")
@@ -279,29 +337,28 @@ class _Function:
         weights = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps"))
         expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
-        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", width, model.hidden_size)
-        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", width, model.hidden_size)
+        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.experts, width, model.hidden_size)
+        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.experts, width, model.hidden_size)
         gated = self._gated(gate, up, f"{name}.ffn_moe{{}}")
-        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.hidden_size, width)
+        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.experts, model.hidden_size, width)
         flat = self.emit(relax.op.reshape(down, [rows, used, model.hidden_size]), f"{name}.ffn_moe_down")
         column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
         weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted")
         return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out")
 
     def _expert_linear(
-        self, x: relax.Expr, ids: relax.Expr, name: str, out_features: int, in_features: int
+        self, x: relax.Expr, ids: relax.Expr, name: str, experts: int, out_features: int, in_features: int
     ) -> relax.Expr:
-        """The product of each row with the matrices of its experts, (rows, experts_used, 1, out_features)."""
+        """The product of each row with the matrices of its experts, (rows, experts of a row, 1, out_features)."""
         x = self._cast(self._cast(x, self.types.dtype_of(name)), "float32")
-        model = self.model
-        shape = [model.experts, out_features, in_features]
+        shape = [experts, out_features, in_features]
         stacked = self.emit(relax.op.reshape(self._matrix(name, shape), shape), f"{name}.stacked")
         selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")
         transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
         result = self.emit(relax.op.matmul(x, transposed), name)
         if f"{name}.bias" not in self.weights:
             return result
-        bias = self.weights.vector(f"{name}.bias", model.experts, out_features)
+        bias = self.weights.vector(f"{name}.bias", experts, out_features)
         bias = self.emit(relax.op.take(bias, ids, axis=0), f"{name}.bias")
         rows, used = ids.ty.shape.values
         column = self.emit(relax.op.reshape(bias, [rows, used, 1, out_features]), f"{name}.bias_row")

@@ -232,7 +232,8 @@ def parts_of(
     def read_bytes(tensors: Sequence[FileTensor], extra_bytes: float = 0.0) -> tuple[float, ...]:
         share = model.experts_used / model.experts if model.experts else 1.0
         return tuple(
-            extra_bytes + sum(bytes_read(tensor, layout, share if len(tensor.shape) > 2 else 1.0) for tensor in tensors)
+            extra_bytes
+            + sum(bytes_read(tensor, layout, share if "_exps." in tensor.name else 1.0) for tensor in tensors)
             for layout in layouts
         )
 
