@@ -183,7 +183,7 @@ class Yarn:
 class LatentAttention:
     """Sizes of an attention whose cache has one vector of a token for all heads (MLA, arXiv:2405.04434).
 
-    The vector is a key of all heads: a compressed vector, which is also the value, and the rotated elements.
+    The vector is the key of all heads, rotated elements and a compressed vector, and also the value.
 
     Attributes
     ----------
@@ -285,6 +285,11 @@ class Hyperparameters:
     def experts_used(self) -> int:
         """Number of experts that are used for a token; 0 without experts."""
         return self.routing.used if self.routing else 0
+
+    @property
+    def has_shared_values(self) -> bool:
+        """True if keys in the cache are the values, too."""
+        return self.latent is not None
 
     @property
     def value_size(self) -> int:

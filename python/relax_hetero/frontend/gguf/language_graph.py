@@ -69,7 +69,8 @@ class _Function:
         self.bindings: list[relax.Binding] = []
         self.rotary_tables: dict[tuple[float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
-        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size)
+        shared = model.has_shared_values
+        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size, shared)
 
     def build(self, name: str) -> relax.Function:
         """Build the function, with `name` as its global symbol."""
@@ -169,6 +170,7 @@ class _Function:
             eps=model.eps,
             rows=self.kind,
             sinks=has_sinks,
+            shared_values=model.has_shared_values,
         )
         result = self.emit(call, f"{name}.attn")
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
@@ -192,7 +194,7 @@ class _Function:
         return self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
 
     def _latent_qkv(self, x: relax.Expr, name: str) -> relax.Expr:
-        """Queries of all heads in the space of compressed keys, then a compressed key, twice: it is the value, too.
+        """Queries of all heads in the space of compressed keys, then a compressed key, which is the value, too.
 
         The rotated elements of a head are the first.
         """
@@ -216,7 +218,7 @@ class _Function:
             relax.op.concat([self._sliced(key, latent.rank, size, f"{name}.attn_k_pe"), compressed], axis=1),
             f"{name}.attn_k_latent",
         )
-        return self.emit(relax.op.concat([queries, key, key], axis=1), f"{name}.attn_qkv")
+        return self.emit(relax.op.concat([queries, key], axis=1), f"{name}.attn_qkv")
 
     def _latent_values(self, x: relax.Expr, name: str) -> relax.Expr:
         """Values of all heads, (rows, heads * value_size), from sums of compressed ones."""

@@ -246,7 +246,7 @@ def parts_of(
         attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
         rest = [tensor for tensor in tensors if tensor not in attention]
         pages = cache.pages(model.window_of(layer))
-        kv_bytes = float(pages * page_bytes(model.kv_heads, model.head_size, cache.page_type))
+        kv_bytes = float(pages * page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values))
         read = read_bytes(attention, kv_bytes / cache.sequences / 2)
         parts.append(Part("attn", layer, bytes_per_device(attention, kv_bytes), read))
         parts.append(Part("ffn", layer, bytes_per_device(rest), read_bytes(rest)))
