@@ -16,11 +16,14 @@ from ...core.builder import (
     Masks,
     Registers,
     broadcast,
+    ceil_div,
     lane_indices,
+    lane_mask,
     lane_of,
     let,
     loop,
     materialize,
+    minimum,
     over_lanes,
     stored,
     vector_type,
@@ -30,6 +33,7 @@ from ...core.builder import (
 from ...math.casts import cast
 from ...math.vector_math import ROUNDER, clamp, constant
 from ...microkernel import amx
+from ...pack.tile_transpose import riffle
 from ..key_values import Factors, KeyValueSource
 from .heads import emit_head
 from .spec import CachedSpec, Tensors
@@ -107,8 +111,9 @@ class PagedKeyValues(KeyValueSource):
         if plan.is_in_place:
             return
         columns, lanes = plan.columns, plan.lanes
-        is_shared = self.page.is_shared
-        if not is_shared:
+        if self.page.is_shared:
+            self._transpose_keys()
+        else:
             with loop(PAGE // columns) as panel, loop(plan.width) as row:
                 load = self._keys_in_place(panel)
                 for j in range(plan.vectors):
@@ -119,10 +124,21 @@ class PagedKeyValues(KeyValueSource):
                 panel, column = divmod(j, plan.vectors)
                 value = self.page.load(materialize(self.page.values + token * plan.width + j * lanes), lanes, mask)
                 spec.store("values", (panel * PAGE + token) * columns + column * lanes, value, lanes)
-                if is_shared:
-                    key = materialize((token // columns * plan.width + j * lanes) * columns + token % columns)
-                    for lane in range(min(lanes, plan.width - j * lanes)):
-                        spec.store("keys", key + lane * columns, lane_of(value, lane))
+
+    def _transpose_keys(self) -> None:
+        """Convert keys in the order of values to floats in scratch, in lanes."""
+        spec, plan = self.spec, self.spec.plan
+        columns, lanes, width = plan.columns, plan.lanes, plan.width
+        mask = lane_mask(width, lanes)
+        with loop(materialize(ceil_div(self.size, lanes))) as group, loop(ceil_div(width, lanes)) as number:
+            token = materialize(group * lanes)
+            # The last vector ends with the key: elements in common with the one before are copied twice.
+            k = materialize(minimum(number * lanes, max(width - lanes, 0)))
+            start = materialize(self.page.start + token * width + k)
+            rows = [self.page.load(start + lane * width, lanes, mask) for lane in range(lanes)]
+            key = materialize((token // columns * width + k) * columns + token % columns)
+            for i, values in enumerate(riffle(rows, lanes)[:width]):
+                spec.store("keys", key + i * columns, values, lanes)
 
     def keys(self, panel: Expr) -> Factors:
         """Factors of a panel of keys, in scratch or in the page."""
