@@ -88,6 +88,8 @@ class Sizes:
     latent : tuple of int
         Ranks of queries (0: without) and of keys, and sizes of a head's key and value, for an attention with compressed
         keys and values; none without.
+    joined : bool
+        True if keys and values of all heads are products with one matrix, as in older files.
     biased : bool
         True if the choice of experts has biases.
     """
@@ -124,6 +126,7 @@ class Sizes:
     rotary: int = 0
     yarn: tuple[float, ...] = ()
     latent: tuple[int, ...] = ()
+    joined: bool = False
     biased: bool = False
 
 
@@ -240,9 +243,10 @@ def _latent_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     if query_rank:
         tensors = {"attn_q_a.weight": (query_rank, sizes.width), "attn_q_a_norm.weight": (query_rank,)}
         tensors["attn_q_b.weight"] = (queries, query_rank)
+    tensors |= {"attn_kv_a_mqa.weight": (rank + sizes.rotary, sizes.width), "attn_kv_a_norm.weight": (rank,)}
+    if sizes.joined:
+        return tensors | {"attn_kv_b.weight": (sizes.heads * (key_size - sizes.rotary + value_size), rank)}
     return tensors | {
-        "attn_kv_a_mqa.weight": (rank + sizes.rotary, sizes.width),
-        "attn_kv_a_norm.weight": (rank,),
         "attn_k_b.weight": (sizes.heads, rank, key_size - sizes.rotary),
         "attn_v_b.weight": (sizes.heads, value_size, rank),
     }
@@ -316,17 +320,18 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
     writer.add_embedding_length(sizes.width)
     writer.add_feed_forward_length(sizes.feed_forward)
     writer.add_head_count(sizes.heads)
-    writer.add_head_count_kv(1 if sizes.latent else sizes.kv_heads)
+    writer.add_head_count_kv((sizes.heads if sizes.joined else 1) if sizes.latent else sizes.kv_heads)
     writer.add_layer_norm_rms_eps(sizes.eps)
     if sizes.latent:
         query_rank, rank, key_size, value_size = sizes.latent
         if query_rank:
             writer.add_q_lora_rank(query_rank)
         writer.add_kv_lora_rank(rank)
-        writer.add_key_length(rank + sizes.rotary)
-        writer.add_value_length(rank)
-        writer.add_key_length_mla(key_size)
-        writer.add_value_length_mla(value_size)
+        writer.add_key_length(key_size if sizes.joined else rank + sizes.rotary)
+        writer.add_value_length(value_size if sizes.joined else rank)
+        if not sizes.joined:
+            writer.add_key_length_mla(key_size)
+            writer.add_value_length_mla(value_size)
     elif architecture not in ("qwen2", "qwen2moe"):
         writer.add_key_length(sizes.size)
         writer.add_value_length(sizes.size)

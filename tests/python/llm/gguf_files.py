@@ -80,6 +80,7 @@ MODELS = {
         layers=3,
         rotary=32,
         latent=(0, 256, 288, 256),
+        joined=True,
         experts=6,
         experts_used=2,
         expert_width=256,

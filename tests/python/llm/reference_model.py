@@ -134,8 +134,11 @@ class ReferenceModel:
         q_rotated = rotated(q[..., plain:], *rotation, in_pairs=True)
         k_rotated = rotated(compressed[:, None, rank:], *rotation, in_pairs=True)
         compressed = rms_norm(compressed[:, :rank], self._of(layer, "attn_kv_a_norm"), self.eps)
-        k = np.einsum("tr,hrn->thn", compressed, self._of(layer, "attn_k_b"))
-        v = np.einsum("tr,hvr->thv", compressed, self._of(layer, "attn_v_b"))
+        keys, values, joined = (self._of(layer, f"attn_{name}_b") for name in ("k", "v", "kv"))
+        if joined is not None:
+            keys, values = np.split(joined.reshape(self.heads, -1, rank), [q.shape[-1] + plain], axis=1)
+            keys = keys.swapaxes(1, 2)
+        k, v = np.einsum("tr,hrn->thn", compressed, keys), np.einsum("tr,hvr->thv", compressed, values)
         scores = np.einsum("qhn,khn->hqk", q[..., :plain], k) + np.einsum("qhn,kan->hqk", q_rotated, k_rotated)
         magnitude = 1.0
         if self.key("rope.scaling.type") == "yarn":

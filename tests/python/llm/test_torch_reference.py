@@ -57,6 +57,7 @@ LATENT_NAMES = {
     "attn_q_b": "self_attn.q_b_proj",
     "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
     "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
 }
 OSS_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 # Gemma norms before and after both parts of a layer, so that one name means another norm than elsewhere.
@@ -148,7 +149,7 @@ def state_of(path, sizes):
     for layer in range(sizes.layers):
         of_layer = {name.split(".", 2)[2]: w for name, w in tensors.items() if name.startswith(f"blk.{layer}.")}
         experts = ""
-        if sizes.latent:
+        if sizes.latent and not sizes.joined:
             keys, values = of_layer.pop("attn_k_b.weight"), of_layer.pop("attn_v_b.weight")
             both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
             state[f"model.layers.{layer}.self_attn.kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])

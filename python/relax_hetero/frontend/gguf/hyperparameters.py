@@ -353,11 +353,10 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     latent = _read_latent(metadata) if architecture.has_latent_attention else None
     size = metadata.count("attention.key_length", width // heads)
     rotary_size = metadata.count("rope.dimension_count", size)
-    if latent and (size != latent.rank + rotary_size or latent.key_size <= rotary_size):
-        raise FrontendError(
-            f"{file}: keys have {size} elements, {latent.key_size} before compression, {rotary_size} of them rotated, "
-            f"expected {latent.rank + rotary_size} and more than {rotary_size}"
-        )
+    if latent:
+        size = latent.rank + rotary_size
+        if latent.key_size <= rotary_size:
+            raise FrontendError(f"{file}: rotates {rotary_size} elements of keys of {latent.key_size}, expected fewer")
     if not latent and metadata.count("attention.value_length", size) != size:
         length = metadata.count("attention.value_length")
         raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
@@ -449,8 +448,9 @@ def _read_routing(metadata: _Fields, architecture: Architecture) -> RoutingProbl
 
 
 def _read_latent(metadata: _Fields) -> LatentAttention:
-    # Files without these keys have keys and values of all heads in the cache.
-    key_size, value_size = (metadata.count(f"attention.{name}_length_mla") for name in ("key", "value"))
+    # Older files have these sizes, newer ones have those of compressed keys and values, under the names without an end.
+    end = "_mla" if metadata.has("attention.key_length_mla") else ""
+    key_size, value_size = (metadata.count(f"attention.{name}_length{end}") for name in ("key", "value"))
     rank, query_rank = metadata.count("attention.kv_lora_rank"), metadata.count("attention.q_lora_rank", 0)
     return LatentAttention(rank, query_rank, key_size, value_size)
 

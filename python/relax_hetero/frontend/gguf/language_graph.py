@@ -200,13 +200,14 @@ class _Function:
         """
         model, latent, size = self.model, self.model.latent, self.model.head_size
         assert latent is not None, "only models with sizes of a latent attention have one"
+        plain = latent.key_size - model.rotary_size
+        self.weights.split_heads(f"{name}.attn_kv_b", model.heads, plain, latent.value_size, latent.rank)
         query, width, part = x, model.hidden_size, "q"
         if latent.query_rank:
             query, width, part = self._linear(x, f"{name}.attn_q_a", latent.query_rank, width), latent.query_rank, "q_b"
             query = self._norm(query, f"{name}.attn_q_a_norm")
         query = self._linear(query, f"{name}.attn_{part}", model.heads * latent.key_size, width)
         heads = self._reshaped(query, [self.rows, model.heads, latent.key_size], f"{name}.attn_q_heads")
-        plain = latent.key_size - model.rotary_size
         unrotated = self._sliced(heads, 0, plain, f"{name}.attn_q_nope")
         rotated = self._sliced(heads, plain, latent.key_size, f"{name}.attn_q_pe")
         absorbed = self._head_products(unrotated, f"{name}.attn_k_b", latent.rank, plain)
