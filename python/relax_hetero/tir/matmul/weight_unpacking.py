@@ -45,6 +45,9 @@ _FRACTION_BITS, _EXPONENT_BIAS = 23, 127  # of float32
 _LOOKUP = "llvm.x86.avx512.permvar.sf.512"
 """Sixteen of sixteen floats, by the low four bits of every lane (Intel SDM: VPERMPS)."""
 
+_LOOKUP_OF_EIGHT = "llvm.x86.avx2.permps"
+"""Eight of eight floats, by the low three bits of every lane (Intel SDM: VPERMPS)."""
+
 _LOOKUP_OF_TWO = "llvm.x86.avx512.vpermi2var.ps.512"
 """Sixteen of 32 floats in two vectors, by the low five bits of every lane (Intel SDM: VPERMI2PS)."""
 
@@ -88,8 +91,9 @@ class PanelReader:
         tables, codes = [], None
         if form.codes:
             values = [tirx.const(code, "float32") for code in form.codes]
-            if cpu.isa.name == "avx512" and len(values) == 16:
-                tables = [let(tirx.Shuffle(values, list(range(16))))]
+            if cpu.isa.name in ("avx512", "avx2") and len(values) == 16:
+                parts = [values[first : first + lanes] for first in range(0, len(values), lanes)]
+                tables = [let(tirx.Shuffle(part, list(range(lanes)))) for part in parts]
             codes = T.alloc_buffer((len(values),), "float32", scope="global")
             for index, value in enumerate(values):
                 T.buffer_store(codes, value, [index])
@@ -257,6 +261,11 @@ class PanelReader:
 
     def _number(self, lane: Expr, field_index: int) -> Expr:
         bits, low = self.plan.form.bits, self.plan.form.min_code
+        if self.tables and self.lanes == 8:
+            low_half, high_half = (
+                tirx.call_llvm_pure_intrin("float32x8", _LOOKUP_OF_EIGHT, table, lane) for table in self.tables
+            )
+            return let(tirx.Select(tirx.bitwise_and(lane, self._bits(8)) > self._bits(0), high_half, low_half))
         if self.tables and field_index == 0:
             if len(self.tables) == 1:
                 return tirx.call_llvm_pure_intrin("float32x16", _LOOKUP, self.tables[0], lane)
