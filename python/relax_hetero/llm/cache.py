@@ -190,7 +190,13 @@ class CacheLayer:
     shared: bool = False
 
     def page_bytes(self, dtype: str) -> int:
-        """Bytes of a page of a type."""
+        """Bytes of a page.
+
+        Parameters
+        ----------
+        dtype : str
+            Element type of the cache, one of `PAGE_TYPES`.
+        """
         return page_bytes(self.kv_heads, self.size, dtype, self.shared)
 
 
