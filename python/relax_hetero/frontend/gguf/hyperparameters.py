@@ -457,28 +457,30 @@ def _read_latent(metadata: _Fields) -> LatentAttention:
 
 def _latent_scale(metadata: _Fields, latent: LatentAttention, yarn: Yarn | None, factor: float) -> float:
     """Factor of scores; files have a tenth of the multiplier of YaRN's magnitude, which scores take squared."""
-    magnitude = yarn.magnitude * _magnitude(factor, _log_multiplier(metadata) * 10) if yarn else 1.0
+    multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) * 10
+    magnitude = yarn.magnitude * _magnitude(factor, multiplier) if yarn else 1.0
     return magnitude**2 / math.sqrt(latent.key_size)
 
 
-def _log_multiplier(metadata: _Fields) -> float:
-    return metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
-
-
 def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) -> Yarn:
+    if base <= 1:
+        raise FrontendError(f"{metadata.file}: {metadata.name}.rope.freq_base is {base:g}, expected above 1 for YaRN")
     context = metadata.count("rope.scaling.original_context_length", metadata.count("context_length"))
 
     def pair_of(turns: float) -> float:
         """Pair of elements that turns so often within the original context."""
         return rotary_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
 
+    # With a multiplier, the scores of a latent attention are scaled instead (`_latent_scale`).
+    multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    is_scaled_later = multiplier and ARCHITECTURES[metadata.name].has_latent_attention
+    magnitude = 1.0 if is_scaled_later else _magnitude(factor) / _magnitude(factor, multiplier)
     slow, fast = (metadata.number(f"rope.scaling.yarn_beta_{key}", default, above=0.0) for key, default in _YARN_TURNS)
     return Yarn(
         max(0.0, math.floor(pair_of(fast))),
         min(rotary_size - 1.0, math.ceil(pair_of(slow))),
         metadata.number("rope.scaling.yarn_ext_factor", 1.0),
-        # With a multiplier, the scores are scaled instead.
-        metadata.number("rope.scaling.attn_factor", 1.0) * (1.0 if _log_multiplier(metadata) else _magnitude(factor)),
+        metadata.number("rope.scaling.attn_factor", 1.0) * magnitude,
     )
 
 
