@@ -39,6 +39,9 @@ def random_rows(name: str, rows: int, depth: int) -> np.ndarray:
     """Random rows in a file's format, with small scales."""
     form, rng = FILE_FORMATS[name], np.random.default_rng(3)
     raw = rng.integers(0, 256, (rows, depth // form.superblock_size, form.superblock_bytes), dtype=np.uint8)
+    if form.scale == "e8m0":
+        raw[:, :, 0] = rng.integers(118, 124, raw.shape[:2])
+        return raw.reshape(rows, -1)
     places = [208] if name == "q6_k" else [0, 2] if form.minimum else [0]
     for offset in places:
         small = rng.uniform(0.01, 0.02, raw.shape[:2])

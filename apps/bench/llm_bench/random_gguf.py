@@ -22,9 +22,15 @@ from gguf import GGMLQuantizationType as BlockType
 from gguf import GGUFWriter
 
 GEMMAS = ("gemma2", "gemma3")
-ARCHITECTURES = ("llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", *GEMMAS)
+ARCHITECTURES = (
+    "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe", "olmoe", "granite", "granitemoe", "glm4moe", "gpt-oss",
+    "deepseek2", *GEMMAS,
+)  # fmt: skip
+# Architectures whose experts have a width of their own, and those whose files state their routing.
+OWN_WIDTH = ("qwen2moe", "qwen3moe", "glm4moe", "gpt-oss", "deepseek2")
+STATED = ("glm4moe", "deepseek2")
 # Tensors that are always float32: those of one dimension, and routers of experts.
-PLAIN = ("*norm.weight", "*.bias", "rope_freqs.weight", "*ffn_gate_inp*.weight")
+PLAIN = ("*norm.weight", "*.bias", "*attn_sinks.weight", "rope_freqs.weight", "*ffn_gate_inp*.weight")
 # Offsets of a block's float16 scales, and the ratio of the second (of minimums) to the first, so that the weights'
 # mean is near 0.
 SCALES = {
@@ -36,6 +42,7 @@ SCALES = {
     BlockType.Q4_K: {0: 1.0, 2: 7.5},
     BlockType.Q5_K: {0: 1.0, 2: 15.5},
     BlockType.Q6_K: {208: 1.0},
+    BlockType.MXFP4: {},
 }
 
 
@@ -64,6 +71,27 @@ class Sizes:
         Sizes of a mixture of experts; `shared_width` is that of the expert of all tokens, 0 for none.
     scales : tuple of float
         Granite's factors of embeddings, residuals and attention scores, and the divisor of logits.
+    dense_layers : int
+        Number of layers at the beginning that have no experts.
+    expert_scale : float
+        Factor of the experts' shares; 0 for none.
+    gating : int
+        GGUF's number of the function of scores; 0 for the architecture's, without a key.
+    normalizes : bool
+        True if the shares of a token's experts sum to their factor, for architectures whose files state it.
+    groups, groups_used : int
+        Number of groups of experts, and of those that a token chooses from; 0 without groups.
+    rotary : int
+        Number of rotated elements of a head; 0 for all.
+    yarn : tuple of float
+        Factor of YaRN, the context before it, and perhaps a tenth of the multiplier of its magnitude; none without.
+    latent : tuple of int
+        Ranks of queries (0: without) and of keys, and sizes of a head's key and value, for an attention with compressed
+        keys and values; none without.
+    joined : bool
+        True if keys and values of all heads are products with one matrix, as in older files.
+    biased : bool
+        True if the choice of experts has biases.
     """
 
     architecture: str = "llama"
@@ -89,6 +117,17 @@ class Sizes:
     expert_width: int = 0
     shared_width: int = 0
     scales: tuple[float, ...] = ()
+    dense_layers: int = 0
+    expert_scale: float = 0.0
+    gating: int = 0
+    normalizes: bool = False
+    groups: int = 0
+    groups_used: int = 0
+    rotary: int = 0
+    yarn: tuple[float, ...] = ()
+    latent: tuple[int, ...] = ()
+    joined: bool = False
+    biased: bool = False
 
 
 TINYLLAMA = Sizes(
@@ -143,6 +182,8 @@ def random_blocks(
 
 
 def _set_scales(blocks: np.ndarray, kind: BlockType, scales: np.ndarray) -> None:
+    if kind == BlockType.MXFP4:  # a power of two
+        blocks[:, 0] = 127 + np.round(np.log2(np.abs(scales)))
     for offset, share in SCALES[kind].items():
         blocks[:, offset : offset + 2] = (scales * share).astype("<f2")[:, None].view(np.uint8)
 
@@ -156,30 +197,59 @@ def shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     if sizes.rope_factors:
         table["rope_freqs.weight"] = (sizes.size // 2,)
     for layer in range(sizes.layers):
-        tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), "ffn_norm.weight": (width,)}
-        for name, heads in (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
+        ffn_norm = "post_attention_norm" if sizes.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
+        tensors: dict[str, tuple[int, ...]] = {"attn_norm.weight": (width,), f"{ffn_norm}.weight": (width,)}
+        if sizes.latent:
+            tensors |= _latent_shapes(sizes)
+        for name, heads in () if sizes.latent else (("q", sizes.heads), ("k", sizes.kv_heads), ("v", sizes.kv_heads)):
             tensors[f"attn_{name}.weight"] = (heads * sizes.size, width)
-            if sizes.architecture in ("qwen2", "qwen2moe"):
+            if sizes.architecture in ("qwen2", "qwen2moe", "glm4moe", "gpt-oss"):
                 tensors[f"attn_{name}.bias"] = (heads * sizes.size,)
-            if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe"):
+            if name != "v" and sizes.architecture in ("qwen3", "qwen3moe", "gemma3", "olmoe", "glm4moe"):
                 is_wide = sizes.architecture == "olmoe"
                 tensors[f"attn_{name}_norm.weight"] = (heads * sizes.size if is_wide else sizes.size,)
-        tensors["attn_output.weight"] = (width, sizes.heads * sizes.size)
+        tensors["attn_output.weight"] = (width, sizes.heads * (sizes.latent[3] if sizes.latent else sizes.size))
+        if sizes.architecture == "gpt-oss":
+            tensors |= {"attn_output.bias": (width,), "attn_sinks.weight": (sizes.heads,)}
         if sizes.architecture in GEMMAS:
             tensors |= {"post_attention_norm.weight": (width,), "post_ffw_norm.weight": (width,)}
-        if sizes.experts:
+        if layer >= sizes.dense_layers and sizes.experts:
             inner = (sizes.experts, sizes.expert_width, width)
             tensors |= {"ffn_gate_inp.weight": (sizes.experts, width), "ffn_gate_exps.weight": inner}
             tensors |= {"ffn_up_exps.weight": inner, "ffn_down_exps.weight": (inner[0], width, inner[1])}
             if sizes.shared_width:
                 inner = (sizes.shared_width, width)
-                tensors |= {"ffn_gate_inp_shexp.weight": (width,), "ffn_gate_shexp.weight": inner}
-                tensors |= {"ffn_up_shexp.weight": inner, "ffn_down_shexp.weight": inner[::-1]}
+                if sizes.architecture == "qwen2moe":
+                    tensors["ffn_gate_inp_shexp.weight"] = (width,)
+                tensors |= {"ffn_gate_shexp.weight": inner, "ffn_up_shexp.weight": inner}
+                tensors["ffn_down_shexp.weight"] = inner[::-1]
+            if sizes.architecture == "gpt-oss":
+                names = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+                tensors |= {f"{name}.bias": tensors[f"{name}.weight"][:-1] for name in names}
+            if sizes.biased:
+                tensors["exp_probs_b.bias"] = (sizes.experts,)
         else:
             tensors |= {"ffn_gate.weight": (feed_forward, width), "ffn_up.weight": (feed_forward, width)}
             tensors["ffn_down.weight"] = (width, feed_forward)
         table |= {f"blk.{layer}.{name}": shape for name, shape in tensors.items()}
     return table
+
+
+def _latent_shapes(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of the matrices of an attention with compressed keys and values."""
+    query_rank, rank, key_size, value_size = sizes.latent
+    queries = sizes.heads * key_size
+    tensors: dict[str, tuple[int, ...]] = {"attn_q.weight": (queries, sizes.width)}
+    if query_rank:
+        tensors = {"attn_q_a.weight": (query_rank, sizes.width), "attn_q_a_norm.weight": (query_rank,)}
+        tensors["attn_q_b.weight"] = (queries, query_rank)
+    tensors |= {"attn_kv_a_mqa.weight": (rank + sizes.rotary, sizes.width), "attn_kv_a_norm.weight": (rank,)}
+    if sizes.joined:
+        return tensors | {"attn_kv_b.weight": (sizes.heads * (key_size - sizes.rotary + value_size), rank)}
+    return tensors | {
+        "attn_k_b.weight": (sizes.heads, rank, key_size - sizes.rotary),
+        "attn_v_b.weight": (sizes.heads, value_size, rank),
+    }
 
 
 def write_gguf(
@@ -250,13 +320,24 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
     writer.add_embedding_length(sizes.width)
     writer.add_feed_forward_length(sizes.feed_forward)
     writer.add_head_count(sizes.heads)
-    writer.add_head_count_kv(sizes.kv_heads)
+    writer.add_head_count_kv((sizes.heads if sizes.joined else 1) if sizes.latent else sizes.kv_heads)
     writer.add_layer_norm_rms_eps(sizes.eps)
-    if architecture not in ("qwen2", "qwen2moe"):
+    if sizes.latent:
+        query_rank, rank, key_size, value_size = sizes.latent
+        if query_rank:
+            writer.add_q_lora_rank(query_rank)
+        writer.add_kv_lora_rank(rank)
+        writer.add_key_length(key_size if sizes.joined else rank + sizes.rotary)
+        writer.add_value_length(value_size if sizes.joined else rank)
+        if not sizes.joined:
+            writer.add_key_length_mla(key_size)
+            writer.add_value_length_mla(value_size)
+    elif architecture not in ("qwen2", "qwen2moe"):
         writer.add_key_length(sizes.size)
         writer.add_value_length(sizes.size)
     if architecture != "gemma2":
         writer.add_rope_freq_base(sizes.rope_base)
+    local_base, is_stated = sizes.local_rope_base, architecture in STATED
     optional: list[tuple[Callable[..., None], object]] = [
         (writer.add_sliding_window, sizes.window),
         (writer.add_sliding_window_pattern, sizes.pattern),
@@ -265,18 +346,31 @@ def _add_keys(writer: GGUFWriter, sizes: Sizes) -> None:
         (writer.add_expert_count, sizes.experts),
         (writer.add_expert_used_count, sizes.experts_used),
         # Other architectures' experts have the width of a feed-forward network.
-        (writer.add_expert_feed_forward_length, architecture.startswith("qwen") and sizes.expert_width),
-        (writer.add_expert_shared_feed_forward_length, sizes.shared_width),
-        (writer.add_rope_dimension_count, architecture == "llama" and sizes.size),
+        (writer.add_expert_feed_forward_length, architecture in OWN_WIDTH and sizes.expert_width),
+        (writer.add_expert_shared_feed_forward_length, architecture == "qwen2moe" and sizes.shared_width),
+        (writer.add_expert_shared_count, sizes.shared_width // (sizes.expert_width or 1) if is_stated else 0),
+        (writer.add_leading_dense_block_count, sizes.dense_layers),
+        (writer.add_expert_weights_scale, sizes.expert_scale),
+        (writer.add_expert_weights_norm, sizes.normalizes),
+        (writer.add_expert_gating_func, sizes.gating and gguf.ExpertGatingFuncType(sizes.gating)),
+        (writer.add_expert_group_count, sizes.groups),
+        (writer.add_expert_group_used_count, sizes.groups_used),
+        (writer.add_rope_dimension_count, sizes.rotary or (architecture == "llama" and sizes.size)),
         (writer.add_vocab_size, architecture == "llama" and sizes.vocabulary),
         # Gemma 3 files without this key, which is newer, mean 10,000.
-        (writer.add_rope_freq_base_swa, architecture == "gemma3" and sizes.local_rope_base != 1e4),
+        (writer.add_rope_freq_base_swa, architecture == "gemma3" and local_base != 1e4 and local_base),
     ]
+    if sizes.yarn:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(float(sizes.yarn[0]))
+        writer.add_rope_scaling_orig_ctx_len(int(sizes.yarn[1]))
+        if len(sizes.yarn) > 2:
+            writer.add_rope_scaling_yarn_log_mul(sizes.yarn[2])
     adds = writer.add_embedding_scale, writer.add_residual_scale, writer.add_attention_scale, writer.add_logit_scale
     optional += zip(adds, sizes.scales, strict=False)
     for add, value in optional:
         if value:
-            add(sizes.local_rope_base if value is True else value)
+            add(value)
 
 
 def _add_vocabulary(writer: GGUFWriter, size: int) -> None:

@@ -1,10 +1,10 @@
 """Formats of block-quantized weights: their storage in GGUF files, and the numbers that their bits mean.
 
 A weight is ``scale * code + minimum`` with ``code = quant + min_code``: the quant is an unsigned integer of a few bits,
-`min_code` a constant of the format. A block of neighbours along k shares a scale and perhaps a minimum. A row of a file
-is a sequence of superblocks of equal size: one block each or, in formats whose names end in ``_k``, 256 weights in
-several blocks, whose scales and minimums are small integers times the superblock's float16 factors (ggml's ``d`` and
-``dmin``).
+`min_code` a constant of the format. Formats with a table have ``code = codes[quant]`` instead. A block of neighbours
+along k shares a scale and perhaps a minimum. A row of a file is a sequence of superblocks of equal size: one block each
+or, in formats whose names end in ``_k``, 256 weights in several blocks, whose scales and minimums are small integers
+times the superblock's float16 factors (ggml's ``d`` and ``dmin``).
 
 Each format has one reader, written with a few array operations (`ArrayOps`). They are numpy's here, and Relax ops in
 FormQuantizedMatmuls, which dequantizes weights of products without a kernel.
@@ -21,7 +21,19 @@ import numpy as np
 from ..errors import EncodingError
 
 ScaleKind = str
-"""``""``: none; ``float16`` or ``float32``: a number; ``int8``: an integer times a float16 of the superblock."""
+"""``""``: none; ``float16`` or ``float32``: a number; ``int8``: an integer times a float16 of the superblock;
+``e8m0``: a byte, the biased exponent of a power of two."""
+
+E8M0_VALUES = np.ldexp(np.float32(1), np.arange(256) - 128)
+"""Numbers of the bytes of ``e8m0``: halves of those in the OCP specification, as ggml doubles the codes of fp4."""
+
+FLOAT4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+"""Twice the numbers of fp4 e2m1: a sign, two bits of exponent and one of fraction (OCP Microscaling Formats)."""
+
+
+def stored_scale_type(kind: ScaleKind) -> str:
+    """Element type of scales as they are stored."""
+    return "uint8" if kind in ("int8", "e8m0") else kind
 
 
 @dataclass(frozen=True)
@@ -34,7 +46,7 @@ class BlockFormat:
     bits : int
         Bits of a quant; 16 for plain numbers (``f16``, ``bf16``), without blocks.
     min_code : int
-        Code of quant 0: codes are from `min_code` to ``min_code + 2 ** bits - 1``.
+        Smallest code. Without a table it is that of quant 0: codes are from `min_code` to ``min_code + 2 ** bits - 1``.
     block : int
         Number of weights that share a scale.
     superblock_size : int
@@ -42,6 +54,8 @@ class BlockFormat:
     superblock_bytes : int
         Bytes of a superblock in a file; 0 for separate arrays of integers and scales (`integer_format`).
     scale, minimum : ScaleKind
+    codes : tuple of int
+        Code of each quant, if codes are not consecutive.
     """
 
     name: str
@@ -52,6 +66,12 @@ class BlockFormat:
     superblock_bytes: int
     scale: ScaleKind
     minimum: ScaleKind = ""
+    codes: tuple[int, ...] = ()
+
+    @property
+    def is_float4(self) -> bool:
+        """True if quants are fp4 numbers."""
+        return self.codes == FLOAT4_CODES
 
     @property
     def is_plain(self) -> bool:
@@ -82,6 +102,7 @@ _FILE_FORMATS = (
     BlockFormat("q4_k", 4, 0, 32, 256, 144, "int8", "int8"),
     BlockFormat("q5_k", 5, 0, 32, 256, 176, "int8", "int8"),
     BlockFormat("q6_k", 6, -32, 16, 256, 210, "int8"),
+    BlockFormat("mxfp4", 4, -12, 32, 32, 17, "e8m0", codes=FLOAT4_CODES),
     BlockFormat("f16", 16, 0, 1, 1, 2, ""),
     BlockFormat("bf16", 16, 0, 1, 1, 2, ""),
 )
@@ -145,8 +166,8 @@ class QuantizedRows:
     quants : array of uint8, (n, depth)
         Quants; for plain formats the numbers themselves, float32.
     scales, minimums : array, (n, blocks) or None
-        float32; or, where the format's kind is ``int8``, integers as bytes, to be multiplied by `superblock_scales`
-        and `superblock_minimums`.
+        float32; or bytes, where the format's kind is ``e8m0`` or ``int8``: integers, to be multiplied by
+        `superblock_scales` and `superblock_minimums`.
     superblock_scales, superblock_minimums : array of float32, (n, superblocks) or None
         ggml's ``d`` and ``dmin``. The minimum of a block is ``-superblock_minimum * minimum``.
     """
@@ -255,6 +276,11 @@ def _read_q6_k(data: Any, reader: _SuperblockReader) -> QuantizedRows:
     return QuantizedRows(quants, scales, superblock_scales=reader.f16(data, 208))
 
 
+def _read_mxfp4(data: Any, reader: _SuperblockReader) -> QuantizedRows:
+    scales = reader.by_row(reader.ops.slice(data, 0, 1))
+    return QuantizedRows(reader.nibbles(reader.ops.slice(data, 1, 17), 16), scales)
+
+
 def _read_f16(data: Any, reader: _SuperblockReader) -> QuantizedRows:
     return QuantizedRows(reader.ops.f16(data))
 
@@ -272,6 +298,7 @@ _READERS: dict[str, Callable[[Any, _SuperblockReader], QuantizedRows]] = {
     "q4_k": _read_q4_k,
     "q5_k": _read_q5_k,
     "q6_k": _read_q6_k,
+    "mxfp4": _read_mxfp4,
     "f16": _read_f16,
     "bf16": _read_bf16,
 }
@@ -332,8 +359,13 @@ def read_block_weights(raw: np.ndarray, form: BlockFormat, depth: int) -> BlockW
     rows = split_numpy_rows(raw, form, depth)
     if form.is_plain:
         return BlockWeights(rows.quants, None, None)
-    codes = (rows.quants + np.uint8(form.min_code & 255)).view(np.int8)  # the sum wraps to a code, which fits int8
+    if form.codes:
+        codes = np.array(form.codes, np.int8)[rows.quants]
+    else:
+        codes = (rows.quants + np.uint8(form.min_code & 255)).view(np.int8)  # the sum wraps to a code, which fits int8
     scales, minimums = rows.scales, rows.minimums
+    if form.scale == "e8m0":
+        scales = E8M0_VALUES[scales]
     if form.scale == "int8":
         scales = _times_superblock(scales, rows.superblock_scales)
     if form.minimum == "int8":

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..target.cpu_cores import num_cores
 from ..target.element_types import bytes_of
-from .block_formats import BlockFormat, QuantizedRows, block_format, integer_format, split_numpy_rows
+from .block_formats import BlockFormat, QuantizedRows, block_format, integer_format, split_numpy_rows, stored_scale_type
 
 T = TypeVar("T")
 Zeros = Callable[[Sequence[int], str], np.ndarray]
@@ -103,7 +103,7 @@ class PanelPlan:
 
 
 def _size(kind: str) -> int:
-    return bytes_of(kind) if kind else 0
+    return bytes_of(stored_scale_type(kind)) if kind else 0
 
 
 @dataclass(frozen=True)
@@ -223,8 +223,8 @@ def _pack_rows(rows: QuantizedRows, plan: PanelPlan, target: np.ndarray) -> None
 
     write("superblock_scales", rows.superblock_scales, "float16", 1)
     write("superblock_minimums", rows.superblock_minimums, "float16", 1)
-    write("scales", rows.scales, "uint8" if form.scale == "int8" else form.scale, plan.blocks)
-    write("minimums", rows.minimums, "uint8" if form.minimum == "int8" else form.minimum, plan.blocks)
+    write("scales", rows.scales, stored_scale_type(form.scale), plan.blocks)
+    write("minimums", rows.minimums, stored_scale_type(form.minimum), plan.blocks)
     if form.is_plain:
         fields = rows.quants
         if form.name == "bf16":

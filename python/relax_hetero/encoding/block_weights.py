@@ -15,7 +15,7 @@ import numpy as np
 
 from ..target.cpu_target import CpuTarget
 from ..target.tiles import tile_columns
-from .block_formats import BlockFormat, read_block_weights
+from .block_formats import BlockFormat, read_block_weights, split_numpy_rows
 from .block_panels import BlockSource, PanelPlan, Panels, Zeros, in_chunks, padded_to
 
 GROUP = 8
@@ -103,8 +103,8 @@ _MAX_ZERO_POINT = 127
 class Fragments:
     """Weights in fragments of GPUs' tensor cores; scales and minimums are float16 where that is exact.
 
-    Formats of 4 bits stay 4 bits; codes of 5, 6 and 8 bits are stored as bytes, code + 128. Scales and minimums of K
-    formats are float32: products of their integers and float16.
+    Formats of 4 bits stay 4 bits; codes of 5, 6 and 8 bits, and codes of tables except those of fp4, are stored as
+    bytes, code + 128. Scales and minimums of K formats are float32: products of their integers and float16.
     """
 
     lhs_types = ("float32", "float16", "bfloat16")
@@ -162,7 +162,7 @@ def _joined(parts: Sequence[np.ndarray], zeros: Zeros) -> np.ndarray:
 
 def stored_bits(form: BlockFormat) -> int:
     """Bits of a weight of a format in fragments."""
-    return 4 if form.bits == 4 else 8
+    return 4 if form.bits == 4 and (form.is_float4 or not form.codes) else 8
 
 
 def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
@@ -171,7 +171,10 @@ def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
     weights = read_block_weights(source.arrays[0], form, depth)
     assert weights.scales is not None, "plain numbers cannot be stored in fragments"
     bits = stored_bits(form)
-    quants = weights.codes.view(np.uint8) - np.uint8((form.min_code if bits == 4 else -128) & 255)
+    if form.is_float4:
+        quants = split_numpy_rows(source.arrays[0], form, depth).quants
+    else:
+        quants = weights.codes.view(np.uint8) - np.uint8((form.min_code if bits == 4 else -128) & 255)
     factors = [array for array in (weights.scales, weights.minimums) if array is not None]
     fragments = _fragments(quants, form.block, bits)
     return [fragments, *(pack_fragment_blocks(_as_float16_if_exact(array)) for array in factors)]

@@ -10,9 +10,10 @@ Orders, of the keys of one head:
 - ``"lanes"``: ``(size, PAGE)``, neighbouring tokens are neighbours, as the lanes of a vector that scores 16 of them;
 - ``"chunks"``: ``(size / 8, PAGE, 8)``, eight neighbouring numbers of a token are what tensor cores take at once.
 
-Values are ``(PAGE, size)`` in the first two, and like keys in the third. In ``"int8"`` pages, a number is an integer
+Values are ``(PAGE, size)`` in the first two, and like keys in the third. Where keys are the values, a page holds them
+once, in the order of values. In ``"int8"`` pages, a number is an integer
 from -127 to 127 times a float32 scale, one for each token's key and one for each token's value; the scales of the keys,
-then those of the values, follow both.
+then those of the values, follow the numbers.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ORDERS = ("rows", "lanes", "chunks")
 _SCALE_BYTES = 4
 
 
-def head_elements(size: int, dtype: str) -> int:
+def head_elements(size: int, dtype: str, shared: bool = False) -> int:
     """Elements of a page for one head of keys and values: 2 * 64 * size numbers, and the scales of "int8".
 
     Parameters
@@ -50,6 +51,8 @@ def head_elements(size: int, dtype: str) -> int:
         Numbers of a head's key, and of its value.
     dtype : str
         One of `PAGE_TYPES`.
+    shared : bool
+        True if keys are the values, so that a page holds them once.
 
     Raises
     ------
@@ -58,8 +61,8 @@ def head_elements(size: int, dtype: str) -> int:
     """
     if dtype not in PAGE_TYPES:
         raise EncodingError(f"pages of {dtype}: expected one of {', '.join(PAGE_TYPES)}")
-    scales = 2 * PAGE * _SCALE_BYTES if dtype == "int8" else 0
-    return 2 * PAGE * size + scales
+    scale_bytes = _SCALE_BYTES if dtype == "int8" else 0
+    return (1 if shared else 2) * PAGE * (size + scale_bytes)
 
 
 def pages_of_window(window: int, chunk: int) -> int:
@@ -67,18 +70,20 @@ def pages_of_window(window: int, chunk: int) -> int:
     return -(-(window + chunk) // PAGE) + 1
 
 
-def page_shape(pages: Any, kv_heads: int, size: int, dtype: str = "float16") -> tuple[Any, int, int]:
+def page_shape(
+    pages: Any, kv_heads: int, size: int, dtype: str = "float16", shared: bool = False
+) -> tuple[Any, int, int]:
     """The shape of a layer's cache of a number of pages (an int, or an expression)."""
-    return pages, kv_heads, head_elements(size, dtype)
+    return pages, kv_heads, head_elements(size, dtype, shared)
 
 
-def page_bytes(kv_heads: int, size: int, dtype: str = "float16") -> int:
+def page_bytes(kv_heads: int, size: int, dtype: str = "float16", shared: bool = False) -> int:
     """Bytes of one page of one layer."""
     width = {"float32": 4, "int8": 1}.get(dtype, 2)
-    return kv_heads * head_elements(size, dtype) * width
+    return kv_heads * head_elements(size, dtype, shared) * width
 
 
-def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray, np.ndarray]:
+def unpacked_pages(pages: np.ndarray, size: int, order: str, shared: bool = False) -> tuple[np.ndarray, np.ndarray]:
     """The keys and values of pages as numbers, for tests and for inspecting a cache.
 
     Parameters
@@ -89,6 +94,8 @@ def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray
         Numbers of a key.
     order : str
         One of `ORDERS`.
+    shared : bool
+        True if keys are the values.
 
     Returns
     -------
@@ -98,6 +105,10 @@ def unpacked_pages(pages: np.ndarray, size: int, order: str) -> tuple[np.ndarray
     count, heads = pages.shape[:2]
     if pages.dtype == np.uint16:
         pages = (pages.astype(np.uint32) << 16).view(np.float32)
+    if shared:  # as a page of keys in rows and of the same values
+        begin = PAGE * size
+        parts = [pages[..., :begin], pages[..., :begin], pages[..., begin:], pages[..., begin:]]
+        pages, order = np.concatenate(parts, axis=-1), "rows"
     keys = pages[..., : PAGE * size].astype(np.float32)
     values = pages[..., PAGE * size : 2 * PAGE * size].astype(np.float32).reshape(count, heads, PAGE, size)
     if order == "chunks":

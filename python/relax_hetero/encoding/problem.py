@@ -437,7 +437,7 @@ class CachedAttentionProblem:
         "decode" or "chunk"; "append": only write keys and values of a chunk, without an out.
     order : str
         Order of keys in a page, see `encoding.pages`.
-    sinks : bool
+    sinks, shared_values : bool
     """
 
     operands: tuple[Operand, ...]
@@ -454,6 +454,7 @@ class CachedAttentionProblem:
     rows: str
     order: str
     sinks: bool = False
+    shared_values: bool = False
 
     @property
     def parameters(self) -> list[Operand]:

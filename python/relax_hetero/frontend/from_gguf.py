@@ -115,7 +115,7 @@ def from_gguf(
         placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits)
     rules = rule_pairs(placement or {})
     types = ActivationTypes(activations, trained_type(file, model), rules, devices or ())
-    weights = Weights(file, model.architecture)
+    weights = Weights(file, model)
     mod = language_module(model, weights, cache, activation_bits, types)
     weights.check_all_read()
     if devices is not None:

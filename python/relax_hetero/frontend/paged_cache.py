@@ -90,7 +90,13 @@ class PagedCache:
         return [(f"{name}_{rows}", rows, kind) for kind, name, sizes in kinds for rows in sizes]
 
     def parameters(
-        self, rows: int, kind: str, windows: Sequence[int], kv_heads: Sequence[int], size: int
+        self,
+        rows: int,
+        kind: str,
+        windows: Sequence[int],
+        kv_heads: Sequence[int],
+        size: int,
+        shared: bool = False,
     ) -> dict[str, relax.Var]:
         """The parameters of a function in order, by name.
 
@@ -104,6 +110,8 @@ class PagedCache:
             Window and key/value heads of each layer.
         size : int
             Elements of a head.
+        shared : bool
+            True if keys are the values, so that pages hold them once.
         """
         shapes: dict[str, list[int]] = {name: [rows] for name in ("tokens", "positions", "sequences")}
         if kind == CHUNK and not self.all_logits:
@@ -114,6 +122,6 @@ class PagedCache:
         counts = {is_window: tirx.Var(f"{name}_pages", "int64") for is_window, name in TABLES.items()}
         for layer, (heads, window) in enumerate(zip(kv_heads, windows, strict=True)):
             count = counts[bool(window)] if self.any_pages else self.pages(window)
-            pages = page_shape(count, heads, size, self.page_type)
+            pages = page_shape(count, heads, size, self.page_type, shared)
             params[f"pages_{layer}"] = relax.Var(f"pages_{layer}", relax.TensorType(list(pages), self.page_type))
         return params

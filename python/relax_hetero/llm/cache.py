@@ -179,12 +179,25 @@ class CacheLayer:
         Number of latest tokens that the layer sees; 0: all.
     device : runtime.Device
         Device of its pages.
+    shared : bool
+        True if keys are the values, so that pages hold them once.
     """
 
     kv_heads: int
     size: int
     window: int = 0
     device: runtime.Device = tvm.cpu(0)  # noqa: RUF009
+    shared: bool = False
+
+    def page_bytes(self, dtype: str) -> int:
+        """Bytes of a page.
+
+        Parameters
+        ----------
+        dtype : str
+            Element type of the cache, one of `PAGE_TYPES`.
+        """
+        return page_bytes(self.kv_heads, self.size, dtype, self.shared)
 
 
 class KVCache:
@@ -287,7 +300,9 @@ class KVCache:
             )
         specs = [inputs[name] for name in names]
         layers = [
-            CacheLayer(description.kv_heads, description.size, window, physical_devices[spec.device])
+            CacheLayer(
+                description.kv_heads, description.size, window, physical_devices[spec.device], description.shared
+            )
             for spec, window in zip(specs, description.windows, strict=True)
         ]
         counts = {_table_name(layer): spec.shape[0] for layer, spec in zip(layers, specs, strict=True)}
@@ -503,19 +518,19 @@ class KVCache:
     def _bytes(self, counts: Mapping[str, int]) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for layer in self.layers:
-            size = counts[_table_name(layer)] * page_bytes(layer.kv_heads, layer.size, self.dtype)
+            size = counts[_table_name(layer)] * layer.page_bytes(self.dtype)
             sizes[str(layer.device)] = sizes.get(str(layer.device), 0) + size
         return sizes
 
     def _shape(self, layer: CacheLayer, counts: Mapping[str, int]) -> tuple[int, int, int]:
-        return page_shape(counts[_table_name(layer)], layer.kv_heads, layer.size, self.dtype)
+        return page_shape(counts[_table_name(layer)], layer.kv_heads, layer.size, self.dtype, layer.shared)
 
     def _copy_page(self, name: str, source: int, target: int) -> None:
         """Copy a page of every layer of a group, each on its device."""
         assert self._layer_pages is not None, "a call has the pages"
         for layer, array in zip(self.layers, self._layer_pages, strict=True):
             if _table_name(layer) == name:
-                size = page_bytes(layer.kv_heads, layer.size, self.dtype)
+                size = layer.page_bytes(self.dtype)
                 shape = tuple(map(int, array.shape))[1:]
                 views = [array._create_view(shape, self.dtype, page * size) for page in (source, target)]
                 layer.device.sync()  # the last call may still write

@@ -17,6 +17,8 @@ class ModelDescription:
         Number of tokens; maximum length of a sequence in tokens; maximum number of sequences in the cache.
     kv_heads, size : int
         Number of key-value heads, and elements of one.
+    shared : bool
+        True if keys in the cache are the values, too.
     windows : tuple of int
         Number of latest positions that each layer sees; 0: all.
     page_type : str
@@ -41,6 +43,7 @@ class ModelDescription:
     experts_used: int = 0
     trained_context: int = 0
     decodes_like_prefill: bool = False
+    shared: bool = False
 
 
 def context_warning(context: int, trained_context: int) -> str | None:

@@ -12,7 +12,7 @@ from typing import Any
 from ..artifact.regular_files import read_regular
 from .errors import RequestError, TokenizerError
 from .special_tokens import NONCHARACTERS, Prompt, SpecialTokens
-from .tokenizer import ENDS, byte_of_character, package_errors
+from .tokenizer import byte_of_character, ends_of, package_errors
 
 _SPACE = "\u2581"
 _MAX_SPREAD, _MAX_HOLES = 4, 1024
@@ -188,7 +188,8 @@ class JsonTokenizer:
         """Stop tokens that a file names, and tokens whose names are known to end a turn."""
         model = _read_object(folder / "genai_config.json").get("model")
         generation = _read_object(folder / "generation_config.json")
-        stops: set[int] = {int(token) for token in map(self.token, ENDS) if token is not None}
+        vocabulary = self._with_names.get_vocab()
+        stops: set[int] = {int(vocabulary[name]) for name in ends_of(vocabulary)}
         for ids in (model.get("eos_token_id") if isinstance(model, dict) else None, generation.get("eos_token_id")):
             numbers = ids if isinstance(ids, list) else [ids]
             stops.update(number for number in numbers if type(number) is int)

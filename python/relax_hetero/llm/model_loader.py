@@ -162,6 +162,7 @@ def _load_file(
         slots=slots,
         kv_heads=model.kv_heads,
         size=model.head_size,
+        shared=model.has_shared_values,
         windows=tuple(model.window_of(layer) for layer in range(model.layers)),
         page_type=page_type,
         experts=model.experts,

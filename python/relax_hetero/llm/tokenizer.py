@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -101,9 +101,17 @@ ENDS = {
     "<eos>",
     "</s>",
     "<EOT>",
+    "<|return|>",
+    "<|call|>",
 }
 _ALWAYS_CONTROL = ENDS - {"</s>", "<eos>", "<|end_of_text|>"}
 """Tokens that are control tokens whatever their type in the file, as in llama.cpp; </s> may be a word of HTML."""
+
+
+def ends_of(names: Container[str]) -> set[str]:
+    """The names in `ENDS` that end a turn; in vocabularies with <|return|> (gpt-oss), <|end|> ends a part of one."""
+    return {name for name in ENDS if name in names and (name != "<|end|>" or "<|return|>" not in names)}
+
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -116,14 +124,31 @@ _TEKKEN = (
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT_FORMS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT_FORMS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# Letters with case, punctuation of ASCII and of Chinese, Chinese and Korean, numbers.
+_DEEPSEEK2 = (
+    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}+",
+)  # fmt: skip
+_DEEPSEEK3 = (
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
 # Pre-tokenizers of byte-level vocabularies: regular expressions that are applied one after the other (each splits text
 # into its matches and the text between them), and the names of GGUF's ``tokenizer.ggml.pre``.
 _FAMILIES: dict[tuple[str, ...], tuple[str, ...]] = {
     (_GPT2,): ("gpt-2", "phi-2", "olmo", "mpt", "jais", "roberta-bpe", "trillion"),
     (r"\p{N}", _GPT2): ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
-    (_LLAMA3,): ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "dbrx", "smaug-bpe", "chatglm-bpe"),
+    (_LLAMA3,): ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"),
     (_QWEN2,): ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"),
     (_TEKKEN,): ("tekken",),
+    (_O200K,): ("gpt-4o", "llama4"),
+    _DEEPSEEK2: ("deepseek-llm",),
+    (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3): ("deepseek-v3",),
     (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"): ("default",),
 }
 SPLITS = {name: expressions for expressions, names in _FAMILIES.items() for name in names}
@@ -359,7 +384,8 @@ class Tokenizer:
 
     def _find_stops(self) -> frozenset[int]:
         ids = (self._token(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
-        named = (token for name, token in self._tokens_of_kinds(CONTROL).items() if name in ENDS)
+        control = self._tokens_of_kinds(CONTROL)
+        named = (control[name] for name in ends_of(control))
         return frozenset(token for token in (*ids, *named) if token is not None)
 
 

@@ -44,6 +44,7 @@ class CachedAttentionAttrs(tvm.ir.Attrs):
     eps: float
     rows: str
     sinks: bool
+    shared_values: bool
 
 
 def cached_attention(
@@ -64,6 +65,7 @@ def cached_attention(
     eps: float = 1e-6,
     rows: str = "decode",
     sinks: bool = False,
+    shared_values: bool = False,
 ) -> relax.Call:
     """Write new keys and values into the cache, then compute the attention of the new queries to their sequences' keys.
 
@@ -76,7 +78,7 @@ def cached_attention(
     ----------
     qkv : relax.Expr
         (rows, (heads + 2 * kv_heads) * size) of float32, float16 or bfloat16: queries of all heads, then keys, then
-        values.
+        values, unless they are shared.
     pages : relax.Expr
         (pages, kv_heads, elements), see `relax_hetero.encoding.pages`; overwritten.
     table : relax.Expr
@@ -111,6 +113,8 @@ def cached_attention(
         consecutive positions, rows with sequence -1 last; each row sees the rows before it.
     sinks : bool
         Whether the softmax of a head has one more score, its sink, without a key and a value. Kernels of GPUs lack it.
+    shared_values : bool
+        Whether keys, normalized and rotated, are the values, too, and pages have them once. Kernels of GPUs lack it.
 
     Returns
     -------
@@ -123,7 +127,18 @@ def cached_attention(
         If an attribute is not valid, or an operand is not a Relax expression.
     """
     attrs = CachedAttentionAttrs(
-        heads, kv_heads, size, float(scale), window, float(softcap), rotary, norms, float(eps), rows, sinks
+        heads,
+        kv_heads,
+        size,
+        float(scale),
+        window,
+        float(softcap),
+        rotary,
+        norms,
+        float(eps),
+        rows,
+        sinks,
+        shared_values,
     )
     _check_attributes(attrs)
     return make_call(CACHED_ATTENTION, [qkv, pages, table, sequences, positions, *others], attrs)
@@ -166,9 +181,10 @@ def infer_cached_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> tvm.ir
             f"qkv, pages, table, sequences, positions{''.join(', ' + name for name in optional)}"
         )
     heads, kv_heads, size = int(attrs.heads), int(attrs.kv_heads), int(attrs.size)
-    qkv = _operand(call, 0, "qkv", _ACTIVATIONS, [None, (heads + 2 * kv_heads) * size])
+    shared = bool(attrs.shared_values)
+    qkv = _operand(call, 0, "qkv", _ACTIVATIONS, [None, (heads + (1 if shared else 2) * kv_heads) * size])
     dtype = str(call.args[PAGES].ty.dtype) if isinstance(call.args[PAGES].ty, relax.TensorType) else "float16"
-    elements = head_elements(size, dtype) if dtype in PAGE_TYPES else None
+    elements = head_elements(size, dtype, shared) if dtype in PAGE_TYPES else None
     _operand(call, PAGES, "pages", PAGE_TYPES, [None, kv_heads, elements])
     _operand(call, 2, "table", ("int32",), [None, None])
     _operand(call, 3, "sequences", ("int32",), [qkv[0]])

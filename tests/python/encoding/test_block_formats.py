@@ -60,7 +60,17 @@ def of_six(superblock):
         yield half(superblock, 208) * F(scale) * F((low | high << 4) - 32)
 
 
+def of_float4(superblock):
+    for i in range(32):
+        byte = int(superblock[1 + i % 16])
+        bits = byte >> 4 if i >= 16 else byte & 15
+        exponent, fraction = bits >> 1 & 3, bits & 1
+        magnitude = fraction / 2 if exponent == 0 else 2.0 ** (exponent - 1) * (1 + fraction / 2)
+        yield F(2.0 ** (int(superblock[0]) - 127)) * F(-magnitude if bits & 8 else magnitude)
+
+
 DEFINITIONS = {
+    "mxfp4": of_float4,
     "q8_0": lambda superblock: (half(superblock, 0) * F(code) for code in superblock[2:].view(np.int8)),
     "q4_0": lambda superblock: of_simple(superblock, 4, False),
     "q4_1": lambda superblock: of_simple(superblock, 4, True),
@@ -97,7 +107,8 @@ def test_codes_scales_and_minimums(name):
     form = block_format(name)
     weights = read_block_weights(random_rows(name, 4, 512), form, 512)
     codes = weights.codes.astype(int)
-    assert codes.min() == form.min_code and codes.max() == form.min_code + (1 << form.bits) - 1
+    expected = form.codes or range(form.min_code, form.min_code + (1 << form.bits))
+    assert set(codes.ravel()) == set(expected) and form.min_code == min(expected)
     assert weights.scales.shape == (4, 512 // form.block)
     assert (weights.minimums is None) == (form.minimum == "")
 

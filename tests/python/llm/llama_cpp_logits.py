@@ -37,10 +37,10 @@ def recorded(name: str) -> np.ndarray:
 
 
 def _record() -> None:
-    from llm.gguf_files import MODELS, write_gguf
+    from llm.gguf_files import LLAMA_CPP_MODELS, MODELS, write_gguf
 
     with tempfile.TemporaryDirectory() as folder:
-        paths = {name: write_gguf(Path(folder) / f"{name}.gguf", sizes) for name, sizes in MODELS.items()}
+        paths = {name: write_gguf(Path(folder) / f"{name}.gguf", MODELS[name]) for name in LLAMA_CPP_MODELS}
         np.savez_compressed(RECORDED, **{name: fresh(path, TOKENS)[-1] for name, path in paths.items()})
 
 

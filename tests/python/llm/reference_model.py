@@ -7,6 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
+STATED = ("glm4moe", "deepseek2")  # architectures whose files state whether shares sum to their factor
 # Gemma's sizes whose scores are scaled by the width of a head as if heads filled the model's width: 27 B.
 SCALED_BY_WIDTH = {("gemma2", 46), ("gemma3", 62)}
 
@@ -89,7 +90,9 @@ class ReferenceModel:
         for layer in range(self.layers):
             x = x + self._branch(layer, x, "attn_norm", self._attention, "post_attention_norm")
             experts = f"blk.{layer}.ffn_gate_inp.weight" in self._tensors
-            x = x + self._branch(layer, x, "ffn_norm", self._experts if experts else self._mlp, "post_ffw_norm")
+            work = self._experts if experts else self._mlp
+            before = "post_attention_norm" if self.architecture in ("glm4moe", "gpt-oss") else "ffn_norm"
+            x = x + self._branch(layer, x, before, work, "post_ffw_norm")
         return rms_norm(x, self.weight("output_norm.weight"), self.eps) / self.key("logit_scale", 1.0)
 
     def _branch(self, layer, x, before, work, after):
@@ -102,6 +105,8 @@ class ReferenceModel:
 
     def _attention(self, layer, x):
         rows = len(x)
+        if self.key("attention.kv_lora_rank"):
+            return self._latent_attention(layer, x)
         q, k, v = (self._projected(layer, name, x).reshape(rows, -1, self.size) for name in "qkv")
         rotation = self._rotation(layer, rows)
         q, k = (rotated(self._normed(layer, name, y), *rotation, self._in_pairs) for name, y in (("q", q), ("k", k)))
@@ -110,8 +115,38 @@ class ReferenceModel:
         scores = q @ k.swapaxes(1, 2) * self._scale
         scores = softcapped(scores, self.key("attn_logit_softcapping", 0.0))
         scores = np.where(visible(rows, self.window(layer)), scores, -np.inf)
+        sinks = self._of(layer, "attn_sinks")
+        if sinks is not None:  # a score without a key
+            scores = np.concatenate([np.broadcast_to(sinks[:, None, None], (self.heads, rows, 1)), scores], axis=2)
+            v = np.concatenate([np.zeros_like(v[:, :1]), v], axis=1)
         y = (softmax(scores) @ v).swapaxes(0, 1)
-        return y.reshape(rows, -1) @ self._of(layer, "attn_output").T
+        return self._projected(layer, "output", y.reshape(rows, -1))
+
+    def _latent_attention(self, layer, x):
+        """Attention with keys and values of all heads, which are products of a compressed vector of each token."""
+        rows, rank, plain = len(x), self.key("attention.kv_lora_rank"), -self.key("rope.dimension_count")
+        q = x
+        if self.key("attention.q_lora_rank"):
+            q = rms_norm(self._projected(layer, "q_a", x), self._of(layer, "attn_q_a_norm"), self.eps)
+        q = self._projected(layer, "q_b" if q is not x else "q", q).reshape(rows, self.heads, -1)
+        compressed = self._projected(layer, "kv_a_mqa", x)
+        rotation = self._rotation(layer, rows)
+        q_rotated = rotated(q[..., plain:], *rotation, in_pairs=True)
+        k_rotated = rotated(compressed[:, None, rank:], *rotation, in_pairs=True)
+        compressed = rms_norm(compressed[:, :rank], self._of(layer, "attn_kv_a_norm"), self.eps)
+        keys, values, joined = (self._of(layer, f"attn_{name}_b") for name in ("k", "v", "kv"))
+        if joined is not None:
+            keys, values = np.split(joined.reshape(self.heads, -1, rank), [q.shape[-1] + plain], axis=1)
+            keys = keys.swapaxes(1, 2)
+        k, v = np.einsum("tr,hrn->thn", compressed, keys), np.einsum("tr,hvr->thv", compressed, values)
+        scores = np.einsum("qhn,khn->hqk", q[..., :plain], k) + np.einsum("qhn,kan->hqk", q_rotated, k_rotated)
+        magnitude = 1.0
+        if self.key("rope.scaling.type") == "yarn":
+            multiplier = self.key("rope.scaling.yarn_log_multiplier")
+            magnitude = multiplier * np.log(self.key("rope.scaling.factor")) + 1
+        scores = scores * magnitude**2 / np.sqrt(q.shape[-1])
+        y = np.einsum("hqk,khv->qhv", softmax(np.where(visible(rows, 0), scores, -np.inf)), v)
+        return self._projected(layer, "output", y.reshape(rows, -1))
 
     def _projected(self, layer, name, x):
         bias = self._of(layer, f"attn_{name}", "bias")
@@ -137,10 +172,10 @@ class ReferenceModel:
 
     def window(self, layer: int) -> int:
         """Number of positions that a token of a layer sees, its own included; 0 for all."""
-        if not self.is_gemma:
+        if not self.is_gemma and self.architecture != "gpt-oss":
             return 0
         window = self.key("attention.sliding_window", 4096 if self.architecture == "gemma2" else 0)
-        pattern = self.key("attention.sliding_window_pattern", 2 if self.architecture == "gemma2" else 6)
+        pattern = self.key("attention.sliding_window_pattern", 6 if self.architecture == "gemma3" else 2)
         if isinstance(pattern, list):
             return window if pattern[layer] else 0
         return 0 if layer % pattern == pattern - 1 else window
@@ -151,29 +186,61 @@ class ReferenceModel:
         base, factor = self.key("rope.freq_base", 10000.0), self.key("rope.scaling.factor", 1.0)
         if self.architecture == "gemma3" and self.window(layer):
             base, factor = self.key("rope.freq_base_swa", 10000.0), 1.0
-        frequencies = base ** (-np.arange(0, rotated_dims, 2) / rotated_dims) / factor
+        frequencies = base ** (-np.arange(0, rotated_dims, 2) / rotated_dims)
+        magnitude = 1.0
+        if self.key("rope.scaling.type") == "yarn":
+            turns = self.key("rope.scaling.original_context_length") * frequencies / (2 * np.pi)
+            # The pairs that turn 32 times and once, by interpolation: their logarithms are a straight line.
+            first, last = np.interp(np.log([1 / 32, 1]), -np.log(turns), np.arange(len(turns)), left=0)
+            share = 1 - np.clip((np.arange(len(turns)) - np.floor(first)) / (np.ceil(last) - np.floor(first)), 0, 1)
+            frequencies, factor = frequencies * (share + (1 - share) / factor), 1.0
+            if not self.key("rope.scaling.yarn_log_multiplier"):
+                magnitude = 0.1 * np.log(self.key("rope.scaling.factor")) + 1
+        frequencies = frequencies / factor
         factors = self.weight("rope_freqs.weight")
         angles = np.arange(rows)[:, None] * (frequencies if factors is None else frequencies / factors)
-        return np.cos(angles), np.sin(angles)
+        return magnitude * np.cos(angles), magnitude * np.sin(angles)
 
     def _mlp(self, layer, x, suffix=""):
         gate, up, down = (self._of(layer, f"ffn_{name}{suffix}") for name in ("gate", "up", "down"))
         return (self._activation(x @ gate.T) * (x @ up.T)) @ down.T
 
     def _experts(self, layer, x):
-        shares = softmax(x @ self._of(layer, "ffn_gate_inp").T)
         gates, ups, downs = (self._of(layer, f"ffn_{name}_exps") for name in ("gate", "up", "down"))
+        biases = [self._of(layer, f"ffn_{name}_exps", "bias") for name in ("gate", "up", "down")]
         y = np.zeros_like(x)
-        for row, share in enumerate(shares):
-            best = np.argsort(-share, kind="stable")[: self.key("expert_used_count")]
-            for expert in best:
-                inner = self._activation(gates[expert] @ x[row]) * (ups[expert] @ x[row])
-                total = 1 if self.architecture in ("qwen2moe", "olmoe") else share[best].sum()
-                y[row] += share[expert] / total * (downs[expert] @ inner)
-        shared = self._of(layer, "ffn_gate_inp_shexp")
-        if shared is not None:
-            y += self._mlp(layer, x, "_shexp") / (1 + np.exp(-(x @ shared)))[:, None]
-        return y
+        for row, (experts, shares) in enumerate(self._routes(layer, x)):
+            for expert, share in zip(experts, shares, strict=True):
+                gate, up = gates[expert] @ x[row], ups[expert] @ x[row]
+                if self.architecture == "gpt-oss":
+                    gate, up = (value + bias[expert] for value, bias in zip((gate, up), biases[:2], strict=True))
+                    gate, up = np.minimum(gate, 7), np.clip(up, -7, 7)
+                    inner = gate * sigmoid(1.702 * gate) * (up + 1)
+                    y[row] += share * (downs[expert] @ inner + biases[2][expert])
+                    continue
+                y[row] += share * (downs[expert] @ (self._activation(gate) * up))
+        if self._of(layer, "ffn_gate_shexp") is None:
+            return y
+        gate = self._of(layer, "ffn_gate_inp_shexp")
+        return y + self._mlp(layer, x, "_shexp") * (1 if gate is None else sigmoid(x @ gate)[:, None])
+
+    def _routes(self, layer, x):
+        """The experts of each row, and their shares."""
+        bias = self._of(layer, "ffn_gate_inp", "bias")
+        scores = x @ self._of(layer, "ffn_gate_inp").T + (0.0 if bias is None else bias)
+        is_sigmoid = self.key("expert_gating_func", 1) == 2
+        powers = sigmoid(scores) if is_sigmoid else softmax(scores)
+        bias = self._of(layer, "exp_probs_b", "bias")
+        order = powers if bias is None else powers + bias
+        groups = np.split(order, self.key("expert_group_count", 1), axis=1)
+        sums = np.stack([np.sort(group)[:, -2 if is_sigmoid else -1 :].sum(axis=1) for group in groups], axis=1)
+        worst = np.argsort(-sums, axis=1, kind="stable")[:, self.key("expert_group_used_count", len(groups)) :]
+        normalizes = self.key("expert_weights_norm", self.architecture not in ("qwen2moe", "olmoe", *STATED))
+        for row, power in enumerate(powers):
+            allowed = np.concatenate([np.full(len(g[row]), i not in worst[row]) for i, g in enumerate(groups)])
+            best = np.argsort(-np.where(allowed, order[row], -np.inf), kind="stable")[: self.key("expert_used_count")]
+            total = power[best].sum() if normalizes else 1
+            yield best, power[best] / total * self.key("expert_weights_scale", 1.0)
 
     def _activation(self, x):
         return gelu(x) if self.is_gemma else x / (1 + np.exp(-x))
@@ -187,6 +254,11 @@ def rms_norm(x, weight, eps):
 def gelu(x):
     """GELU in its form with tanh."""
     return 0.5 * x * (1 + np.tanh((2 / np.pi) ** 0.5 * (x + 0.044715 * x**3)))
+
+
+def sigmoid(x):
+    """Logistic function."""
+    return 1 / (1 + np.exp(-x))
 
 
 def softmax(x):

@@ -12,7 +12,7 @@ pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
 from relax_hetero.llm import ChatTemplate, Tokenizer, TokenizerError  # noqa: E402
-from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, USER_DEFINED  # noqa: E402
+from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, USER_DEFINED, ends_of  # noqa: E402
 
 TEXTS = [
     "",
@@ -178,6 +178,15 @@ def test_words_are_cut_as_the_library_does(split):
 def test_files_that_contradict_themselves(changes, message):
     with pytest.raises(TokenizerError, match=message):
         Tokenizer(spm_fields(**changes))
+
+
+def test_the_end_of_a_message_within_a_turn_of_gpt_oss():
+    assert ends_of(["<|end|>", "<|user|>", "a"]) == {"<|end|>"}
+    assert ends_of(["<|end|>", "<|call|>", "<|return|>"]) == {"<|call|>", "<|return|>"}
+    fields = byte_level_fields("gpt-4o", eos_token_id=None)
+    fields["tokenizer.ggml.tokens"][-2:] = ["<|return|>", "<|end|>"]
+    fields["tokenizer.ggml.token_type"][-2:] = [CONTROL, CONTROL]
+    assert Tokenizer(fields).stop_ids == {len(fields["tokenizer.ggml.tokens"]) - 2}
 
 
 def test_ends_of_turns_are_always_control_tokens():

@@ -17,6 +17,10 @@ CLASSES = {
     "qwen3": ("Qwen3Config", "Qwen3ForCausalLM"),
     "qwen3moe": ("Qwen3MoeConfig", "Qwen3MoeForCausalLM"),
     "mixtral": ("MixtralConfig", "MixtralForCausalLM"),
+    "glm4moe": ("Glm4MoeConfig", "Glm4MoeForCausalLM"),
+    "gpt-oss": ("GptOssConfig", "GptOssForCausalLM"),
+    "deepseek2-lite": ("DeepseekV2Config", "DeepseekV2ForCausalLM"),
+    "deepseek2": ("DeepseekV3Config", "DeepseekV3ForCausalLM"),
     "olmoe": ("OlmoeConfig", "OlmoeForCausalLM"),
     "granite": ("GraniteConfig", "GraniteForCausalLM"),
     "granitemoe": ("GraniteMoeConfig", "GraniteMoeForCausalLM"),
@@ -41,6 +45,21 @@ NAMES = {
     "ffn_down_shexp": "mlp.shared_expert.down_proj",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
 }
+GLM_NAMES = {
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+LATENT_NAMES = {
+    **GLM_NAMES,
+    "attn_q_a": "self_attn.q_a_proj",
+    "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj",
+    "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+    "attn_kv_b": "self_attn.kv_b_proj",
+}
+OSS_NAMES = {"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router"}
 # Gemma norms before and after both parts of a layer, so that one name means another norm than elsewhere.
 GEMMA_NAMES = {
     "post_attention_norm": "post_attention_layernorm",
@@ -51,6 +70,8 @@ GEMMA_NAMES = {
 
 def family_of(sizes):
     """The family of a model, by which `CLASSES` has it: a llama with experts is a Mixtral."""
+    if sizes.architecture == "deepseek2":
+        return "deepseek2" if sizes.biased else "deepseek2-lite"
     return "mixtral" if sizes.architecture == "llama" and sizes.experts else sizes.architecture
 
 
@@ -77,11 +98,28 @@ def config_of(sizes, reference):
         options |= {"num_experts": sizes.experts, "num_experts_per_tok": sizes.experts_used}
         options |= {"moe_intermediate_size": sizes.expert_width, "norm_topk_prob": sizes.architecture == "qwen3moe"}
         options |= {"shared_expert_intermediate_size": sizes.shared_width}
+    if sizes.latent:
+        names = ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim")
+        query_rank, rank, key_size, value_size = sizes.latent
+        options |= dict(zip(names, (query_rank or None, rank, key_size - sizes.rotary, value_size), strict=True))
+        options |= {"qk_rope_head_dim": sizes.rotary, "head_dim": sizes.rotary, "num_key_value_heads": sizes.heads}
+        options |= {"n_group": sizes.groups or 1, "topk_group": sizes.groups_used or 1, "topk_method": "greedy"}
+        rope |= {"mscale": sizes.yarn[2] * 10, "mscale_all_dim": sizes.yarn[2] * 10}
+    if sizes.architecture in ("glm4moe", "deepseek2"):
+        options |= {"n_routed_experts": sizes.experts, "n_shared_experts": sizes.shared_width // sizes.expert_width}
+        options |= {"norm_topk_prob": sizes.normalizes, "routed_scaling_factor": sizes.expert_scale or 1.0}
+        options |= {"first_k_dense_replace": sizes.dense_layers, "use_qk_norm": True}
+    if sizes.architecture == "glm4moe":
+        options["attention_bias"] = True
+        rope["partial_rotary_factor"] = sizes.rotary / sizes.size
     names = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
     options |= dict(zip(names, sizes.scales, strict=False))
-    if family_of(sizes) in ("mixtral", "granitemoe", "olmoe"):
+    if family_of(sizes) in ("mixtral", "granitemoe", "olmoe", "gpt-oss"):
         options |= {"num_local_experts": sizes.experts, "intermediate_size": sizes.expert_width}
-    if sizes.architecture.startswith("gemma"):
+    if sizes.yarn:
+        rope |= {"rope_type": "yarn", "factor": float(sizes.yarn[0])}
+        rope |= {"original_max_position_embeddings": sizes.yarn[1]}
+    if sizes.architecture == "gpt-oss" or sizes.architecture.startswith("gemma"):
         kinds = ["sliding_attention" if reference.window(at) else "full_attention" for at in range(sizes.layers)]
         options |= {"sliding_window": sizes.window, "layer_types": kinds, "query_pre_attn_scalar": sizes.size}
     if sizes.architecture == "gemma2":
@@ -104,11 +142,26 @@ def state_of(path, sizes):
     state["lm_head.weight"] = tensors.pop("output.weight", state["model.embed_tokens.weight"])
     state["model.norm.weight"] = tensors.pop("output_norm.weight")
     tensors.pop("rope_freqs.weight", None)
-    names = {**NAMES, **GEMMA_NAMES} if sizes.architecture.startswith("gemma") else NAMES
+    names = NAMES | (GEMMA_NAMES if sizes.architecture.startswith("gemma") else {})
+    names = names | (LATENT_NAMES if sizes.latent else {})
+    names = names | (OSS_NAMES if sizes.architecture == "gpt-oss" else {})
+    names = names | (GLM_NAMES if sizes.architecture == "glm4moe" else {})
     for layer in range(sizes.layers):
         of_layer = {name.split(".", 2)[2]: w for name, w in tensors.items() if name.startswith(f"blk.{layer}.")}
         experts = ""
-        if sizes.experts:
+        if sizes.latent and not sizes.joined:
+            keys, values = of_layer.pop("attn_k_b.weight"), of_layer.pop("attn_v_b.weight")
+            both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
+            state[f"model.layers.{layer}.self_attn.kv_b_proj.weight"] = both.reshape(-1, both.shape[-1])
+        if sizes.architecture == "gpt-oss":
+            experts = f"model.layers.{layer}.mlp.experts"
+            for end, target in (("weight", ""), ("bias", "_bias")):
+                parts = (of_layer.pop(f"ffn_{part}_exps.{end}") for part in ("gate", "up", "down"))
+                gate, up, down = (part.swapaxes(1, -1) for part in parts)
+                state[f"{experts}.gate_up_proj{target}"] = np.stack([gate, up], -1).reshape(*gate.shape[:-1], -1)
+                state[f"{experts}.down_proj{target}"] = down
+            state[f"model.layers.{layer}.self_attn.sinks"] = of_layer.pop("attn_sinks.weight")
+        if "ffn_gate_exps.weight" in of_layer:
             gates, ups = of_layer.pop("ffn_gate_exps.weight"), of_layer.pop("ffn_up_exps.weight")
             experts = "block_sparse_moe" if sizes.architecture == "granitemoe" else "mlp"
             state[f"model.layers.{layer}.{experts}.experts.gate_up_proj"] = np.concatenate([gates, ups], axis=1)
@@ -122,7 +175,8 @@ def state_of(path, sizes):
             target = names[first]
             if name == "ffn_gate_inp.weight" and experts == "block_sparse_moe":
                 target = "block_sparse_moe.router"
-            state[f"model.layers.{layer}.{target}.{last}"] = weight
+            target = f"{target}.{last}" if first != "exp_probs_b" else target
+            state[f"model.layers.{layer}.{target}"] = weight
     if sizes.architecture.startswith("gemma"):
         state = {name: weight - ("norm" in name) for name, weight in state.items()}
     return {name: torch.from_numpy(np.array(weight)) for name, weight in state.items()}

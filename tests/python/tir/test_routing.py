@@ -13,49 +13,72 @@ from seeds import fresh_rng
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
 
 
-def wanted(scores, problem):
-    ids = np.argsort(-scores, axis=1, kind="stable")[:, : problem.used]
-    powers = np.exp(scores.astype("float64") - scores.max(1, keepdims=True))
+def wanted(scores, problem, bias):
+    """Ids and shares in float64."""
+    x = scores.astype("float64")
+    powers = np.exp(x - x.max(1, keepdims=True)) if problem.is_softmax else 1 / (1 + np.exp(-x))
+    order = powers / powers.sum(1, keepdims=True) if problem.is_softmax else powers.copy()
+    if bias is not None:
+        order += bias
+    if problem.groups > 1:
+        grouped = order.reshape(len(order), problem.groups, -1)
+        ranked = np.sort(grouped, -1)[..., -problem.group_best :].sum(-1)
+        dropped = np.argsort(-ranked, axis=1, kind="stable")[:, problem.groups_used :]
+        np.put_along_axis(grouped, dropped[..., None], -np.inf, 1)
+    ids = np.argsort(-order, axis=1, kind="stable")[:, : problem.used]
     chosen = np.take_along_axis(powers, ids, 1)
-    total = chosen if problem.normalizes else powers
-    return ids, chosen / total.sum(1, keepdims=True) * problem.scale
+    if problem.normalizes or problem.is_softmax:
+        chosen = chosen / (chosen if problem.normalizes else powers).sum(1, keepdims=True)
+    return ids, chosen * problem.scale
 
 
-def routed(problem, scores, on_gpu):
+def routed(problem, scores, on_gpu, bias=None):
     """Ids and shares by the kernel of a device; their memory is poisoned before."""
     kernel, count = routing_kernel(problem), len(scores)
     ids, shares = np.full((count, problem.used), -7, "int32"), np.full((count, problem.used), np.nan, "float32")
+    inputs = [scores] if bias is None else [scores, bias]
     if on_gpu:
-        interpreted(schedule(kernel.with_attr("target", TARGET), gpu_target_of(TARGET)), scores, ids, shares)
+        interpreted(schedule(kernel.with_attr("target", TARGET), gpu_target_of(TARGET)), *inputs, ids, shares)
         return ids, shares
-    arrays = [tvm.runtime.tensor(array) for array in (scores, ids, shares)]
+    arrays = [tvm.runtime.tensor(array) for array in (*inputs, ids, shares)]
     tvm.compile(kernel.with_attr("global_symbol", "routing"), "llvm")["routing"](*arrays)
-    return arrays[1].numpy(), arrays[2].numpy()
+    return arrays[-2].numpy(), arrays[-1].numpy()
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize(
-    ("rows", "experts", "used", "scale", "normalizes"),
+    "problem",
     [
-        (1, 8, 3, 1.0, True),
-        (5, 128, 8, 2.5, True),
-        (3, 33, 1, 1.0, False),
-        ("rows", 70, 4, 0.5, False),
-        (40, 4, 4, 1.0, True),
+        RoutingProblem(1, 8, 3),
+        RoutingProblem(5, 128, 8, 2.5),
+        RoutingProblem(3, 33, 1, normalizes=False),
+        RoutingProblem("rows", 70, 4, 0.5, normalizes=False),
+        RoutingProblem(40, 4, 4, kind="softmax_of_chosen"),
+        RoutingProblem(7, 33, 5, 2.5, kind="sigmoid"),
+        RoutingProblem(7, 20, 5, normalizes=False, kind="sigmoid", has_bias=True),
+        RoutingProblem(9, 40, 6, has_bias=True),
+        RoutingProblem(9, 40, 6, normalizes=False, has_bias=True, groups=4, groups_used=2),
+        RoutingProblem(5, 60, 5, 16.0, normalizes=False, groups=5, groups_used=3),
+        RoutingProblem(5, 256, 8, 2.5, kind="sigmoid", has_bias=True, groups=8, groups_used=4),
+        RoutingProblem("rows", 6, 3, kind="sigmoid", groups=6, groups_used=4),
     ],
+    ids=str,
 )
-def test_the_experts_with_the_greatest_scores(rows, experts, used, scale, normalizes, on_gpu):
-    scores = fresh_rng().standard_normal((rows if isinstance(rows, int) else 6, experts)).astype("float32")
-    scores[0, experts // 2] = scores[0].max()  # equal ones
-    problem = RoutingProblem(rows, experts, used, scale, normalizes)
-    ids, shares = routed(problem, scores, on_gpu)
-    want_ids, want_shares = wanted(scores, problem)
+def test_the_experts_with_the_greatest_scores(problem, on_gpu):
+    generator, rows = fresh_rng(), problem.rows if isinstance(problem.rows, int) else 6
+    scores = generator.standard_normal((rows, problem.experts)).astype("float32")
+    scores[0, problem.experts // 2] = scores[0].max()  # equal ones
+    bias = generator.standard_normal(problem.experts).astype("float32") / 4 if problem.has_bias else None
+    ids, shares = routed(problem, scores, on_gpu, bias)
+    want_ids, want_shares = wanted(scores, problem, bias)
     np.testing.assert_array_equal(ids, want_ids)
-    np.testing.assert_allclose(shares, want_shares, rtol=1e-6)
+    np.testing.assert_allclose(shares, want_shares, rtol=2e-6)
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
 @pytest.mark.parametrize("value", [np.nan, -np.inf, np.inf])
-def test_experts_exist_whatever_the_scores(value, on_gpu):
-    ids, _ = routed(RoutingProblem(2, 40, 3), np.full((2, 40), value, "float32"), on_gpu)
+@pytest.mark.parametrize("groups", [1, 4])
+def test_experts_exist_whatever_the_scores(groups, value, on_gpu):
+    problem = RoutingProblem(2, 40, 3, groups=groups, groups_used=(groups + 1) // 2)
+    ids, _ = routed(problem, np.full((2, 40), value, "float32"), on_gpu)
     assert ((ids >= 0) & (ids < 40)).all()

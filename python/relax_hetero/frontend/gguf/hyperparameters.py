@@ -10,7 +10,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from ...errors import FrontendError
+from ...tir.routing import ROUTING_KINDS, RoutingProblem
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,8 @@ class Architecture:
     rotary : str
         Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2).
     activation : str
-        Activation of the feed-forward gate: "silu" or "gelu_tanh".
+        Activation of the feed-forward gate: "silu", "gelu_tanh", or "clamped_swiglu", which also changes the other
+        factor: ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up` from -7 to 7.
     scaled_embedding : bool
         True if embeddings are multiplied by the square root of their width.
     post_norms : bool
@@ -41,16 +45,22 @@ class Architecture:
         hidden_size / heads, instead of that of a head's size.
     wide_qk_norms : bool
         True if queries are normalized over all heads together, and keys, too, instead of each head.
+    routing : str
+        Name of the `RoutingKind` of files that do not state it.
     normalizes_shares : bool
-        True if the shares of a token's experts sum to 1.
-    shared_expert : bool
-        True if every token also has an expert of its own, times the sigmoid of a product.
+        True if the shares of a token's experts sum to 1, unless the file states it.
+    ffn_norm : str
+        Name of the norm of the feed-forward network's input.
+    has_latent_attention : bool
+        True if keys and values of all heads are products with one vector of a token, which the cache stores (MLA).
+    has_factors : bool
+        True if the file's factors of embeddings, residuals, scores and logits apply.
     trained_type : str
         16-bit float that its models are trained in, used if the file's weights are quantized.
     required, optional : tuple of str
         Names, without ``blk.N.``, of tensors that a file must have or may have, besides the tensors of every
-        architecture. All layers have the same tensors. As in llama.cpp, a file with any other tensor is refused,
-        because the model would compute something else without it.
+        architecture. All layers have the same tensors, except that dense layers have none of experts. As in llama.cpp,
+        a file with any other tensor is refused, because the model would compute something else without it.
     """
 
     rotary: str
@@ -63,8 +73,11 @@ class Architecture:
     window_scaled: bool = True
     wide_layers: int | None = None
     wide_qk_norms: bool = False
+    routing: str = "softmax"
     normalizes_shares: bool = True
-    shared_expert: bool = False
+    ffn_norm: str = "ffn_norm"
+    has_latent_attention: bool = False
+    has_factors: bool = False
     trained_type: str = "bfloat16"
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ("output.weight",)
@@ -79,13 +92,40 @@ ARCHITECTURES = {
     # llama 3.1 and later have divisors of frequencies, rope_freqs.
     "llama": Architecture("pairs", trained_type="float16", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
     "qwen2": Architecture("halves", required=_BIASES[:3], optional=("output.weight", "output.bias")),
-    "qwen2moe": Architecture("halves", normalizes_shares=False, shared_expert=True, required=_BIASES[:3]),
+    "qwen2moe": Architecture("halves", normalizes_shares=False, required=(*_BIASES[:3], "ffn_gate_inp_shexp.weight")),
     "qwen3": Architecture("halves", required=_QK_NORMS),
     "qwen3moe": Architecture("halves", required=_QK_NORMS),
     "olmoe": Architecture("halves", wide_qk_norms=True, normalizes_shares=False, required=_QK_NORMS),
-    "granite": Architecture("pairs", optional=("output.weight", *_BIASES)),
-    "granitemoe": Architecture("pairs"),
+    "granite": Architecture("pairs", has_factors=True, optional=("output.weight", *_BIASES)),
+    "granitemoe": Architecture("pairs", has_factors=True),
+    "glm4moe": Architecture(
+        "halves",
+        routing="sigmoid",
+        normalizes_shares=False,
+        ffn_norm="post_attention_norm",
+        required=("exp_probs_b.bias",),
+        optional=("output.weight", *_BIASES[:3], *_QK_NORMS),
+    ),
     # The matrix of embeddings is also the output matrix.
+    # Versions 2 and 3: the latter's queries are products of a narrow vector, its experts have biases.
+    "deepseek2": Architecture(
+        "pairs",
+        normalizes_shares=False,
+        has_latent_attention=True,
+        optional=("output.weight", "exp_probs_b.bias"),
+    ),
+    "gpt-oss": Architecture(
+        "halves",
+        "clamped_swiglu",
+        pattern=2,
+        routing="softmax_of_chosen",
+        ffn_norm="post_attention_norm",
+        required=(
+            *_BIASES[:4],
+            "attn_sinks.weight",
+            *(f"{name}.bias" for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
+        ),
+    ),
     "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
     "gemma3": Architecture(
         "halves",
@@ -102,13 +142,63 @@ ARCHITECTURES = {
 """Architectures by the file's ``general.architecture``."""
 
 
-_ROPE_SCALINGS = ("none", "linear")
+_ROPE_SCALINGS = ("none", "linear", "yarn")
+_YARN_TURNS = (("slow", 1.0), ("fast", 32.0))
+"""Turns within the original context of frequencies that are scaled, and of those that stay, by default."""
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
-"""Keys of Granite's factors; logits are divided by theirs."""
+"""Keys of factors; logits are divided by theirs."""
 _MAX_INT32 = (1 << 31) - 1
 """Maximum of counts: positions, tokens and sizes are int32."""
 MAX_LAYERS = 10_000
 """A file with more layers is damaged."""
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's scaling of positions: fast frequencies stay as they are, slow ones are scaled (arXiv:2309.00071).
+
+    Attributes
+    ----------
+    first, last : float
+        Pairs of elements up to which frequencies stay, and from which they are scaled.
+    share : float
+        Share of frequencies that stay.
+    magnitude : float
+        Factor of cosines and sines.
+    """
+
+    first: float
+    last: float
+    share: float
+    magnitude: float
+
+    def scaled(self, frequencies: np.ndarray, scale: float) -> np.ndarray:
+        """Frequencies of all pairs, some of them scaled."""
+        ramp = (np.arange(len(frequencies)) - self.first) / max(0.001, self.last - self.first)
+        share = self.share * (1 - np.clip(ramp, 0, 1))
+        return frequencies * (scale * (1 - share) + share)
+
+
+@dataclass(frozen=True)
+class LatentAttention:
+    """Sizes of an attention whose cache has one vector of a token for all heads (MLA, arXiv:2405.04434).
+
+    The vector is the key of all heads, rotated elements and a compressed vector, and also the value.
+
+    Attributes
+    ----------
+    rank : int
+        Elements of the compressed vector.
+    query_rank : int
+        Elements of the narrow vector that queries are products of; 0: they are products of the layer's input.
+    key_size, value_size : int
+        Elements of a head's key, rotated ones included, and of its value, before compression.
+    """
+
+    rank: int
+    query_rank: int
+    key_size: int
+    value_size: int
 
 
 @dataclass(frozen=True)
@@ -122,14 +212,22 @@ class Hyperparameters:
     architecture : Architecture
     layers, hidden_size, vocabulary, context : int
         Numbers of layers, of elements of an embedding, of tokens, and of positions in training.
+    dense_layers : int
+        Number of layers at the beginning that have no experts.
+    further_layers : int
+        Number of layers after the others, which predict further tokens and are not read.
     heads, kv_heads, head_size : int
-        Numbers of query heads and of key-value heads, and elements of a head.
-    feed_forward : int
-        Width of the feed-forward network, or of each expert.
+        Numbers of query heads and of key-value heads, and elements of a head in the cache.
+    latent : LatentAttention or None
+        Sizes of an attention with compressed keys and values.
+    feed_forward, expert_feed_forward : int
+        Width of the feed-forward network, and of each expert.
     eps : float
         Epsilon of norms.
     base, base_scale : float
         Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``.
+    yarn : Yarn or None
+        Rule by which frequencies are scaled; None: all by `base_scale`.
     rotary_size : int
         Number of rotated elements of a head.
     window_base : float
@@ -138,10 +236,8 @@ class Hyperparameters:
         Number of positions that each layer attends to; 0: all.
     attention_softcap, logit_softcap : float
         Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
-    experts, experts_used : int
-        Number of experts, and of those that are used for a token; 0 without experts.
-    expert_scale : float
-        Factor of the experts' weights.
+    routing : RoutingProblem or None
+        Choice of experts, for any number of rows and without biases; None without experts.
     shared_feed_forward : int
         Width of the expert of all tokens; 0 without one.
     embedding_scale, residual_scale, logit_scale : float
@@ -153,29 +249,52 @@ class Hyperparameters:
     name: str
     architecture: Architecture
     layers: int
+    dense_layers: int
+    further_layers: int
     hidden_size: int
     vocabulary: int
     context: int
     heads: int
     kv_heads: int
     head_size: int
+    latent: LatentAttention | None
     feed_forward: int
+    expert_feed_forward: int
     eps: float
     base: float
     base_scale: float
+    yarn: Yarn | None
     rotary_size: int
     window_base: float
     windows: tuple[int, ...]
     attention_softcap: float
     logit_softcap: float
-    experts: int
-    experts_used: int
-    expert_scale: float
+    routing: RoutingProblem | None
     shared_feed_forward: int
     embedding_scale: float
     residual_scale: float
     logit_scale: float
     attention_scale: float
+
+    @property
+    def experts(self) -> int:
+        """Number of experts; 0 without experts."""
+        return self.routing.experts if self.routing else 0
+
+    @property
+    def experts_used(self) -> int:
+        """Number of experts that are used for a token; 0 without experts."""
+        return self.routing.used if self.routing else 0
+
+    @property
+    def has_shared_values(self) -> bool:
+        """True if keys in the cache are the values, too."""
+        return self.latent is not None
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a head's result."""
+        return self.latent.value_size if self.latent else self.head_size
 
     @property
     def scale(self) -> float:
@@ -189,11 +308,13 @@ class Hyperparameters:
         """Number of positions that a layer attends to; 0: all."""
         return self.windows[layer]
 
-    def rotary_base_of(self, layer: int) -> tuple[float, float]:
-        """Base and scale of the frequencies of a layer."""
+    def rotary_base_of(self, layer: int) -> tuple[float, float, Yarn | None]:
+        """Base and scale of the frequencies of a layer, and the rule by which they are scaled."""
         if not self.windows[layer]:
-            return self.base, self.base_scale
-        return self.window_base, self.base_scale if self.architecture.window_scaled else 1.0
+            return self.base, self.base_scale, self.yarn
+        if self.architecture.window_scaled:
+            return self.window_base, self.base_scale, self.yarn
+        return self.window_base, 1.0, None
 
 
 def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
@@ -218,54 +339,69 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         names = ", ".join(ARCHITECTURES)
         raise FrontendError(f"{file}: found architecture {name!r}, expected one of {names}")
     metadata = _Fields(fields, name, file)
-    architecture, layers = ARCHITECTURES[name], metadata.layers
+    architecture = ARCHITECTURES[name]
+    further_layers = metadata.count("nextn_predict_layers", 0)
+    layers = metadata.layers - further_layers
+    if layers < 1:
+        raise FrontendError(f"{file}: all {metadata.layers} layers predict further tokens, expected others before them")
     if metadata.count("vocab_size", vocabulary) != vocabulary:
         rows = metadata.count("vocab_size")
         raise FrontendError(f"{file}: {name}.vocab_size is {rows:,}, expected the rows of token_embd, {vocabulary:,}")
     width, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     if width % heads and not metadata.has("attention.key_length"):
         raise FrontendError(f"{file}: {heads} heads do not divide the width of {width}, and no key_length is given")
+    latent = _read_latent(metadata) if architecture.has_latent_attention else None
     size = metadata.count("attention.key_length", width // heads)
-    if metadata.count("attention.value_length", size) != size:
+    rotary_size = metadata.count("rope.dimension_count", size)
+    if latent:
+        size = latent.rank + rotary_size
+        if latent.key_size <= rotary_size:
+            raise FrontendError(f"{file}: rotates {rotary_size} elements of keys of {latent.key_size}, expected fewer")
+    if not latent and metadata.count("attention.value_length", size) != size:
         length = metadata.count("attention.value_length")
         raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
-    experts = metadata.count("expert_count", 0)
-    feed_forward = metadata.count("expert_feed_forward_length", 0) if experts else 0
+    routing = _read_routing(metadata, architecture)
+    dense_layers = min(metadata.count("leading_dense_block_count", 0), layers) if routing else layers
+    expert_width = metadata.count("expert_feed_forward_length", 0) if routing else 0
+    expert_width = expert_width or (metadata.count("feed_forward_length") if routing else 0)
     scaling = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scaling.factor") else "none")
     if scaling not in _ROPE_SCALINGS:
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
-    factor = metadata.number("rope.scaling.factor", 0.0) if scaling == "linear" else 0.0
-    scales = {
-        key: metadata.number(key, above=0.0) for key in _SCALES if name.startswith("granite") and metadata.has(key)
-    }
+    factor = metadata.number("rope.scaling.factor", 0.0) if scaling != "none" else 0.0
+    yarn = _read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None
+    scales = {key: metadata.number(key, above=0.0) for key in _SCALES if architecture.has_factors and metadata.has(key)}
     model = Hyperparameters(
         name=name,
         architecture=architecture,
         layers=layers,
+        dense_layers=dense_layers,
+        further_layers=further_layers,
         hidden_size=width,
         vocabulary=vocabulary,
         context=metadata.count("context_length"),
         heads=heads,
-        kv_heads=metadata.count("attention.head_count_kv", heads),
+        kv_heads=1 if latent else metadata.count("attention.head_count_kv", heads),
         head_size=size,
-        feed_forward=feed_forward or metadata.count("feed_forward_length"),
+        latent=latent,
+        feed_forward=metadata.count("feed_forward_length") if dense_layers else 0,
+        expert_feed_forward=expert_width,
         eps=metadata.number("attention.layer_norm_rms_epsilon"),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
-        rotary_size=metadata.count("rope.dimension_count", size),
+        yarn=yarn,
+        rotary_size=rotary_size,
         window_base=metadata.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
         windows=_read_windows(metadata, architecture, layers),
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
         logit_softcap=metadata.number("final_logit_softcapping", 0.0),
-        experts=experts,
-        experts_used=metadata.count("expert_used_count", 0),
-        expert_scale=metadata.number("expert_weights_scale", 1.0) or 1.0,
-        shared_feed_forward=metadata.count("expert_shared_feed_forward_length") if architecture.shared_expert else 0,
+        routing=routing,
+        shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
+        or metadata.count("expert_shared_count", 0) * expert_width,
         embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
         residual_scale=scales.get("residual_scale", 1.0),
         logit_scale=1.0 / scales.get("logit_scale", 1.0),
-        attention_scale=scales.get("attention.scale", 0.0),
+        attention_scale=_latent_scale(metadata, latent, yarn, factor) if latent else scales.get("attention.scale", 0.0),
     )
     if model.heads % model.kv_heads:
         raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")
@@ -273,9 +409,84 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         raise FrontendError(
             f"{file}: rotates {model.rotary_size} elements of a head, expected an even number up to {size}"
         )
-    if experts and not 0 < model.experts_used <= experts:
-        raise FrontendError(f"{file}: uses {model.experts_used} of {experts} experts, expected 1 to {experts}")
     return model
+
+
+def _read_routing(metadata: _Fields, architecture: Architecture) -> RoutingProblem | None:
+    """Choice of experts; None without experts."""
+    experts = metadata.count("expert_count", 0)
+    if not experts:
+        return None
+    file, used = metadata.file, metadata.count("expert_used_count", 0)
+    if not 0 < used <= experts:
+        raise FrontendError(f"{file}: uses {used} of {experts} experts, expected 1 to {experts}")
+    kind, number = architecture.routing, metadata.count("expert_gating_func", 0)
+    if number > len(ROUTING_KINDS):
+        names = ", ".join(f"{i} ({name})" for i, name in enumerate(ROUTING_KINDS, 1))
+        raise FrontendError(f"{file}: {metadata.name}.expert_gating_func is {number}, expected one of {names}")
+    kind = [*ROUTING_KINDS][number - 1] if number else kind
+    groups = metadata.count("expert_group_count", 0) or 1
+    groups_used = metadata.count("expert_group_used_count", 0) or groups
+    if experts % groups or groups_used > groups or used > groups_used * (experts // groups):
+        raise FrontendError(
+            f"{file}: chooses {used} of {experts} experts from {groups_used} of {groups} groups, expected groups of "
+            "equal size, and enough experts in those that are used"
+        )
+    normalizes = ROUTING_KINDS[kind].normalizes
+    if normalizes is None:
+        normalizes = metadata.flag("expert_weights_norm", architecture.normalizes_shares)
+    return RoutingProblem(
+        "rows",
+        experts,
+        used,
+        metadata.number("expert_weights_scale", 1.0) or 1.0,
+        normalizes,
+        kind,
+        groups=groups,
+        groups_used=groups_used,
+    )
+
+
+def _read_latent(metadata: _Fields) -> LatentAttention:
+    # Older files have these sizes, newer ones have those of compressed keys and values, under the names without an end.
+    end = "_mla" if metadata.has("attention.key_length_mla") else ""
+    key_size, value_size = (metadata.count(f"attention.{name}_length{end}") for name in ("key", "value"))
+    rank, query_rank = metadata.count("attention.kv_lora_rank"), metadata.count("attention.q_lora_rank", 0)
+    return LatentAttention(rank, query_rank, key_size, value_size)
+
+
+def _latent_scale(metadata: _Fields, latent: LatentAttention, yarn: Yarn | None, factor: float) -> float:
+    """Factor of scores; files have a tenth of the multiplier of YaRN's magnitude, which scores take squared."""
+    multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) * 10
+    magnitude = yarn.magnitude * _magnitude(factor, multiplier) if yarn else 1.0
+    return magnitude**2 / math.sqrt(latent.key_size)
+
+
+def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) -> Yarn:
+    if base <= 1:
+        raise FrontendError(f"{metadata.file}: {metadata.name}.rope.freq_base is {base:g}, expected above 1 for YaRN")
+    context = metadata.count("rope.scaling.original_context_length", metadata.count("context_length"))
+
+    def pair_of(turns: float) -> float:
+        """Pair of elements that turns so often within the original context."""
+        return rotary_size * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(base))
+
+    # With a multiplier, the scores of a latent attention are scaled instead (`_latent_scale`).
+    multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
+    is_scaled_later = multiplier and ARCHITECTURES[metadata.name].has_latent_attention
+    magnitude = 1.0 if is_scaled_later else _magnitude(factor) / _magnitude(factor, multiplier)
+    slow, fast = (metadata.number(f"rope.scaling.yarn_beta_{key}", default, above=0.0) for key, default in _YARN_TURNS)
+    return Yarn(
+        max(0.0, math.floor(pair_of(fast))),
+        min(rotary_size - 1.0, math.ceil(pair_of(slow))),
+        metadata.number("rope.scaling.yarn_ext_factor", 1.0),
+        metadata.number("rope.scaling.attn_factor", 1.0) * magnitude,
+    )
+
+
+def _magnitude(factor: float, multiplier: float = 1.0) -> float:
+    """YaRN's factor of queries and keys for positions that are scaled by 1 / `factor`."""
+    return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 
 
 def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
@@ -336,6 +547,12 @@ class _Fields:
         """Period of layers, or whether each layer has a window."""
         value = self.fields.get(f"{self.name}.{key}", default)
         return [bool(each) for each in value] if isinstance(value, list) else self.count(key, default)
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if type(value) is not bool:
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected true or false")
+        return value
 
     def text(self, key: str, default: str) -> str:
         return str(self._get(key, default))

@@ -8,8 +8,8 @@ tensors (``blk.3.attn_q``), which placement rules match.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import tvm
@@ -19,12 +19,12 @@ from ...encoding.pages import TABLES
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
-from ...tir.routing import RoutingProblem, routing_kernel
+from ...tir.routing import routing_kernel
 from ...transform.ir.kernels import opaque_kernel
 from ..greedy_tokens import greedy_tokens
 from ..paged_cache import DECODE, PagedCache
 from .activation_types import ActivationTypes
-from .hyperparameters import Hyperparameters
+from .hyperparameters import Hyperparameters, Yarn
 from .weights import Weights
 
 
@@ -67,9 +67,10 @@ class _Function:
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = builder
         self.bindings: list[relax.Binding] = []
-        self.rotary_tables: dict[tuple[float, float, relax.VDevice | None], relax.Expr] = {}
+        self.rotary_tables: dict[tuple[float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
-        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size)
+        shared = model.has_shared_values
+        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size, shared)
 
     def build(self, name: str) -> relax.Function:
         """Build the function, with `name` as its global symbol."""
@@ -123,19 +124,19 @@ class _Function:
         """The output of a layer, and its pages."""
         name, model = f"blk.{layer}", self.model
         attention, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
-        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.head_size)
+        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.value_size)
         if model.architecture.post_norms:
             projection = self._norm(projection, f"{name}.post_attention_norm")
         projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
         x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
-        normalized = self._norm(x, f"{name}.ffn_norm")
-        if model.experts:
-            feed_forward = self._experts(normalized, name)
-        else:
+        normalized = self._norm(x, f"{name}.{model.architecture.ffn_norm}")
+        if layer < model.dense_layers:
             feed_forward = self._feed_forward(normalized, name, model.feed_forward)
-        if model.shared_feed_forward:
-            shared = self._shared_expert(normalized, name)
-            feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
+        else:
+            feed_forward = self._experts(normalized, name)
+            if model.shared_feed_forward:
+                shared = self._shared_expert(normalized, name)
+                feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
         if model.architecture.post_norms:
             feed_forward = self._norm(feed_forward, f"{name}.post_ffw_norm")
         feed_forward = self._scaled(feed_forward, model.residual_scale, f"{name}.ffn_scaled")
@@ -143,25 +144,17 @@ class _Function:
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
-        kv_size = model.kv_heads * model.head_size
-        sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
-        has_wide_norms = model.architecture.wide_qk_norms
-        if not has_wide_norms and self._try_merge(
-            f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
-        ):
-            qkv = self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
-        else:
-            parts = [self._linear(x, f"{name}.attn_{part}", size, model.hidden_size) for part, size in sizes.items()]
-            if has_wide_norms:
-                parts[:2] = [self._norm(x, f"{name}.attn_{part}_norm") for x, part in zip(parts, "qk", strict=False)]
-            qkv = self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+        qkv = self._latent_qkv(x, name) if model.latent else self._qkv(x, name)
         qkv = self._cast(qkv, self.types.dtype_of(f"{name}.attn"))
         window = model.window_of(layer)
         page_table = TABLES[window > 0]
         norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
-        norms = "" if has_wide_norms else norms
+        norms = "" if model.architecture.wide_qk_norms else norms
+        has_sinks = f"{name}.attn_sinks.weight" in self.weights
         operands = [self._rotary_table(layer)]
         operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
+        if has_sinks:
+            operands.append(self.weights.vector(f"{name}.attn_sinks.weight", model.heads))
         call = cached_attention(
             qkv,
             *(self.params[key] for key in (f"pages_{layer}", page_table, "sequences", "positions")),
@@ -176,10 +169,81 @@ class _Function:
             norms=norms,
             eps=model.eps,
             rows=self.kind,
+            sinks=has_sinks,
+            shared_values=model.has_shared_values,
         )
         result = self.emit(call, f"{name}.attn")
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
+        if model.latent:
+            output = self._latent_values(output, name)
         return output, self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=True)
+
+    def _qkv(self, x: relax.Expr, name: str) -> relax.Expr:
+        """Queries, keys and values of all heads, (rows, (heads + 2 * kv_heads) * head_size)."""
+        model = self.model
+        kv_size = model.kv_heads * model.head_size
+        sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
+        has_wide_norms = model.architecture.wide_qk_norms
+        if not has_wide_norms and self._try_merge(
+            f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
+        ):
+            return self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
+        parts = [self._linear(x, f"{name}.attn_{part}", size, model.hidden_size) for part, size in sizes.items()]
+        if has_wide_norms:
+            parts[:2] = [self._norm(x, f"{name}.attn_{part}_norm") for x, part in zip(parts, "qk", strict=False)]
+        return self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+
+    def _latent_qkv(self, x: relax.Expr, name: str) -> relax.Expr:
+        """Queries of all heads in the space of compressed keys, then a compressed key, which is the value, too.
+
+        The rotated elements of a head are the first.
+        """
+        model, latent, size = self.model, self.model.latent, self.model.head_size
+        assert latent is not None, "only models with sizes of a latent attention have one"
+        plain = latent.key_size - model.rotary_size
+        self.weights.split_heads(f"{name}.attn_kv_b", model.heads, plain, latent.value_size, latent.rank)
+        query, width, part = x, model.hidden_size, "q"
+        if latent.query_rank:
+            query, width, part = self._linear(x, f"{name}.attn_q_a", latent.query_rank, width), latent.query_rank, "q_b"
+            query = self._norm(query, f"{name}.attn_q_a_norm")
+        query = self._linear(query, f"{name}.attn_{part}", model.heads * latent.key_size, width)
+        heads = self._reshaped(query, [self.rows, model.heads, latent.key_size], f"{name}.attn_q_heads")
+        unrotated = self._sliced(heads, 0, plain, f"{name}.attn_q_nope")
+        rotated = self._sliced(heads, plain, latent.key_size, f"{name}.attn_q_pe")
+        absorbed = self._head_products(unrotated, f"{name}.attn_k_b", latent.rank, plain)
+        joined = self.emit(relax.op.concat([rotated, absorbed], axis=2), f"{name}.attn_q_latent")
+        queries = self._reshaped(joined, [self.rows, model.heads * size], f"{name}.attn_q_rows")
+        key = self._linear(x, f"{name}.attn_kv_a_mqa", size, model.hidden_size)
+        compressed = self._norm(self._sliced(key, 0, latent.rank, f"{name}.attn_kv"), f"{name}.attn_kv_a_norm")
+        key = self.emit(
+            relax.op.concat([self._sliced(key, latent.rank, size, f"{name}.attn_k_pe"), compressed], axis=1),
+            f"{name}.attn_k_latent",
+        )
+        return self.emit(relax.op.concat([queries, key], axis=1), f"{name}.attn_qkv")
+
+    def _latent_values(self, x: relax.Expr, name: str) -> relax.Expr:
+        """Values of all heads, (rows, heads * value_size), from sums of compressed ones."""
+        model, latent = self.model, self.model.latent
+        assert latent is not None, "only models with sizes of a latent attention have one"
+        heads = self._reshaped(x, [self.rows, model.heads, model.head_size], f"{name}.attn_kqv_heads")
+        values = self._sliced(heads, model.rotary_size, model.head_size, f"{name}.attn_kqv_latent")
+        products = self._head_products(values, f"{name}.attn_v_b", latent.value_size, latent.rank)
+        return self._reshaped(products, [self.rows, model.heads * latent.value_size], f"{name}.attn_values")
+
+    def _head_products(self, x: relax.Expr, name: str, out_features: int, in_features: int) -> relax.Expr:
+        """The product of each head with a matrix of its own, (rows, heads, out_features): heads are experts."""
+        rows, heads = self.rows, self.model.heads
+        ids = relax.const(np.tile(np.arange(heads, dtype="int32"), (rows, 1)))
+        x = self._reshaped(x, [rows, heads, 1, in_features], f"{name}.heads")
+        result = self._expert_linear(x, ids, name, heads, out_features, in_features)
+        return self._reshaped(result, [rows, heads, out_features], f"{name}.out")
+
+    def _reshaped(self, x: relax.Expr, shape: list[int], name: str) -> relax.Expr:
+        return self.emit(relax.op.reshape(x, shape), name)
+
+    def _sliced(self, x: relax.Expr, begin: int, end: int, name: str) -> relax.Expr:
+        """Elements from `begin` to `end` of the last axis."""
+        return self.emit(relax.op.strided_slice(x, [len(x.ty.shape.values) - 1], [begin], [end]), name)
 
     def _try_merge(self, name: str, tensors: dict[str, int]) -> bool:
         """Merge linear layers of the same input into layer `name` if possible; returns whether it was.
@@ -200,22 +264,24 @@ class _Function:
         Each device computes a table of its own, which costs less than a copy. Its name is that of the first layer that
         reads it.
         """
-        base, scale = self.model.rotary_base_of(layer)
-        key = base, scale, self.types.device_of(f"blk.{layer}.attn")
+        base, scale, yarn = self.model.rotary_base_of(layer)
+        key = base, scale, yarn, self.types.device_of(f"blk.{layer}.attn")
         if key not in self.rotary_tables:
             name = f"blk.{layer}.attn_rope"
             positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
-            frequencies = relax.const(self._frequencies(base, scale)[None])
+            frequencies = relax.const(self._frequencies(base, scale, yarn)[None])
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
-            self.rotary_tables[key] = self.emit(relax.op.concat(parts, axis=1), name)
+            table = self.emit(relax.op.concat(parts, axis=1), name)
+            self.rotary_tables[key] = self._scaled(table, yarn.magnitude if yarn else 1.0, f"{name}.scaled")
         return self.rotary_tables[key]
 
-    def _frequencies(self, base: float, scale: float) -> np.ndarray:
+    def _frequencies(self, base: float, scale: float, yarn: Yarn | None) -> np.ndarray:
         """Rotary frequencies: radians per position for each pair of elements."""
         rotary_size = self.model.rotary_size
-        frequencies = scale * base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
+        frequencies = base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
+        frequencies = yarn.scaled(frequencies, scale) if yarn else scale * frequencies
         if "rope_freqs.weight" in self.weights:
             frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotary_size // 2])
         return np.asarray(frequencies, "float32")
@@ -224,59 +290,82 @@ class _Function:
         """The result of a gated network of `width`, whose matrices have a suffix, (rows, hidden_size)."""
         model = self.model
         gate = self._linear(x, f"{name}.ffn_gate{suffix}", width, model.hidden_size)
-        active = self.emit(_activation(model)(gate), f"{name}.ffn_act{suffix}")
         up = self._linear(x, f"{name}.ffn_up{suffix}", width, model.hidden_size)
-        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_par{suffix}")
+        gated = self._gated(gate, up, f"{name}.ffn{{}}{suffix}")
         return self._linear(gated, f"{name}.ffn_down{suffix}", model.hidden_size, width)
 
+    def _gated(self, gate: relax.Expr, up: relax.Expr, name: str) -> relax.Expr:
+        """The input of the last matrix of a gated network; `name` takes the ends of variables' names."""
+        function = self.model.architecture.activation
+        if function != "clamped_swiglu":
+            active = self.emit(apply_function(function, gate), name.format("_act"))
+            return self.emit(relax.op.multiply(active, up), name.format("_par"))
+        limit = _scalar(_SWIGLU_LIMIT)
+        gate = self.emit(relax.op.minimum(gate, limit), name.format("_gate_clamped"))
+        scaled = self._scaled(gate, _SWIGLU_ALPHA, name.format("_gate_scaled"))
+        sigmoid = self.emit(relax.op.sigmoid(scaled), name.format("_sigmoid"))
+        active = self.emit(relax.op.multiply(gate, sigmoid), name.format("_act"))
+        low = self.emit(relax.op.minimum(up, limit), name.format("_up_below"))
+        clamped = self.emit(relax.op.maximum(low, _scalar(-_SWIGLU_LIMIT)), name.format("_up_clamped"))
+        shifted = self.emit(relax.op.add(clamped, _scalar(1.0)), name.format("_up_shifted"))
+        return self.emit(relax.op.multiply(active, shifted), name.format("_par"))
+
     def _shared_expert(self, x: relax.Expr, name: str) -> relax.Expr:
-        """The result of the expert of all tokens, times the sigmoid of a product, (rows, hidden_size)."""
+        """The result of the expert of all tokens, (rows, hidden_size); where it has a gate, times its sigmoid."""
         model = self.model
+        shared = self._feed_forward(x, name, model.shared_feed_forward, "_shexp")
+        if f"{name}.ffn_gate_inp_shexp.weight" not in self.weights:
+            return shared
         vector = self.weights.vector(f"{name}.ffn_gate_inp_shexp.weight", model.hidden_size)
         products = self.emit(relax.op.multiply(x, vector), f"{name}.ffn_shexp_products")
         score = self.emit(relax.op.sum(products, [-1], keepdims=True), f"{name}.ffn_shexp_score")
         share = self.emit(relax.op.sigmoid(score), f"{name}.ffn_shexp_share")
-        shared = self._feed_forward(x, name, model.shared_feed_forward, "_shexp")
         return self.emit(relax.op.multiply(shared, share), f"{name}.ffn_shexp_out")
 
     def _experts(self, x: relax.Expr, name: str) -> relax.Expr:
         """The weighted sum of the chosen experts of each row, (rows, hidden_size)."""
         model, rows = self.model, self.rows
-        used = model.experts_used
+        assert model.routing is not None, "layers after the dense ones have experts"
+        used, width = model.experts_used, model.expert_feed_forward
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
-        scores = self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")
-        kernel = opaque_kernel(
-            routing_kernel(
-                RoutingProblem(rows, model.experts, used, model.expert_scale, model.architecture.normalizes_shares)
-            )
-        )
+        inputs = [self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")]
+        has_bias = f"{name}.exp_probs_b.bias" in self.weights
+        if has_bias:
+            inputs.append(self.weights.vector(f"{name}.exp_probs_b.bias", model.experts))
+        kernel = opaque_kernel(routing_kernel(replace(model.routing, rows=rows, has_bias=has_bias)))
         types = [relax.TensorType([rows, used], dtype) for dtype in ("int32", "float32")]
-        routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), [scores], types)
+        routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), inputs, types)
         routes = self.emit(routing, f"{name}.ffn_moe_topk")
         ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids")
         weights = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps"))
         expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
-        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.feed_forward, model.hidden_size)
-        active = self.emit(_activation(model)(gate), f"{name}.ffn_moe_act")
-        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.feed_forward, model.hidden_size)
-        gated = self.emit(relax.op.multiply(active, up), f"{name}.ffn_moe_par")
-        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.hidden_size, model.feed_forward)
+        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.experts, width, model.hidden_size)
+        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.experts, width, model.hidden_size)
+        gated = self._gated(gate, up, f"{name}.ffn_moe{{}}")
+        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.experts, model.hidden_size, width)
         flat = self.emit(relax.op.reshape(down, [rows, used, model.hidden_size]), f"{name}.ffn_moe_down")
         column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
         weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted")
         return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out")
 
     def _expert_linear(
-        self, x: relax.Expr, ids: relax.Expr, name: str, out_features: int, in_features: int
+        self, x: relax.Expr, ids: relax.Expr, name: str, experts: int, out_features: int, in_features: int
     ) -> relax.Expr:
-        """The product of each row with the matrices of its experts, (rows, experts_used, 1, out_features)."""
+        """The product of each row with the matrices of its experts, (rows, experts of a row, 1, out_features)."""
         x = self._cast(self._cast(x, self.types.dtype_of(name)), "float32")
-        shape = [self.model.experts, out_features, in_features]
+        shape = [experts, out_features, in_features]
         stacked = self.emit(relax.op.reshape(self._matrix(name, shape), shape), f"{name}.stacked")
         selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")
         transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
-        return self.emit(relax.op.matmul(x, transposed), name)
+        result = self.emit(relax.op.matmul(x, transposed), name)
+        if f"{name}.bias" not in self.weights:
+            return result
+        bias = self.weights.vector(f"{name}.bias", experts, out_features)
+        bias = self.emit(relax.op.take(bias, ids, axis=0), f"{name}.bias")
+        rows, used = ids.ty.shape.values
+        column = self.emit(relax.op.reshape(bias, [rows, used, 1, out_features]), f"{name}.bias_row")
+        return self.emit(relax.op.add(result, column), f"{name}.biased")
 
     def _logits(self, x: relax.Expr) -> relax.Expr:
         model = self.model
@@ -341,9 +430,9 @@ class _Function:
         return result
 
 
+_SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
+"""Factor in the sigmoid of gpt-oss's gates, and limit of both factors of its product."""
+
+
 def _scalar(value: float) -> relax.Expr:
     return relax.const(value, "float32")
-
-
-def _activation(model: Hyperparameters) -> Callable[[relax.Expr], relax.Expr]:
-    return partial(apply_function, model.architecture.activation)

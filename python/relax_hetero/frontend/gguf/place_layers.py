@@ -232,7 +232,8 @@ def parts_of(
     def read_bytes(tensors: Sequence[FileTensor], extra_bytes: float = 0.0) -> tuple[float, ...]:
         share = model.experts_used / model.experts if model.experts else 1.0
         return tuple(
-            extra_bytes + sum(bytes_read(tensor, layout, share if len(tensor.shape) > 2 else 1.0) for tensor in tensors)
+            extra_bytes
+            + sum(bytes_read(tensor, layout, share if "_exps." in tensor.name else 1.0) for tensor in tensors)
             for layout in layouts
         )
 
@@ -245,7 +246,7 @@ def parts_of(
         attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
         rest = [tensor for tensor in tensors if tensor not in attention]
         pages = cache.pages(model.window_of(layer))
-        kv_bytes = float(pages * page_bytes(model.kv_heads, model.head_size, cache.page_type))
+        kv_bytes = float(pages * page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values))
         read = read_bytes(attention, kv_bytes / cache.sequences / 2)
         parts.append(Part("attn", layer, bytes_per_device(attention, kv_bytes), read))
         parts.append(Part("ffn", layer, bytes_per_device(rest), read_bytes(rest)))

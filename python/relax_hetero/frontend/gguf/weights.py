@@ -9,12 +9,12 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_formats import FILE_FORMATS
+from ...encoding.block_formats import FILE_FORMATS, BlockFormat, dequantize_rows
 from ...errors import FrontendError
 from ...target.element_types import numpy_dtype
 from ...vm.device.tensors import share_or_copy
 from .file import FileTensor, GgufFile
-from .hyperparameters import Architecture
+from .hyperparameters import Hyperparameters
 
 _MAX_LISTED = 5
 """Maximum number of tensors that an error lists."""
@@ -26,16 +26,17 @@ class Weights:
     Parameters
     ----------
     file : GgufFile
-    architecture : Architecture
-        Has the names of the tensors that the file may have.
+    model : Hyperparameters
+        Its architecture has the names of the tensors that the file may have; those of further layers are not read.
     """
 
-    def __init__(self, file: GgufFile, architecture: Architecture) -> None:
-        self._file = file
+    def __init__(self, file: GgufFile, model: Hyperparameters) -> None:
+        self._file, architecture = file, model.architecture
         names = set(map(_strip_layer, file.tensors))
         self._expected_names = {*architecture.required, *(name for name in architecture.optional if name in names)}
         self._constants: dict[str, relax.Expr] = {}
-        self._unread = dict.fromkeys(file.tensors)
+        further = tuple(f"blk.{layer}." for layer in range(model.layers, model.layers + model.further_layers))
+        self._unread = dict.fromkeys(name for name in file.tensors if not name.startswith(further))
         self._stacked: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -73,6 +74,26 @@ class Weights:
             self._stacked[name] = FileTensor(name, shape, tensors[0].type, data)
         return True
 
+    def split_heads(self, name: str, heads: int, key_size: int, value_size: int, depth: int) -> None:
+        """Split a matrix of keys and values of all heads into matrices of heads ``attn_k_b`` and ``attn_v_b``.
+
+        Files have one or the other. Matrices of keys are transposed, so that block-quantized ones become float16.
+        """
+        prefix, rows = name.removesuffix("attn_kv_b"), key_size + value_size
+        if f"{name}.weight" not in self._file.tensors or f"{prefix}attn_v_b.weight" in self._stacked:
+            return
+        tensor = self.tensor(f"{name}.weight", [heads * rows, depth])
+        data = tensor.data.reshape(heads, rows, -1)
+        keys, values = np.ascontiguousarray(data[:, :key_size]), np.ascontiguousarray(data[:, key_size:])
+        kind = tensor.type
+        if kind not in ("F32", "F16"):
+            form = _format_of(tensor, self._file)
+            keys, kind = dequantize_rows(keys.reshape(heads * key_size, -1), form, depth).astype("float16"), "F16"
+        keys = np.ascontiguousarray(keys.reshape(heads, key_size, depth).swapaxes(1, 2))
+        key_name, value_name = (f"{prefix}attn_{part}_b.weight" for part in "kv")
+        self._stacked[key_name] = FileTensor(key_name, (heads, depth, key_size), kind, keys)
+        self._stacked[value_name] = FileTensor(value_name, (heads, value_size, depth), tensor.type, values)
+
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
         """A tensor of the file; FrontendError if it is missing or has another shape."""
         tensor = self._stacked.get(name) or self._file.tensors.get(name)
@@ -89,9 +110,9 @@ class Weights:
         """A tensor's numbers as float32."""
         return _float32_numbers(self.tensor(name, shape), self._file)
 
-    def vector(self, name: str, size: int) -> relax.Expr:
-        """A vector of float32."""
-        return self._constant(name, lambda: self.numbers(name, [size]))
+    def vector(self, name: str, *shape: int) -> relax.Expr:
+        """A vector, or an array of vectors, of float32."""
+        return self._constant(name, lambda: self.numbers(name, shape))
 
     def matrix(self, name: str, shape: Sequence[int]) -> tuple[relax.Expr, str]:
         """A matrix as a constant, and the block format of its bytes ("" for float32).
@@ -106,16 +127,13 @@ class Weights:
         tensor = self.tensor(name, shape)
         if tensor.type == "F32":
             return self._constant(name, lambda: self.numbers(name, shape).reshape(-1, shape[-1])), ""
-        block_format = tensor.type.lower()
-        if block_format not in FILE_FORMATS:
-            types = ", ".join(map(str.upper, ("f32", *FILE_FORMATS)))
-            raise FrontendError(f"{self._file.path}: {name!r} is of type {tensor.type}, expected one of {types}")
+        form = _format_of(tensor, self._file)
         rows = int(np.prod(shape[:-1]))
         if name not in self._constants:
             data = np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)
             # A view of the mapped file if possible: the pass that packs it makes the only copy.
             self._constants[name] = relax.const(share_or_copy(data))
-        return self._constants[name], block_format
+        return self._constants[name], form.name
 
     def unquantized_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
         """An unquantized matrix as a constant of a 16-bit float type; None for block-quantized weights or float32."""
@@ -129,6 +147,14 @@ class Weights:
         if name not in self._constants:
             self._constants[name] = relax.const(tvm.runtime.tensor(make()))
         return self._constants[name]
+
+
+def _format_of(tensor: FileTensor, file: GgufFile) -> BlockFormat:
+    """The block format of a matrix; FrontendError if its type is unknown."""
+    if tensor.type.lower() not in FILE_FORMATS:
+        types = ", ".join(map(str.upper, ("f32", *FILE_FORMATS)))
+        raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, expected one of {types}")
+    return FILE_FORMATS[tensor.type.lower()]
 
 
 def _strip_layer(name: str) -> str:

@@ -20,6 +20,9 @@ from .weight_unpacking import PanelReader
 _PICK = "llvm.x86.avx512.pmultishift.qb.512"
 """Eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)."""
 
+_LOOKUP = "llvm.x86.avx512.pshuf.b.512"
+"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: VPSHUFB)."""
+
 _OFFSET = 128
 """8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""
 
@@ -84,7 +87,18 @@ class ByteReader:
         for word in words:
             for quad in range(8 // bits):
                 shifted = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
-                yield let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1)))
+                yield self._codes(let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1))))
+
+    def _codes(self, quants: Expr) -> Expr:
+        """Codes of quants less the smallest one, where codes are from a table."""
+        form, kind = self.panel.plan.form, "int8x64"
+        if not form.codes:
+            return quants
+        table = bytes(code - form.min_code for code in form.codes)
+        halves = [tirx.const(int.from_bytes(table[i : i + 8], "little", signed=True), "int64") for i in (0, 8)]
+        table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * 4, list(range(8))))
+        picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP, table_vector, tirx.reinterpret(kind, quants))
+        return let(tirx.reinterpret("int32x16", picked))
 
     def _unpack_5_bits(self, words: list[Expr]) -> Iterator[Expr]:
         for word in words:

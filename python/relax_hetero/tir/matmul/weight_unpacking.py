@@ -9,10 +9,13 @@ looking up both, 25 % faster than exponents for both.)
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
+from ...encoding.block_formats import stored_scale_type
 from ...encoding.block_panels import PanelPlan
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
@@ -42,6 +45,9 @@ _FRACTION_BITS, _EXPONENT_BIAS = 23, 127  # of float32
 _LOOKUP = "llvm.x86.avx512.permvar.sf.512"
 """Sixteen of sixteen floats, by the low four bits of every lane (Intel SDM: VPERMPS)."""
 
+_LOOKUP_OF_EIGHT = "llvm.x86.avx2.permps"
+"""Eight of eight floats, by the low three bits of every lane (Intel SDM: VPERMPS)."""
+
 _LOOKUP_OF_TWO = "llvm.x86.avx512.vpermi2var.ps.512"
 """Sixteen of 32 floats in two vectors, by the low five bits of every lane (Intel SDM: VPERMI2PS)."""
 
@@ -62,6 +68,8 @@ class PanelReader:
         The operand's bytes as elements of each type in it.
     tables : list of PrimExpr
         Vectors of the values of fields as float32; empty if the CPU lacks a look-up of floats.
+    codes : Buffer or None
+        float32 codes of the quants, if they are from a table and the CPU lacks the look-up.
     has_halves : bool
         Whether the CPU converts float16 by an instruction.
     """
@@ -71,26 +79,35 @@ class PanelReader:
     elements: dict[str, Expr]
     tables: list[Expr]
     has_halves: bool
+    codes: Any = None
 
     @staticmethod
     def of(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:
         """The reader for a CPU; called inside of a PrimFunc's body, before its loops."""
         lanes, form = cpu.lanes("float32"), plan.form
         has_halves = cpu.isa.name not in ("sse", "generic")
-        kinds = {"float32", "int8", "int32", "uint16", *(["float16"] if has_halves else [])}
+        kinds = {"float32", "int8", "uint8", "int32", "uint16", *(["float16"] if has_halves else [])}
         elements = {kind: view.elements(kind) for kind in sorted(kinds)}
-        tables = []
-        if cpu.isa.name == "avx512" and form.bits in (2, 4, 5):
+        tables, codes = [], None
+        if form.codes:
+            values = [tirx.const(code, "float32") for code in form.codes]
+            if cpu.isa.name in ("avx512", "avx2") and len(values) == 16:
+                parts = [values[first : first + lanes] for first in range(0, len(values), lanes)]
+                tables = [let(tirx.Shuffle(part, list(range(lanes)))) for part in parts]
+            codes = T.alloc_buffer((len(values),), "float32", scope="global")
+            for index, value in enumerate(values):
+                T.buffer_store(codes, value, [index])
+        elif cpu.isa.name == "avx512" and form.bits in (2, 4, 5):
             number = tirx.bitwise_and(lane_numbers(16), constant((1 << form.bits) - 1, "int32", 16))
             low = let(tirx.Cast("float32x16", number) + constant(form.min_code, "float32", 16))
             tables = [low] if form.bits < 5 else [low, let(low + constant(16, "float32", 16))]
-        return PanelReader(plan, lanes, elements, tables, has_halves)
+        return PanelReader(plan, lanes, elements, tables, has_halves, codes)
 
     @staticmethod
     def of_columns(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:
         """The reader of single columns: the argument `vector` of its methods is a column of the panel."""
         reader = PanelReader.of(cpu, view, plan)
-        return PanelReader(plan, 1, reader.elements, [], reader.has_halves)
+        return replace(reader, lanes=1, tables=[])
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -145,12 +162,21 @@ class PanelReader:
 
     def _load_factors(self, superblock: Expr, part: str, kind: str, offset: Expr) -> Expr:
         """Scales or minimums of neighbouring columns in a section of a superblock, as float32."""
-        size = bytes_of(kind)
+        size = bytes_of(stored_scale_type(kind))
         start = superblock * (4 // size) + self.plan.offsets[part] // size + offset
         if kind == "float16":
             return self._load_half(start)
-        value = self.elements[kind][lane_indices(start, self.lanes)]
+        value = self.elements["uint8" if kind == "e8m0" else kind][lane_indices(start, self.lanes)]
+        if kind == "e8m0":
+            return self._power_of_two(let(tirx.Cast(vector_type("int32", self.lanes), value)))
         return let(self._bytes_to_float(value) if kind == "int8" else value)
+
+    def _power_of_two(self, exponent: Expr) -> Expr:
+        """Number of a byte of e8m0; the smallest two are denormal."""
+        normal = tirx.shift_left(exponent - self._bits(1), self._bits(_FRACTION_BITS))
+        small = tirx.shift_left(self._bits(1 << (_FRACTION_BITS - 2)), tirx.bitwise_and(exponent, self._bits(1)))
+        bits = let(tirx.Select(exponent > self._bits(1), normal, small))
+        return let(tirx.reinterpret(vector_type("float32", self.lanes), bits))
 
     def _load_half(self, start: Expr) -> Expr:
         """Contiguous float16 as float32, by integers if the CPU lacks the conversion."""
@@ -221,6 +247,8 @@ class PanelReader:
         """The fields of a lane by position, from the lowest bits on."""
         bits = self.plan.form.bits
         unshifted_fields = 2 if self.tables or bits < 5 else MAX_UNSHIFTED_FIELDS
+        if self.codes is not None:
+            unshifted_fields = 1  # all are looked up
         shifted: dict[int, Expr] = {0: lane}
 
         def number(position: int) -> Expr:
@@ -233,10 +261,17 @@ class PanelReader:
 
     def _number(self, lane: Expr, field_index: int) -> Expr:
         bits, low = self.plan.form.bits, self.plan.form.min_code
+        if self.tables and self.lanes == 8:
+            low_half, high_half = (
+                tirx.call_llvm_pure_intrin("float32x8", _LOOKUP_OF_EIGHT, table, lane) for table in self.tables
+            )
+            return let(tirx.Select(tirx.bitwise_and(lane, self._bits(8)) > self._bits(0), high_half, low_half))
         if self.tables and field_index == 0:
             if len(self.tables) == 1:
                 return tirx.call_llvm_pure_intrin("float32x16", _LOOKUP, self.tables[0], lane)
             return tirx.call_llvm_pure_intrin("float32x16", _LOOKUP_OF_TWO, self.tables[0], lane, self.tables[1])
+        if self.codes is not None:
+            return let(self.codes[tirx.bitwise_and(lane, self._bits((1 << bits) - 1))])
         at = bits * field_index
         field = tirx.bitwise_and(lane, self._bits(((1 << bits) - 1) << at))
         if self.lanes == 1:

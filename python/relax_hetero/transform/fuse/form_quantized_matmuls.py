@@ -31,7 +31,7 @@ Assumes a placed module (RealizeVDevice). A second run changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
@@ -39,7 +39,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_formats import BlockFormat, block_format, dequantize_rows, split_rows
+from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
 from ...encoding.block_panels import BlockSource, Panels
 from ...encoding.block_weights import BlockLayout, middle_of
 from ...encoding.expression import Expression, Term
@@ -159,6 +159,12 @@ class _RelaxOps:
         index = self.emit(relax.op.reshape(pairs, shape[:-1]), shape[:-1], "int32")
         return self.emit(relax.op.take(self.array(table), index, axis=0), shape[:-1], "float32")
 
+    def look_up(self, x: relax.Expr, table: np.ndarray) -> relax.Expr:
+        """The number of each byte, from a table."""
+        shape = shape_of(x) or []
+        index = self.emit(relax.op.astype(x, "int32"), shape, "int32")
+        return self.emit(relax.op.take(self.array(table), index, axis=0), shape, "float32")
+
     def widened(self, x: relax.Expr, is_signed: bool) -> relax.Expr:
         """Bytes as float32."""
         shape = shape_of(x) or []
@@ -186,14 +192,20 @@ def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, dept
         emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
         return
 
+    if form.scale == "e8m0":
+        parts = replace(parts, scales=arrays.look_up(parts.scales, E8M0_VALUES))
+
     def by_weight(inner: relax.Expr, outer: relax.Expr | None) -> relax.Expr:
         if outer is not None:
             per_block = arrays.repeated(outer, form.superblock_size // form.block)
             inner = arrays.times(arrays.widened(inner, is_signed=True), per_block)
         return arrays.repeated(inner, form.block)
 
-    fields = arrays.widened(parts.quants, is_signed=False)
-    if form.min_code:
+    if form.codes:
+        fields = arrays.look_up(parts.quants, np.array(form.codes, "float32"))
+    else:
+        fields = arrays.widened(parts.quants, is_signed=False)
+    if form.min_code and not form.codes:
         shape = shape_of(fields) or []
         fields = arrays.emit(relax.op.add(fields, arrays.number(form.min_code, "float32")), shape, "float32")
     scales = by_weight(parts.scales, parts.superblock_scales)

@@ -92,7 +92,7 @@ def test_wrong_bytes(file, tmp_path):
         ("rope.freq_base", float("nan"), "is nan, expected a number above 0"),
         ("rope.freq_base", 0.0, "is 0.0, expected a number above 0"),
         ("rope.freq_base", [], "has 0 values"),
-        ("rope.scaling.type", "yarn", "found llama.rope.scaling.type 'yarn'"),
+        ("rope.scaling.type", "longrope", "found llama.rope.scaling.type 'longrope'"),
         ("rope.scaling.type", 3, "found llama.rope.scaling.type '3'"),
         ("rope.scaling.factor", float("inf"), "is inf, expected a number"),
         ("rope.dimension_count", 63, "rotates 63 elements of a head"),
@@ -107,6 +107,40 @@ def test_numbers_that_make_no_sense(llama, key, value, message):
     fields = {name: old for name, old in {**llama.fields, key: value}.items() if old is not None}
     with pytest.raises(FrontendError, match=message):
         rh.from_gguf(replace(llama, fields=fields))
+
+
+@pytest.fixture(scope="module")
+def glm(tmp_path_factory):
+    """A mixture whose last layer predicts further tokens: the first layer has no experts."""
+    file = read_gguf(write_gguf(tmp_path_factory.mktemp("glm") / "model.gguf", MODELS["glm4moe"]))
+    extra = {f"blk.2.nextn.{name}.weight": file.tensors["blk.2.attn_norm.weight"] for name in ("enorm", "hnorm")}
+    fields = {**file.fields, "glm4moe.nextn_predict_layers": 1}
+    return replace(file, fields=fields, tensors={**file.tensors, **extra})
+
+
+def test_layers_of_further_tokens_are_not_read(glm):
+    mod = rh.from_gguf(glm)
+    text = str(mod)
+    assert "blk_1_ffn_moe_ids" in text and "blk_0_ffn_moe_ids" not in text and "blk_2_" not in text
+    with pytest.raises(FrontendError, match=r"does not use: 'blk.1.nextn"):
+        tensors = {**glm.tensors, "blk.1.nextn.enorm.weight": glm.tensors["blk.2.attn_norm.weight"]}
+        rh.from_gguf(replace(glm, tensors=tensors))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("nextn_predict_layers", 3, "all 3 layers predict further tokens"),
+        ("expert_gating_func", 4, r"gating_func is 4, expected one of 1 \(softmax\), 2 \(sigmoid\), 3"),
+        ("expert_weights_norm", 1, "expert_weights_norm is 1, expected true or false"),
+        ("expert_used_count", 9, "uses 9 of 8 experts"),
+        ("expert_group_count", 3, "chooses 3 of 8 experts from 3 of 3 groups"),
+        ("expert_group_used_count", 2, "chooses 3 of 8 experts from 2 of 1 groups"),
+    ],
+)
+def test_routings_that_make_no_sense(glm, key, value, message):
+    with pytest.raises(FrontendError, match=message):
+        rh.from_gguf(replace(glm, fields={**glm.fields, f"glm4moe.{key}": value}))
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,14 @@ from ...core.builder import (
     Masks,
     Registers,
     broadcast,
+    ceil_div,
     lane_indices,
+    lane_mask,
     lane_of,
     let,
     loop,
     materialize,
+    minimum,
     over_lanes,
     stored,
     vector_type,
@@ -30,6 +33,7 @@ from ...core.builder import (
 from ...math.casts import cast
 from ...math.vector_math import ROUNDER, clamp, constant
 from ...microkernel import amx
+from ...pack.tile_transpose import riffle
 from ..key_values import Factors, KeyValueSource
 from .heads import emit_head
 from .spec import CachedSpec, Tensors
@@ -39,16 +43,17 @@ _MAX_FLOAT16 = 65504.0
 
 @dataclass(frozen=True)
 class Page:
-    """A head of a page: the offset of its keys in elements."""
+    """A head of a page: the offset of its keys in elements, and whether they are its values, too."""
 
     tensors: Tensors
     start: Expr
     size: int
+    is_shared: bool
 
     @property
     def values(self) -> Expr:
         """Offset of the values."""
-        return self.start + PAGE * self.size
+        return self.start if self.is_shared else self.start + PAGE * self.size
 
     def load(self, index: Expr, lanes: int, mask: Expr | None = None) -> Expr:
         """Elements from an index on, as float32, not yet scaled."""
@@ -56,6 +61,8 @@ class Page:
 
     def scale_at(self, key_or_value: int, token: Expr) -> Expr:
         """Offset in floats of the scale of a token's key (0) or value (1)."""
+        if self.is_shared:
+            return tirx.floordiv(self.start, 4) + PAGE * self.size // 4 + token
         return tirx.floordiv(self.start, 4) + (2 * PAGE * self.size // 4 + key_or_value * PAGE) + token
 
     def scales(self, key_or_value: int, token: Expr, lanes: int) -> Expr:
@@ -66,7 +73,7 @@ class Page:
 def page_of(spec: CachedSpec, number: Expr, head: Expr) -> Page:
     """A head of the page with a number."""
     start = materialize((number * spec.problem.kv_heads + head) * spec.tensors.page_elements)
-    return Page(spec.tensors, start, spec.problem.size)
+    return Page(spec.tensors, start, spec.problem.size, spec.problem.shared_values)
 
 
 @dataclass(frozen=True)
@@ -104,16 +111,34 @@ class PagedKeyValues(KeyValueSource):
         if plan.is_in_place:
             return
         columns, lanes = plan.columns, plan.lanes
-        with loop(PAGE // columns) as panel, loop(plan.width) as row:
-            load = self._keys_in_place(panel)
-            for j in range(plan.vectors):
-                spec.store("keys", (panel * plan.width + row) * columns + j * lanes, load(row, j), lanes)
+        if self.page.is_shared:
+            self._transpose_keys()
+        else:
+            with loop(PAGE // columns) as panel, loop(plan.width) as row:
+                load = self._keys_in_place(panel)
+                for j in range(plan.vectors):
+                    spec.store("keys", (panel * plan.width + row) * columns + j * lanes, load(row, j), lanes)
         masks = spec.value_masks
         with loop(self.size) as token:
             for j, mask in enumerate(masks):
                 panel, column = divmod(j, plan.vectors)
                 value = self.page.load(materialize(self.page.values + token * plan.width + j * lanes), lanes, mask)
                 spec.store("values", (panel * PAGE + token) * columns + column * lanes, value, lanes)
+
+    def _transpose_keys(self) -> None:
+        """Convert keys in the order of values to floats in scratch, in lanes."""
+        spec, plan = self.spec, self.spec.plan
+        columns, lanes, width = plan.columns, plan.lanes, plan.width
+        mask = lane_mask(width, lanes)
+        with loop(materialize(ceil_div(self.size, lanes))) as group, loop(ceil_div(width, lanes)) as number:
+            token = materialize(group * lanes)
+            # The last vector ends with the key: elements in common with the one before are copied twice.
+            k = materialize(minimum(number * lanes, max(width - lanes, 0)))
+            start = materialize(self.page.start + token * width + k)
+            rows = [self.page.load(start + lane * width, lanes, mask) for lane in range(lanes)]
+            key = materialize((token // columns * width + k) * columns + token % columns)
+            for i, values in enumerate(riffle(rows, lanes)[:width]):
+                spec.store("keys", key + i * columns, values, lanes)
 
     def keys(self, panel: Expr) -> Factors:
         """Factors of a panel of keys, in scratch or in the page."""
@@ -176,13 +201,15 @@ def emit_append(spec: CachedSpec, row: Expr, head: Expr, slot: Expr, position: E
         token = materialize(position % PAGE)
         key = materialize(row * spec.tensors.row_elements + (problem.heads + head) * problem.size)
         _write(spec, page, row, key, "k_norm", token)
-        _write(spec, page, row, materialize(key + problem.kv_heads * problem.size), "", token)
+        if not problem.shared_values:
+            _write(spec, page, row, materialize(key + problem.kv_heads * problem.size), "", token)
 
 
 def _write(spec: CachedSpec, page: Page, row: Expr, start: Expr, norm: str, token: Expr) -> None:
     """Write a key (with a norm's name) or a value (without) to its page."""
-    tensors, key_or_value, step = spec.tensors, 0 if norm else 1, PAGE if norm else 1
-    first = materialize(page.start + token if norm else page.values + token * page.size)
+    tensors, key_or_value, is_column = spec.tensors, 0 if norm else 1, bool(norm) and not page.is_shared
+    step = PAGE if is_column else 1
+    first = materialize(page.start + token if is_column else page.values + token * page.size)
     inverse = None
     if tensors.page_type == "int8":
         row_max = Registers(1, "float32", 1)

@@ -90,7 +90,8 @@ def cached_plan(problem: CachedAttentionProblem, cpu: CpuTarget) -> CachedPlan:
         lanes=lanes,
         value_panels=ceil_div(problem.size, vectors * lanes),
         width=problem.size,
-        is_in_place=not is_chunk or count <= 2 * tile_rows,
+        # Keys that are values are in the order of values: they are transposed to scratch.
+        is_in_place=not problem.shared_values and (not is_chunk or count <= 2 * tile_rows),
         scratch_queries=padded_rows,
         unit_queries=queries,
         splits=splits,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....target.gpu_target import WARP
+from ....target.gpu_target import ALL_LANES, WARP
 from ...core.builder import Expr, Function, ceil_div, materialize, when
 from ...routing import RoutingProblem, RoutingTensors
 from ..core.launch import local, unrolled
@@ -15,6 +16,7 @@ from ..tile.register_tile import add, reduce_lanes
 from .launch import launch, scheduled_as
 
 _WARPS = 4
+_LOWEST = tirx.const(-math.inf, "float32")
 
 
 def routing_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
@@ -33,53 +35,120 @@ def routing_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Expr) -> None:
     experts, count = problem.experts, ceil_div(problem.experts, WARP)
-    left, powers = local(count, "float32"), local(problem.used, "float32")
-    best, index, highest = local(1, "float32"), local(1, "int32"), local(1, "float32")
-    for i in range(count):
-        expert = lane + i * WARP
+    scores, left, chosen = local(count, "float32"), local(count, "float32"), local(problem.used, "float32")
+    best, total, highest = _Best(lane, left, experts), local(1, "float32"), local(1, "float32")
+    numbers = [lane + i * WARP for i in range(count)]
+    for i, expert in enumerate(numbers):
         score = tensors.scores[row * experts + T.min(expert, experts - 1)]
-        T.buffer_store(left, T.Select(expert < experts, score, T.float32(-math.inf)), [i])
-    scores = left
-    if not problem.normalizes:
-        scores = local(count, "float32")
-        for i in range(count):
-            T.buffer_store(scores, left[i], [i])
-    for number in range(problem.used):
-        T.buffer_store(best, left[0], [0])
-        T.buffer_store(index, T.min(lane, experts - 1), [0])
+        T.buffer_store(scores, T.Select(expert < experts, score, _LOWEST), [i])
+    if problem.is_softmax:
+        T.buffer_store(highest, scores[0], [0])
         for i in range(1, count):
-            _keep_greater(best, index, left[i], lane + i * WARP)
-        distance = WARP // 2
-        while distance:
-            mask = T.uint32(0xFFFFFFFF)
-            other = [T.bind(T.tvm_warp_shuffle_xor(mask, each[0], distance, WARP, WARP)) for each in (best, index)]
-            _keep_greater(best, index, *other)
-            distance //= 2
-        for i in range(count):
-            is_chosen = tirx.EQ(index[0], lane + i * WARP)
-            T.buffer_store(left, T.Select(is_chosen, T.float32(-math.inf), left[i]), [i])
-        if number == 0:
-            T.buffer_store(highest, best[0], [0])
-        T.buffer_store(powers, T.exp(best[0] - highest[0]), [number])
-        with when(tirx.EQ(lane, 0)):
-            T.buffer_store(tensors.ids, index[0], [row * problem.used + number])
-    total = local(1, "float32")
+            T.buffer_store(highest, T.max(highest[0], scores[i]), [0])
+        reduce_lanes(highest, 0, T.max)
     T.buffer_store(total, T.float32(0), [0])
-    if problem.normalizes:
-        with unrolled(problem.used) as number:
-            T.buffer_store(total, total[0] + powers[number], [0])
-    else:
+    if problem.needs_total:
         for i in range(count):
-            T.buffer_store(total, total[0] + T.exp(scores[i] - highest[0]), [0])
+            T.buffer_store(total, total[0] + problem.power(scores[i], highest[0]), [0])
         reduce_lanes(total, 0, add)
+    for i, expert in enumerate(numbers):
+        value = scores[i]
+        if problem.needs_probabilities:
+            value = problem.power(scores[i], highest[0])
+            value = value / total[0] if problem.is_softmax else value
+            value = value + tensors.bias[T.min(expert, experts - 1)] if problem.has_bias else value
+            value = T.Select(expert < experts, value, _LOWEST)
+        T.buffer_store(left, value, [i])
+    if problem.has_groups:
+        _keep_groups(best, problem, numbers)
+    if problem.normalizes:
+        T.buffer_store(total, T.float32(0), [0])
+    for number in range(problem.used):
+        best.find()
+        T.buffer_store(chosen, problem.power(tensors.scores[row * experts + best.expert], highest[0]), [number])
+        if problem.normalizes:
+            T.buffer_store(total, total[0] + chosen[number], [0])
+        with when(tirx.EQ(lane, 0)):
+            T.buffer_store(tensors.ids, best.expert, [row * problem.used + number])
+        best.drop()
     with when(tirx.EQ(lane, 0)), unrolled(problem.used) as number:
-        share = powers[number] / total[0] * T.float32(problem.scale)
+        share = chosen[number] * T.float32(problem.scale)
+        share = share / total[0] if problem.normalizes or problem.is_softmax else share
         T.buffer_store(tensors.shares, share, [row * problem.used + T.Cast("int64", number)])
 
 
-def _keep_greater(best: Expr, index: Expr, score: Expr, expert: Expr) -> None:
-    """Keep the greater of two scores, of equal ones that with the lower number."""
-    is_greater = tirx.any(score > best[0], tirx.all(tirx.EQ(score, best[0]), expert < index[0]))
-    with when(is_greater):
-        T.buffer_store(best, score, [0])
-        T.buffer_store(index, expert, [0])
+def _keep_groups(best: _Best, problem: RoutingProblem, numbers: list[Expr]) -> None:
+    """Drop all experts of groups that are not among the greatest."""
+    groups, size = problem.groups, problem.group_size
+    sums, values = local(groups, "float32"), local(len(numbers), "float32")
+    of_group = _Best(best.lane, values, problem.experts)
+    for group in range(groups):
+        for i, expert in enumerate(numbers):
+            is_member = tirx.all(expert >= group * size, expert < (group + 1) * size)
+            T.buffer_store(values, T.Select(is_member, best.values[i], _LOWEST), [i])
+        for number in range(problem.group_best):
+            of_group.find()
+            T.buffer_store(sums, of_group.value if number == 0 else sums[group] + of_group.value, [group])
+            of_group.drop()
+    for group in range(groups):
+        rank: Expr = T.int32(0)
+        for other in range(groups):
+            is_before = sums[other] >= sums[group] if other < group else sums[other] > sums[group]
+            rank = rank + T.Cast("int32", is_before) if other != group else rank
+        is_dropped = T.bind(rank >= problem.groups_used)
+        for i, expert in enumerate(numbers):
+            is_member = tirx.all(expert >= group * size, expert < (group + 1) * size)
+            value = T.Select(tirx.all(is_member, is_dropped), _LOWEST, best.values[i])
+            T.buffer_store(best.values, value, [i])
+
+
+class _Best:
+    """Writer of the search of a row's greatest value, which every lane gets, with its expert.
+
+    Parameters
+    ----------
+    lane : PrimExpr
+    values : Buffer
+        Registers with the values of experts `lane`, ``lane + 32``, ...
+    experts : int
+    """
+
+    def __init__(self, lane: Expr, values: Any, experts: int) -> None:
+        self.lane, self.values, self._experts = lane, values, experts
+        self._best, self._index = local(1, "float32"), local(1, "int32")
+
+    @property
+    def value(self) -> Expr:
+        """Greatest value."""
+        return self._best[0]
+
+    @property
+    def expert(self) -> Expr:
+        """Expert of the greatest value."""
+        return self._index[0]
+
+    def find(self) -> None:
+        """Find the greatest value."""
+        T.buffer_store(self._best, self.values[0], [0])
+        T.buffer_store(self._index, T.min(self.lane, self._experts - 1), [0])
+        for i in range(1, int(self.values.shape[0])):
+            self._keep_greater(self.values[i], self.lane + i * WARP)
+        distance = WARP // 2
+        while distance:
+            mask = T.uint32(ALL_LANES)
+            pair = (self.value, self.expert)
+            self._keep_greater(*(T.bind(T.tvm_warp_shuffle_xor(mask, each, distance, WARP, WARP)) for each in pair))
+            distance //= 2
+
+    def drop(self) -> None:
+        """Remove the greatest value."""
+        for i in range(int(self.values.shape[0])):
+            is_best = tirx.EQ(self.expert, self.lane + i * WARP)
+            T.buffer_store(self.values, T.Select(is_best, _LOWEST, self.values[i]), [i])
+
+    def _keep_greater(self, value: Expr, expert: Expr) -> None:
+        """Keep the greater of two values, of equal ones that with the lower number."""
+        is_greater = tirx.any(value > self.value, tirx.all(tirx.EQ(value, self.value), expert < self.expert))
+        with when(is_greater):
+            T.buffer_store(self._best, value, [0])
+            T.buffer_store(self._index, expert, [0])

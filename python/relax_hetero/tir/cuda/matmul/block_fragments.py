@@ -1,7 +1,8 @@
 """Dequantization of weights of 4 or 8 bits to fragments of tensor cores, in registers.
 
 The bits of a weight w are inserted into the mantissa of a power of two, which is subtracted together with the zero
-point: the float16 1024 with the bits of w in its lowest bits is 1024 + w.
+point: the float16 1024 with the bits of w in its lowest bits is 1024 + w. The bits of an fp4 number are those of a
+16-bit float, the exponent's lowest bits, and are multiplied by the difference of the exponents' biases.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ _ONES_PAIR = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}
 _POWER_PAIR = {"float16": 0x64006400, "bfloat16": 0x43004300}
 """A pair of 1024, or of 128."""
 _MINUS_POWER = {"float16": 0xE400, "bfloat16": 0xC300}
+_FLOAT4_FACTOR = {"float16": (9, 0x78007800), "bfloat16": (6, 0x7F007F00)}
+"""Shift of an fp4 number's magnitude, and a pair of factors: 2 ** 15 and 2 ** 127, which double the number."""
 _SIXTEENTH = 0x2C002C00  # a pair of float16
 _BYTE_POWER, _MINUS_BYTE_POWER = 0x4B000000, 0xCB000000  # 2 ** 23 as a float32
 
@@ -60,6 +63,12 @@ class WeightFragments:
         """True if a block's minimum is added to its weights, times their scale."""
         form = self.work.problem.form
         return form is not None and bool(form.minimum)
+
+    @property
+    def is_float4(self) -> bool:
+        """True if weights are fp4 numbers."""
+        form = self.work.problem.form
+        return form is not None and form.is_float4
 
     @property
     def has_any_points(self) -> bool:
@@ -123,6 +132,8 @@ class WeightFragments:
 
     def begin(self, slot: int, fragment: int, number: int) -> None:
         """Compute the addend of `unpack` for both columns of a lane: minus the power of two and the zero point."""
+        if self.is_float4:
+            return
         middle, is_half = middle_of(self.work.problem.bits), self.type == "float16"
         index = self._scale_index(slot, fragment, number)
         for half in range(2):
@@ -144,7 +155,9 @@ class WeightFragments:
         words = [self.bits[first + i] for i in range(work.words)]
         for i in range(4):
             half, pair = i % 2, i // 2
-            if self.is_bytes:
+            if self.is_float4:
+                self._unpack_float4(i, words[0], 8 * pair + 4 * half if self.type == "float16" else 4 * i)
+            elif self.is_bytes:
                 self._unpack_bytes(i, words[pair], half)
             elif self.type == "float16":
                 # Nibbles of the second column are not shifted down: 1024 + 16 w is multiplied by 1/16 to 64 + w.
@@ -160,6 +173,14 @@ class WeightFragments:
         ptx.and_or(target, word, mask, _POWER_PAIR[self.type])
         ptx.multiply_add_pair(target, target, T.uint32(factor), self.points[point], self.type)
 
+    def _unpack_float4(self, i: int, word: Expr, at: int) -> None:
+        """Fp4 numbers from bits `at` of both halves of a word on, doubled."""
+        target, (shift, factor) = self.fragment[i], _FLOAT4_FACTOR[self.type]
+        magnitude = T.bitwise_and(_shifted(word, shift - at), T.uint32((7 << shift) * 0x10001))
+        sign = T.bitwise_and(_shifted(word, 12 - at), T.uint32(0x80008000))
+        T.buffer_store(self.fragment, T.bitwise_or(sign, magnitude), [i])
+        ptx.multiply_add_pair(target, target, T.uint32(factor), T.uint32(0x80008000), self.type)
+
     def _unpack_bytes(self, i: int, word: Expr, half: int) -> None:
         target = self.fragment[i]
         if self.type == "float16":
@@ -171,6 +192,11 @@ class WeightFragments:
             number = T.reinterpret("float32", target) + T.reinterpret("float32", self.points[half])
             T.buffer_store(self.wide, number, [one])
         ptx.pack_pair(target, self.wide[0], self.wide[1], "bfloat16")
+
+
+def _shifted(word: Expr, bits: int) -> Expr:
+    """A word shifted left, or right by the opposite of a negative number."""
+    return word << T.uint32(bits) if bits >= 0 else word >> T.uint32(-bits)
 
 
 class StagedFragments(WeightFragments):

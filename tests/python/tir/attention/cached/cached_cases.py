@@ -36,15 +36,16 @@ class Case:
     pages: str = "float16"
     dtype: str = "float32"
     sinks: bool = False
+    shared_values: bool = False
 
     @property
     def attributes(self) -> dict:
-        names = "heads kv_heads size scale window softcap rotary norms eps rows sinks".split()
+        names = "heads kv_heads size scale window softcap rotary norms eps rows sinks shared_values".split()
         return {name: getattr(self, name) for name in names}
 
     @property
     def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.size
+        return (self.heads + (1 if self.shared_values else 2) * self.kv_heads) * self.size
 
 
 @dataclass
@@ -70,7 +71,7 @@ def module(case: Case, rows: int, pages: int | None, slots: int, max_pages: int,
     count = pages if pages is not None else tvm.tirx.Var("page_count", "int64")
     types = [
         ("qkv", (rows, case.width), case.dtype),
-        ("pages", page_shape(count, case.kv_heads, case.size, case.pages), case.pages),
+        ("pages", page_shape(count, case.kv_heads, case.size, case.pages, case.shared_values), case.pages),
         ("table", (slots, max_pages), "int32"),
         ("sequences", (rows,), "int32"),
         ("positions", (rows,), "int32"),
@@ -111,7 +112,7 @@ def heads_of(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.nda
     """Queries, keys and values of the rows in float64, (rows, heads, size), normalized and rotated."""
     rows = len(inputs.qkv)
     joined = inputs.qkv.astype("float64").reshape(rows, -1, case.size)
-    queries, keys, values = np.split(joined, [case.heads, case.heads + case.kv_heads], 1)
+    queries, keys, *others = np.split(joined, np.cumsum([case.heads, case.kv_heads]), 1)
     factors = list(inputs.others[bool(case.rotary) :])
     for letter in case.norms:
         heads = queries if letter == "q" else keys
@@ -119,7 +120,7 @@ def heads_of(case: Case, inputs: Inputs) -> tuple[np.ndarray, np.ndarray, np.nda
         queries, keys = (normed, keys) if letter == "q" else (queries, normed)
     if case.rotary:
         queries, keys = (_rotated(case, heads, inputs.others[0].astype("float64")) for heads in (queries, keys))
-    return queries, keys, values
+    return queries, keys, keys if case.shared_values else others[0]
 
 
 def _rotated(case: Case, heads: np.ndarray, rotation: np.ndarray) -> np.ndarray:
@@ -161,7 +162,7 @@ class Cache:
         target = vdevice_of(vdevice).target
         self.order = resolver_or_default(target).page_order(target)
         count = slots * max_pages + 3
-        shape = page_shape(count, case.kv_heads, case.size, case.pages)
+        shape = page_shape(count, case.kv_heads, case.size, case.pages, case.shared_values)
         self.pages = np.full(shape, POISON[case.pages], numpy_dtype(case.pages))
         self.table = np.full((slots, max_pages), -1, "int32")
         self._free = list(self.rng.permutation(count))
@@ -198,7 +199,7 @@ class Cache:
         case = self.case
         queries, keys, values = heads_of(case, inputs)
         pages = self.pages.view("uint16") if case.pages == "bfloat16" else self.pages
-        stored = unpacked_pages(pages, case.size, self.order)
+        stored = unpacked_pages(pages, case.size, self.order, case.shared_values)
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
             if slot < 0:
                 continue

@@ -113,4 +113,5 @@ def test_bytes_of_weights():
         bits[name] = sum(array.nbytes for array in arguments[1:]) * 8 / (16 * 512)
     assert bits == {
         "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 8.5, "q5_1": 9, "q4_k": 6, "q5_k": 10, "q6_k": 10,
+        "mxfp4": 4.5,
     }  # fmt: skip
