@@ -48,6 +48,9 @@ INSTRUCTION_SETS: tuple[InstructionSet, ...] = (
 QUICK_BF16 = "quick-avx512bf16"
 """Feature besides LLVM's: vdpbf16ps is faster than widening to float32 and multiplying."""
 
+ZEN4 = "zen4"
+"""Feature besides LLVM's: vectors of 512 bits are loaded, and computed, as two halves; see also `prefetch_distance`."""
+
 # CPUs with a slow vdpbf16ps. A Xeon (Sapphire Rapids) reaches 105 to 112 Gop/s with it, 148 with widened pairs, and 240
 # in float32; a Zen 5 is twice as fast with it as in float32. Virtual machines report Xeons under older names.
 _SLOW_BF16_CPUS = frozenset(
@@ -63,7 +66,7 @@ class CpuTarget:
     Attributes
     ----------
     features : frozenset of str
-        All LLVM features of the target ("avx512vnni", "dotprod", ...), and `QUICK_BF16`.
+        All LLVM features of the target ("avx512vnni", "dotprod", ...), `QUICK_BF16`, `ZEN4`.
     cores : int
         ``num-cores`` of the target, by default 1: the number of tasks of parallel loops.
     kind : str
@@ -74,6 +77,16 @@ class CpuTarget:
     features: frozenset[str]
     cores: int
     kind: str
+
+    @property
+    def prefetch_distance(self) -> int:
+        """Distance in bytes of prefetches of weights that are read once.
+
+        On a Zen 4, a prefetch just before the read makes the CPU's own prefetcher follow a panel of weights: a row by
+        120 MB of q4_k reads 31 GB/s with distances of 64 to 512 bytes, 24 with 2,048, 11 without. On a Xeon, 2,048 is a
+        tenth faster than none.
+        """
+        return 256 if ZEN4 in self.features else 2048
 
     def lanes(self, dtype: str) -> int:
         """Number of elements of a vector register; 1 without vectors."""
@@ -92,9 +105,12 @@ def _cpu_target_of(text: str) -> CpuTarget:
     if target.kind.name != "llvm":
         return CpuTarget(INSTRUCTION_SETS[-1], frozenset(), cores, target.kind.name)
     features = frozenset(str(f) for f in codegen.llvm_get_cpu_features(target))
-    is_slow = str(target.attrs.get("mcpu", "")) in _SLOW_BF16_CPUS or "amx-tile" in features
+    mcpu = str(target.attrs.get("mcpu", ""))
+    is_slow = mcpu in _SLOW_BF16_CPUS or "amx-tile" in features
     if "avx512bf16" in features and not is_slow:
         features |= {QUICK_BF16}
+    if mcpu == "znver4":
+        features |= {ZEN4}
     triple = str(codegen.llvm_get_system_triple() if not target.attrs.get("mtriple") else target.attrs["mtriple"])
     if "linux" not in triple:
         # Kernels request permission to use AMX with a system call of Linux.

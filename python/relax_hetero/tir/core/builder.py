@@ -101,6 +101,18 @@ def flat(buffer: Any, extents: Sequence[Expr], dtype: str | None = None) -> Any:
     return T.decl_buffer((count,), dtype or buffer.dtype, data=buffer.data)
 
 
+def scratch(size: int, dtype: str) -> Any:
+    """Memory of a task, in one dimension, whose size TVM does not compute anew.
+
+    For an allocation of which many branches and loops access parts, TVM unites all these parts, which takes seconds. It
+    does not look at accesses of an alias, and keeps the elements that it sees accessed: both ends.
+    """
+    memory = T.alloc_buffer((size,), dtype, scope="global")
+    for end in (0, size - 1):
+        T.buffer_store(memory, tirx.const(0, dtype), [end])
+    return T.decl_buffer((size,), dtype, data=memory.data)
+
+
 def vector_type(dtype: str, lanes: int) -> str:
     """Name of the vector type, or of the scalar type for one lane."""
     return dtype if lanes == 1 else f"{dtype}x{lanes}"

@@ -7,8 +7,8 @@ activations may have 8 bits, their first term is enough: its error is at most on
 The products of a chain, weights of one scale, accumulate in tiles; vectors then scale the sums and add them to totals.
 A chain therefore consists of whole k-steps of 32, or of 16 in tiles of half the size.
 
-The loops, outermost first: tasks, blocks of rows, whose terms are copied to scratch, panels of columns, which are
-unpacked once per block of rows, pairs of tiles of rows, chains, k-steps.
+In the loops of `block_loops`, the terms of a block of rows are copied to scratch, and a panel is unpacked once per
+block; within are loops over pairs of tiles of rows, chains, k-steps.
 """
 
 from __future__ import annotations
@@ -34,12 +34,11 @@ from ..core.builder import (
     minimum,
     zeros,
 )
-from ..core.work_split import loop_blocks, split_work
 from ..math.casts import bfloat16_bits
 from ..microkernel import amx
 from ..microkernel.amx import LANES
 from ..microkernel.microkernel import AmxTile, pair_heights
-from .block_spec import BlockSpec, emit_row_sums, for_columns, store_row
+from .block_spec import BlockSpec, PanelProduct, RowBlock, emit_row_sums, for_columns, store_row
 
 MIN_ROWS = 16
 """Minimum number of rows for AMX, unless the problem says that rows are prefill."""
@@ -60,20 +59,21 @@ def amx_for_blocks(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:
     """The AMX instruction for a block-quantized product; None if it is unsupported, or vectors are better."""
     problem = spec.problem
     has_whole_steps = spec.chain % TILE_ROWS == 0 or spec.chains == 1
-    has_few_rows = isinstance(spec.m, int) and spec.m < MIN_ROWS
+    has_few_rows = isinstance(spec.m, int) and spec.rows_of_matrix < MIN_ROWS
     prefers_vectors = problem.rows == "decode" or (has_few_rows and not problem.rows)
     if not has_whole_steps or prefers_vectors or problem.panel != 2 * LANES or 0 in (problem.depth, problem.columns):
         return None
     return amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")
 
 
-def emit_amx_blocks(spec: BlockSpec, cpu: CpuTarget, instruction: AmxInstruction) -> None:
-    """Write the loops of a product with enough rows, in a process that may use AMX."""
-    _Loops(spec, instruction).write(cpu)
+class AmxProduct(PanelProduct):
+    """Products by AMX, in a process that may use it.
 
-
-class _Loops:
-    """Sizes, and the code of each loop."""
+    Parameters
+    ----------
+    spec : BlockSpec
+    instruction : AmxInstruction
+    """
 
     def __init__(self, spec: BlockSpec, instruction: AmxInstruction) -> None:
         self.spec = spec
@@ -88,48 +88,49 @@ class _Loops:
         self.panel_words = self.steps * self.step_k // 2 * columns
         self.row_bytes = (ceil_div(self.terms * self.steps * self.step_k * 2, TILE_BYTES) | 1) * TILE_BYTES
         rows = 2 * TILE_ROWS
-        self.height = ceil_div(spec.m, ceil_div(spec.m, rows)) if isinstance(spec.m, int) else rows
-        self.tile = AmxTile(instruction, pair_heights(self.height), 2, streamed=True)
-        self.block_pairs = max(1, ROW_BLOCK_BYTES // (rows * self.row_bytes))
-        if isinstance(spec.m, int):
-            self.block_pairs = min(self.block_pairs, ceil_div(spec.m, self.height))
+        m = spec.max_rows
+        self.tile_rows = ceil_div(m, ceil_div(m, rows)) if isinstance(m, int) and m else rows
+        self.tile = AmxTile(instruction, pair_heights(self.tile_rows), 2, streamed=True)
+        self.block_bytes = ROW_BLOCK_BYTES
+        self.work = ceil_div(depth * self.terms, instruction.rate)
 
-    def write(self, cpu: CpuTarget) -> None:
-        spec, problem = self.spec, self.spec.problem
-        pairs, panels = materialize(ceil_div(spec.m, self.height)), ceil_div(problem.columns, problem.panel)
-        work = ceil_div(problem.depth * self.terms, self.tile.instruction.rate)
-        split = split_work(cpu.cores, 1, pairs, panels, (self.height, problem.panel), work)
-        with loop(split.tasks, parallel=split.tasks > 1) as task:
-            self.row_terms = amx.scratch(self.block_pairs * self.height * self.row_bytes // 2, "uint16")
-            self.weights = amx.scratch(self.weight_terms * self.panel_words, "int32")
-            self._allocate_scales()
-            self.products = amx.scratch(self.height * problem.panel, "float32")
-            self.totals = amx.scratch(self.height * problem.panel, "float32")
-            self.tile.configure(self.step_k // 2, 2 * self.step_k)
-            _, (first_m, last_m), (first_n, last_n) = split.ranges(task, 1, pairs, panels)
-            with loop_blocks(first_m, last_m, self.block_pairs) as (begin, end):
-                first_row = materialize(begin * self.height)
-                with loop(materialize(minimum(end * self.height, spec.m)) - first_row) as r:
-                    self._copy_row(materialize(first_row + r), materialize(r * (self.row_bytes // 2)))
-                    if self.row_sums is not None:
-                        target = (self.row_sums, materialize(r * spec.chains))
-                        rounding = _round_to_bfloat16 if self.terms == 1 else let
-                        row = materialize(first_row + r)
-                        emit_row_sums(spec.lhs, row, problem.depth, spec.chain, LANES, target, rounding)
-                with loop(last_n - first_n) as n:
-                    panel = materialize(first_n + n)
-                    self._unpack(panel)
-                    with loop(end - begin) as pair:
-                        self._multiply(materialize(begin + pair), materialize(pair * self.height), panel)
-            amx.release()
+    def allocate(self, rows: int) -> None:
+        """Allocate scratch of a task, for blocks of at most `rows` rows."""
+        spec = self.spec
+        self.row_terms = amx.scratch(rows * self.row_bytes // 2, "uint16")
+        self.weights = amx.scratch(self.weight_terms * self.panel_words, "int32")
+        self._allocate_scales(rows)
+        self.products = amx.scratch(self.tile_rows * spec.problem.panel, "float32")
+        self.totals = amx.scratch(self.tile_rows * spec.problem.panel, "float32")
+        self.tile.configure(self.step_k // 2, 2 * self.step_k)
 
-    def _allocate_scales(self) -> None:
+    def prepare(self, row: Expr, number: Expr) -> None:
+        """Copy the terms of a row, and add up its chains."""
+        spec = self.spec
+        self._copy_row(row, materialize(number * (self.row_bytes // 2)))
+        if self.row_sums is not None:
+            target = (self.row_sums, materialize(number * spec.chains))
+            rounding = _round_to_bfloat16 if self.terms == 1 else let
+            emit_row_sums(spec.lhs, row, spec.problem.depth, spec.chain, LANES, target, rounding)
+
+    def multiply(self, block: RowBlock, count: Expr, first: Expr, last: Expr) -> None:
+        """Multiply by panels, each of which is unpacked first."""
+        with loop(last - first) as n:
+            panel = materialize(first + n)
+            self._unpack(block.packed_panel(panel))
+            with loop(ceil_div(block.end - block.begin, self.tile_rows)) as pair:
+                self._multiply(block, materialize(pair * self.tile_rows), panel)
+
+    def release(self) -> None:
+        """Release the tiles."""
+        amx.release()
+
+    def _allocate_scales(self, rows: int) -> None:
         """Allocate a panel's scales and minimums, and the sums of rows that multiply the minimums."""
         spec, form = self.spec, self.spec.plan.form
         count = spec.chains * spec.problem.panel
         self.scales = T.alloc_buffer((count,), "float32", scope="global") if form.scale else None
         self.minimums = T.alloc_buffer((count,), "float32", scope="global") if form.minimum else None
-        rows = self.block_pairs * self.height
         self.row_sums: Any = T.alloc_buffer((rows * spec.chains,), "float32", scope="global") if form.minimum else None
 
     def _copy_row(self, row: Expr, target: Expr) -> None:
@@ -203,11 +204,11 @@ class _Loops:
                 if self.minimums is not None:
                     T.buffer_store(self.minimums, reader.minimum(superblock, block, outer_scales, j), [index])
 
-    def _multiply(self, pair: Expr, row_in_block: Expr, panel: Expr) -> None:
+    def _multiply(self, block: RowBlock, row_in_block: Expr, panel: Expr) -> None:
         """Multiply a pair of tiles of rows by a panel, and store the result; their copies begin at `row_in_block`."""
         spec, columns = self.spec, self.spec.problem.panel
-        row = materialize(pair * self.height)
-        count = materialize(minimum(spec.m - row, self.height))
+        row = materialize(block.begin + row_in_block)
+        count = materialize(minimum(block.limit - row, self.tile_rows))
         chains = ceil_div(self.steps, self.chain_steps)
         with loop(chains) as chain:
             first = materialize(chain * self.chain_steps)
@@ -220,7 +221,8 @@ class _Loops:
         def store(masks: Masks) -> None:
             with loop(count) as r:
                 index = [lane_indices(r * columns + j * LANES, LANES) for j in range(len(masks))]
-                store_row(spec, materialize(row + r), panel, masks, lambda j: let(self.totals[index[j]]))
+                result_row = materialize(block.result_row(row + r))
+                store_row(spec, result_row, panel, masks, lambda j: let(self.totals[index[j]]))
 
         for_columns(spec, panel, store)
 

@@ -6,9 +6,8 @@ column take one or two instructions, where floats take four and the conversions.
 and are scaled once. (Measured on a Zen 4 against float products, with two bytes: 512 rows 1.75 to 2.0 times as fast, 4
 rows 1.4 to 2.0 times, one row of 4 to 6 bits 1.15 to 1.45 times.)
 
-The loops, outermost first: tasks, blocks of rows, which are quantized first, panels of columns, which are unpacked
-first if there are many rows (`UnpackedPanel`), tiles of rows; within a tile the chains of weights of one scale, groups,
-four weights of each column.
+In the loops of `block_loops`, blocks of rows are quantized first, and panels are unpacked first if there are many rows
+(`UnpackedPanel`); within a tile are loops over the chains of weights of one scale, groups, four weights of each column.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...target.cpu_target import CpuTarget
+from ...target.cpu_target import ZEN4, CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ..core.builder import (
     Expr,
@@ -37,19 +36,16 @@ from ..core.builder import (
     let,
     loop,
     materialize,
-    minimum,
     over_lanes,
     prefetch,
+    scratch,
     vector_type,
-    when,
     zeros,
 )
 from ..core.view import Coordinates, OperandView
-from ..core.work_split import loop_blocks, split_work
 from ..math.vector_math import ROUNDER, ROUNDER_BITS
 from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
-from .block_spec import BlockSpec, BlockTile, for_columns, store_row
-from .matmul_spec import emit_cases, row_cases
+from .block_spec import BlockSpec, BlockTile, PanelProduct, RowBlock, for_columns, store_row
 from .weight_bytes import ByteReader, byte_order
 
 # A panel of weights is unpacked to scratch once for all rows of a block, as bytes and float32 scales, in the order in
@@ -87,9 +83,9 @@ class UnpackedPanel:
         return UnpackedPanel(
             reader,
             chain,
-            T.alloc_buffer((vectors * chains * chain // 4 * lanes,), "int32", scope="global"),
-            T.alloc_buffer((count,), "float32", scope="global") if plan.form.scale else None,
-            T.alloc_buffer((count,), "float32", scope="global") if plan.form.minimum else None,
+            scratch(vectors * chains * chain // 4 * lanes, "int32"),
+            scratch(count, "float32") if plan.form.scale else None,
+            scratch(count, "float32") if plan.form.minimum else None,
         )
 
     def fill(self, panel: Expr) -> None:
@@ -304,6 +300,10 @@ MIN_UNPACKED_ROWS = {1: 24, 2: 8}
 """Minimum number of rows for which panels are unpacked first, by bytes of an activation. (Measured on a Zen 5: 8 to 16
 rows are then 1.3 to 2.0 times as fast with two bytes, 0.85 to 1.0 times with one.)"""
 
+ZEN4_MIN_UNPACKED_ROWS = 256
+"""The same on a Zen 4, where loads of unpacked bytes are slower. (Measured with experts: 16 to 128 rows are 1.2 to 1.5
+times as fast without in q4_0, 1.05 to 1.2 times in q4_k; 512 rows of one matrix 1.0 times, 0.9 times in q6_k.)"""
+
 _FEW_ROWS = 4
 """Maximum rows of a tile that accumulates all vectors of a panel together, so that enough sums are in flight."""
 
@@ -328,94 +328,80 @@ def _activation_bytes(spec: BlockSpec) -> int:
     return spec.problem.activation_bits // 8
 
 
-def emit_block_dots(spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> None:
-    """Write the loops for many rows and for few; a symbolic number of rows selects at run time."""
+class DotProduct(PanelProduct):
+    """Products by dot products of bytes.
 
-    def write(unpacks: bool) -> None:
-        _Loops(spec, cpu, dot, unpacks).write()
+    Parameters
+    ----------
+    spec : BlockSpec
+    cpu : CpuTarget
+    dot : DotInstruction
+    """
 
-    either(spec.m >= MIN_UNPACKED_ROWS[_activation_bytes(spec)], lambda: write(True), lambda: write(False))
-
-
-class _Loops:
-    """Sizes, and the code of each loop."""
-
-    def __init__(self, spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction, unpacks: bool) -> None:
-        self.spec, self.cpu, self.dot, self.unpacks = spec, cpu, dot, unpacks
-        self.terms = _activation_bytes(spec)
+    def __init__(self, spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> None:
+        self.spec, self.dot, self.terms = spec, dot, _activation_bytes(spec)
+        is_zen4 = ZEN4 in cpu.features
+        self.min_unpacked_rows = ZEN4_MIN_UNPACKED_ROWS if is_zen4 else MIN_UNPACKED_ROWS[self.terms]
         self.reader = ByteReader.of(spec.reader, cpu)
         self.chain = _chain_length(spec)
         self.chains = ceil_div(spec.problem.depth, self.chain)
         self.unrolled_weights = gcd(self.chain, _UNROLLED_WEIGHTS)
-        self.rows = min(_ROWS, spec.m) if isinstance(spec.m, int) else _ROWS
+        self.tile_rows = min(_ROWS, spec.max_rows) if isinstance(spec.max_rows, int) else _ROWS
+        self.row_bytes, self.block_bytes = self.terms * self.chains * self.chain, ROW_BLOCK_BYTES
+        self.work = spec.problem.depth
 
-    def write(self) -> None:
-        spec, problem, form = self.spec, self.spec.problem, self.spec.plan.form
-        tiles, panels = materialize(ceil_div(spec.m, self.rows)), ceil_div(problem.columns, problem.panel)
-        split = split_work(self.cpu.cores, 1, tiles, panels, (self.rows, problem.panel), problem.depth)
-        row_bytes = self.terms * self.chains * self.chain
-        tiles_per_block = max(1, ROW_BLOCK_BYTES // (row_bytes * self.rows))
-        if isinstance(tiles, int):
-            tiles_per_block = min(tiles_per_block, tiles)
-        height = tiles_per_block * self.rows
-        with loop(split.tasks, parallel=split.tasks > 1) as task:
-            count = height * self.chains
-            self.codes = Codes(
-                self.terms,
-                T.alloc_buffer((height * row_bytes // 4,), "int32", scope="global"),
-                T.alloc_buffer((count,), "float32", scope="global"),
-                self._allocate_row_sums(count),
-                self.chain,
-                self.chains,
-                0 if form.minimum else form.min_code,
-                byte_order(form.bits),
-            )
-            tile_vectors = spec.vectors if self.rows <= _FEW_ROWS else 1
-            banks = max(1, FMAS_IN_FLIGHT // (self.rows * tile_vectors * self.terms))
-            self.sums = Registers(self.rows * tile_vectors * self.terms * banks, "int32", spec.lanes)
-            self.chain_totals = Registers(self.rows * tile_vectors, "float32", spec.lanes)
-            self.totals = T.alloc_buffer((self.rows * spec.vectors * spec.lanes,), "float32", scope="global")
-            self.unpacked = UnpackedPanel.allocate(self.reader, self.chain) if self.unpacks else None
-            _, (first_m, last_m), (first_n, last_n) = split.ranges(task, 1, tiles, panels)
-            with loop_blocks(first_m, last_m, tiles_per_block) as (begin, end):
-                first_row = materialize(begin * self.rows)
-                self._quantize_rows(first_row, materialize(minimum(end * self.rows, spec.m)))
-                with loop(last_n - first_n) as number:
-                    panel = materialize(first_n + number)
-                    if self.unpacked is not None:
-                        self.unpacked.fill(panel)
-                    with loop(end - begin) as tile:
-                        row = materialize(materialize(begin + tile) * self.rows)
-                        self._write_tile_cases(BlockTile(row, self.rows, None, panel, first_row))
+    def allocate(self, rows: int) -> None:
+        """Allocate scratch of a task, for blocks of at most `rows` rows."""
+        spec, form, count = self.spec, self.spec.plan.form, rows * self.chains
+        self.codes = Codes(
+            self.terms,
+            scratch(rows * self.row_bytes // 4, "int32"),
+            scratch(count, "float32"),
+            self._allocate_row_sums(count),
+            self.chain,
+            self.chains,
+            0 if form.minimum else form.min_code,
+            byte_order(form.bits),
+        )
+        size = max(self.tile_rows, min(self.tile_rows, _FEW_ROWS) * spec.vectors)
+        self.sums = Registers(max(size * self.terms, FMAS_IN_FLIGHT), "int32", spec.lanes)
+        self.chain_totals = Registers(size, "float32", spec.lanes)
+        self.totals = scratch(self.tile_rows * spec.vectors * spec.lanes, "float32")
+        may_unpack = not isinstance(spec.m, int) or spec.m >= self.min_unpacked_rows
+        self.panel = UnpackedPanel.allocate(self.reader, self.chain) if may_unpack else None
 
     def _allocate_row_sums(self, count: int) -> Expr:
         form = self.spec.plan.form
         if form.minimum:
-            return T.alloc_buffer((count,), "float32", scope="global")
-        return T.alloc_buffer((count,), "int32", scope="global") if form.min_code else None
+            return scratch(count, "float32")
+        return scratch(count, "int32") if form.min_code else None
 
-    def _quantize_rows(self, begin: Expr, end: Expr) -> None:
-        """Quantize some rows."""
+    def prepare(self, row: Expr, number: Expr) -> None:
+        """Quantize a row."""
         chains, tail = divmod(self.spec.problem.depth, self.chain)
 
-        with loop(end - begin) as r:
-            row = materialize(begin + r)
+        def quantize_chain(chain: Expr, size: int) -> None:
+            self.codes.write_chain(self.spec.lhs, row, number, chain, size, self.spec.lanes)
 
-            def quantize_chain(number: Expr, size: int) -> None:
-                self.codes.write_chain(self.spec.lhs, row, r, number, size, self.spec.lanes)
+        if chains:
+            with loop(chains) as chain:
+                quantize_chain(chain, self.chain)
+        if tail:
+            quantize_chain(tirx.const(chains, "int64"), tail)
 
-            if chains:
-                with loop(chains) as number:
-                    quantize_chain(number, self.chain)
-            if tail:
-                quantize_chain(tirx.const(chains, "int64"), tail)
+    def multiply(self, block: RowBlock, count: Expr, first: Expr, last: Expr) -> None:
+        """Multiply by panels that are unpacked first if they meet many rows."""
 
-    def _write_tile_cases(self, tile: BlockTile) -> None:
-        """Write the cases of a tile: whole, or the remaining rows."""
-        emit_cases(
-            row_cases(self.spec.m, tile.row, tile.rows),
-            lambda count, end: self._write_tile(BlockTile(tile.row, count, end, tile.panel, tile.first)),
-        )
+        def multiply(unpacked: UnpackedPanel | None) -> None:
+            self.unpacked = unpacked
+            with loop(last - first) as number:
+                panel = materialize(first + number)
+                if unpacked is not None:
+                    unpacked.fill(block.packed_panel(panel))
+                block.tiles(panel, self.tile_rows, self._write_tile)
+
+        is_many = False if self.panel is None else count >= self.min_unpacked_rows
+        either(is_many, lambda: multiply(self.panel), lambda: multiply(None))
 
     def _write_tile(self, tile: BlockTile) -> None:
         spec = self.spec
@@ -429,19 +415,18 @@ class _Loops:
             with loop(spec.vectors) as vector:
                 self._write_vectors(tile, [vector])
 
-        def store_tile_row(i: int, row: Expr, masks: Masks) -> None:
-            store_row(spec, row, tile.panel, masks, lambda j: self.totals[self._total_index(i, j)])
-
         def store(masks: Masks) -> None:
-            for i, row in enumerate(tile.row_numbers):
-                with when(True if tile.end is None or i == 0 else tile.row + i < tile.end):
-                    store_tile_row(i, row, masks)
+            tile.for_rows(
+                lambda i: store_row(
+                    spec, tile.result_rows[i], tile.panel, masks, lambda j: self.totals[self._total_index(i, j)]
+                )
+            )
 
         for_columns(spec, tile.panel, store)
 
     def _prefetch_epilogue(self, tile: BlockTile) -> None:
         """Prefetch the operands of the tile's epilogue and the lines of its result."""
-        spec, rows = self.spec, tile.row_numbers
+        spec, rows = self.spec, tile.result_rows
 
         def at(_: OperandView, i: int, j: int) -> Coordinates:
             return {"m": rows[i], "n": tile.panel * spec.problem.panel + j * spec.lanes}
@@ -469,7 +454,7 @@ class _Loops:
     def _write_chain(self, tile: BlockTile, chain: Expr, vectors: list[Expr]) -> None:
         """Add the products of a chain of weights."""
         first = materialize(chain * self.chain)
-        rows = [materialize(row - tile.first) for row in tile.row_numbers]
+        rows = [materialize(row - tile.block.begin) for row in tile.row_numbers]
         code_at = [materialize(row * self.codes.row_words + chain * self.codes.chain_words) for row in rows]
         scale_at = [materialize(row * self.chains + chain) for row in rows]
         if self.unpacked is not None:
@@ -483,10 +468,10 @@ class _Loops:
         spec, plan, reader = self.spec, self.spec.plan, self.spec.reader
         start_in_superblock = materialize(first % plan.superblock_size) if plan.superblocks > 1 else first
         number = first // plan.superblock_size if plan.superblocks > 1 else 0
-        superblock = materialize(reader.superblock(tile.panel, number))
+        superblock = materialize(reader.superblock(tile.packed_panel, number))
         block = materialize(start_in_superblock // plan.block) if plan.blocks > 1 else 0
-        if isinstance(spec.m, int) and spec.m <= _FEW_ROWS and plan.form.bits < 8:
-            reader.prefetch_weights(tile.panel, first, self.chain)
+        if isinstance(spec.m, int) and spec.rows_of_matrix <= _FEW_ROWS and plan.form.bits < 8:
+            reader.prefetch_weights(tile.packed_panel, first, self.chain)
         group = materialize(start_in_superblock // plan.group)
 
         def quads(first: Expr) -> Iterator[Sequence[Expr]]:

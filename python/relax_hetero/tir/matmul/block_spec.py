@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,9 +14,10 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_panels import PanelPlan
 from ...encoding.problem import QuantizedMatmulProblem
-from ..core.builder import Expr, Masks, ceil_div, lane_mask, let, loop, materialize, over_columns, over_lanes
+from ..core.builder import Expr, Masks, ceil_div, lane_mask, let, loop, materialize, over_columns, over_lanes, when
 from ..core.view import OperandView
 from ..elementwise.expression_code import EpilogueCode
+from .matmul_spec import emit_cases, row_cases
 from .weight_unpacking import PanelReader
 
 # Weights without a scale that one accumulator adds up: the error of a sum of random numbers grows with their count,
@@ -61,45 +63,132 @@ class BlockSpec:
         return MAX_CHAIN if self.plan.form.is_plain else gcd(block, MAX_CHAIN)
 
     @property
+    def max_rows(self) -> Expr:
+        """Maximum number of rows that a matrix is multiplied by, if all experts of a token differ."""
+        return self.m if self.problem.index is None else self.m // self.problem.index.shape[1]
+
+    @property
+    def rows_of_matrix(self) -> Expr:
+        """Number of rows that a matrix is multiplied by, on average."""
+        return self.m // max(1, self.problem.experts)
+
+    @property
     def chains(self) -> int:
         """Number of chains of a row."""
         return ceil_div(self.problem.depth, self.chain)
 
 
+def _same_row(row: Expr) -> Expr:
+    return row
+
+
 @dataclass(frozen=True)
-class BlockTile:
-    """A register tile: `rows` rows of a panel from `row` on; rows from `end` on (None: no end) are not stored.
+class RowBlock:
+    """Rows that are prepared once, and multiplied by several panels of a matrix.
 
     Attributes
     ----------
-    panel : PrimExpr
-        Panel of the result's columns.
-    first : PrimExpr
-        First row of the left operand whose sums are stored.
-    lefts, results : tuple of PrimExpr
-        For each row its number in the left operand and in the result, if they differ from the tile's.
-    packed : PrimExpr or None
-        Number of the panel in the packed weights, if it differs from `panel`.
+    begin, end : PrimExpr
+    limit : PrimExpr
+        End of all rows of the matrix: tiles before it are whole.
+    panels : PrimExpr
+        Number of packed panels before those of the matrix.
+    lhs_row, result_row : callable
+        Number in the left operand, and in the result, of a row of the block.
     """
 
-    row: Expr
-    rows: int
+    begin: Expr
     end: Expr
+    limit: Expr
+    panels: Expr = 0
+    lhs_row: Callable[[Expr], Expr] = _same_row
+    result_row: Callable[[Expr], Expr] = _same_row
+
+    def packed_panel(self, panel: Expr) -> Expr:
+        """Number in the packed weights of a panel of the matrix."""
+        return panel if isinstance(self.panels, int) and self.panels == 0 else materialize(self.panels + panel)
+
+    def tiles(self, panel: Expr, rows: int, emit: Callable[[BlockTile], None]) -> None:
+        """Write a loop over tiles of `rows` rows, with the cases of a tile: whole, or the remaining rows."""
+        packed = self.packed_panel(panel)
+        with loop(ceil_div(self.end - self.begin, rows)) as number:
+            row = materialize(self.begin + number * rows)
+
+            def emit_case(count: int, end: Expr) -> None:
+                numbers = [row + i if end is None or i == 0 else T.min(row + i, end - 1) for i in range(count)]
+                emit(BlockTile(self, panel, packed, row, end, numbers, list(map(self.result_row, numbers))))
+
+            emit_cases(row_cases(self.limit, row, rows), emit_case)
+
+
+@dataclass(frozen=True)
+class BlockTile:
+    """A register tile of a panel of the result's columns.
+
+    Attributes
+    ----------
+    panel, packed_panel : PrimExpr
+        Number of the panel in the result, and in the packed weights.
+    row, end : PrimExpr
+        First row, and where rows end that are stored (None: no end).
+    row_numbers, result_rows : list of PrimExpr
+        The tile's rows, clamped to the last one that exists, and their numbers in the result.
+    """
+
+    block: RowBlock
     panel: Expr
-    first: Expr
-    lefts: tuple[Expr, ...] = ()
-    results: tuple[Expr, ...] = ()
-    packed: Expr = None
+    packed_panel: Expr
+    row: Expr
+    end: Expr
+    row_numbers: list[Expr]
+    result_rows: list[Expr]
 
     @property
-    def row_numbers(self) -> list[Expr]:
-        """The tile's rows, clamped to the last one that exists."""
-        return clamped_rows(self.row, self.rows, self.end)
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self.row_numbers)
+
+    def for_rows(self, body: Callable[[int], None]) -> None:
+        """Write code for each row that is stored."""
+        for i in range(self.rows):
+            with when(True if self.end is None or i == 0 else self.row + i < self.end):
+                body(i)
 
 
-def clamped_rows(row: Expr, rows: int, end: Expr) -> list[Expr]:
-    """The numbers of `rows` rows from `row` on, clamped to the last one before `end` (None: no end)."""
-    return [row + i if end is None or i == 0 else T.min(row + i, end - 1) for i in range(rows)]
+class PanelProduct(ABC):
+    """A way to multiply blocks of rows by panels, with scratch of its own.
+
+    Attributes
+    ----------
+    spec : BlockSpec
+    tile_rows : int
+        Rows of a tile.
+    row_bytes, block_bytes : int
+        Bytes of a prepared row, and of all rows of a block.
+    work : int
+        Work of a column in a row, in multiply-adds of float32.
+    """
+
+    spec: BlockSpec
+    tile_rows: int
+    row_bytes: int
+    block_bytes: int
+    work: int
+
+    @abstractmethod
+    def allocate(self, rows: int) -> None:
+        """Allocate scratch of a task, for blocks of at most `rows` rows."""
+
+    @abstractmethod
+    def prepare(self, row: Expr, number: Expr) -> None:
+        """Prepare a row of the left operand, which is row `number` of its block."""
+
+    @abstractmethod
+    def multiply(self, block: RowBlock, count: Expr, first: Expr, last: Expr) -> None:
+        """Multiply a block by panels `first` to `last` of its matrix, which is multiplied by `count` rows in all."""
+
+    def release(self) -> None:  # noqa: B027 - most have nothing to release
+        """Write the end of a task, after all of its products."""
 
 
 def for_columns(spec: BlockSpec, panel: Expr, body: Callable[[Masks], None]) -> None:

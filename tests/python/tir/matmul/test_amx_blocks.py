@@ -18,6 +18,9 @@ from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
 from tir.kernel_runs import runs_here
 from tir.matmul.block_problems import assert_close, call, integers, of_file, plain, problem_of
+from tir.matmul.test_block_experts import call as call_experts
+from tir.matmul.test_block_experts import expected
+from tir.matmul.test_block_experts import problem_of as experts_problem
 from tir.matmul.tile_emulator import emulated, emulator, products_so_far
 from tir.products_of import AVX512
 
@@ -78,6 +81,24 @@ def test_activations_of_few_bits(form):
     read = x if form == "f16" else x.astype(ml_dtypes.bfloat16).astype("float32")
     assert_close(call(function, x, weights.packed(PANEL), 37), read, weights.numbers, 2e-6)
     assert products_so_far() > before
+
+
+@pytest.mark.parametrize("rows", ["", "chunk"])
+@pytest.mark.parametrize(("tokens", "used"), [(70, 2), (9, 1)])
+def test_experts(tokens, used, rows):
+    """An expert with several pairs of tiles, one with a row, and one without; few rows of each take vectors."""
+    rng, experts, columns, depth = fresh_rng(), 4, 40, 96
+    weights = of_file("q4_0", experts * columns, depth)
+    problem = replace(experts_problem(weights, experts, tokens, used, PANEL), rows=rows, activation_bits=16)
+    function, before = _kernel(problem), products_so_far()
+    x = rng.standard_normal((tokens, 1, 1, depth), "float32")
+    index = np.where(rng.random((tokens, used)) < 0.7, 2, 0).astype("int32")
+    index[-1] = 3
+    want, size = expected(x, weights, experts, index)
+    actual = call_experts(function, x, weights, experts, PANEL, index)
+    takes_tiles = tokens > 9 or rows == "chunk"
+    np.testing.assert_array_less(np.abs(actual - want), (1e-6 if takes_tiles else 3e-5) * size)
+    assert (products_so_far() > before) == takes_tiles
 
 
 @pytest.mark.parametrize(("block", "zeros"), [(40, ""), (8, "float32")])

@@ -15,10 +15,12 @@ from relax_hetero.encoding.block_panels import Panels
 from relax_hetero.encoding.block_weights import panel_columns
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, QuantizedMatmulProblem
+from relax_hetero.target.cpu_target import ZEN4
+from relax_hetero.tir.matmul.block_dots import MIN_UNPACKED_ROWS
 from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import NAMES, cpu_named, kernel
-from tir.matmul.block_problems import Weights, integers, of_file, plain
+from tir.kernel_runs import NAMES, cpu_named, kernel, runs_here
+from tir.matmul.block_problems import Weights, as_bytes, integers, of_file, plain
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -63,6 +65,31 @@ def check(weights, experts, tokens, used, shared, name, folder):
     want, size = expected(x, weights, experts, index)
     actual = call(function, x, weights, experts, panel, index)
     np.testing.assert_array_less(np.abs(actual - want), 1e-6 * size + 1e-30)
+
+
+DOT_NAMES = [name for name in ("vnni", "early_vnni") if runs_here(name)]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("cores", [2, 14])
+@pytest.mark.parametrize("tokens", [1, 7, 2 * max(MIN_UNPACKED_ROWS.values())])
+@pytest.mark.parametrize(("form", "bits"), [("q4_k", 8), ("q4_0", 16), ("q6_k", 8)])
+@pytest.mark.parametrize("name", DOT_NAMES)
+def test_dot_products_of_bytes(name, form, bits, tokens, cores, tmp_path):
+    """Experts with few rows and with many, whose panels are unpacked; more tasks than experts of a token."""
+    rng, used, experts, columns, depth = fresh_rng(), 3, 5, 70, 256
+    cpu, panel = replace(cpu_named(name), cores=cores), panel_columns(cpu_named(name))
+    if cores == 14:  # unpacks for more rows only
+        cpu = replace(cpu, features=cpu.features | {ZEN4})
+    weights = of_file(form, experts * columns, depth)
+    problem = replace(problem_of(weights, experts, tokens, used, panel), activation_bits=bits)
+    function = kernel(quantized_matmul_kernel(problem, cpu), name, tmp_path)
+    x = rng.standard_normal((tokens, 1, 1, depth), "float32")
+    index = np.where(rng.random((tokens, used)) < 0.8, 2, rng.integers(0, experts - 1, (tokens, used))).astype("int32")
+    read = x if bits == 16 else as_bytes(x[:, 0, 0], min(32, weights.form.block))[:, None, None]
+    want, size = expected(read, weights, experts, index)
+    actual = call(function, x, weights, experts, panel, index)
+    np.testing.assert_array_less(np.abs(actual - want), (3e-5 if bits == 16 else 2e-6) * size)
 
 
 SIZES = [(1, 3, 5, 37, True), (4, 2, 3, 64, False), (23, 2, 4, 5, True)]
