@@ -162,8 +162,8 @@ class WgmmaProduct:
 
     @property
     def read_early(self) -> list[int]:
-        """Operands loaded before previous launches have ended: packed weights."""
-        return [1] if self.right.source is Source.PACKED else []
+        """Operands loaded before previous launches have ended: packed weights, if a static grid has no empty blocks."""
+        return [1] if self.right.source is Source.PACKED and isinstance(self.tiles, int) else []
 
     @property
     def prefetches(self) -> bool:
@@ -171,8 +171,6 @@ class WgmmaProduct:
 
         Products with many rows are compute-bound, and prefetching would delay the loads of the previous launch.
         """
-        if not isinstance(self.tiles, int):
-            return False
         rows = self.row_tiles * self.tiling.rows
         return bool(self.read_early) and self.right.is_swizzled and rows <= _MAX_PREFETCH_ROWS
 
@@ -312,19 +310,12 @@ class WgmmaProduct:
 
     def _load_early(self) -> None:
         """Load weights of the first k-steps, before previous launches have ended."""
-        tile = self._first_tile()
-        self.num_early_steps = min(self.tiling.stages, self.steps // self.tiling.cluster_split_k)
-        if not isinstance(self.tiles, int):
-            with when(to_int32(tile) < self.tiles):
-                self._load_early_steps(*self._tile_origin(to_int32(tile)))
-            return
-        self.first = self._tile_origin(tile)
+        self.first = self._tile_origin(self._first_tile())
+        at, row, column = self.first
         if self.has_one_tile:
-            self.left.begin(*self.first[:2], self.thread)
-        self._load_early_steps(*self.first)
-
-    def _load_early_steps(self, at: Coordinates, row: Expr, column: Expr) -> None:
-        _, first = self._block_steps()
+            self.left.begin(at, row, self.thread)
+        count, first = self._block_steps()
+        self.num_early_steps = min(self.tiling.stages, self.steps // self.tiling.cluster_split_k)
         with unrolled(self.num_early_steps) as step:
             self._load_packed(at, column, first + step, step)
 

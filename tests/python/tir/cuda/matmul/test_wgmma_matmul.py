@@ -395,10 +395,9 @@ def test_unsupported_problems():
 
 
 def test_weights_are_asked_for_before_the_wait():
-    """With a symbolic m, a block without a tile loads nothing, and a tile is not prefetched as a whole."""
-    for symbolic in ((), ("m",)):
+    """Only with static sizes: with a symbolic m, a block may be without a tile."""
+    for symbolic, asks in (((), [1]), (("m",), [])):
         func = wgmma_matmul_kernel(problem_of({"m": 200, "n": 136, "k": 300}, symbolic=symbolic), GPU)
-        assert list(func.attrs[READS_EARLY]) == [1]
+        assert list(func.attrs[READS_EARLY]) == asks
         text = func.script()
-        assert text.index("bulk") < text.index("griddepcontrol")
-        assert ("prefetch" in text) == (not symbolic)
+        assert (0 < text.find("prefetch") < text.index("griddepcontrol")) == bool(asks)
