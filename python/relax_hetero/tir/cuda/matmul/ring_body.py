@@ -36,8 +36,6 @@ from .block_plan import CHUNK_BYTES, PARTS, BlockPlan, BlockWork
 _WARPS, _MAX_ROWS, _RUN = 16, 2, 2
 _EARLY_STAGES = 2
 """Stages that are copied before the previous launch has ended."""
-_SHARED_BYTES = 115 << 10
-"""Shared memory of a block: more than half of a multiprocessor's."""
 _MAX_SUMS_BYTES = 8 << 10
 """Maximum bytes of accumulators of column tiles that are reduced together."""
 _CONSUMERS_BARRIER = 1
@@ -71,8 +69,13 @@ def ring_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> RingPlan | Non
         return None
     work = RingWork(problem, RingPlan(1, 1, _WARPS, 1, run, 0), rows)
     work.share(gpu, 1, 0, 0)
-    stages = (_SHARED_BYTES - work.shared_bytes) // (work.stage_bytes + 2 * BARRIER_BYTES)
+    stages = (_bytes_per_block(gpu) - work.shared_bytes) // (work.stage_bytes + 2 * BARRIER_BYTES)
     return RingPlan(1, 1, _WARPS, 1, run, stages) if stages >= 2 else None
+
+
+def _bytes_per_block(gpu: GpuTarget) -> int:
+    """Shared memory of a block: more than half of a multiprocessor's."""
+    return gpu.shared_bytes_sm // 2 + (1 << 10)
 
 
 class RingWork(BlockWork):
@@ -131,7 +134,7 @@ class RingBody(BlockBody):
         """See `BlockBody.reserve`."""
         super().reserve(shared)
         self.ring = Ring(shared, self.work.stages, producers=1, consumers=self.work.plan.warps)
-        shared.reserve(max(0, _SHARED_BYTES - shared.size), 1)
+        shared.reserve(max(0, _bytes_per_block(self.gpu) - shared.size), 1)
 
     def _open(self) -> None:
         self.weights = StagedFragments(self.work, self.packed, self.lane, self.high)
