@@ -63,7 +63,7 @@ def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> n
     array of int32, (ceil(n / 16), ceil(depth / chunk), 32, 4)
         Fragments, padded with zeros; ``chunk = chunk_of(bits)``.
     """
-    weights = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), -1) if bits == 4 else data
+    weights = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), 2 * data.shape[1]) if bits == 4 else data
     return _fragments(weights[:, :depth], block, bits)
 
 
@@ -72,7 +72,7 @@ def _fragments(weights: np.ndarray, block: int, bits: int) -> np.ndarray:
     (rows, depth), chunk = weights.shape, chunk_of(bits)
     tiles, chunks = -(-rows // FRAGMENT_COLUMNS), -(-depth // chunk)
     padded = padded_to(weights, tiles * FRAGMENT_COLUMNS, chunks * chunk, "uint8")
-    halves = np.ascontiguousarray(padded).reshape(tiles, 2, 8, -1)
+    halves = np.ascontiguousarray(padded).reshape(tiles, 2, 8, chunks * chunk)
     if bits == 8:
         pairs = halves.view("<u2")
         words = pairs[:, 0] | pairs[:, 1].astype("<u4") << np.uint32(16)
@@ -82,7 +82,7 @@ def _fragments(weights: np.ndarray, block: int, bits: int) -> np.ndarray:
         words = words & np.uint32(0xFF0000FF) | inner
     run = np.gcd(block, chunk)
     # Axes: tile, column, chunk, run, quarter, word.
-    groups = words.reshape(tiles, 8, chunks, chunk // run, 4, -1)
+    groups = words.reshape(tiles, 8, chunks, chunk // run, 4, int(run) * bits // 64)
     return groups.transpose(0, 2, 1, 4, 3, 5).reshape(tiles, chunks, 32, 4).astype(np.int32, copy=False)
 
 
@@ -156,8 +156,9 @@ class Fragments:
 
 
 def _joined(parts: Sequence[np.ndarray], zeros: Zeros) -> np.ndarray:
+    """All parts, in a type that has the numbers of each: only some may be exact as float16."""
     shape = (sum(map(len, parts)), *parts[0].shape[1:])
-    return np.concatenate(parts, out=zeros(shape, str(parts[0].dtype)))
+    return np.concatenate(parts, out=zeros(shape, str(np.result_type(*parts))))
 
 
 def stored_bits(form: BlockFormat) -> int:

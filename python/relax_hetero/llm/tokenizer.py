@@ -385,8 +385,10 @@ class Tokenizer:
     def _find_stops(self) -> frozenset[int]:
         ids = (self._token(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
         control = self._tokens_of_kinds(CONTROL)
-        named = (control[name] for name in ends_of(control))
-        return frozenset(token for token in (*ids, *named) if token is not None)
+        ends = ends_of(control)
+        named = (control[name] for name in ends)
+        others = {control[name] for name in ENDS - ends if name in control}
+        return frozenset(token for token in (*ids, *named) if token is not None) - others
 
 
 def _check_kinds(kinds: np.ndarray) -> bytes:

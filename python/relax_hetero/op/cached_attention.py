@@ -112,7 +112,7 @@ def cached_attention(
         "decode": every row belongs to another sequence. "chunk": all rows belong to the sequence of row 0, at
         consecutive positions, rows with sequence -1 last; each row sees the rows before it.
     sinks : bool
-        Whether the softmax of a head has one more score, its sink, without a key and a value. Kernels of GPUs lack it.
+        Whether the softmax of a head has one more score, its sink, without a key and a value.
     shared_values : bool
         Whether keys, normalized and rotated, are the values, too, and pages have them once. Kernels of GPUs lack it.
 

@@ -174,10 +174,6 @@ class CudaResolver(EncodingResolver):
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The kernel of this library for the target's GPU."""
         generator = _generators().get(type(problem))
-        if isinstance(problem, CachedAttentionProblem) and problem.shared_values:
-            raise EncodingError(
-                "cached_attention of keys that are the values: kernels of GPUs lack it; place it on a CPU"
-            )
         if generator is None:
             raise EncodingError(f"target {target.kind.name} has no encoded kernels for {problem}")
         return generator(problem, gpu_target_of(target))

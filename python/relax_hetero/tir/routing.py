@@ -24,6 +24,10 @@ ROUTING = "relax_hetero.routing"
 _MIN_PARALLEL_ROWS = 32
 
 
+_LEAST_TOTAL = 1e-20
+"""Least sum of sigmoids, as in DeepSeek V3."""
+
+
 @dataclass(frozen=True)
 class RoutingKind:
     """Meaning of scores.
@@ -34,7 +38,8 @@ class RoutingKind:
         True if powers are exponentials of scores, probabilities their shares of all experts; False if both are the
         sigmoids of scores.
     group_best : int
-        Number of a group's greatest probabilities whose sum ranks the group.
+        Number of a group's greatest probabilities whose sum ranks the group. Of a softmax it is the greatest, as in
+        DeepSeek V2; llama.cpp takes two for every kind.
     normalizes : bool or None
         Whether the shares of a row sum to the factor; None: the model says it.
     """
@@ -126,6 +131,14 @@ class RoutingProblem:
     def power(self, score: Expr, highest: Expr) -> Expr:
         """Power of a score, given the highest one of its row, which only a softmax reads."""
         return T.exp(score - highest) if self.is_softmax else T.sigmoid(score)
+
+    def share(self, power: Expr, total: Expr) -> Expr:
+        """Share of a chosen expert, given the sum of the powers that shares are of."""
+        share = power * T.float32(self.scale)
+        if not (self.normalizes or self.is_softmax):
+            return share
+        # All chosen sigmoids may be 0.
+        return share / (total if self.is_softmax else T.max(total, T.float32(_LEAST_TOTAL)))
 
 
 class RoutingTensors:
@@ -221,8 +234,7 @@ class _Row:
                 T.buffer_store(self.total, self.total[0] + power, [0])
             T.buffer_store(left, T.float32(-math.inf), [self.best[0]])
         with loop(problem.used) as number:
-            share = tensors.shares[self.first + number] * T.float32(problem.scale)
-            share = share / self.total[0] if problem.normalizes or problem.is_softmax else share
+            share = problem.share(tensors.shares[self.first + number], self.total[0])
             T.buffer_store(tensors.shares, share, [self.first + number])
 
     def _find_best(self, first: Expr, count: int) -> None:

@@ -82,3 +82,10 @@ def test_experts_exist_whatever_the_scores(groups, value, on_gpu):
     problem = RoutingProblem(2, 40, 3, groups=groups, groups_used=(groups + 1) // 2)
     ids, _ = routed(problem, np.full((2, 40), value, "float32"), on_gpu)
     assert ((ids >= 0) & (ids < 40)).all()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+def test_shares_are_numbers_where_all_sigmoids_vanish(on_gpu):
+    problem = RoutingProblem(2, 40, 3, kind="sigmoid")
+    _, shares = routed(problem, np.full((2, 40), -120, "float32"), on_gpu)
+    assert (shares == 0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 from ...artifact.messages import AUTO
@@ -12,7 +13,9 @@ from .work_graph import OUTSIDE
 def choice(cause: str, seconds: Sequence[float], device: int, names: Sequence[str], details: str = "") -> str:
     """Format the reason for `device` with the seconds on each device."""
     times = [f"{time_text(seconds[device])} here"]
-    times += [f"{time_text(time)} on {names[other]}" for other, time in enumerate(seconds) if other != device]
+    for other, time in enumerate(seconds):
+        if other != device:
+            times.append(f"{time_text(time) if math.isfinite(time) else 'no kernel'} on {names[other]}")
     return f"{AUTO}{cause}: {', '.join(times)}{details}"
 
 

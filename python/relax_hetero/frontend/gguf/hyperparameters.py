@@ -1,6 +1,6 @@
 """Hyperparameters of a language model: properties of its architecture, and numbers from a GGUF file's metadata.
 
-The rules are those of llama.cpp (`src/llama-model.cpp`).
+The rules are those of llama.cpp (`src/llama-model.cpp`), except for groups of experts (`tir.routing.RoutingKind`).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Architecture:
     pattern : int
         Default period of layers: the last layer of each period attends to all keys, the others to a sliding window.
         0: no layer has a window.
-    window : int
-        Default length of the sliding window.
+    window : int or None
+        Default length of the sliding window; None: the file must state it.
     window_base : float or None
         Default base of the frequencies of layers with a window; None: that of the other layers.
     window_scaled : bool
@@ -68,7 +68,7 @@ class Architecture:
     scaled_embedding: bool = False
     post_norms: bool = False
     pattern: int = 0
-    window: int = 0
+    window: int | None = 0
     window_base: float | None = None
     window_scaled: bool = True
     wide_layers: int | None = None
@@ -106,7 +106,6 @@ ARCHITECTURES = {
         required=("exp_probs_b.bias",),
         optional=("output.weight", *_BIASES[:3], *_QK_NORMS),
     ),
-    # The matrix of embeddings is also the output matrix.
     # Versions 2 and 3: the latter's queries are products of a narrow vector, its experts have biases.
     "deepseek2": Architecture(
         "pairs",
@@ -118,6 +117,7 @@ ARCHITECTURES = {
         "halves",
         "clamped_swiglu",
         pattern=2,
+        window=None,
         routing="softmax_of_chosen",
         ffn_norm="post_attention_norm",
         required=(
@@ -126,6 +126,7 @@ ARCHITECTURES = {
             *(f"{name}.bias" for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
         ),
     ),
+    # The matrix of embeddings is also the output matrix.
     "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
     "gemma3": Architecture(
         "halves",
@@ -145,6 +146,10 @@ ARCHITECTURES = {
 _ROPE_SCALINGS = ("none", "linear", "yarn")
 _YARN_TURNS = (("slow", 1.0), ("fast", 32.0))
 """Turns within the original context of frequencies that are scaled, and of those that stay, by default."""
+_REFUSED = {"attention.temperature_scale": 0.0, "expert_group_scale": 0.0, "router_logit_softcapping": 0.0}
+"""Keys that would change results, with the values that would not."""
+_YARN_FACTORS = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
+"""Keys of factors of YaRN's magnitude, with their defaults."""
 _SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
 """Keys of factors; logits are divided by theirs."""
 _MAX_INT32 = (1 << 31) - 1
@@ -361,13 +366,16 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         length = metadata.count("attention.value_length")
         raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
     routing = _read_routing(metadata, architecture)
-    dense_layers = min(metadata.count("leading_dense_block_count", 0), layers) if routing else layers
+    dense_layers = metadata.count("leading_dense_block_count", 0) if routing else layers
+    if dense_layers > layers:
+        raise FrontendError(f"{file}: {dense_layers} dense layers come first, expected {layers} layers at most")
     expert_width = metadata.count("expert_feed_forward_length", 0) if routing else 0
     expert_width = expert_width or (metadata.count("feed_forward_length") if routing else 0)
     scaling = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scaling.factor") else "none")
     if scaling not in _ROPE_SCALINGS:
         raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
+    metadata.refuse(_REFUSED if scaling == "yarn" else {**_REFUSED, **_YARN_FACTORS})
     factor = metadata.number("rope.scaling.factor", 0.0) if scaling != "none" else 0.0
     yarn = _read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None
     scales = {key: metadata.number(key, above=0.0) for key in _SCALES if architecture.has_factors and metadata.has(key)}
@@ -474,13 +482,15 @@ def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) 
     # With a multiplier, the scores of a latent attention are scaled instead (`_latent_scale`).
     multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0)
     is_scaled_later = multiplier and ARCHITECTURES[metadata.name].has_latent_attention
-    magnitude = 1.0 if is_scaled_later else _magnitude(factor) / _magnitude(factor, multiplier)
+    share = metadata.number("rope.scaling.yarn_ext_factor", 1.0)
+    has_magnitude = share > 0 and not is_scaled_later
+    magnitude = _magnitude(factor) / _magnitude(factor, multiplier) if has_magnitude else 1.0
     slow, fast = (metadata.number(f"rope.scaling.yarn_beta_{key}", default, above=0.0) for key, default in _YARN_TURNS)
     return Yarn(
         max(0.0, math.floor(pair_of(fast))),
         min(rotary_size - 1.0, math.ceil(pair_of(slow))),
-        metadata.number("rope.scaling.yarn_ext_factor", 1.0),
-        metadata.number("rope.scaling.attn_factor", 1.0) * magnitude,
+        share,
+        magnitude * math.prod(metadata.number(key, default) for key, default in _YARN_FACTORS.items()),
     )
 
 
@@ -531,7 +541,7 @@ class _Fields:
         value = self._get(key, default)
         minimum = 0 if default == 0 else 1
         if type(value) is not int or not minimum <= value <= _MAX_INT32:
-            problem = f"{value!r}, expected a whole number above 0 and below 2**31"
+            problem = f"{value!r}, expected a whole number of at least {minimum} and below 2**31"
             raise FrontendError(f"{self.file}: {self.name}.{key} is {problem}")
         return value
 
@@ -539,7 +549,7 @@ class _Fields:
         value = self._get(key, default)
         is_number = type(value) in (int, float) and math.isfinite(value)
         if not is_number or value < 0 or (above is not None and value <= above):
-            bound = "" if above is None else f" above {above:g}"
+            bound = " of at least 0" if above is None else f" above {above:g}"
             raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number{bound}")
         return float(value)
 
@@ -547,6 +557,14 @@ class _Fields:
         """Period of layers, or whether each layer has a window."""
         value = self.fields.get(f"{self.name}.{key}", default)
         return [bool(each) for each in value] if isinstance(value, list) else self.count(key, default)
+
+    def refuse(self, keys: Mapping[str, float]) -> None:
+        """Raise FrontendError for a key with another number than the given one."""
+        for key, neutral in keys.items():
+            if self.number(key, neutral) != neutral:
+                raise FrontendError(
+                    f"{self.file}: {self.name}.{key} is {self.number(key):g}, expected {neutral:g}: it is not supported"
+                )
 
     def flag(self, key: str, default: bool) -> bool:
         value = self._get(key, default)

@@ -43,8 +43,8 @@ from .block_spec import BlockSpec, PanelProduct, RowBlock, emit_row_sums, for_co
 MIN_ROWS = 16
 """Minimum number of rows for AMX, unless the problem says that rows are prefill."""
 
-# Bytes of the terms of a block of rows: most of the L2 cache.
-ROW_BLOCK_BYTES = 3 << 19
+_TERM_BLOCK_BYTES = 3 << 19
+"""Bytes of the terms of a block of rows: most of the L2 cache."""
 
 _ACTIVATION_TERMS = {8: 1, 16: 3}
 """Number of bfloat16 terms of a float32 factor, by `activation_bits`."""
@@ -91,7 +91,7 @@ class AmxProduct(PanelProduct):
         m = spec.max_rows
         self.tile_rows = ceil_div(m, ceil_div(m, rows)) if isinstance(m, int) and m else rows
         self.tile = AmxTile(instruction, pair_heights(self.tile_rows), 2, streamed=True)
-        self.block_bytes = ROW_BLOCK_BYTES
+        self.block_bytes = _TERM_BLOCK_BYTES
         self.work = ceil_div(depth * self.terms, instruction.rate)
 
     def allocate(self, rows: int) -> None:

@@ -45,7 +45,7 @@ from ..core.builder import (
 from ..core.view import Coordinates, OperandView
 from ..math.vector_math import ROUNDER, ROUNDER_BITS
 from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
-from .block_spec import BlockSpec, BlockTile, PanelProduct, RowBlock, for_columns, store_row
+from .block_spec import ROW_BLOCK_BYTES, BlockSpec, BlockTile, PanelProduct, RowBlock, for_columns, store_row
 from .weight_bytes import ByteReader, byte_order
 
 # A panel of weights is unpacked to scratch once for all rows of a block, as bytes and float32 scales, in the order in
@@ -283,10 +283,7 @@ def _nearest(value: Expr, lanes: int) -> Expr:
     return bits - constant(ROUNDER_BITS, "int32", lanes)
 
 
-# Bytes of a block of rows of the left operand (mc): half of an L2 cache.
-ROW_BLOCK_BYTES = 1 << 19
-
-MAX_CHAIN = {1: 32, 2: 128}
+MAX_INTEGER_CHAIN = {1: 32, 2: 128}
 """Maximum number of weights that are added up as integers, by bytes of an activation: quantization errors are relative
 to the largest number of the chain. (Formats of files have scales for 16 or 32 weights.)"""
 
@@ -320,7 +317,7 @@ def byte_dot_instruction(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | No
 
 
 def _chain_length(spec: BlockSpec) -> int:
-    block, max_chain = spec.plan.block, MAX_CHAIN[_activation_bytes(spec)]
+    block, max_chain = spec.plan.block, MAX_INTEGER_CHAIN[_activation_bytes(spec)]
     return block if block <= max_chain else gcd(block, max_chain)
 
 

@@ -40,7 +40,16 @@ from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
 from .amx_blocks import MIN_ROWS, AmxProduct, amx_for_blocks
 from .block_dots import DotProduct, byte_dot_instruction
 from .block_loops import emit_loops
-from .block_spec import BlockSpec, BlockTile, PanelProduct, RowBlock, emit_row_sums, for_columns, store_row
+from .block_spec import (
+    ROW_BLOCK_BYTES,
+    BlockSpec,
+    BlockTile,
+    PanelProduct,
+    RowBlock,
+    emit_row_sums,
+    for_columns,
+    store_row,
+)
 from .weight_unpacking import Numbers, PanelReader
 
 PREFETCH_ROWS = 16
@@ -48,9 +57,6 @@ PREFETCH_ROWS = 16
 
 MAX_PREFETCHED_CHAIN = 64
 """Maximum number of weights of a chain that is prefetched as a whole."""
-
-# Bytes of a block of rows of the left operand (mc): half of an L2 cache.
-ROW_BLOCK_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)

@@ -102,11 +102,14 @@ class WeightMemory:
         self._free = np.empty(0, "uint8")
 
     def zeros(self, shape: Sequence[int], dtype: str) -> np.ndarray:
-        """A new array of zeros, aligned to `ALIGNMENT` bytes; MemoryError if there is no memory."""
+        """A new array of zeros, aligned to `ALIGNMENT` bytes, or numpy's where no large mapping is to be had."""
         nbytes = math.prod(shape) * np.dtype(dtype).itemsize
         padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if padded > len(self._free):
-            self._free = _anonymous_memory(max(padded, _MAPPING_BYTES), _page_bytes())
+            try:
+                self._free = _anonymous_memory(max(padded, _MAPPING_BYTES), _page_bytes())
+            except OSError:  # a limit of address space, or of memory that may be promised
+                return np.zeros(shape, dtype)
         data, self._free = self._free[:nbytes], self._free[padded:]
         return data.view(dtype).reshape(shape)
 

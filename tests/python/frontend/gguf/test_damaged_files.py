@@ -1,5 +1,6 @@
 """GGUF files that are cut off or have wrong bytes: an error of the library, soon, or a module."""
 
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from relax_hetero.errors import FrontendError, HeteroError
+from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import FileTensor, read_gguf
 from relax_hetero.llm import Tokenizer, TokenizerError
 
@@ -76,7 +78,7 @@ def test_wrong_bytes(file, tmp_path):
         ("block_count", 3, "lacks tensor 'blk.2.attn_norm.weight'"),
         ("block_count", 1, "does not use: 'blk.1.attn_norm.weight'.* and 4 more"),
         ("block_count", 10_001, "expected 10,000 at most"),
-        ("block_count", "2", "is '2', expected a whole number above 0"),
+        ("block_count", "2", "is '2', expected a whole number of at least 1"),
         ("embedding_length", True, "is True, expected"),
         ("embedding_length", 2.0, "is 2.0, expected"),
         ("embedding_length", 1 << 60, "is 1152921504606846976, expected a whole number"),
@@ -95,6 +97,9 @@ def test_wrong_bytes(file, tmp_path):
         ("rope.scaling.type", "longrope", "found llama.rope.scaling.type 'longrope'"),
         ("rope.scaling.type", 3, "found llama.rope.scaling.type '3'"),
         ("rope.scaling.factor", float("inf"), "is inf, expected a number"),
+        ("rope.scaling.attn_factor", 0.5, "attn_factor is 0.5, expected 1: it is not supported"),
+        ("attention.temperature_scale", 0.1, "temperature_scale is 0.1, expected 0: it is not supported"),
+        ("final_logit_softcapping", -1.0, "is -1.0, expected a number of at least 0"),
         ("rope.dimension_count", 63, "rotates 63 elements of a head"),
         ("vocab_size", 321, "vocab_size is 321, expected the rows of token_embd, 320"),
         ("expert_count", 2, "lacks tensor 'blk.0.ffn_gate_inp.weight'|uses 0 of 2 experts"),
@@ -107,6 +112,31 @@ def test_numbers_that_make_no_sense(llama, key, value, message):
     fields = {name: old for name, old in {**llama.fields, key: value}.items() if old is not None}
     with pytest.raises(FrontendError, match=message):
         rh.from_gguf(replace(llama, fields=fields))
+
+
+@pytest.fixture(scope="module")
+def gpt_oss(tmp_path_factory):
+    return read_gguf(write_gguf(tmp_path_factory.mktemp("gpt-oss") / "model.gguf", MODELS["gpt-oss"]))
+
+
+def test_windows_that_a_file_must_state(gpt_oss):
+    fields = {name: value for name, value in gpt_oss.fields.items() if not name.endswith("attention.sliding_window")}
+    with pytest.raises(FrontendError, match=r"lacks gpt-oss\.attention\.sliding_window"):
+        rh.from_gguf(replace(gpt_oss, fields=fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "magnitude"),
+    [
+        ({}, 1 + 0.1 * math.log(32)),
+        ({"yarn_ext_factor": 0.0}, 1.0),
+        ({"yarn_attn_factor": 0.5, "attn_factor": 3.0}, 1.5 * (1 + 0.1 * math.log(32))),
+    ],
+)
+def test_factors_of_yarn(gpt_oss, fields, magnitude):
+    added = {f"gpt-oss.rope.scaling.{name}": value for name, value in fields.items()}
+    model = hyperparameters_of(replace(gpt_oss, fields={**gpt_oss.fields, **added}))
+    assert model.yarn.magnitude == pytest.approx(magnitude)
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +161,7 @@ def test_layers_of_further_tokens_are_not_read(glm):
     ("key", "value", "message"),
     [
         ("nextn_predict_layers", 3, "all 3 layers predict further tokens"),
+        ("leading_dense_block_count", 9, "9 dense layers come first, expected 2 layers at most"),
         ("expert_gating_func", 4, r"gating_func is 4, expected one of 1 \(softmax\), 2 \(sigmoid\), 3"),
         ("expert_weights_norm", 1, "expert_weights_norm is 1, expected true or false"),
         ("expert_used_count", 9, "uses 9 of 8 experts"),

@@ -8,7 +8,7 @@ import pytest
 from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.encoding.block_panels import PanelPlan
 from relax_hetero.encoding.block_weights import panel_columns
-from relax_hetero.tir.matmul.block_dots import MAX_CHAIN, MIN_UNPACKED_ROWS
+from relax_hetero.tir.matmul.block_dots import MAX_INTEGER_CHAIN, MIN_UNPACKED_ROWS
 from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from relax_hetero.tir.matmul.weight_bytes import byte_order
 from seeds import fresh_rng
@@ -37,7 +37,7 @@ def check(weights: Weights, rows: int, name: str, folder, bits: int = 16) -> Non
         assert_close(got, x, weights.numbers, ROUNDING)
     else:  # the same bytes in numpy leave but the rounding of float32
         block = PanelPlan(weights.form, weights.source.depth, panel_columns(cpu_named(name))).block
-        chain = block if block <= MAX_CHAIN[1] else np.gcd(block, MAX_CHAIN[1])
+        chain = block if block <= MAX_INTEGER_CHAIN[1] else np.gcd(block, MAX_INTEGER_CHAIN[1])
         assert_close(got, as_bytes(x, int(chain)), weights.numbers, 2e-6)
 
 

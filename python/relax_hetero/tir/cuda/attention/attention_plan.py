@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
-from ....encoding.pages import PAGE
+from ....encoding.pages import PAGE, page_bytes
 from ....encoding.problem import AttentionProblem, CachedAttentionProblem, Dim
 from ....errors import EncodingError
 from ....target.element_types import bytes_of
@@ -152,11 +152,6 @@ def mma_plan(problem: AttentionProblem) -> AttentionPlan:
 # Pages: a tile is a page.
 
 
-def page_bytes(problem: CachedAttentionProblem) -> int:
-    """Bytes of the keys and values of a head in a page."""
-    return 2 * PAGE * problem.size * 2
-
-
 def paged_extents(problem: CachedAttentionProblem) -> tuple[int, int, int]:
     """Rows, slots of the table, and pages of a slot.
 
@@ -184,7 +179,7 @@ def chunk_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan
     is_large = ceil_div(rows, 64) * problem.heads > gpu.multiprocessors and problem.size <= MAX_NARROW
     height = 128 if is_large else 64
     capacity = gpu.shared_bytes - height * problem.size * 2 - 1024
-    return paged_plan(problem, height, max(1, min(2, capacity // page_bytes(problem))))
+    return paged_plan(problem, height, max(1, min(2, capacity // page_bytes(1, problem.size, problem.page_type))))
 
 
 def wgmma_chunk_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:
@@ -195,7 +190,7 @@ def wgmma_chunk_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> Attenti
     if ceil_div(paged_extents(problem)[0], 192) * problem.heads >= gpu.multiprocessors:
         return paged_plan(problem, 192, 3)
     capacity = gpu.shared_bytes - 128 * problem.size * 2 - 1024
-    return paged_plan(problem, 128, max(2, min(4, capacity // page_bytes(problem))))
+    return paged_plan(problem, 128, max(2, min(4, capacity // page_bytes(1, problem.size, problem.page_type))))
 
 
 def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:
@@ -213,7 +208,9 @@ def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPla
     capacity = gpu.shared_bytes_sm // DECODE_BLOCKS_PER_SM - other_bytes
     # At most the pages of a block: the remaining shared memory lets a block of the previous launch be resident, too.
     max_stages = min(MAX_DECODE_STAGES, ceil_div(num_pages, split))
-    return paged_plan(problem, WARP_ROWS, max(2, min(max_stages, capacity // page_bytes(problem))), split)
+    return paged_plan(
+        problem, WARP_ROWS, max(2, min(max_stages, capacity // page_bytes(1, problem.size, problem.page_type))), split
+    )
 
 
 def paged_plan(problem: CachedAttentionProblem, rows: int, stages: int, split_keys: int = 1) -> AttentionPlan:

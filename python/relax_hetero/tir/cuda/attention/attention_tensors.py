@@ -69,6 +69,11 @@ def require_supported(problem: AttentionProblem | CachedAttentionProblem, gpu: G
 
 def _paged_unsupported_reason(problem: CachedAttentionProblem, gpu: GpuTarget) -> str:
     dtype = problem.operands[0].dtype
+    if problem.shared_values:
+        return (
+            "keys are the values (shared_values, as in deepseek2), expected values of their own; place it on a CPU: "
+            "placement={'blk.*.attn*': 'llvm', '*': 'cuda'}"
+        )
     if not gpu.bulk_copies:
         return f"{gpu.arch} lacks bulk copies"
     if problem.page_type not in HALF_TYPES or dtype not in (*HALF_TYPES, "float32"):

@@ -72,8 +72,7 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Ex
             T.buffer_store(tensors.ids, best.expert, [row * problem.used + number])
         best.drop()
     with when(tirx.EQ(lane, 0)), unrolled(problem.used) as number:
-        share = chosen[number] * T.float32(problem.scale)
-        share = share / total[0] if problem.normalizes or problem.is_softmax else share
+        share = problem.share(chosen[number], total[0])
         T.buffer_store(tensors.shares, share, [row * problem.used + T.Cast("int64", number)])
 
 

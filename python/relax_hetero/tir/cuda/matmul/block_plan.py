@@ -13,7 +13,7 @@ from ...core.builder import Expr
 STEP = 16
 """Extent of k of one mma instruction."""
 
-CHUNK_BYTES = 512
+FRAGMENT_BYTES = 512
 """Bytes of a chunk of weights of 16 columns."""
 
 GROUP_COLUMNS = 8

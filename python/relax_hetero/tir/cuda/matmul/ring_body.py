@@ -31,7 +31,7 @@ from ..core.launch import SharedMemory
 from ..tile.ring import BARRIER_BYTES, Ring
 from .block_body import BlockBody
 from .block_fragments import StagedFragments
-from .block_plan import CHUNK_BYTES, PARTS, BlockPlan, BlockWork
+from .block_plan import FRAGMENT_BYTES, PARTS, BlockPlan, BlockWork
 
 _WARPS, _MAX_ROWS, _RUN = 16, 2, 2
 _EARLY_STAGES = 2
@@ -98,7 +98,7 @@ class RingWork(BlockWork):
         self.stage_blocks = self.stage_chunks * self.chunk // problem.block
         self.pieces = -(-self.chunks // self.stage_chunks)
         self.part_sizes = [FRAGMENT_COLUMNS * bytes_of(operand.dtype) for operand in problem.weights[1:]]
-        weight_bytes = self.stage_chunks * CHUNK_BYTES
+        weight_bytes = self.stage_chunks * FRAGMENT_BYTES
         self.part_offsets = [
             weight_bytes + self.stage_blocks * sum(self.part_sizes[:part]) for part in range(len(self.part_sizes))
         ]
@@ -188,10 +188,10 @@ class RingBody(BlockBody):
             return T.bind(T.Select(tirx.EQ(piece, work.pieces - 1), last, of_stage))
 
         chunks, blocks = extent(work.stage_chunks, work.chunks), extent(work.stage_blocks, work.blocks)
-        ptx.barrier_expect(barrier, chunks * CHUNK_BYTES + blocks * sum(work.part_sizes))
-        first = T.bind((tile * work.chunks + piece * work.stage_chunks) * (CHUNK_BYTES // 4))
+        ptx.barrier_expect(barrier, chunks * FRAGMENT_BYTES + blocks * sum(work.part_sizes))
+        first = T.bind((tile * work.chunks + piece * work.stage_chunks) * (FRAGMENT_BYTES // 4))
         source = T.address_of(self.weights.weight[first])
-        ptx.bulk_load(self.shared.at(begin), source, chunks * CHUNK_BYTES, barrier, evicts_first=True)
+        ptx.bulk_load(self.shared.at(begin), source, chunks * FRAGMENT_BYTES, barrier, evicts_first=True)
         first = T.bind((tile * work.blocks + piece * work.stage_blocks) * FRAGMENT_COLUMNS)
         parts = zip(work.part_offsets, work.part_sizes, (self.weights.scales, self.weights.zeros), strict=False)
         for offset, size, data in parts:
@@ -228,4 +228,4 @@ class RingBody(BlockBody):
             [stage + (offset + block * size) for block in blocks]
             for offset, size in zip(work.part_offsets, work.part_sizes, strict=True)
         ]
-        self.weights.load_staged(self.shared, 0, stage + chunk * CHUNK_BYTES, parts)
+        self.weights.load_staged(self.shared, 0, stage + chunk * FRAGMENT_BYTES, parts)

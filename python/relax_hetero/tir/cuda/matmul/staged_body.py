@@ -25,7 +25,7 @@ from ..core import ptx
 from ..tile.epilogue import where
 from .block_body import BlockBody
 from .block_fragments import StagedFragments
-from .block_plan import CHUNK_BYTES, GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork
+from .block_plan import FRAGMENT_BYTES, GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork
 from .block_rows import LeftRows
 
 _COPY_BYTES = 16
@@ -65,7 +65,7 @@ def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan |
 
     def bytes_read(fragments: int) -> int:
         waves = -(-tiles // (fragments * gpu.multiprocessors))
-        return waves * (fragments * CHUNK_BYTES + rows * chunk * 2)
+        return waves * (fragments * FRAGMENT_BYTES + rows * chunk * 2)
 
     # Fragments share rows, which every block loads from L2. The largest number takes all registers for accumulators,
     # and reuses the stages' shared memory for them, so blocks cannot be persistent.
@@ -89,7 +89,7 @@ class StagedWork(BlockWork):
         values = self.chunk // problem.block * FRAGMENT_COLUMNS
         self.part_bytes = [values * bytes_of(operand.dtype) for operand in problem.weights[1:]]
         self.row_bytes = self.chunk * 2  # of a chunk
-        self.fragment_bytes = CHUNK_BYTES + sum(self.part_bytes)
+        self.fragment_bytes = FRAGMENT_BYTES + sum(self.part_bytes)
         self.rows_at = plan.fragments * self.fragment_bytes
         self.stage_bytes = self.rows_at + m * self.row_bytes
 
@@ -103,7 +103,7 @@ class StagedWork(BlockWork):
 
     def part_at(self, part: int) -> int:
         """Offset of scales (0) or zero points (1) of a fragment."""
-        return CHUNK_BYTES + sum(self.part_bytes[:part])
+        return FRAGMENT_BYTES + sum(self.part_bytes[:part])
 
 
 class _StagedRows(LeftRows):
