@@ -36,6 +36,8 @@ def test_llama_cpp_is_as_near_as_its_activations_allow(name, kind, tmp_path):
     quantized = kind not in ("F32", "F16", "BF16")
     rounded = kind == "BF16" or quantized
     allowed = OF_EXPERTS if rounded and MODELS[name].experts else ERRORS.get(kind, OF_OTHERS)
+    if MODELS[name].latent:  # queries and values of heads are products of rounded products
+        allowed *= 2
     assert error < allowed
     assert not quantized or error > 1e-3, "its activations have become more exact"
 
