@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -33,6 +34,8 @@ def llama3_factors(base: float, dims: int) -> tuple[float, ...]:
     share = np.clip((waves - low) / (high - low), 0, 1)
     return tuple(1 / (share + (1 - share) / LLAMA3["factor"]))
 
+
+DEEPSEEK2 = Sizes("deepseek2", eps=1e-6, layers=3, rotary=32, expert_width=256, dense_layers=1)
 
 MODELS = {
     "llama": Sizes(),
@@ -74,33 +77,23 @@ MODELS = {
         experts_used=3,
         expert_width=256,
     ),
-    "deepseek2-lite": Sizes(
-        "deepseek2",
-        eps=1e-6,
-        layers=3,
-        rotary=32,
+    "deepseek2-lite": replace(
+        DEEPSEEK2,
         latent=(0, 256, 288, 256),
         joined=True,
         experts=6,
         experts_used=2,
-        expert_width=256,
         shared_width=512,
-        dense_layers=1,
         expert_scale=1.0,
         gating=1,
         yarn=(40, 64, 0.0707),
     ),
-    "deepseek2": Sizes(
-        "deepseek2",
-        eps=1e-6,
-        layers=3,
-        rotary=32,
+    "deepseek2": replace(
+        DEEPSEEK2,
         latent=(256, 256, 288, 256),
         experts=16,
         experts_used=4,
-        expert_width=256,
         shared_width=256,
-        dense_layers=1,
         expert_scale=2.5,
         normalizes=True,
         gating=2,

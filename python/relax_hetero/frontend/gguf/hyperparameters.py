@@ -371,13 +371,9 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         raise FrontendError(f"{file}: {dense_layers} dense layers come first, expected {layers} layers at most")
     expert_width = metadata.count("expert_feed_forward_length", 0) if routing else 0
     expert_width = expert_width or (metadata.count("feed_forward_length") if routing else 0)
-    scaling = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scaling.factor") else "none")
-    if scaling not in _ROPE_SCALINGS:
-        raise FrontendError(f"{file}: found {name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}")
+    metadata.refuse(_REFUSED)
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
-    metadata.refuse(_REFUSED if scaling == "yarn" else {**_REFUSED, **_YARN_FACTORS})
-    factor = metadata.number("rope.scaling.factor", 0.0) if scaling != "none" else 0.0
-    yarn = _read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None
+    factor, yarn = _read_rope_scaling(metadata, rotary_size, base)
     scales = {key: metadata.number(key, above=0.0) for key in _SCALES if architecture.has_factors and metadata.has(key)}
     model = Hyperparameters(
         name=name,
@@ -468,6 +464,18 @@ def _latent_scale(metadata: _Fields, latent: LatentAttention, yarn: Yarn | None,
     multiplier = metadata.number("rope.scaling.yarn_log_multiplier", 0.0) * 10
     magnitude = yarn.magnitude * _magnitude(factor, multiplier) if yarn else 1.0
     return magnitude**2 / math.sqrt(latent.key_size)
+
+
+def _read_rope_scaling(metadata: _Fields, rotary_size: int, base: float) -> tuple[float, Yarn | None]:
+    """Factor by which positions are divided, 0 if they are not, and the rule of YaRN."""
+    scaling = metadata.text("rope.scaling.type", "linear" if metadata.has("rope.scaling.factor") else "none")
+    if scaling not in _ROPE_SCALINGS:
+        problem = f"found {metadata.name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}"
+        raise FrontendError(f"{metadata.file}: {problem}")
+    if scaling != "yarn":
+        metadata.refuse(_YARN_FACTORS)
+    factor = metadata.number("rope.scaling.factor", 0.0) if scaling != "none" else 0.0
+    return factor, _read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None
 
 
 def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) -> Yarn:

@@ -191,7 +191,7 @@ def place_layers(
 
 
 def _on_cpus(part: Part, vdevices: Sequence[tvm.relax.VDevice]) -> Part:
-    """The part, which takes forever on other devices than CPUs."""
+    """The part with infinite times on devices other than CPUs."""
     read = zip(part.read, vdevices, strict=True)
     return replace(part, read=tuple(size if is_cpu(vdevice) else math.inf for size, vdevice in read))
 

@@ -59,7 +59,7 @@ def _emit_block(product: PanelProduct, block: RowBlock, count: Expr, first: Expr
 
 
 class _ExpertLoops:
-    """Sizes, and the code of each loop."""
+    """Writer of the loops over the experts of a mixture, and over their rows and panels."""
 
     def __init__(self, product: PanelProduct, index: OperandView) -> None:
         self.product, self.index = product, index

@@ -159,7 +159,7 @@ class BlockTile:
 
 
 class PanelProduct(ABC):
-    """A way to multiply blocks of rows by panels, with scratch of its own.
+    """Interface of a product of blocks of rows by panels, which has its own scratch.
 
     Attributes
     ----------

@@ -7,6 +7,7 @@ from math import gcd, prod
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
 from ....encoding.problem import QuantizedMatmulProblem
+from ....target.element_types import bytes_of
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr
 
@@ -145,6 +146,8 @@ class BlockWork:
         Column tiles of a block whose accumulators are reduced together.
     sum_rows : int
         Rows, or parts of them, whose accumulators are reduced over warps.
+    part_sizes : list of int
+        Bytes of the scales, and of the zero points, of a block of 16 columns.
     held_rows : int
         Rows of 16-bit floats in shared memory, `pitch` words each; 0 if they are loaded from global memory.
     """
@@ -171,6 +174,7 @@ class BlockWork:
         if self.parts == 1 and isinstance(m, int):
             self.sum_rows = min(m, self.sum_rows)
         self.column_tiles = -(-self.tiles // plan.fragments)
+        self.part_sizes = [FRAGMENT_COLUMNS * bytes_of(operand.dtype) for operand in problem.weights[1:]]
         self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:

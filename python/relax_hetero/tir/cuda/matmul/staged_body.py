@@ -18,7 +18,6 @@ from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
 from ....encoding.problem import QuantizedMatmulProblem
-from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, minimum
 from ..core import ptx
@@ -86,8 +85,7 @@ class StagedWork(BlockWork):
     def __init__(self, problem: QuantizedMatmulProblem, plan: StagedPlan, m: int) -> None:
         super().__init__(problem, plan, m)
         self.stages, self.staged_rows, self.held_rows = plan.stages, m, 0
-        values = self.chunk // problem.block * FRAGMENT_COLUMNS
-        self.part_bytes = [values * bytes_of(operand.dtype) for operand in problem.weights[1:]]
+        self.part_bytes = [self.chunk // problem.block * size for size in self.part_sizes]
         self.row_bytes = self.chunk * 2  # of a chunk
         self.fragment_bytes = FRAGMENT_BYTES + sum(self.part_bytes)
         self.rows_at = plan.fragments * self.fragment_bytes
@@ -270,8 +268,7 @@ class StagedBody(BlockBody):
         work = self.work
         begin = stage + fragment * work.fragment_bytes
         parts = []
-        for part, operand in enumerate(work.problem.weights[1:]):
-            size = FRAGMENT_COLUMNS * bytes_of(operand.dtype)
+        for part, size in enumerate(work.part_sizes):
             blocks = [number * work.steps * STEP // work.problem.block for number in range(work.scaled)]
             parts.append([begin + (work.part_at(part) + block * size) for block in blocks])
         self.weights.load_staged(self.shared, fragment, begin, parts)
