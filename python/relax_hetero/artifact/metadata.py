@@ -132,6 +132,8 @@ class ConstantSpec:
         Command buffer whose CUDA graph state it is a placeholder for.
     is_record : bool
         Whether it is a placeholder for the error record of its GPU (`artifact.checks`).
+    mailbox : MailboxSpec, optional
+        The mailbox that it is a placeholder for one end of.
     """
 
     name: str
@@ -141,8 +143,11 @@ class ConstantSpec:
     addresses: tuple[int | str, ...] | None = None
     region: str = ""
     is_record: bool = False
+    mailbox: MailboxSpec | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.mailbox, dict):  # from JSON
+            object.__setattr__(self, "mailbox", MailboxSpec(**self.mailbox))
         if self.addresses is not None:
             object.__setattr__(self, "addresses", tuple(self.addresses))
 

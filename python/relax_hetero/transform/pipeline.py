@@ -34,6 +34,7 @@ from .placement.realize_vdevice import RealizeTargets, RealizeVDevice
 from .quantize.sink_dequantize import SinkDequantize
 from .record.form_command_buffers import FormCommandBuffers
 from .record.form_cuda_graphs import FormCudaGraphs
+from .record.form_mailboxes import FormMailboxes
 from .record.update_donated import UpdateDonated
 from .simplify.isolate_writes import IsolateWrites
 from .simplify.simplify_convolutions import SimplifyConvolutions
@@ -81,6 +82,7 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
     """
     step = PipelineStep
     record_steps = [
+        step("record", FormMailboxes(), "transfers where a GPU and the CPU alternate become mailboxes", rh_only=True),
         step(
             "record",
             FormCommandBuffers(separate_kernels=not stock),

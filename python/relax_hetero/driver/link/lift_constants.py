@@ -14,6 +14,7 @@ from tvm import relax
 from tvm_ffi import structural_map, structural_walk
 
 from ...artifact.checks import RECORD, WORDS
+from ...artifact.mailboxes import DATA, MailboxSpec
 from ...artifact.metadata import ConstantSpec
 from ...target.vdevice import vdevice_index, vdevices_of
 from ...transform.ir.module_attrs import DEFAULTS
@@ -58,7 +59,8 @@ class _ConstantTuple:
             shape = tuple(int(extent) for extent in data.shape)
             is_record = shape == (WORDS,) and str(data.dtype) == "int32" and data.numpy().tobytes() == RECORD
             name, dtype = f"constant_{len(self.specs)}", str(data.dtype)
-            self.specs.append(ConstantSpec(name, shape, dtype, device, is_record=is_record))
+            mailbox = MailboxSpec.of(data.numpy().tobytes()) if shape == (DATA,) and dtype == "uint8" else None
+            self.specs.append(ConstantSpec(name, shape, dtype, device, is_record=is_record, mailbox=mailbox))
             self.types.append(constant.ty)
             self.tensors.append(data)
         return self.index[key]

@@ -200,6 +200,11 @@ def store_global(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
     _emit(f"st.global.{_vector(len(values))}{dtype}", address, *values)
 
 
+def store_for_host(address: Expr, value: Expr) -> None:
+    """Store a 32-bit value to pinned memory; the host that reads it also sees all earlier writes of the block."""
+    _emit("st.release.sys.global.u32", address, value)
+
+
 def _vector(count: int) -> str:
     return "" if count == 1 else f"v{count}."
 

@@ -1,0 +1,52 @@
+"""Mailboxes: pinned memory through which a GPU and the CPU exchange values while both run.
+
+A mailbox has a flag, and the bytes of some values after it. The sender waits for nothing: it writes the values, then
+sets the flag. The receiver waits for the flag, reads the values, then clears the flag. Between two values of a mailbox,
+the sender always receives something that was sent after the first one was read, so that it never writes too early.
+
+A module has a placeholder constant for each end of a mailbox, which says its number and its size. A machine replaces
+both ends by the same memory (`vm.device.mailboxes`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+
+DATA = 64
+"""Position of the values in a mailbox, in bytes; the flag, an int32, is at 0."""
+
+VALUE_ALIGNMENT = 64
+"""Alignment of each value in a mailbox, in bytes."""
+
+_MARK = hashlib.blake2b(b"relax_hetero: a mailbox of a GPU and a CPU", digest_size=DATA - 16).digest()
+
+
+@dataclass(frozen=True)
+class MailboxSpec:
+    """A mailbox.
+
+    Attributes
+    ----------
+    number : int
+        Number, the same for both ends, and different from those of the module's other mailboxes.
+    nbytes : int
+        Bytes of the values.
+    """
+
+    number: int
+    nbytes: int
+
+    def placeholder(self) -> np.ndarray:
+        """Contents of the constants of both ends, ``uint8[DATA]``."""
+        return np.frombuffer(_MARK + np.array([self.number, self.nbytes], "<i8").tobytes(), "uint8")
+
+    @staticmethod
+    def of(data: bytes) -> MailboxSpec | None:
+        """The mailbox of a placeholder with these contents; None for other constants."""
+        if len(data) != DATA or not data.startswith(_MARK):
+            return None
+        number, nbytes = np.frombuffer(data[len(_MARK) :], "<i8").tolist()
+        return MailboxSpec(number, nbytes)
