@@ -23,6 +23,7 @@ from .commands import (
     region_from_json,
     region_to_json,
 )
+from .mailboxes import MailboxSpec
 from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
 from .model_graph import ModelGraph
 from .schedule import Schedule
@@ -307,6 +308,10 @@ class Metadata:
     optional: tuple[int, ...] = ()
     repeated: tuple[RepeatedCall, ...] = ()
     graph: ModelGraph | None = None
+
+    def has_mailboxes(self, region: RegionSpec) -> bool:
+        """Return whether a command buffer exchanges values with one of another device while both run."""
+        return any(self.constants[index].mailbox is not None for index in region.directs)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))

@@ -25,6 +25,7 @@ from .device.builtins import current_machine
 from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
+from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
@@ -151,7 +152,7 @@ class VirtualMachine:
             self._module = _load(module, self._devices)
             self._release_result = self._module[RELEASE_RESULT]
             self._set_default_params()
-            constants = self._constants.values
+            constants, self._mailboxes = place_mailboxes(metadata, self._devices, self._constants.values)
             self._constants_and_graphs, self.graphs = make_graphs(metadata, self._devices, constants, module)
         except Exception as error:  # TVM raises exceptions of its own
             raise explain_failure("making the machine", error, metadata) from error
@@ -469,7 +470,7 @@ class VirtualMachine:
         with self._submitter.when_idle():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
             recorder = ProfileRecorder(
-                self.executable.metadata, self._devices, RegionCalls(self.executable, self._constants.values)
+                self.executable.metadata, self._devices, RegionCalls(self.executable, self._constants_and_graphs)
             )
             self._module["set_instrument"](recorder.instrument)
             try:
@@ -585,9 +586,11 @@ class VirtualMachine:
             # one, so that the next call can use the same memory, which is in the caches.
             self._release_result()
             return result
-        except HeteroError:
-            raise
         except Exception as error:  # a kernel may raise anything
+            if self._mailboxes is not None:
+                self._mailboxes.reset()
+            if isinstance(error, HeteroError):
+                raise
             raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
         finally:
             current_machine.devices_and_scopes = caller

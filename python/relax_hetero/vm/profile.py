@@ -168,6 +168,9 @@ class ProfileRecorder:
         self._device_keys = [(device.dlpack_device_type(), device.index) for device in devices]
         distinct = {(d.dlpack_device_type(), d.index): d for d in devices if d.dlpack_device_type() != CPU}
         self._devices = list(distinct.values())
+        # Command buffers that wait for each other: until the CPU's has ended, the GPU's cannot end.
+        self._waiting = {region.name: region.device for region in metadata.regions if metadata.has_mailboxes(region)}
+        self._begun: tuple[str, float] | None = None
         self._stack: list[tuple[float, list[float]]] = []
         self._own: dict[tuple[str, int], list[float]] = {}
         self._begin = self._end = self._overhead = 0.0
@@ -175,6 +178,8 @@ class ProfileRecorder:
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
+        if symbol in self._waiting:
+            return self._instrument_waiting(symbol, before, args)
         self._synchronise(symbol)
         now = time.perf_counter()
         if before:
@@ -192,6 +197,22 @@ class ProfileRecorder:
         self._own.setdefault((symbol, self._device(symbol, args)), []).append(elapsed - sum(inner))
         self._end = now
         return _RUN
+
+    def _instrument_waiting(self, symbol: str, before: bool, args: Sequence[Any]) -> int:
+        """`instrument` for command buffers that wait for each other: the GPU's time ends after the CPU's."""
+        calls = self._regions.kernel_calls(symbol, args) if before and self._regions is not None else None
+        if calls is None:  # a GPU's, which is submitted
+            if before:
+                self._synchronise(symbol)
+                self._begun = symbol, time.perf_counter()
+                self._begin = self._begin or self._begun[1]
+            return _RUN
+        assert self._begun is not None, "the GPU's command buffer is submitted first"
+        self._measure(symbol, calls, time.perf_counter())
+        self._synchronise(symbol)
+        (buffer, begin), self._end = self._begun, time.perf_counter()
+        self._own.setdefault((buffer, self._waiting[buffer]), []).append(self._end - begin)
+        return _SKIP_RUN
 
     def _measure(self, region: str, calls: Iterable[tuple[Dispatch, Callable[[], int]]], begin: float) -> None:
         """Run the kernels of a command buffer one by one; the overhead of doing so is left out of all times."""
@@ -283,13 +304,17 @@ class BufferClock:
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:
         self.seconds = self.own = 0.0
         self._timed = {_TRANSFER, *metadata.dispatches, *(region.name for region in metadata.regions)}
+        waiting = {r.name: metadata.devices[r.device].device_type == CPU for r in metadata.regions if metadata.has_mailboxes(r)}
+        # Command buffers that wait for each other are timed together, from the GPU's begin to the CPU's end.
+        self._begins_only = {name for name, is_cpu in waiting.items() if not is_cpu}
+        self._ends_only = {name for name, is_cpu in waiting.items() if is_cpu}
         self._devices = [device for device in devices if device.dlpack_device_type() != CPU]
         self._begin = 0.0
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
         entered = now = time.perf_counter()
-        if symbol in self._timed:
+        if symbol in self._timed and symbol not in (self._ends_only if before else self._begins_only):
             for device in self._devices:
                 device.sync()
             now = time.perf_counter()

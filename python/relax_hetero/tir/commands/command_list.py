@@ -24,6 +24,13 @@ from ..core.builder import Expr, Function
 _PREFIX = "relax_hetero.commands"
 _FIRST = tirx.const(0, "int64")
 
+ADDRESS = "relax_hetero.address_of"
+ADDRESS_TEXT = (
+    f"define linkonce_odr hidden i64 @{ADDRESS}(ptr %data) alwaysinline {{\n"
+    "  %address = ptrtoint ptr %data to i64\n  ret i64 %address\n}\n"
+)
+"""LLVM IR of a function that returns the address of a tensor's memory as a number."""
+
 
 @dataclass(frozen=True)
 class Tensor:

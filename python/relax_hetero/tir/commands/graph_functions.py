@@ -25,14 +25,12 @@ from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
 from ..cuda.core.ptx import launch_dependents, waiting_statements
-from .command_list import Tensor
+from .command_list import ADDRESS, ADDRESS_TEXT, Tensor
 from .table_kernel import nest_of
 
 _WORD = "int64"
-_CALL, _ADDRESS = "relax_hetero.call_by_address", "relax_hetero.address_of"
-_TEXT = (
-    f"define linkonce_odr hidden i64 @{_ADDRESS}(ptr %data) alwaysinline {{\n"
-    "  %address = ptrtoint ptr %data to i64\n  ret i64 %address\n}\n"
+_CALL = "relax_hetero.call_by_address"
+_TEXT = ADDRESS_TEXT + (
     f"define linkonce_odr hidden i64 @{_CALL}(i64 %function, i64 %a, i64 %b) alwaysinline {{\n"
     "  %address = inttoptr i64 %function to ptr\n"
     "  %result = call i64 %address(i64 %a, i64 %b)\n  ret i64 %result\n}\n"
@@ -245,7 +243,7 @@ def _call(function: Expr, a: Expr, b: Expr) -> Expr:
 
 
 def _address(tensor: Any) -> Expr:
-    return tirx.call_extern(_WORD, _ADDRESS, tensor.data)
+    return tirx.call_extern(_WORD, ADDRESS, tensor.data)
 
 
 def _words_parameter(name: str) -> Any:

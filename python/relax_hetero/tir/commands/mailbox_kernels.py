@@ -19,6 +19,7 @@ from ...target.element_types import bytes_of
 from ..core.builder import Function, load_lanes, loop, store_lanes, when
 from ..cuda.core import ptx
 from ..cuda.core.launch import enable_pdl, launch, local
+from .command_list import ADDRESS, ADDRESS_TEXT
 
 WORD = 4
 """Values are copied in words; the bytes of each are a multiple of it."""
@@ -147,11 +148,10 @@ class _Copy:
 
 
 def _on_cpu(mailbox: Any, copies: Sequence[_Copy], is_sender: bool) -> None:
-    with T.attr(0, "pragma_import_llvm", _TEXT):
+    with T.attr(0, "pragma_import_llvm", ADDRESS_TEXT + _TEXT):
         if not is_sender:
             with when(tirx.EQ(tirx.call_extern("int32", _AWAIT, mailbox.data), 0)):
-                address = tirx.reinterpret("int64", mailbox.data)
-                T.evaluate(tirx.call_packed(AWAIT_SLOWLY, address))
+                T.evaluate(tirx.call_packed(AWAIT_SLOWLY, tirx.call_extern("int64", ADDRESS, mailbox.data)))
         for copy in copies:
             whole = copy.words // _LANES
             if whole:

@@ -71,11 +71,13 @@ class CudaDriver:
         """Launch a graph, in order with the stream and with earlier launches of the graph."""
         self._call("cuGraphLaunch", self._api.cuGraphLaunch, graph, stream)
 
-    def check_stream(self, stream: int) -> None:
-        """Raise the error of a stream, if any; unfinished work is not an error."""
+    def is_done(self, stream: int) -> bool:
+        """Return whether all work of a stream has ended; raises its error, if any."""
         (status,) = self._api.cuStreamQuery(stream)
-        if status != self._api.CUresult.CUDA_ERROR_NOT_READY:
+        is_done: bool = status != self._api.CUresult.CUDA_ERROR_NOT_READY
+        if is_done:
             self._check("cuStreamQuery", status)
+        return is_done
 
     def destroy(self, graph: int) -> None:
         """Destroy a graph; running launches complete."""

@@ -69,6 +69,8 @@ class CudaGraph:
         Driver, or the reason why graphs are unavailable.
     arena : runtime.Tensor, optional
         Memory for transient values, shared with other graphs; None for an arena of its own, which grows.
+    has_mailboxes : bool
+        Whether it waits for the CPU: then it only runs as a graph, which is launched as a whole before the CPU works.
 
     Attributes
     ----------
@@ -87,7 +89,9 @@ class CudaGraph:
         launch_all: Callable[..., None],
         driver: CudaDriver | str,
         arena: runtime.Tensor | None = None,
+        has_mailboxes: bool = False,
     ) -> None:
+        self._has_mailboxes = has_mailboxes
         self._name, self._device, self._launch_all = region.name, device, launch_all
         self.submit_function = submit
         self._layout = layout = Layout(len(region.slots), len(region.parameters))
@@ -121,6 +125,11 @@ class CudaGraph:
         layout, words = self._layout, self._words
         bindings = words[layout.slow_bindings : layout.slow_bindings + layout.slots]
         values = tuple(map(int, words[layout.slow_parameters : layout.slow_parameters + layout.parameters]))
+        if self._has_mailboxes and values not in self._captured:
+            self._reserve_arena(values)
+            self._capture(values)
+            if self._driver is None:
+                raise CudaError(f"command buffer {self._name!r} on {self._device} needs a CUDA graph; see the warning")
         graph = self._captured.get(values)
         if graph is None or self._driver is None:
             self._reserve_arena(values)
@@ -133,7 +142,7 @@ class CudaGraph:
         stream = tvm_ffi.get_raw_stream(self._device)
         ticket = int(words[graph_layout.SUBMITTED])
         while ticket - int(words[graph_layout.CONSUMED]) >= RING_ROWS:
-            self._driver.check_stream(stream)
+            self._driver.is_done(stream)  # raises the error of a failed stream
             time.sleep(_POLL_SECONDS)
         row = layout.ring + ticket % RING_ROWS * layout.slots
         words[row : row + layout.slots] = bindings
@@ -276,7 +285,9 @@ def make_graphs(
             region, device = regions[spec.region], devices[spec.device]
             submit, launch_all = (module.get_function(name, True) for name in (region.name, f"{region.name}_record"))
             arena = None if isinstance(region.arena, str) else arenas[device]
-            graph = CudaGraph(region, device, addresses, submit, launch_all, cuda_driver(), arena)
+            graph = CudaGraph(
+                region, device, addresses, submit, launch_all, cuda_driver(), arena, metadata.has_mailboxes(region)
+            )
             graphs.append(graph)
             values[index] = graph.state
     return (tvm_ffi.convert(values) if graphs else constants), graphs

@@ -1,0 +1,161 @@
+"""Mailboxes of a machine: pinned memory through which command buffers of a GPU and of the CPU exchange values.
+
+Compiled code sends and receives (`tir.commands.mailbox_kernels`). This module allocates the memory, and is called if a
+receiver on the CPU waits for long, and after a failure, when a GPU may wait for a value that nobody will send.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.mailboxes import DATA, MailboxSpec
+from ...artifact.metadata import ConstantSpec, Metadata
+from ...errors import BindingError, HeteroError
+from .cuda_driver import CudaDriver, cuda_driver
+from .tensors import alias, copy_into, from_array, is_host
+
+_log = logging.getLogger("relax_hetero")
+
+_ALIGNMENT = 256
+"""Alignment of a mailbox in bytes."""
+
+_POLL_SECONDS = 100e-6
+"""Polling interval where compiled code has given up."""
+
+
+class Mailboxes:
+    """The mailboxes of a machine.
+
+    Parameters
+    ----------
+    specs : sequence of MailboxSpec
+        Each mailbox once.
+    gpus : sequence of runtime.Device
+        GPUs with an end of a mailbox.
+
+    Raises
+    ------
+    BindingError
+        If there is no CUDA driver for pinned memory and graphs.
+    """
+
+    def __init__(self, specs: Sequence[MailboxSpec], gpus: Sequence[runtime.Device]) -> None:
+        driver = cuda_driver()
+        if not isinstance(driver, CudaDriver):
+            raise BindingError(
+                f"this model has command buffers of the CPU and of a GPU that wait for each other: expected CUDA graphs, "
+                f"found none: {driver}"
+            )
+        self._driver, self._gpus = driver, list(gpus)
+        self._offsets: dict[int, int] = {}
+        size = 0
+        for spec in specs:
+            self._offsets[spec.number] = size
+            size += -(-(DATA + spec.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        self._address = driver.pinned(size)
+        weakref.finalize(self, _free, driver, self._gpus, self._address)
+        self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._address))
+        self._bytes[:] = 0
+        flags = np.array(list(self._offsets.values())) // 4
+        self._words, self._flags = self._bytes.view("int32"), flags
+        _machines.add(self)
+
+    def end(self, spec: MailboxSpec, device: runtime.Device) -> runtime.Tensor:
+        """The memory of a mailbox, as the constant of an end on a device."""
+        offset = self._offsets[spec.number]
+        return alias(from_array(self._bytes[offset : offset + DATA]), device)
+
+    def contains(self, address: int) -> bool:
+        """Return whether an address is one of a mailbox."""
+        return self._address <= address < self._address + self._bytes.size
+
+    def await_value(self, address: int) -> None:
+        """Wait for the flag at an address while the GPU works.
+
+        Raises
+        ------
+        HeteroError
+            If the GPU has failed, or has ended without sending.
+        """
+        flag = (address - self._address) // 4
+        while not self._words[flag]:
+            is_done = self._are_done()
+            if is_done and not self._words[flag]:
+                raise HeteroError("a command buffer of the GPU ended without sending what the CPU waits for")
+            time.sleep(_POLL_SECONDS)
+
+    def reset(self) -> None:
+        """End the work of GPUs after a failure, without waiting for the CPU any more, and clear all mailboxes."""
+        try:
+            while not self._are_done():
+                self._words[self._flags] = 1
+                time.sleep(_POLL_SECONDS)
+        finally:
+            self._words[self._flags] = 0
+
+    def _are_done(self) -> bool:
+        return all([self._driver.is_done(tvm_ffi.get_raw_stream(gpu)) for gpu in self._gpus])
+
+
+_machines: weakref.WeakSet[Mailboxes] = weakref.WeakSet()
+
+
+@tvm_ffi.register_global_func("relax_hetero.await_mailbox", override=True)
+def _await_mailbox(address: int) -> None:
+    next(each for each in _machines if each.contains(address)).await_value(address)
+
+
+def place_mailboxes(metadata: Metadata, devices: Sequence[runtime.Device], constants: Any) -> tuple[Any, Mailboxes | None]:
+    """Replace placeholders of mailboxes among a machine's constants; returns the constants, and the mailboxes if any.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Metadata of the executable.
+    devices : sequence of runtime.Device
+        Devices by manifest index.
+    constants : object
+        Array of the constants by index (`PlacedConstants.values`), which other machines may share.
+    """
+    ends = {index: spec for index, spec in enumerate(metadata.constants) if spec.mailbox is not None}
+    if not ends:
+        return constants, None
+    specs = {spec.mailbox.number: spec.mailbox for spec in ends.values() if spec.mailbox is not None}
+    gpus = {spec.device: devices[spec.device] for spec in ends.values() if not is_host(devices[spec.device])}
+    mailboxes, values = Mailboxes(list(specs.values()), list(gpus.values())), list(constants)
+    for index, spec in ends.items():
+        assert spec.mailbox is not None, "ends have mailboxes"
+        values[index] = mailboxes.end(spec.mailbox, devices[spec.device])
+    for index, spec in enumerate(metadata.constants):
+        if spec.addresses is not None and not spec.region and not ends.keys().isdisjoint(spec.addresses):
+            values[index] = _with_ends(values, index, spec)
+    return tvm_ffi.convert(values), mailboxes
+
+
+def _with_ends(values: Sequence[runtime.Tensor], index: int, spec: ConstantSpec) -> runtime.Tensor:
+    """A table of addresses with those of mailboxes."""
+    table = values[index].numpy().copy()
+    for position, entry in enumerate(spec.addresses or ()):
+        if isinstance(entry, int):
+            table[position] = values[entry].data_ptr()
+    result = runtime.empty(table.shape, "int64", values[index].device)
+    copy_into(from_array(table), result)
+    return result
+
+
+def _free(driver: CudaDriver, gpus: Sequence[runtime.Device], address: int) -> None:
+    try:
+        for gpu in gpus:
+            gpu.sync()
+        driver.free_pinned(address)
+    except Exception:  # at process exit the driver may have shut down already
+        _log.debug("memory of mailboxes was not freed", exc_info=True)
