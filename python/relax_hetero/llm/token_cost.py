@@ -19,7 +19,7 @@ from ..target.element_types import bytes_of
 from ..vm.profile import TO_DEVICE, Profile
 
 EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER = "embedding", "attention", "feed-forward", "logits", "other"
-TRANSFERS = "transfers"
+TRANSFERS, WAITING = "transfers", "waiting"
 
 _DECODE = re.compile(r"decode_(\d+)")
 # Part of the model of a variable, by the first pattern that matches its name (names of GGUF and of ONNX files).
@@ -42,7 +42,8 @@ class PartCost:
     Attributes
     ----------
     part : str
-        "embedding", "attention", "feed-forward", "logits", "other", or "transfers" to the device.
+        "embedding", "attention", "feed-forward", "logits", "other", "transfers" to the device, or "waiting" in its
+        command buffer for values of another device (`transform.FormMailboxes`).
     device : str
         Name of the device.
     calls : int
@@ -155,7 +156,18 @@ class TokenCost:
                 f"Measured: a step takes {self.step.seconds * 1e3:.3g} ms, {1 - self.step.outside:.1%} inside of "
                 f"command buffers and transfers, and {self.step.outside:.1%} outside."
             )
+            lines += [self._overlap(part) for part in self.parts if part.part == WAITING and part.seconds is not None]
         return lines
+
+    def _overlap(self, waiting: PartCost) -> str:
+        """Sentence about a device that waits in its command buffer while another one works."""
+        total, seconds = self.of_device(waiting.device).seconds or 0.0, waiting.seconds or 0.0
+        others = [name for name in self.buffers if name != waiting.device]
+        bound = waiting.device if seconds < total / 2 else " and ".join(others)
+        return (
+            f"{' and '.join([waiting.device, *others])} work at once: {waiting.device} waits {seconds * 1e3:.3g} of "
+            f"{total * 1e3:.3g} ms for values, so that {bound} bounds the step."
+        )
 
     def __str__(self) -> str:
         return "\n".join([text_table(self.head, self.body(), left=2), *self.lines()])
@@ -247,7 +259,7 @@ def token_cost(
         if entry["kind"] == "transfer" and entry["function"] == function:
             _add(parts, PartCost(TRANSFERS, str(entry["device"]), 1, transferred=int(entry["bytes"] or 0)))
     names = list(dict.fromkeys([*devices, *(device for device, _ in parts)]))
-    order = (EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER, TRANSFERS)
+    order = (EMBEDDING, ATTENTION, FEED_FORWARD, LOGITS, OTHER, WAITING, TRANSFERS)
     in_order = sorted(parts.values(), key=lambda cost: (names.index(cost.device), order.index(cost.part)))
     buffers = {name: tuple(r.name for r in own_regions if devices[r.device] == name) for name in devices}
     outside = sum(call.function == function for call in single_calls)
@@ -299,6 +311,8 @@ def part_of(variable: str, ops: Iterable[str] = ()) -> str:
     """Part of the model that a variable belongs to."""
     if "cos" in ops:
         return ATTENTION
+    if "receive" in ops:
+        return WAITING
     return next((part for part, pattern in _PARTS if pattern.search(variable)), OTHER)
 
 

@@ -160,8 +160,9 @@ class VirtualMachine:
         self._shared_value_symbols = {call.function: call.shares for call in metadata.repeated}
         load, use_tvm_pool = partial(_load, module, self._devices), self._threads.use_tvm_pool
         make_queues = partial(
-            Queues, metadata, self._devices, self._scopes, self._constants_and_graphs, load, use_tvm_pool
-        )
+            Queues, metadata, self._devices, self._scopes, self._constants_and_graphs, load, use_tvm_pool,
+            self._mailboxes,
+        )  # fmt: skip
         self._submitter = Submitter(
             self, executable, self._devices, self._arguments, self._lock, self._pool_watch, self._constants,
             max_in_flight, make_queues, self._threads,

@@ -23,6 +23,7 @@ from ...target.cpu_cores import cpus_of_cores, cpus_of_nodes, num_cores
 from ..device.builtins import current_machine
 from ..device.cuda_driver import CudaError
 from ..device.machine_lock import hold_all
+from ..device.mailboxes import Mailboxes
 from ..device.tensors import alias, is_host, map_tensors, same_device
 from ..device.threads import Threads, threads_of_queues
 from .device_queue import DeviceQueue
@@ -58,6 +59,8 @@ class Queues:
         Function that makes a TVM virtual machine; each queue's thread has its own.
     are_threads_stock : bool
         Whether kernels run on TVM's thread pool instead of the library's workers.
+    mailboxes : Mailboxes, optional
+        Mailboxes of the machine.
 
     Attributes
     ----------
@@ -75,7 +78,9 @@ class Queues:
         constants: Any,
         load: Callable[[], runtime.Module],
         are_threads_stock: bool = False,
+        mailboxes: Mailboxes | None = None,
     ) -> None:
+        self._mailboxes = mailboxes
         self._metadata, self._devices, self._scopes = metadata, devices, scopes
         self._constants, self._load = constants, load
         # Keys are pairs (DLPack device type, index).
@@ -206,7 +211,12 @@ class Queues:
                         stack.callback(queue.stream.synchronize)
                 elif not is_host(device):
                     stack.callback(device.sync)
-            return function(*reads)
+            try:
+                return function(*reads)
+            except Exception:
+                if self._mailboxes is not None:
+                    self._mailboxes.reset()
+                raise
 
     def explain(self, what: str, error: BaseException) -> HeteroError:
         """The error in terms of the model."""
