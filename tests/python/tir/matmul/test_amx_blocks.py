@@ -29,6 +29,9 @@ pytestmark = pytest.mark.skipif(not runs_here("avx512"), reason="emulated tiles 
 XEON = tvm.target.Target({"kind": "llvm", "mcpu": "sapphirerapids", "num-cores": 2})
 PANEL = 32
 
+TWO_TERMS = 3e-5
+"""Rounding of weights and activations that are sums of two bfloat16 terms."""
+
 
 def _kernel(problem: QuantizedMatmulProblem) -> Callable[..., None]:
     emulator()
@@ -44,15 +47,17 @@ def _kernel(problem: QuantizedMatmulProblem) -> Callable[..., None]:
         (70, 37, 77, 128, ""),
         (600, 40, 1056, 96, "uint8"),
         (40, 33, 80, 16, "float32"),
+        (20, 40, 96, 40, ""),
+        (20, 40, 96, 8, "float32"),
     ],
 )
 def test_sizes(rows, columns, depth, block, zeros):
-    """Ragged ends, blocks longer than what is added up at once, and more rows than a block of them has."""
+    """Ragged ends, blocks shorter and longer than a step, and more rows than a block of them has."""
     rng = fresh_rng()
     weights = integers(rng, columns, depth, block, zeros)
     x = rng.standard_normal((rows, depth), "float32")
     function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
-    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
+    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers, TWO_TERMS)
     assert products_so_far() > before
 
 
@@ -60,7 +65,7 @@ def test_sizes(rows, columns, depth, block, zeros):
 @pytest.mark.parametrize("form", FILE_FORMATS)
 @pytest.mark.sampled(3)
 def test_formats_of_files(form, rows, columns, superblocks):
-    """Steps of half the size where 16 weights share a scale, a second term of float16."""
+    """Two terms of all weights; one of bfloat16. Plain weights are exact, and so are their activations."""
     depth = (
         superblocks * FILE_FORMATS[form].superblock_size
         if FILE_FORMATS[form].superblock_size > 1
@@ -68,18 +73,23 @@ def test_formats_of_files(form, rows, columns, superblocks):
     )
     weights, x = of_file(form, columns, depth), fresh_rng().standard_normal((rows, depth), "float32")
     function, before = _kernel(problem_of(weights, rows, PANEL)), products_so_far()
-    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers)
+    rounding = 1e-6 if FILE_FORMATS[form].is_plain else TWO_TERMS
+    assert_close(call(function, x, weights.packed(PANEL), columns), x, weights.numbers, rounding)
     assert products_so_far() > before
 
 
 @pytest.mark.parametrize("form", ["q4_k", "q5_0", "q8_0", "f16"])
 def test_activations_of_few_bits(form):
-    """Numbers are rounded to bfloat16, and so are the sums that minimums multiply; with plain weights they are not."""
+    """Numbers and weights are rounded to bfloat16; plain weights and their activations are not."""
     depth = 2 * max(64, FILE_FORMATS[form].superblock_size)
     weights, x = of_file(form, 37, depth), 3 + fresh_rng().standard_normal((33, depth), "float32")
     function, before = _kernel(problem_of(weights, 33, PANEL, activation_bits=8)), products_so_far()
-    read = x if form == "f16" else x.astype(ml_dtypes.bfloat16).astype("float32")
-    assert_close(call(function, x, weights.packed(PANEL), 37), read, weights.numbers, 2e-6)
+    read, numbers = (
+        array if form == "f16" else array.astype("float32").astype(ml_dtypes.bfloat16).astype("float64")
+        for array in (x, weights.numbers)
+    )
+    # A dequantized weight between two bfloat16 may be rounded up or down.
+    assert_close(call(function, x, weights.packed(PANEL), 37), read, numbers, 2e-6 if form == "f16" else 2e-5)
     assert products_so_far() > before
 
 
@@ -97,18 +107,8 @@ def test_experts(tokens, used, rows):
     want, size = expected(x, weights, experts, index)
     actual = call_experts(function, x, weights, experts, PANEL, index)
     takes_tiles = tokens > 9 or rows == "chunk"
-    np.testing.assert_array_less(np.abs(actual - want), (1e-6 if takes_tiles else 3e-5) * size)
+    np.testing.assert_array_less(np.abs(actual - want), TWO_TERMS * size)
     assert (products_so_far() > before) == takes_tiles
-
-
-@pytest.mark.parametrize(("block", "zeros"), [(40, ""), (8, "float32")])
-def test_products_that_tiles_cannot_multiply_use_vectors(block, zeros):
-    rng = fresh_rng()
-    weights = integers(rng, 40, 96, block, zeros)
-    x = rng.standard_normal((20, 96), "float32")
-    function, before = _kernel(problem_of(weights, 20, PANEL)), products_so_far()
-    assert_close(call(function, x, weights.packed(PANEL), 40), x, weights.numbers)
-    assert products_so_far() == before
 
 
 def test_symbolic_rows_choose_when_they_are_known():
@@ -117,8 +117,7 @@ def test_symbolic_rows_choose_when_they_are_known():
     function = _kernel(problem_of(weights, "s0", PANEL))
     for rows in (0, 1, 15, 16, 45):
         x, before = rng.standard_normal((rows, 96), "float32"), products_so_far()
-        rounding = 1e-6 if rows > 15 else 3e-5  # few rows are multiplied as numbers of 16 bits
-        assert_close(call(function, x, weights.packed(PANEL), 70), x, weights.numbers, rounding)
+        assert_close(call(function, x, weights.packed(PANEL), 70), x, weights.numbers, TWO_TERMS)
         assert (products_so_far() > before) == (rows > 15)
 
 
@@ -131,16 +130,17 @@ def test_rows_of_a_kind_have_the_same_bits():
         problem, before = replace(problem_of(weights, rows, PANEL), rows=kind), products_so_far()
         results[kind, rows] = call(_kernel(problem), x[:rows], weights.packed(PANEL), 40)
         assert (products_so_far() > before) == (kind == "chunk")
-        assert_close(results[kind, rows], x[:rows], weights.numbers, 1e-6 if kind == "chunk" else 3e-5)
+        assert_close(results[kind, rows], x[:rows], weights.numbers, TWO_TERMS)
     np.testing.assert_array_equal(results["chunk", 5], results["chunk", 20][:5])
 
 
 def test_epilogues_and_infinite_numbers():
+    """With one term of a weight, an infinite activation gives infinity."""
     rng = fresh_rng()
     weights = integers(rng, 45, 64, 32)
     extra = (plain((45,), "float32", ("n",)), plain((20, 45), "float32", ("m", "n")))
     problem = replace(
-        problem_of(weights, 20, PANEL), epilogue=Epilogue(Expression.parse("add(relu(add(x0, x1)), x2)"), extra)
+        problem_of(weights, 20, PANEL, activation_bits=8), epilogue=Epilogue(Expression.parse("add(relu(add(x0, x1)), x2)"), extra)
     )
     x, bias, more = (rng.standard_normal(shape, "float32") for shape in ((20, 64), (45,), (20, 45)))
     x[3, 5], x[7, 0] = np.inf, np.nan
@@ -148,4 +148,4 @@ def test_epilogues_and_infinite_numbers():
     with np.errstate(invalid="ignore"):
         sums = x.astype("float64") @ weights.numbers.T
         want = np.maximum(sums + bias, 0) + more
-    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(got, want, rtol=1e-2, atol=5e-2)
