@@ -304,10 +304,11 @@ class BufferClock:
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:
         self.seconds = self.own = 0.0
         self._timed = {_TRANSFER, *metadata.dispatches, *(region.name for region in metadata.regions)}
-        waiting = {r.name: metadata.devices[r.device].device_type == CPU for r in metadata.regions if metadata.has_mailboxes(r)}
         # Command buffers that wait for each other are timed together, from the GPU's begin to the CPU's end.
-        self._begins_only = {name for name, is_cpu in waiting.items() if not is_cpu}
-        self._ends_only = {name for name, is_cpu in waiting.items() if is_cpu}
+        waiting = [region for region in metadata.regions if metadata.has_mailboxes(region)]
+        on_cpu = {region.name: metadata.devices[region.device].device_type == CPU for region in waiting}
+        self._begins_only = {name for name, is_on_cpu in on_cpu.items() if not is_on_cpu}
+        self._ends_only = {name for name, is_on_cpu in on_cpu.items() if is_on_cpu}
         self._devices = [device for device in devices if device.dlpack_device_type() != CPU]
         self._begin = 0.0
 

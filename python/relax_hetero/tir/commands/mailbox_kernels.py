@@ -1,7 +1,7 @@
 """Kernels that send values through a mailbox, and that receive them (`artifact.mailboxes`), on both devices.
 
-Each has the mailbox as its first operand. A sender's result is a token, which the device's next receiver takes: it keeps
-the order of the two, and has no contents.
+Each has the mailbox as its first operand. A sender's result is a token, which the device's next receiver takes: it
+keeps the order of the two, and has no contents.
 """
 
 from __future__ import annotations

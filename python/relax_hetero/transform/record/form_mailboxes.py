@@ -26,11 +26,12 @@ between, and each device may work on while the other does.
 
 Transfers of tensors of static shape, of `MAX_BYTES` at most, are replaced where a GPU and the CPU alternate at least
 `MIN_EXCHANGES` times, as with experts of a language model on the CPU. Other functions keep their transfers, at which
-`FormSchedules` cuts them, so that several calls overlap. Transfers at the same point become one mailbox. A command buffer has a
-limited number of kernels (`command_regions.MAX_CALLS`): where it is reached, the transfers to the CPU and back stay.
+`FormSchedules` cuts them, so that several calls overlap. Transfers at the same point become one mailbox. A command
+buffer has a limited number of kernels (`command_regions.MAX_CALLS`): where it is reached, the transfers to the CPU and
+back stay.
 
-A function with mailboxes is impure, and its last tokens are kept (`relax_hetero.keep`), because results of senders have no
-readers. Assumes FormDispatches. A lowered module is returned as it is, and so is one with mailboxes.
+A function with mailboxes is impure, and its last tokens are kept (`relax_hetero.keep`), because results of senders have
+no readers. Assumes FormDispatches. A lowered module is returned as it is, and so is one with mailboxes.
 """
 
 from __future__ import annotations
@@ -52,9 +53,9 @@ from ..ir.blocks import Block, rewrite_function, used_vars, with_root_blocks
 from ..ir.declare import declare_pass
 from ..ir.extents import known_extents
 from ..ir.keep_unread_calls import KEEP
-from ..ir.kernels import OPS, call_vdevice
+from ..ir.kernels import OPS
 from ..ir.module_attrs import is_lowered
-from ..ir.op_names import CALL_TIR, TRANSFER
+from ..ir.op_names import TRANSFER
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from .command_regions import MAX_CALLS, Run, RunFinder, is_view, may_move
 from .donated import DonatedVariables
@@ -173,7 +174,7 @@ class _Former:
             kept.extend(writer.kept)
             return bindings
 
-        before, count = dict(self._new), self._count
+        count = self._count
         formed = rewrite_function(func, rewrite)
         if not ends:
             return
@@ -186,7 +187,8 @@ class _Former:
         self._new[gv] = formed
         mod = copy_module(self._mod, {**dict(self._mod.functions.items()), **self._new})
         if not _runs_are_in_order(mod, formed, ends):
-            self._new, self._count = before, count
+            del self._new[gv]  # its kernels stay, as other functions may use them
+            self._count = count
 
     def mailbox(self, values: Values) -> MailboxSpec:
         """A new mailbox for some values."""

@@ -114,7 +114,9 @@ def _await_mailbox(address: int) -> None:
     next(each for each in _machines if each.contains(address)).await_value(address)
 
 
-def place_mailboxes(metadata: Metadata, devices: Sequence[runtime.Device], constants: Any) -> tuple[Any, Mailboxes | None]:
+def place_mailboxes(
+    metadata: Metadata, devices: Sequence[runtime.Device], constants: Any
+) -> tuple[Any, Mailboxes | None]:
     """Replace placeholders of mailboxes among a machine's constants; returns the constants, and the mailboxes if any.
 
     Parameters

@@ -63,7 +63,7 @@ def test_kernels_of_a_gpu_order_their_accesses():
         flag = text.index('"release", "sys"' if is_sender else "wait_until")
         copy = text.index("T.ptx.ld(")
         assert (copy < flag) == is_sender
-        assert text.index("griddepcontrol(\"wait\"") < min(copy, flag)
+        assert text.index('griddepcontrol("wait"') < min(copy, flag)
         assert "cta_sync" in text[min(copy, flag) : max(copy, flag)]
 
 
