@@ -124,18 +124,17 @@ def commands_of_llama_cpp(folder):
     return bench
 
 
-@pytest.mark.parametrize(
-    ("placement", "beginning"),
-    [("experts", "0: -m m.gguf -t 3 -ngl 99 -ncmoe 999 "), ("cpu", ": -m m.gguf -t 3 -ngl 0 ")],
-)
-def test_commands_of_llama_cpp_see_the_gpu_that_a_placement_names(tmp_path, monkeypatch, placement, beginning):
+def test_commands_of_llama_cpp_see_the_gpu_that_a_placement_names(tmp_path, monkeypatch):
     from llm_bench.mixed import PLACEMENTS, llama_cpp
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     works = [("decode", 1), ("decode", 8), ("prefill", 512)]
-    speeds = llama_cpp(commands_of_llama_cpp(tmp_path), Path("m.gguf"), PLACEMENTS[placement], 3, works)
-    assert speeds == {("decode", 1): 7.0, ("decode", 8): 30.0, ("prefill", 512): 90.0}
-    assert all(line.startswith(beginning) for line in (tmp_path / "calls").read_text().splitlines())
+    bench = commands_of_llama_cpp(tmp_path)
+    for name, beginning in (("experts", "0: -m m.gguf -t 3 -ngl 99 -ncmoe 999 "), ("cpu", ": -m m.gguf -t 3 -ngl 0 ")):
+        speeds = llama_cpp(bench, Path("m.gguf"), PLACEMENTS[name], 3, works)
+        assert speeds == {("decode", 1): 7.0, ("decode", 8): 30.0, ("prefill", 512): 90.0}
+        assert all(line.startswith(beginning) for line in (tmp_path / "calls").read_text().splitlines())
+        (tmp_path / "calls").unlink()
 
 
 def test_a_step_of_several_texts_reads_each_chosen_expert_once(tmp_path):
