@@ -22,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -134,14 +135,19 @@ class Ours:
         self._process.kill()
         return None
 
-    def rate(self, work: Work) -> float:
-        """Tokens a second."""
-        self._pipe.send(work)
-        return float(self._pipe.recv())
+    def speeds(self, works: Sequence[Work]) -> dict[Work, float]:
+        """Tokens a second, of works up to one that ends the process."""
+        speeds = {}
+        with suppress(EOFError, BrokenPipeError):
+            for work in works:
+                self._pipe.send(work)
+                speeds[work] = float(self._pipe.recv())
+        return speeds
 
     def close(self) -> None:
         """End the process."""
-        self._pipe.send(None)
+        with suppress(BrokenPipeError):
+            self._pipe.send(None)
         self._process.join()
 
 
@@ -217,7 +223,7 @@ def measure(path: Path, names: Sequence[str], works: Sequence[Work], options: di
     for _ in range(options["rounds"]):
         for name in names:
             if name in ours:
-                _add(speeds, ("ours", name), {work: ours[name].rate(work) for work in works})
+                _add(speeds, ("ours", name), ours[name].speeds(works))
             if options["bench"]:
                 turn = llama_cpp(options["bench"], path, PLACEMENTS[name], options["threads"], works)
                 _add(speeds, ("llama.cpp", name), turn)
@@ -228,6 +234,7 @@ def measure(path: Path, names: Sequence[str], works: Sequence[Work], options: di
 
 
 def _add(speeds: dict[tuple[str, str], Speeds], who: tuple[str, str], turn: Mapping[Work, float]) -> None:
+    SAYS.print(*who, *(f"{kind} {count}: {speed:,.1f}" for (kind, count), speed in turn.items()), sep="  ")
     for work, speed in turn.items():
         speeds.setdefault(who, {}).setdefault(work, []).append(speed)
 
