@@ -173,10 +173,10 @@ def llama_cpp(bench: Path, path: Path, placement: Placement, threads: int, works
 
 
 def _lines(words: Sequence[object], environment: dict[str, str]) -> list[dict[str, Any]]:
-    """A command's lines of JSON."""
+    """A command's lines of JSON; the end of its errors is shown if it fails."""
     ran = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment)
     if ran.returncode:
-        raise SystemExit(f"{' '.join(map(str, words))} ended with {ran.returncode}:\n{ran.stderr[-2000:]}")
+        SAYS.print(f"{' '.join(map(str, words))} ended with {ran.returncode}:\n{ran.stderr[-2000:]}", markup=False)
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
 
 
