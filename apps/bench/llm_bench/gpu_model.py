@@ -15,8 +15,6 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,59 +31,15 @@ from rich.table import Table  # noqa: E402
 from smoke import smoke  # noqa: E402
 from turns import take_turns  # noqa: E402
 
-import relax_hetero as rh  # noqa: E402
+from llm_bench.loaded_model import STEPS, Call, LoadedModel  # noqa: E402
 from llm_bench.random_gguf import LLAMA_8B, SCALES, Sizes, shapes, write_gguf  # noqa: E402
-from llm_bench.torch_llama import STEPS, TorchLlama  # noqa: E402
+from llm_bench.torch_llama import TorchLlama  # noqa: E402
 
 BANDWIDTH_BARS, PEAK_BAR = {True: 0.60, False: 0.80}, 0.70
 """Minimum shares of the bandwidth, for block-quantized and other weights, and of the peak."""
 PEER_BARS = {True: 2.0, False: 1.10}
 BLOCK_QUANTIZED = {kind.name for kind in SCALES}
 """Names of types of block-quantized weights."""
-Call = Callable[[], object]
-
-
-class Ours:
-    """A loaded model with as many sequences as the largest batch."""
-
-    def __init__(
-        self, path: Path, vdevice: str, batches: tuple[int, ...], chunk: int, context: int, batch_invariant: bool
-    ) -> None:
-        begin = time.perf_counter()
-        sizes = {"batches": batches, "chunks": (chunk,), "context": max(context, chunk) + 64}
-        self.model, _ = rh.llm.load(path, [vdevice], **sizes, batch_invariant=batch_invariant)
-        self.seconds = time.perf_counter() - begin
-        self.tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, context).astype("int32")
-        self.slots = [self.model.cache.add() for _ in range(max(batches))]
-        for slot in self.slots:
-            for first in range(0, context - 1, chunk):
-                self.model.prefill(slot, self.tokens[first : min(first + chunk, context - 1)])
-
-    def step(self, batch: int) -> Call:
-        """`STEPS` greedy decode steps of `batch` sequences, one ahead of the tokens that are read."""
-        slots = self.slots[:batch]
-
-        def work() -> object:
-            for slot in slots:
-                self.model.cache.truncate(slot, len(self.tokens) - 1)
-            step = self.model.begin_decode(slots, [int(self.tokens[-1])] * batch)
-            for _ in range(STEPS - 1):
-                ahead = self.model.begin_decode(slots, step)
-                step.tokens()
-                step = ahead
-            return step.tokens()
-
-        return work
-
-    def prefill(self, rows: int) -> Call:
-        """A prefill of an empty sequence."""
-        slot, tokens = self.slots[0], np.resize(self.tokens, rows)
-
-        def work() -> object:
-            self.model.cache.truncate(slot, 0)
-            return self.model.prefill(slot, tokens)
-
-        return work
 
 
 def references(rounds: int) -> dict[str, float]:
@@ -144,7 +98,8 @@ def main(
     for kind in types.split(","):
         with tempfile.TemporaryDirectory() as folder:
             path = write_gguf(Path(folder, "model.gguf"), sizes, kind, 0)
-            ours = Ours(path, vdevice, counts, chunk, context, batch_invariant)
+            sizes_of_calls = {"batches": counts, "chunks": (chunk,), "batch_invariant": batch_invariant}
+            ours = LoadedModel(path, [vdevice], None, context, **sizes_of_calls)
             for batch in counts:
                 read[f"decode {batch}", kind] = bytes_read(path, sizes, batch, context)
         console.print(f"{kind}: loaded in {ours.seconds:.1f} s")

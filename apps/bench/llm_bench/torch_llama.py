@@ -8,12 +8,10 @@ from typing import Any
 from gpu_bench.device_time import Clock, torch_on_gpu
 from gpu_bench.torch_peers import captured
 
+from llm_bench.loaded_model import STEPS
 from llm_bench.random_gguf import Sizes
 
 Tensor = Any
-
-STEPS = 16
-"""Decode steps of a turn, whose tokens stay on the device from one to the next."""
 
 
 class TorchLlama:

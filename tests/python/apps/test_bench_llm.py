@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from pathlib import Path
@@ -107,3 +108,40 @@ def test_a_contestant_that_crashes_ends_the_benchmark(tmp_path):
 
     with pytest.raises(SystemExit, match="ours ended with 1; run contestant.py"):
         Process("ours", str(tmp_path), 1, 64)
+
+
+def commands_of_llama_cpp(folder):
+    """Stand-ins that answer with their arguments and with fixed speeds."""
+    bench = folder / "llama-bench"
+    tests = [{"n_prompt": 512, "samples_ts": [speed]} for speed in (70.0, 90.0)]
+    for path, lines in (
+        (bench, [*tests, {"n_prompt": 0, "samples_ts": [5.0, 7.0, 60.0]}]),
+        (folder / "llama-batched-bench", [{"pl": 8, "speed_tg": 30.0}]),
+    ):
+        answer = "\n".join(map(json.dumps, lines))
+        path.write_text(f"#!/bin/sh\necho $CUDA_VISIBLE_DEVICES: $@ >> {folder}/calls\ncat <<END\n{answer}\nEND\n")
+        path.chmod(0o755)
+    return bench
+
+
+def test_commands_of_llama_cpp_see_the_gpu_that_a_placement_names(tmp_path, monkeypatch):
+    from llm_bench.mixed import PLACEMENTS, llama_cpp
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    works = [("decode", 1), ("decode", 8), ("prefill", 512)]
+    bench = commands_of_llama_cpp(tmp_path)
+    for name, beginning in (("experts", "0: -m m.gguf -t 3 -ngl 99 -ncmoe 999 "), ("cpu", ": -m m.gguf -t 3 -ngl 0 ")):
+        speeds = llama_cpp(bench, Path("m.gguf"), PLACEMENTS[name], 3, works)
+        assert speeds == {("decode", 1): 7.0, ("decode", 8): 30.0, ("prefill", 512): 90.0}
+        assert all(line.startswith(beginning) for line in (tmp_path / "calls").read_text().splitlines())
+        (tmp_path / "calls").unlink()
+
+
+def test_a_step_of_several_texts_reads_each_chosen_expert_once(tmp_path):
+    from llm_bench.mixed import TINY, expert_bytes
+    from llm_bench.random_gguf import write_gguf
+
+    path = write_gguf(tmp_path / "model.gguf", TINY, "F32")
+    all_experts = TINY.layers * TINY.experts * 3 * TINY.width * TINY.expert_width * 4
+    assert expert_bytes(path, TINY, 1) == all_experts * TINY.experts_used / TINY.experts
+    assert expert_bytes(path, TINY, 1000) == pytest.approx(all_experts)

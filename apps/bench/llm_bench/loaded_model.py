@@ -1,0 +1,82 @@
+"""A language model loaded by `rh.llm.load` with one sequence for each text of a batch, called as an engine calls it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import relax_hetero as rh
+
+Call = Callable[[], object]
+
+STEPS = 16
+"""Decode steps of a turn, whose tokens stay on the device from one to the next."""
+
+
+class LoadedModel:
+    """A loaded model with as many sequences as the largest batch, of different tokens.
+
+    Parameters
+    ----------
+    path : Path
+        GGUF file.
+    vdevices, placement
+        As for `rh.llm.load`.
+    context : int
+        Tokens of a sequence in a decode step.
+    batches, chunks : sequence of int
+        Sizes of calls; the largest prefill that is timed has `max(chunks)` tokens.
+    options : object
+        Further ones of `rh.llm.load`.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        vdevices: Sequence[str],
+        placement: Mapping[str, str] | None,
+        context: int,
+        batches: Sequence[int],
+        chunks: Sequence[int],
+        **options: Any,
+    ) -> None:
+        begin = time.perf_counter()
+        options |= {"batches": batches, "chunks": chunks, "context": max(context, *chunks) + 64}
+        self.model, _ = rh.llm.load(path, vdevices, placement, **options)
+        self.seconds = time.perf_counter() - begin
+        tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, (max(batches), context))
+        self.tokens = tokens.astype("int32")
+        self.slots = [self.model.cache.add() for _ in self.tokens]
+        for slot, text in zip(self.slots, self.tokens, strict=True):
+            for first in range(0, context - 1, max(chunks)):
+                self.model.prefill(slot, text[first : min(first + max(chunks), context - 1)])
+
+    def step(self, batch: int) -> Call:
+        """`STEPS` greedy decode steps of `batch` sequences, one ahead of the tokens that are read."""
+        slots, tokens = self.slots[:batch], self.tokens[:batch]
+
+        def work() -> object:
+            for slot in slots:
+                self.model.cache.truncate(slot, tokens.shape[1] - 1)
+            step = self.model.begin_decode(slots, tokens[:, -1].tolist())
+            for _ in range(STEPS - 1):
+                ahead = self.model.begin_decode(slots, step)
+                step.tokens()
+                step = ahead
+            return step.tokens()
+
+        return work
+
+    def prefill(self, rows: int) -> Call:
+        """A prefill of an empty sequence, to logits in the host's memory."""
+        slot, tokens = self.slots[0], np.resize(self.tokens, rows)
+
+        def work() -> object:
+            self.model.cache.truncate(slot, 0)
+            return self.model.prefill(slot, tokens)
+
+        return work
