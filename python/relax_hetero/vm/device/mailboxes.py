@@ -52,8 +52,8 @@ class Mailboxes:
         driver = cuda_driver()
         if not isinstance(driver, CudaDriver):
             raise BindingError(
-                f"this model has command buffers of the CPU and of a GPU that wait for each other: expected CUDA graphs, "
-                f"found none: {driver}"
+                f"this model has command buffers of the CPU and of a GPU that wait for each other, and expects CUDA "
+                f"graphs: found none, {driver}"
             )
         self._driver, self._gpus = driver, list(gpus)
         self._offsets: dict[int, int] = {}
