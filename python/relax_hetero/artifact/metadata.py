@@ -310,7 +310,13 @@ class Metadata:
     graph: ModelGraph | None = None
 
     def has_mailboxes(self, region: RegionSpec) -> bool:
-        """Return whether a command buffer exchanges values with one of another device while both run."""
+        """Return whether a command buffer exchanges values with one of another device while both run.
+
+        Parameters
+        ----------
+        region : RegionSpec
+            One of `regions`.
+        """
         return any(self.constants[index].mailbox is not None for index in region.directs)
 
     def __post_init__(self) -> None:

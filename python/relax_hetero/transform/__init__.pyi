@@ -53,6 +53,7 @@ from .quantize.sink_dequantize import SinkDequantize as SinkDequantize
 from .quantize.to_mixed_precision import ToMixedPrecision as ToMixedPrecision
 from .record.form_command_buffers import FormCommandBuffers as FormCommandBuffers
 from .record.form_cuda_graphs import FormCudaGraphs as FormCudaGraphs
+from .record.form_mailboxes import FormMailboxes as FormMailboxes
 from .record.update_donated import UpdateDonated as UpdateDonated
 from .simplify.isolate_writes import IsolateWrites as IsolateWrites
 from .simplify.simplify_convolutions import SimplifyConvolutions as SimplifyConvolutions
