@@ -170,7 +170,7 @@ class _Function:
             eps=model.eps,
             rows=self.kind,
             sinks=has_sinks,
-            shared_values=model.has_shared_values,
+            shared_values=model.latent.rank if model.latent else 0,
         )
         result = self.emit(call, f"{name}.attn")
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
@@ -225,9 +225,7 @@ class _Function:
         """Values of all heads, (rows, heads * value_size), from sums of compressed ones."""
         model, latent = self.model, self.model.latent
         assert latent is not None, "only models with sizes of a latent attention have one"
-        heads = self._reshaped(x, [self.rows, model.heads, model.head_size], f"{name}.attn_kqv_heads")
-        values = self._sliced(heads, model.rotary_size, model.head_size, f"{name}.attn_kqv_latent")
-        products = self._head_products(values, f"{name}.attn_v_b", latent.value_size, latent.rank)
+        products = self._head_products(x, f"{name}.attn_v_b", latent.value_size, latent.rank)
         return self._reshaped(products, [self.rows, model.heads * latent.value_size], f"{name}.attn_values")
 
     def _head_products(self, x: relax.Expr, name: str, out_features: int, in_features: int) -> relax.Expr:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from ...encoding.block_weights import BlockLayout, Fragments
 from ...encoding.pages import page_bytes
 from ...encoding.resolver import resolver_or_default
 from ...errors import PlacementError
-from ...target.vdevice import device_name, is_cpu
+from ...target.vdevice import device_name
 from ..auto.cost_model import CostModel
 from ..auto.placement_reasons import choice, memory_limited
 from ..paged_cache import PagedCache
@@ -165,8 +165,6 @@ def place_layers(
         If the model does not fit; the text has the required bytes.
     """
     parts = parts_of(file, model, cache, layouts_of(vdevices))
-    if model.has_shared_values:  # a kernel of CPUs only
-        parts = [_on_cpus(part, vdevices) if part.name == "attn" else part for part in parts]
     plan = best_plan(parts, costs, limits, model.hidden_size * 4)
     if plan is None:
         needs = ", ".join(
@@ -190,12 +188,6 @@ def place_layers(
     return rules, reasons, _estimate(parts, plan, costs, names, model.hidden_size * 4)
 
 
-def _on_cpus(part: Part, vdevices: Sequence[tvm.relax.VDevice]) -> Part:
-    """The part with infinite times on devices other than CPUs."""
-    read = zip(part.read, vdevices, strict=True)
-    return replace(part, read=tuple(size if is_cpu(vdevice) else math.inf for size, vdevice in read))
-
-
 def _placement_reason(
     part: Part, device: int, plan: LayerPlan, costs: CostModel, limits: Mapping[int, int], names: Sequence[str]
 ) -> str:
@@ -216,7 +208,6 @@ def _estimate(
     parts: Sequence[Part], plan: LayerPlan, costs: CostModel, names: Sequence[str], row_bytes: int
 ) -> dict[str, Any]:
     alone = {name: _plan(parts, (i,) * len(parts), costs, row_bytes).seconds for i, name in enumerate(names)}
-    alone = {name: seconds for name, seconds in alone.items() if math.isfinite(seconds)}
     busy_seconds = dict.fromkeys(names, 0.0)
     for part, device in zip(parts, plan.devices, strict=True):
         busy_seconds[names[device]] += _part_seconds(part, device, costs)

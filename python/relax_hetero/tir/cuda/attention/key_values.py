@@ -292,8 +292,9 @@ class PagedKeyValues(KeyValueSource):
     ) -> None:
         super().__init__(shared)
         self.tensors, self.threads, self.append, self.stages = tensors, threads, append, tensors.plan.stages
-        self.tile_bytes = tensors.tile_bytes
-        self.offset = shared.reserve(self.stages * 2 * self.tile_bytes, 128)
+        self.page_bytes = tensors.page_bytes
+        self._value_bytes = PAGE * tensors.problem.value_size * 2
+        self.offset = shared.reserve(self.stages * self.page_bytes, 128)
         self._numbers_at = shared.reserve(self.stages * 4)
         self.ring = Ring(shared, self.stages, producers=1, consumers=warps)
         self.rings = (self.ring,)
@@ -347,12 +348,12 @@ class PagedKeyValues(KeyValueSource):
         page = T.bind(tensors.page_of(self.sequence, self._number(index)))
         # Unlike a read of the table, consumers read the number without a trip to L2.
         ptx.store_shared(self.shared.at(self._numbers_at + stage * 4), [tirx.reinterpret("uint32", page)])
-        ptx.barrier_expect(barrier, 2 * self.tile_bytes)
+        ptx.barrier_expect(barrier, self.page_bytes)
         source = T.address_of(tensors.pages[tensors.tile(T.max(page, 0), tensors.at_keys["g"], 0)])
-        ptx.bulk_load(self.shared.at(self._stage_at(stage)), source, 2 * self.tile_bytes, barrier)
+        ptx.bulk_load(self.shared.at(self._stage_at(stage)), source, self.page_bytes, barrier)
 
     def _stage_at(self, stage: Expr) -> Expr:
-        return self.offset + stage * (2 * self.tile_bytes)
+        return self.offset + stage * self.page_bytes
 
     def wait(self, keys: Expr | None = None, values: Expr | None = None) -> None:
         """Wait for a page, whose values need no wait of their own, and complete it."""
@@ -376,12 +377,12 @@ class PagedKeyValues(KeyValueSource):
 
     def _clear_values(self, tile: Expr, first: Expr) -> None:
         """Zero the values of tokens from `first` on, by all threads."""
-        items = PAGE * (self.tensors.problem.size // CHUNK)
+        items = self._value_bytes // (CHUNK * 2)
         with T.serial(tirx.const(ceil_div(items, self.threads), "int32")) as iteration:
             item = T.bind(iteration * self.threads + self.thread)
             exists = tirx.floormod(item, PAGE) >= first
             with T.If(exists if items % self.threads == 0 else tirx.all(exists, item < items)), T.Then():
-                target = self.shared.at(tile + self.tile_bytes + item * (CHUNK * 2))
+                target = self.shared.at(tile + (self.page_bytes - self._value_bytes) + item * (CHUNK * 2))
                 ptx.store_shared(target, [T.uint32(0)] * 4)
 
     def release(self, keys: Expr | None = None, values: Expr | None = None) -> None:
@@ -428,7 +429,7 @@ class PagedKeyValues(KeyValueSource):
 
     def value_tile(self, index: Expr) -> SharedTile:
         """Values of a page, transposed."""
-        offset = T.bind(self._stage_at(self.ring.stage(index)) + self.tile_bytes)
+        offset = T.bind(self._stage_at(self.ring.stage(index)) + (self.page_bytes - self._value_bytes))
         return ChunkedTile(self.shared, offset, PAGE, is_transposed=True)
 
     def matrices(self) -> tuple[MatrixOperand, MatrixOperand]:

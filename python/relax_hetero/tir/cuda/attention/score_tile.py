@@ -84,6 +84,8 @@ class ScoreTile:
         Keys of a tile, a multiple of 16.
     thread : PrimExpr
         Index of the thread.
+    columns : int
+        Columns of the results, a multiple of 16; 0: all.
 
     Attributes
     ----------
@@ -96,13 +98,13 @@ class ScoreTile:
     softmax : OnlineSoftmax
     """
 
-    def __init__(self, tensors: AttentionTensors, keys: int, thread: Expr) -> None:
+    def __init__(self, tensors: AttentionTensors, keys: int, thread: Expr, columns: int = 0) -> None:
         self.tensors, self.keys, self.masks, self.rows = tensors, keys, tensors.masks, tensors.rows
         self.scale = plain_scale(tensors.scores)
         """Scale fused into the softmax; None if the expression is evaluated score by score."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
         self.scores, self.weights = RegisterTile(keys), local(keys // 4, "uint32")
-        self.sums = RegisterTile(ceil_div(int(tensors.sizes["e"]), 16) * 16)
+        self.sums = RegisterTile(columns or ceil_div(int(tensors.sizes["e"]), 16) * 16)
         may_overflow = self.scale is None and score_bound(tensors.scores.term) > _MAX_BOUND
         self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]

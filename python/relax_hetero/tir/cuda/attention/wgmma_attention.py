@@ -11,20 +11,19 @@ distributed shared memory in the order of blocks, so results are deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import AttentionProblem, CachedAttentionProblem
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
-from ...core.builder import Expr, ceil_div, when
+from ...core.builder import Expr, ceil_div
 from ..core import ptx
-from ..core.launch import SharedMemory, local, to_int32
+from ..core.launch import SharedMemory
 from ..tile.operand_tiles import PRODUCERS
 from ..tile.register_tile import RegisterTile
 from ..tile.shared_tile import MatrixOperand
-from ..tile.softmax import SplitSums
 from . import attention_tensors
 from .attention_plan import AttentionPlan, wgmma_chunk_plan, wgmma_plan
 from .attention_tensors import DenseTensors, PagedTensors, kernel_of, require_supported
@@ -118,7 +117,7 @@ class _Kernel:
                     self._consume(place.thread)
             if self.partial:
                 ptx.cluster_barrier()
-                self._combine(self.partial, place.thread)
+                self.partial.store(self.tensors, place.thread, self.threads, self.tile.softmax.factor)
                 ptx.cluster_barrier()
 
     def _consume(self, thread: Expr) -> None:
@@ -204,27 +203,6 @@ class _Kernel:
         source.wait(values=last)
         issue_values(last)
         ptx.wgmma_wait(0)
-
-    def _combine(self, partial: PartialResults, thread: Expr) -> None:
-        """Combine the blocks' results in their order, and store this block's share of the rows, by all threads."""
-        tensors, split = self.tensors, self.plan.split_keys
-        quads, remote = partial.width // 4, local(1, "uint32")
-        splits, store = SplitSums(split, self.tile.softmax.factor), RowStore(tensors, self.shared)
-
-        def read(registers: Sequence[Expr], source: tuple[Expr, int]) -> None:
-            ptx.remote_address(remote[0], *source)
-            ptx.load_remote(registers, remote[0])
-
-        with T.serial(ceil_div(ceil_div(self.plan.rows, split) * quads, self.threads)) as index:
-            item = T.bind(index * self.threads + thread)
-            row = T.bind(tirx.floordiv(item, quads) * split + tensors.rank)
-            column, result_row = T.bind(tirx.floormod(item, quads) * 4), T.bind(tensors.row + row)
-            exists = tirx.all(result_row < to_int32(tensors.rows.count), column < int(tensors.sizes["e"]))
-            with when(tirx.all(row < self.plan.rows, exists)):
-                stats, sums = (T.bind(ptx.shared_address(self.shared.at(at))) for at in partial.addresses(row, column))
-                splits.add([((stats, block), (sums, block)) for block in range(split)], read)
-                splits.average(tensors.nan_to_zero)
-                store.store_quad(splits.total, result_row, column)
 
     def _issue(
         self, sums: RegisterTile, left: Operand, right: Operand, steps: int, adds: bool, transposed: tuple[bool, bool]
