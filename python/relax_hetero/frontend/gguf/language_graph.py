@@ -248,7 +248,9 @@ class _Function:
 
     def _reshaped(self, x: relax.Expr, shape: list[int], name: str) -> relax.Expr:
         """Reshape a value, unless it has the shape."""
-        return x if [int(extent) for extent in x.ty.shape.values] == shape else self.emit(relax.op.reshape(x, shape), name)
+        return (
+            x if [int(extent) for extent in x.ty.shape.values] == shape else self.emit(relax.op.reshape(x, shape), name)
+        )
 
     def _sliced(self, x: relax.Expr, begin: int, end: int, name: str) -> relax.Expr:
         """Elements from `begin` to `end` of the last axis."""

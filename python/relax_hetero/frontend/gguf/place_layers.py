@@ -8,7 +8,7 @@ if these are experts, of which a token reads a few (KTransformers).
 
 The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores 5-
 and 6-bit quants in bytes, has its own scales and minimums, and keeps unquantized matrices as 16-bit floats and experts
-as float32.
+as float32. Matrices of heads (`attn_k_b`, `attn_v_b`) are no experts.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def layouts_of(vdevices: Sequence[tvm.relax.VDevice]) -> list[BlockLayout | None
 
 def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:
     """Bytes of a tensor on a device with a layout."""
-    shape = tensor.shape
-    if isinstance(layout, Fragments) and len(shape) == 2 and (tensor.type == "F32" or is_plain(tensor.type)):
+    shape, is_unquantized = tensor.shape, tensor.type == "F32" or is_plain(tensor.type)
+    if isinstance(layout, Fragments) and is_unquantized and (len(shape) == 2 or _is_of_heads(tensor)):
         return 2.0 * prod(shape)
     form = _kept_format(tensor, layout)
     if form is None or layout is None:
@@ -61,6 +61,10 @@ def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:
     return float(4 * prod(words) + size * sum(map(prod, others)))
 
 
+def _is_of_heads(tensor: FileTensor) -> bool:
+    return ".attn_" in tensor.name and len(tensor.shape) == 3
+
+
 def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat | None:
     """Format of a tensor whose weights stay in it on a device; None if they become float32."""
     form, shape = FILE_FORMATS.get(tensor.type.lower()), tensor.shape
@@ -71,7 +75,7 @@ def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat 
 
 def bytes_read(tensor: FileTensor, layout: BlockLayout | None, share: float) -> float:
     """Bytes of a tensor that a token reads; `share` is the fraction of chosen experts, 1 for other tensors."""
-    is_copied = len(tensor.shape) > 2 and _kept_format(tensor, layout) is None
+    is_copied = len(tensor.shape) > 2 and _kept_format(tensor, layout) is None and not _is_of_heads(tensor)
     return (COPIED_EXPERTS if is_copied else 1) * share * resident_bytes(tensor, layout)
 
 

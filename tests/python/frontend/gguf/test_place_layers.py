@@ -155,6 +155,17 @@ def test_every_architecture_is_placed(name, all_logits, tmp_path):
     assert any(f"of the limit of {limits[faster]:,} bytes on {faster}:0 other work leaves" in text for text in reasons)
 
 
+def test_keys_that_are_values_are_placed_on_a_gpu(tmp_path):
+    """Matrices of heads of 16-bit floats stay so on GPUs."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS["deepseek2"], {"*attn_k_b*": "F16", "*": "Q8_0"})
+    file = read_gguf(path)
+    tensor = file.tensors["blk.0.attn_k_b.weight"]
+    assert resident_bytes(tensor, Fragments()) == 2 * math.prod(tensor.shape)
+    mod = rh.from_gguf(file, ["llvm", GPU], "auto", chunks=(16,), context=256, cost_model=costs_of(2))
+    entries = [entry for entry in remarks_of(mod).placement.entries if entry.reason.startswith("auto")]
+    assert {entry.device for entry in entries if ".attn" in entry.variable} == {"cuda:0"}
+
+
 def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     """A token reads few of the experts, so that they are what a small GPU gains the least from."""
     file = read_gguf(experts)

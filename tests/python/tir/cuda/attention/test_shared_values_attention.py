@@ -9,6 +9,7 @@ from tvm.target import Target
 from cuda_reports import reports_of
 from gpu_interpreter import run
 from relax_hetero.encoding.resolver import resolver_or_default
+from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.cuda.attention.attention_plan import shared_values_plan
@@ -76,6 +77,25 @@ def test_registers(target, size, chunk):
     work = case((5000,), **{**LATENT, "size": size, "shared_values": min(size, 512)}, heads=128, chunk=chunk).work
     (report,) = reports_of(shared_values_kernel(work.problem, gpu_target_of(target)), target)
     assert report.spill_stores == 0
+
+
+@pytest.mark.parametrize(
+    ("heads", "rows", "heads_per_tile", "split_keys"), [(16, 1, 16, 8), (128, 1, 16, 8), (20, 64, 10, 1), (17, 1, 1, 5)]
+)
+def test_plans_of_decoding(heads, rows, heads_per_tile, split_keys):
+    work = replace(case((5000,), **LATENT, heads=heads).work, rows=rows)
+    plan = shared_values_plan(work.problem, GPU)
+    assert (plan.heads_per_tile, plan.split_keys, plan.rows) == (heads_per_tile, split_keys, 16)
+
+
+def test_unsupported_problems_name_the_reason():
+    for size, values, reason in [
+        (576, 500, "500 elements of keys that are values, expected a multiple of 64"),
+        (672, 512, "heads of 672, expected a multiple of 32, at most 640"),
+    ]:
+        work = case((3,), heads=16, kv_heads=1, size=size, shared_values=values).work
+        with pytest.raises(EncodingError, match=reason):
+            shared_values_kernel(work.problem, GPU)
 
 
 @pytest.mark.gpu
