@@ -283,14 +283,23 @@ class PagedKeyValues(KeyValueSource):
         Warps that release a stage; 0: block barriers order reads and writes.
     append : callable, optional
         Writer of the token of a decode step to its page.
+    for_wgmma : bool
+        Whether wgmma reads the pages, by the async proxy.
     """
 
     keys = PAGE
 
     def __init__(
-        self, tensors: PagedTensors, shared: SharedMemory, threads: int, warps: int = 0, append: Append | None = None
+        self,
+        tensors: PagedTensors,
+        shared: SharedMemory,
+        threads: int,
+        warps: int = 0,
+        append: Append | None = None,
+        for_wgmma: bool = False,
     ) -> None:
         super().__init__(shared)
+        self.for_wgmma = for_wgmma
         self.tensors, self.threads, self.append, self.stages = tensors, threads, append, tensors.plan.stages
         self.page_bytes = tensors.page_bytes
         self._value_bytes = PAGE * tensors.problem.value_size * 2
@@ -370,7 +379,7 @@ class PagedKeyValues(KeyValueSource):
             if self.append is not None:
                 with when(num_tokens > 0):
                     self.append(tile, page, num_tokens - 1)
-            if self.ring.consumers:
+            if self.for_wgmma:
                 ptx.async_proxy_fence()
             ptx.block_barrier()
         self._page_mask = T.bind(T.Select(page < 0, 0, -1))

@@ -5,6 +5,9 @@ tile. Accumulators as wide as a key do not fit the registers of a warp: four war
 of them multiplies a part of the scores, exchanges it through shared memory, and accumulates a quarter of the columns
 of values. The online softmax is that of all scores of the team, in each of its warps.
 
+On Hopper, two warpgroups have 64 rows of a chunk, and half of the keys of a page and of the columns each; they exchange
+row maxima and probabilities (`team.Team`).
+
 The teams of a chunk have different rows. Those of a decode step have halves of the keys of a page; the pages are
 distributed over the blocks of a cluster, and the results of teams and blocks are combined in a fixed order.
 """
@@ -14,25 +17,32 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ....encoding.packed_layout import CHUNK_BYTES
 from ....encoding.pages import PAGE
 from ....encoding.problem import CachedAttentionProblem
-from ....target.gpu_target import WARP, GpuTarget
+from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr
 from ..core import ptx
 from ..core.launch import SharedMemory, local
 from ..tile.register_tile import RegisterTile
 from ..tile.shared_tile import add_by_columns, multiply_by_rows
 from ..tile.softmax import as_bits, as_float
-from .attention_plan import TEAM_WARPS, TEAMS, WARP_ROWS, AttentionPlan, shared_values_plan
-from .attention_tensors import READ_EARLY, PagedTensors, kernel_of, require_supported, unsupported_reason
+from .attention_plan import TEAM_WARPS, TEAMS, WARP_ROWS, AttentionPlan, paged_extents, paged_plan, shared_values_plan
+from .attention_tensors import CHUNK, READ_EARLY, PagedTensors, kernel_of, require_supported, unsupported_reason
 from .decode_attention import TokenHeads
 from .key_values import PagedKeyValues
 from .queries import PagedQueries
 from .row_store import PartialResults, RowStore
 from .score_tile import ScoreTile
+from .team import Team
+from .wgmma_attention import WGMMA_DEPTH, issue_products
 
 _THREADS = TEAMS * TEAM_WARPS * WARP
 _TEAM_THREADS = TEAM_WARPS * WARP
+WGMMA_ROWS = 64
+"""Rows of a chunk's block by wgmma."""
+_EXCHANGE_BYTES = 10 << 10
+"""Bytes of shared memory for the exchange of two warpgroups, barriers and alignment."""
 
 
 def shared_values_kernel(
@@ -48,6 +58,9 @@ def shared_values_kernel(
         If the kernel does not support the problem (`unsupported_reason`).
     """
     require_supported(problem, gpu, unsupported_reason(problem, gpu))
+    if not plan and _fits_wgmma(problem, gpu):
+        plan = paged_plan(problem, WGMMA_ROWS, 2)
+        return kernel_of("latent_chunk", problem, plan, gpu, lambda tensors: _WgmmaChunk(tensors).emit())
     plan = plan or shared_values_plan(problem, gpu)
     if problem.rows != "decode":
         return kernel_of("latent_chunk", problem, plan, gpu, lambda tensors: _Kernel(tensors).emit_chunk())
@@ -165,3 +178,63 @@ class _Kernel:
                     score = (warp % parts * 2 + block) * 4 + i
                     value = as_float(registers[i])
                     T.buffer_store(tile.scores.data, value if warp < parts else tile.scores[score] + value, [score])
+
+
+def _fits_wgmma(problem: CachedAttentionProblem, gpu: GpuTarget) -> bool:
+    """Return whether a chunk has enough rows for wgmma, columns for two warpgroups, and two pages in shared memory."""
+    if gpu.tensor != "wgmma" or problem.rows == "decode":
+        return False
+    tiles = WGMMA_ROWS + 2 * PAGE
+    has_room = tiles * problem.size * 2 + _EXCHANGE_BYTES <= gpu.shared_bytes
+    return has_room and problem.value_size <= 512 and paged_extents(problem)[0] >= WGMMA_ROWS
+
+
+class _WgmmaChunk:
+    """Writer of the kernel of a chunk by wgmma."""
+
+    def __init__(self, tensors: PagedTensors) -> None:
+        self.tensors, self.threads = tensors, 2 * WARPGROUP
+        shared = self.shared = SharedMemory()
+        self.queries = PagedQueries(tensors, shared, self.threads // WARP, for_wgmma=True)
+        self.source = PagedKeyValues(tensors, shared, self.threads, for_wgmma=True)
+        self.keys, self.columns = PAGE // 2, tensors.problem.value_size // 2
+        self.team = Team(shared, 2, self.keys // 4)
+
+    def emit(self) -> None:
+        """Write the launch."""
+        tensors, source, team = self.tensors, self.source, self.team
+        with tensors.launch(self.threads, self.shared, source.initialize, min_blocks_per_sm=1) as place:
+            source.locate(place.thread)
+            source.start()
+            team.locate(place.thread)
+            tile = ScoreTile(tensors, self.keys, place.thread, self.columns, team)
+            warp_row = T.bind(tirx.floordiv(tirx.floormod(place.thread, WARPGROUP), WARP) * WARP_ROWS)
+            first_row = T.bind(tensors.row + warp_row)
+            lane_row = T.bind(first_row + tirx.floordiv(tile.lane, 4))
+            source.begin_rows(lane_row, first_row)
+            tile.begin(lane_row, has_sinks=team.member == 0)
+            self.queries.load(place.thread)
+            column = T.bind(team.member * self.columns)
+            self._loop(tile, column)
+            tile.softmax.finish()
+            ptx.block_barrier()  # all warps have read the queries
+            store = RowStore(tensors, self.shared, self.columns)
+            store.store_tile(tile, first_row, self.queries.staging(warp_row), column)
+
+    def _loop(self, tile: ScoreTile, column: Expr) -> None:
+        """Write the loop over pages. Shared memory has no page to multiply ahead, so that products do not overlap."""
+        source, dtype, operand = self.source, self.tensors.dtype, self.queries.matrix(0)
+        queries, (keys, values) = operand.at(operand.begin), source.matrices()
+        steps, own_key = self.tensors.problem.size // WGMMA_DEPTH, T.bind(self.team.member * self.keys)
+        with T.serial(source.count) as index:
+            source.wait(keys=index)
+            own_keys = keys.at(source.key_tile(index).offset + own_key * CHUNK_BYTES)
+            issue_products(tile.scores, queries, own_keys, steps, dtype, False, (False, False))
+            ptx.wgmma_wait(0)
+            tile.update(T.bind(source.first_key(index) + own_key), source.visible())
+            tile.pack()
+            tile.rescale()
+            own_values = values.at(source.value_tile(index).offset + column * (PAGE * CHUNK_BYTES // CHUNK))
+            issue_products(tile.sums, tile.weight_fragment, own_values, PAGE // WGMMA_DEPTH, dtype, True, (False, True))
+            ptx.wgmma_wait(0)
+            source.release(values=index)

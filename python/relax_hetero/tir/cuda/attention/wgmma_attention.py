@@ -34,7 +34,7 @@ from .score_tile import ScoreTile
 
 Operand = Callable[[int], Expr | list[Expr]]
 """Function from the number of a wgmma to its operand: a matrix descriptor, or registers."""
-_DEPTH = 16
+WGMMA_DEPTH = 16
 """Extent of k of a wgmma."""
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and consumers, by consumer warpgroups. Their total must not exceed that of the
@@ -85,7 +85,7 @@ class _Kernel:
         self.source: ProducedKeyValues | PagedKeyValues
         if isinstance(tensors, PagedTensors):
             self.producers, self.queries = 0, PagedQueries(tensors, shared, for_wgmma=True)
-            self.source = PagedKeyValues(tensors, shared, consumers, warps=consumers // WARP)
+            self.source = PagedKeyValues(tensors, shared, consumers, warps=consumers // WARP, for_wgmma=True)
         else:
             if self.plan.split_keys > 1:
                 self.partial = PartialResults(shared, 0, self.plan.rows, ceil_div(int(tensors.sizes["e"]), 16) * 16)
@@ -155,15 +155,19 @@ class _Kernel:
         """Write the loop over tiles: scores, softmax and accumulation of values."""
         source, count, left = self.source, self.source.count, queries.at(queries.begin)
         keys, values = source.matrices()
-        steps, transposed = ceil_div(int(self.tensors.sizes["d"]), _DEPTH), (queries.is_transposed, keys.is_transposed)
+        steps, transposed = (
+            ceil_div(int(self.tensors.sizes["d"]), WGMMA_DEPTH),
+            (queries.is_transposed, keys.is_transposed),
+        )
 
         def issue_scores(index: Expr) -> None:
             right = keys.at(source.key_tile(index).offset)
-            self._issue(tile.scores, left, right, steps, False, transposed)
+            issue_products(tile.scores, left, right, steps, self.tensors.dtype, False, transposed)
 
         def issue_values(index: Expr) -> None:
             right = values.at(source.value_tile(index).offset)
-            self._issue(tile.sums, tile.weight_fragment, right, tile.keys // _DEPTH, True, (False, True))
+            steps = tile.keys // WGMMA_DEPTH
+            issue_products(tile.sums, tile.weight_fragment, right, steps, self.tensors.dtype, True, (False, True))
 
         index: Expr = tirx.const(0, "int32")
         source.wait(keys=index)
@@ -204,12 +208,19 @@ class _Kernel:
         issue_values(last)
         ptx.wgmma_wait(0)
 
-    def _issue(
-        self, sums: RegisterTile, left: Operand, right: Operand, steps: int, adds: bool, transposed: tuple[bool, bool]
-    ) -> None:
-        """Issue a product of `steps` wgmmas, added to `sums` if `adds`."""
-        types = (self.tensors.dtype, self.tensors.dtype)
-        ptx.wgmma_fence()
-        for step in range(steps):
-            ptx.wgmma(sums.registers, left(step), right(step), types, T.uint32(1 if step or adds else 0), transposed)
-        ptx.wgmma_commit()
+
+def issue_products(
+    sums: RegisterTile,
+    left: Operand,
+    right: Operand,
+    steps: int,
+    dtype: str,
+    adds: bool,
+    transposed: tuple[bool, bool],
+) -> None:
+    """Issue a product of `steps` wgmmas, added to `sums` if `adds`."""
+    ptx.wgmma_fence()
+    for step in range(steps):
+        is_added = T.uint32(1 if step or adds else 0)
+        ptx.wgmma(sums.registers, left(step), right(step), (dtype, dtype), is_added, transposed)
+    ptx.wgmma_commit()

@@ -43,6 +43,14 @@ CHUNKS = {
     "behind others, padded, sinks": case((100,), heads=3, chunk=40, **SMALL, padded=3, sinks=True, dtype="float32"),
     "window, norm": case((70,), heads=1, chunk=65, **SMALL, window=40, has_k_norm=True),
     "DeepSeek V2 Lite": case((60,), heads=1, chunk=9, **LATENT, scale=0.07, dtype="bfloat16", page_dtype="bfloat16"),
+    "wgmma, two blocks": case((30,), heads=2, chunk=100, **{**SMALL, "shared_values": 64}),
+    "wgmma, padded, sinks, window": case(
+        (100,), heads=1, chunk=70, **SMALL, padded=3, sinks=True, window=90, dtype="float32"
+    ),
+    "wgmma, softcap, no shared columns of keys": case(
+        (0,), 2, 1, 128, chunk=64, shared_values=128, softcap=3.0, dtype="bfloat16", page_dtype="bfloat16"
+    ),
+    "wgmma, DeepSeek V2 Lite": case((60,), heads=1, chunk=64, **LATENT, scale=0.07),
 }
 
 
