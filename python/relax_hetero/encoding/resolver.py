@@ -186,7 +186,18 @@ class EncodingResolver(ABC):
         return problem
 
     def appends_in_own_kernel(self, problem: CachedAttentionProblem) -> bool:
-        """Return whether a kernel of its own writes new keys and values into their pages."""
+        """Return whether a separate kernel writes new keys and values into their pages.
+
+        Parameters
+        ----------
+        problem : CachedAttentionProblem
+            Problem of a call.
+
+        Returns
+        -------
+        bool
+            False if the kernel of the attention writes them.
+        """
         return False
 
 

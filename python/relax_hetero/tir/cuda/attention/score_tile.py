@@ -112,7 +112,7 @@ class ScoreTile:
         self._team, self._own_weights = team, local(keys // 4, "uint32") if team else self.weights
         self.sums = RegisterTile(columns or ceil_div(int(tensors.sizes["e"]), 16) * 16)
         may_overflow = self.scale is None and score_bound(tensors.scores.term) > _MAX_BOUND
-        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow, team and team.combine)
+        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow, team.combine if team else None)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
     def begin(self, row: Expr, has_sinks: Expr = True) -> None:
