@@ -58,8 +58,9 @@ def kernels(chosen):
     """Kernels before the last one, and that, of a case of `DECODE` or `CHUNKS`."""
     work, split = (chosen[0].work, chosen[1]) if isinstance(chosen, tuple) else (chosen.work, 1)
     appends = resolver_or_default(TARGETS[0]).appends_in_own_kernel(work.problem)
-    plan = replace(shared_values_plan(work.problem, GPU), split_keys=split)
+    plan = None if work.is_chunk else replace(shared_values_plan(work.problem, GPU), split_keys=split)
     kernel = shared_values_kernel(work.problem, GPU, plan)
+    assert ("ptx.wgmma" in str(kernel)) == (work.is_chunk and work.rows >= 64)
     return [page_append_kernel(work.append_problem, GPU)] * appends, kernel
 
 
@@ -84,7 +85,7 @@ def test_against_float64(chosen):
 def test_registers(target, size, chunk):
     work = case((5000,), **{**LATENT, "size": size, "shared_values": min(size, 512)}, heads=128, chunk=chunk).work
     (report,) = reports_of(shared_values_kernel(work.problem, gpu_target_of(target)), target)
-    assert report.spill_stores == 0
+    assert (report.spill_stores, report.serialized) == (0, "")
 
 
 @pytest.mark.parametrize(
