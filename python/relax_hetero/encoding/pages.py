@@ -105,10 +105,10 @@ def unpacked_pages(pages: np.ndarray, size: int, order: str, shared: bool = Fals
     count, heads = pages.shape[:2]
     if pages.dtype == np.uint16:
         pages = (pages.astype(np.uint32) << 16).view(np.float32)
-    if shared:  # as a page of keys in rows and of the same values
+    if shared:  # as a page of keys and of the same values, in the order of values
         begin = PAGE * size
         parts = [pages[..., :begin], pages[..., :begin], pages[..., begin:], pages[..., begin:]]
-        pages, order = np.concatenate(parts, axis=-1), "rows"
+        pages, order = np.concatenate(parts, axis=-1), order if order == "chunks" else "rows"
     keys = pages[..., : PAGE * size].astype(np.float32)
     values = pages[..., PAGE * size : 2 * PAGE * size].astype(np.float32).reshape(count, heads, PAGE, size)
     if order == "chunks":

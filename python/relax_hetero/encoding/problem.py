@@ -437,7 +437,9 @@ class CachedAttentionProblem:
         "decode" or "chunk"; "append": only write keys and values of a chunk, without an out.
     order : str
         Order of keys in a page, see `encoding.pages`.
-    sinks, shared_values : bool
+    sinks : bool
+    shared_values : int
+        Number of last elements of a key that are the value, too; 0: values are of their own.
     """
 
     operands: tuple[Operand, ...]
@@ -454,7 +456,7 @@ class CachedAttentionProblem:
     rows: str
     order: str
     sinks: bool = False
-    shared_values: bool = False
+    shared_values: int = 0
 
     @property
     def parameters(self) -> list[Operand]:
@@ -470,6 +472,11 @@ class CachedAttentionProblem:
     def group(self) -> int:
         """Heads of queries that read the same keys."""
         return self.heads // self.kv_heads
+
+    @property
+    def value_size(self) -> int:
+        """Elements of a value."""
+        return self.shared_values or self.size
 
     @property
     def page_type(self) -> str:

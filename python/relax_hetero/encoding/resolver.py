@@ -37,8 +37,6 @@ class EncodingResolver(ABC):
         Name in messages and reports.
     problems : tuple of type
         Classes of problems that `kernel` solves, besides products, convolutions and elementwise ones.
-    appends_in_own_kernel : bool
-        Whether a separate kernel writes the keys and values of a chunk into their pages.
     cache_key : str, optional
         Text that changes whenever the answers do. Without it, modules for devices of a third party's resolver are not
         stored in the compile cache.
@@ -46,7 +44,6 @@ class EncodingResolver(ABC):
 
     name = ""
     problems: tuple[type, ...] = ()
-    appends_in_own_kernel = False
     cache_key: str | None = None
 
     @abstractmethod
@@ -187,6 +184,21 @@ class EncodingResolver(ABC):
             The same problem if there is none.
         """
         return problem
+
+    def appends_in_own_kernel(self, problem: CachedAttentionProblem) -> bool:
+        """Return whether a separate kernel writes new keys and values into their pages.
+
+        Parameters
+        ----------
+        problem : CachedAttentionProblem
+            Problem of a call.
+
+        Returns
+        -------
+        bool
+            False if the kernel of the attention writes them.
+        """
+        return False
 
 
 class _NoResolver(EncodingResolver):

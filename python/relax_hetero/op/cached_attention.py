@@ -44,7 +44,7 @@ class CachedAttentionAttrs(tvm.ir.Attrs):
     eps: float
     rows: str
     sinks: bool
-    shared_values: bool
+    shared_values: int
 
 
 def cached_attention(
@@ -65,7 +65,7 @@ def cached_attention(
     eps: float = 1e-6,
     rows: str = "decode",
     sinks: bool = False,
-    shared_values: bool = False,
+    shared_values: int = 0,
 ) -> relax.Call:
     """Write new keys and values into the cache, then compute the attention of the new queries to their sequences' keys.
 
@@ -113,13 +113,14 @@ def cached_attention(
         consecutive positions, rows with sequence -1 last; each row sees the rows before it.
     sinks : bool
         Whether the softmax of a head has one more score, its sink, without a key and a value.
-    shared_values : bool
-        Whether keys, normalized and rotated, are the values, too, and pages have them once. Kernels of GPUs lack it.
+    shared_values : int
+        Number of last elements of a key, normalized and rotated, that are the value, too, so that pages have them
+        once; 0: values are of their own, and have `size` elements.
 
     Returns
     -------
     relax.Call
-        A tuple: (rows, heads * size) of the type of `qkv`, and the pages.
+        A tuple: (rows, heads * value size) of the type of `qkv`, and the pages.
 
     Raises
     ------
@@ -162,6 +163,10 @@ def _check_attributes(attrs: CachedAttentionAttrs) -> None:
             f"{CACHED_ATTENTION}: found {attrs.heads} heads of queries, expected a multiple of the "
             f"{attrs.kv_heads} heads of keys"
         )
+    if not 0 <= int(attrs.shared_values) <= int(attrs.size):
+        raise EncodingError(
+            f"{CACHED_ATTENTION}: found shared_values={attrs.shared_values}, expected 0 to size={attrs.size}"
+        )
     for name in ("window", "softcap", "eps"):
         if not 0 <= float(getattr(attrs, name)) < math.inf:
             raise EncodingError(f"{CACHED_ATTENTION}: found {name}={getattr(attrs, name)}, expected 0 or more")
@@ -181,6 +186,7 @@ def infer_cached_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> tvm.ir
             f"qkv, pages, table, sequences, positions{''.join(', ' + name for name in optional)}"
         )
     heads, kv_heads, size = int(attrs.heads), int(attrs.kv_heads), int(attrs.size)
+    value_size = int(attrs.shared_values) or size
     shared = bool(attrs.shared_values)
     qkv = _operand(call, 0, "qkv", _ACTIVATIONS, [None, (heads + (1 if shared else 2) * kv_heads) * size])
     dtype = str(call.args[PAGES].ty.dtype) if isinstance(call.args[PAGES].ty, relax.TensorType) else "float16"
@@ -196,7 +202,7 @@ def infer_cached_attention(call: relax.Call, _ctx: relax.BlockBuilder) -> tvm.ir
             _operand(call, index, name, ("float32",), [heads if name == "sinks" else size])
     qkv_type, pages_type = call.args[0].ty, call.args[PAGES].ty
     vdevice = qkv_type.vdevice or pages_type.vdevice
-    out = relax.TensorType([qkv[0], heads * size], qkv_type.dtype, vdevice)
+    out = relax.TensorType([qkv[0], heads * value_size], qkv_type.dtype, vdevice)
     return tvm.ir.TupleType(
         [out, relax.TensorType(list(pages_type.shape.values), pages_type.dtype, pages_type.vdevice or vdevice)]
     )

@@ -35,6 +35,7 @@ from ..errors import EncodingError
 from ..target.element_types import HALF_TYPES, TF32, bytes_of
 from ..target.gpu_target import NARROW_COLUMNS, GpuTarget, gpu_target_of
 from ..tir.conv.conv_products import IMAGE_CHANNELS
+from ..tir.cuda.attention.attention_plan import decode_heads
 
 if TYPE_CHECKING:
     import tvm
@@ -121,8 +122,6 @@ class CudaResolver(EncodingResolver):
 
     name = "cuda"
     problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, CachedAttentionProblem)
-    appends_in_own_kernel = True
-    """Blocks of a launch do not wait for each other, and all rows of a chunk read what its rows write."""
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
@@ -149,6 +148,10 @@ class CudaResolver(EncodingResolver):
     def page_order(self, target: tvm.target.Target) -> str:
         """Runs of eight numbers of a token, as tensor cores read keys and values."""
         return "chunks"
+
+    def appends_in_own_kernel(self, problem: CachedAttentionProblem) -> bool:
+        """Return whether several blocks read what a row writes, as blocks of a launch do not wait for each other."""
+        return problem.rows == "chunk" or decode_heads(problem) < problem.group
 
     def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
         """Swizzled tiles, for products of `UNPACKED_ROWS` or more rows of 16-bit floats on Hopper's tensor cores."""

@@ -135,6 +135,20 @@ def test_products_of_one_operand_are_joined_on_gpus(tmp_path):
     assert names("Q8_0", {"blk.0.attn_k": "llvm", "*": "cuda"}) == {"blk.0.attn_q"}
 
 
+def test_products_of_heads_on_gpus(tmp_path):
+    """Block-quantized matrices of heads stay so, as those of experts; unquantized ones are a batch of 16-bit floats."""
+
+    def operands(name):
+        path = write_gguf(tmp_path / "model.gguf", MODELS[name], "Q8_0")
+        mod = rh.from_gguf(path, [OF_A_GPU], context=64, batches=(4,), activations="float16")
+        values = {b.var.name: b.value for block in mod["decode_4"].body.blocks for b in block.bindings}
+        types = (values["blk.0.attn_k_b"].args[0].ty, values["blk.0.attn_k_b"].args[1].ty)
+        return [([int(extent) for extent in ty.shape.values], str(ty.dtype)) for ty in types]
+
+    assert operands("deepseek2") == [([4, 4, 1, 256], "float32"), ([4, 4, 256, 256], "float32")]
+    assert operands("deepseek2-lite") == [([4, 4, 256], "float16"), ([4, 256, 256], "float16")]
+
+
 def test_unknown_activations(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama"])
     with pytest.raises(rh.HeteroError, match="activations is 'half', expected one of float32, float16, bfloat16"):

@@ -66,6 +66,14 @@ def infer(*types, **changed):
     return relax.BlockBuilder().normalize(rh.op.cached_attention(*operands, **attributes)).ty
 
 
+def test_type_of_shared_values():
+    qkv, pages = ((3, 5 * 96), "float32"), ((9, 1, 6144), "float16")
+    inferred = infer(qkv, pages, TABLE, ROW, ROW, kv_heads=1, size=96, shared_values=64)
+    assert [int(extent) for extent in inferred.fields[0].shape.values] == [3, 256]
+    with pytest.raises(EncodingError, match="found shared_values=97, expected 0 to size=96"):
+        infer(qkv, pages, TABLE, ROW, ROW, kv_heads=1, size=96, shared_values=97)
+
+
 @pytest.mark.parametrize(("dtype", "elements"), [("float32", 8192), ("bfloat16", 8192), ("int8", 8192 + 512)])
 def test_types_of_pages(dtype, elements):
     ty = infer(QKV, ((9, 2, elements), dtype), TABLE, ROW, ROW)

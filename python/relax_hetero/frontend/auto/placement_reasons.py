@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 from ...artifact.messages import AUTO
@@ -13,9 +12,7 @@ from .work_graph import OUTSIDE
 def choice(cause: str, seconds: Sequence[float], device: int, names: Sequence[str], details: str = "") -> str:
     """Format the reason for `device` with the seconds on each device."""
     times = [f"{time_text(seconds[device])} here"]
-    for other, time in enumerate(seconds):
-        if other != device:
-            times.append(f"{time_text(time) if math.isfinite(time) else 'no kernel'} on {names[other]}")
+    times += [f"{time_text(time)} on {names[other]}" for other, time in enumerate(seconds) if other != device]
     return f"{AUTO}{cause}: {', '.join(times)}{details}"
 
 

@@ -170,7 +170,7 @@ class _Function:
             eps=model.eps,
             rows=self.kind,
             sinks=has_sinks,
-            shared_values=model.has_shared_values,
+            shared_values=model.latent.rank if model.latent else 0,
         )
         result = self.emit(call, f"{name}.attn")
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
@@ -225,21 +225,32 @@ class _Function:
         """Values of all heads, (rows, heads * value_size), from sums of compressed ones."""
         model, latent = self.model, self.model.latent
         assert latent is not None, "only models with sizes of a latent attention have one"
-        heads = self._reshaped(x, [self.rows, model.heads, model.head_size], f"{name}.attn_kqv_heads")
-        values = self._sliced(heads, model.rotary_size, model.head_size, f"{name}.attn_kqv_latent")
-        products = self._head_products(values, f"{name}.attn_v_b", latent.value_size, latent.rank)
+        products = self._head_products(x, f"{name}.attn_v_b", latent.value_size, latent.rank)
         return self._reshaped(products, [self.rows, model.heads * latent.value_size], f"{name}.attn_values")
 
     def _head_products(self, x: relax.Expr, name: str, out_features: int, in_features: int) -> relax.Expr:
-        """The product of each head with a matrix of its own, (rows, heads, out_features): heads are experts."""
-        rows, heads = self.rows, self.model.heads
-        ids = relax.const(np.tile(np.arange(heads, dtype="int32"), (rows, 1)))
-        x = self._reshaped(x, [rows, heads, 1, in_features], f"{name}.heads")
-        result = self._expert_linear(x, ids, name, heads, out_features, in_features)
-        return self._reshaped(result, [rows, heads, out_features], f"{name}.out")
+        """The product of each head with a matrix of its own, (rows, heads, out_features).
+
+        Heads are experts of block-quantized weights, and a batch of unquantized ones.
+        """
+        rows, heads, dtype = self.rows, self.model.heads, self.types.dtype_of(name)
+        matrices = self.weights.unquantized_matrix(f"{name}.weight", [heads, out_features, in_features], dtype)
+        if matrices is None:
+            ids = relax.const(np.tile(np.arange(heads, dtype="int32"), (rows, 1)))
+            x = self._reshaped(x, [rows, heads, 1, in_features], f"{name}.heads")
+            result = self._expert_linear(x, ids, name, heads, out_features, in_features)
+            return self._reshaped(result, [rows, heads, out_features], f"{name}.out")
+        x = self._reshaped(self._cast(x, dtype), [rows, heads, in_features], f"{name}.rows")
+        x = self.emit(relax.op.permute_dims(x, [1, 0, 2]), f"{name}.heads")
+        transposed = self.emit(relax.op.permute_dims(matrices, [0, 2, 1]), f"{name}.transposed")
+        result = self.emit(relax.op.matmul(x, transposed, out_dtype="float32"), name)
+        return self.emit(relax.op.permute_dims(result, [1, 0, 2]), f"{name}.out")
 
     def _reshaped(self, x: relax.Expr, shape: list[int], name: str) -> relax.Expr:
-        return self.emit(relax.op.reshape(x, shape), name)
+        """Reshape a value, unless it has the shape."""
+        return (
+            x if [int(extent) for extent in x.ty.shape.values] == shape else self.emit(relax.op.reshape(x, shape), name)
+        )
 
     def _sliced(self, x: relax.Expr, begin: int, end: int, name: str) -> relax.Expr:
         """Elements from `begin` to `end` of the last axis."""

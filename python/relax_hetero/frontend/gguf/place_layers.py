@@ -8,14 +8,14 @@ if these are experts, of which a token reads a few (KTransformers).
 
 The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores 5-
 and 6-bit quants in bytes, has its own scales and minimums, and keeps unquantized matrices as 16-bit floats and experts
-as float32.
+as float32. Matrices of heads (`attn_k_b`, `attn_v_b`) are no experts.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -28,7 +28,7 @@ from ...encoding.block_weights import BlockLayout, Fragments
 from ...encoding.pages import page_bytes
 from ...encoding.resolver import resolver_or_default
 from ...errors import PlacementError
-from ...target.vdevice import device_name, is_cpu
+from ...target.vdevice import device_name
 from ..auto.cost_model import CostModel
 from ..auto.placement_reasons import choice, memory_limited
 from ..paged_cache import PagedCache
@@ -47,8 +47,8 @@ def layouts_of(vdevices: Sequence[tvm.relax.VDevice]) -> list[BlockLayout | None
 
 def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:
     """Bytes of a tensor on a device with a layout."""
-    shape = tensor.shape
-    if isinstance(layout, Fragments) and len(shape) == 2 and (tensor.type == "F32" or is_plain(tensor.type)):
+    shape, is_unquantized = tensor.shape, tensor.type == "F32" or is_plain(tensor.type)
+    if isinstance(layout, Fragments) and is_unquantized and (len(shape) == 2 or _is_of_heads(tensor)):
         return 2.0 * prod(shape)
     form = _kept_format(tensor, layout)
     if form is None or layout is None:
@@ -61,6 +61,10 @@ def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:
     return float(4 * prod(words) + size * sum(map(prod, others)))
 
 
+def _is_of_heads(tensor: FileTensor) -> bool:
+    return ".attn_" in tensor.name and len(tensor.shape) == 3
+
+
 def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat | None:
     """Format of a tensor whose weights stay in it on a device; None if they become float32."""
     form, shape = FILE_FORMATS.get(tensor.type.lower()), tensor.shape
@@ -71,7 +75,7 @@ def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat 
 
 def bytes_read(tensor: FileTensor, layout: BlockLayout | None, share: float) -> float:
     """Bytes of a tensor that a token reads; `share` is the fraction of chosen experts, 1 for other tensors."""
-    is_copied = len(tensor.shape) > 2 and _kept_format(tensor, layout) is None
+    is_copied = len(tensor.shape) > 2 and _kept_format(tensor, layout) is None and not _is_of_heads(tensor)
     return (COPIED_EXPERTS if is_copied else 1) * share * resident_bytes(tensor, layout)
 
 
@@ -165,8 +169,6 @@ def place_layers(
         If the model does not fit; the text has the required bytes.
     """
     parts = parts_of(file, model, cache, layouts_of(vdevices))
-    if model.has_shared_values:  # a kernel of CPUs only
-        parts = [_on_cpus(part, vdevices) if part.name == "attn" else part for part in parts]
     plan = best_plan(parts, costs, limits, model.hidden_size * 4)
     if plan is None:
         needs = ", ".join(
@@ -190,12 +192,6 @@ def place_layers(
     return rules, reasons, _estimate(parts, plan, costs, names, model.hidden_size * 4)
 
 
-def _on_cpus(part: Part, vdevices: Sequence[tvm.relax.VDevice]) -> Part:
-    """The part with infinite times on devices other than CPUs."""
-    read = zip(part.read, vdevices, strict=True)
-    return replace(part, read=tuple(size if is_cpu(vdevice) else math.inf for size, vdevice in read))
-
-
 def _placement_reason(
     part: Part, device: int, plan: LayerPlan, costs: CostModel, limits: Mapping[int, int], names: Sequence[str]
 ) -> str:
@@ -216,7 +212,6 @@ def _estimate(
     parts: Sequence[Part], plan: LayerPlan, costs: CostModel, names: Sequence[str], row_bytes: int
 ) -> dict[str, Any]:
     alone = {name: _plan(parts, (i,) * len(parts), costs, row_bytes).seconds for i, name in enumerate(names)}
-    alone = {name: seconds for name, seconds in alone.items() if math.isfinite(seconds)}
     busy_seconds = dict.fromkeys(names, 0.0)
     for part, device in zip(parts, plan.devices, strict=True):
         busy_seconds[names[device]] += _part_seconds(part, device, costs)

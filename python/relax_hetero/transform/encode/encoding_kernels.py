@@ -261,13 +261,13 @@ class EncodingKernels:
         return self._kernel_and_scratch(problem, target, name, ops, op_text, out.vdevice)
 
     def append(self, call: relax.Call, out: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar | None:
-        """The kernel that writes keys and values of a chunk into their pages; None if `cached_attention` does it."""
+        """The kernel that writes new keys and values into their pages; None if `cached_attention` does it."""
         target = target_of(out.vdevice)
-        if str(call.attrs.rows) != "chunk" or not resolver_or_default(target).appends_in_own_kernel:
+        resolver = resolver_or_default(target)
+        problem = cached_attention_problem(call, out, resolver.page_order(target))
+        if not resolver.appends_in_own_kernel(problem):
             return None
-        problem = replace(
-            cached_attention_problem(call, out, resolver_or_default(target).page_order(target)), rows=APPEND
-        )
+        problem = replace(problem, rows=APPEND)
         sizes = [problem.out.shape[0], problem.kv_heads, problem.size]
         ops = ["rms_norm"] * ("k" in problem.norms) + ["rotary"] * bool(problem.rotary) + ["append"]
         return self._kernel(problem, target, f"append_{shape_text(sizes)}_{self._names.device(target)}", ops, op_text)

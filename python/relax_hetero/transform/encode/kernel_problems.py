@@ -256,7 +256,7 @@ def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str
         str(attrs.rows),
         order,
         bool(attrs.sinks),
-        bool(attrs.shared_values),
+        int(attrs.shared_values),
     )
 
 

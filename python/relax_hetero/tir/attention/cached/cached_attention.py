@@ -228,12 +228,12 @@ class _Kernel:
         return materialize(ends[0] + 0), materialize(ends[1] + 0)
 
     def _spec(self, task: Expr) -> CachedSpec:
-        cap, plan, size = self.problem.softcap, self.plan, self.problem.size
+        problem, plan, cap = self.problem, self.plan, self.problem.softcap
         scores = f"multiply(tanh(multiply(x0, {1 / cap})), {cap})" if cap else "x0"
         registers = Registers(plan.rows * plan.vectors, "float32", plan.lanes)
-        start, sizes = materialize(task * plan.scratch), {"d": size, "e": size}
+        start, sizes = materialize(task * plan.scratch), {"d": problem.size, "e": problem.value_size}
         kernel = (Expression.parse(scores), (), sizes, plan, self.scratch, start, registers, FLOAT32_FMA)
-        return CachedSpec(*kernel, self.problem, self.tensors)
+        return CachedSpec(*kernel, problem, self.tensors)
 
     def _first_visible(self, position: Expr) -> Expr:
         """The first position that is visible to a query at a position."""
@@ -328,7 +328,7 @@ class _Kernel:
 
     def _finish_row(self, spec: CachedSpec, row: Expr, number: Expr) -> None:
         """Write a row's average to a row of the result."""
-        size, lanes, min_sum = self.problem.size, self.plan.lanes, tirx.const(1e-30, "float32")
+        size, lanes, min_sum = self.problem.value_size, self.plan.lanes, tirx.const(1e-30, "float32")
         average = let(tirx.const(1.0, "float32") / T.max(spec.load("all_sums", row), min_sum))
         for j, mask in enumerate(spec.value_masks):
             sums = spec.load("all_partial", row * self.plan.value_distance + j * lanes, lanes)

@@ -43,17 +43,17 @@ _MAX_FLOAT16 = 65504.0
 
 @dataclass(frozen=True)
 class Page:
-    """A head of a page: the offset of its keys in elements, and whether they are its values, too."""
+    """A head of a page: the offset of its keys in elements, and how many elements of these are values, too."""
 
     tensors: Tensors
     start: Expr
     size: int
-    is_shared: bool
+    shared_values: int
 
     @property
     def values(self) -> Expr:
         """Offset of the values."""
-        return self.start if self.is_shared else self.start + PAGE * self.size
+        return self.start + (self.size - self.shared_values if self.shared_values else PAGE * self.size)
 
     def load(self, index: Expr, lanes: int, mask: Expr | None = None) -> Expr:
         """Elements from an index on, as float32, not yet scaled."""
@@ -61,7 +61,7 @@ class Page:
 
     def scale_at(self, key_or_value: int, token: Expr) -> Expr:
         """Offset in floats of the scale of a token's key (0) or value (1)."""
-        if self.is_shared:
+        if self.shared_values:
             return tirx.floordiv(self.start, 4) + PAGE * self.size // 4 + token
         return tirx.floordiv(self.start, 4) + (2 * PAGE * self.size // 4 + key_or_value * PAGE) + token
 
@@ -111,7 +111,7 @@ class PagedKeyValues(KeyValueSource):
         if plan.is_in_place:
             return
         columns, lanes = plan.columns, plan.lanes
-        if self.page.is_shared:
+        if self.page.shared_values:
             self._transpose_keys()
         else:
             with loop(PAGE // columns) as panel, loop(plan.width) as row:
@@ -207,9 +207,10 @@ def emit_append(spec: CachedSpec, row: Expr, head: Expr, slot: Expr, position: E
 
 def _write(spec: CachedSpec, page: Page, row: Expr, start: Expr, norm: str, token: Expr) -> None:
     """Write a key (with a norm's name) or a value (without) to its page."""
-    tensors, key_or_value, is_column = spec.tensors, 0 if norm else 1, bool(norm) and not page.is_shared
+    tensors, key_or_value, is_column = spec.tensors, 0 if norm else 1, bool(norm) and not page.shared_values
     step = PAGE if is_column else 1
-    first = materialize(page.start + token if is_column else page.values + token * page.size)
+    begin = page.start if norm else page.values
+    first = materialize(begin + token * (1 if is_column else page.size))
     inverse = None
     if tensors.page_type == "int8":
         row_max = Registers(1, "float32", 1)

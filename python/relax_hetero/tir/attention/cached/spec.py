@@ -88,7 +88,7 @@ def cached_plan(problem: CachedAttentionProblem, cpu: CpuTarget) -> CachedPlan:
         rows=tile_rows,
         vectors=vectors,
         lanes=lanes,
-        value_panels=ceil_div(problem.size, vectors * lanes),
+        value_panels=ceil_div(problem.value_size, vectors * lanes),
         width=problem.size,
         # Keys that are values are in the order of values: they are transposed to scratch.
         is_in_place=not problem.shared_values and (not is_chunk or count <= 2 * tile_rows),

@@ -39,6 +39,10 @@ MAX_NARROW = 128
 """Maximum head size for which registers suffice for eight warps per block, and for wgmma's scores over pages."""
 MIN_WGMMA_CHUNK = 128
 """Minimum rows of a chunk for wgmma, those of two warpgroups."""
+TEAM_WARPS = 4
+"""Warps that share 16 rows, and have a part of the columns of values each, where keys are the values."""
+TEAMS = 2
+"""Teams of warps of a block: of different rows of a chunk, or of halves of the keys of a page."""
 MAX_SPLIT = 8
 DECODE_BLOCKS_PER_SM = 2
 MAX_DECODE_STAGES = 3
@@ -197,7 +201,7 @@ def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPla
     """Plan of `decode_attention`: as many blocks as are resident, if sequences may have as many pages."""
     rows, _, max_pages = paged_extents(problem)
     blocks = rows * problem.kv_heads
-    num_pages = min(max_pages, ceil_div(problem.window, PAGE) + 1) if problem.window else max_pages
+    num_pages = _num_pages(problem, max_pages)
 
     def fits(split: int) -> bool:
         resident = gpu.model.resident_blocks[split] * gpu.multiprocessors // gpu.model.resident_blocks[1]
@@ -213,14 +217,37 @@ def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPla
     )
 
 
+def shared_values_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:
+    """Plan of `shared_values_attention`: a block per multiprocessor, whose shared memory has two pages."""
+    rows, _, max_pages = paged_extents(problem)
+    if problem.rows != "decode":
+        return paged_plan(problem, TEAMS * WARP_ROWS, 2)
+    blocks = rows * problem.heads // decode_heads(problem)
+    splits = (count for count in range(MAX_SPLIT, 1, -1) if blocks * count <= gpu.model.resident_blocks[count])
+    split_keys = min(next(splits, 1), _num_pages(problem, max_pages))
+    return paged_plan(problem, WARP_ROWS, 2, split_keys)
+
+
+def decode_heads(problem: CachedAttentionProblem) -> int:
+    """Heads of a token in a tile of decoding: all that share keys, or where keys are the values a divisor of these."""
+    if not problem.shared_values:
+        return problem.group
+    return next(count for count in range(WARP_ROWS, 0, -1) if problem.group % count == 0)
+
+
+def _num_pages(problem: CachedAttentionProblem, max_pages: int) -> int:
+    """Maximum pages that a token sees."""
+    return min(max_pages, ceil_div(problem.window, PAGE) + 1) if problem.window else max_pages
+
+
 def paged_plan(problem: CachedAttentionProblem, rows: int, stages: int, split_keys: int = 1) -> AttentionPlan:
     """Plan for pages, with given rows of a block, pages in flight, and blocks that split the pages of a sequence.
 
     All heads of a tile of rows are neighbours, as those that share keys read the same pages. The rows of a tile of
-    decoding are the heads of a token that share keys.
+    decoding are heads of a token that share keys.
     """
     if problem.rows == "decode":
-        return AttentionPlan(rows, PAGE, stages, split_keys, problem.group)
+        return AttentionPlan(rows, PAGE, stages, split_keys, decode_heads(problem))
     # Overlap with the own product is slower with dense heads of 128; it hides the tanh of a softcap.
     overlaps = bool(problem.softcap)
     return AttentionPlan(rows, PAGE, stages, overlaps_own_product=overlaps, heads_per_group=problem.heads)

@@ -34,6 +34,8 @@ MAX_HEAD_SIZE = 256
 """Maximum head size on tensor cores: accumulators of values stay in registers."""
 MAX_HEAD_SIZE_TF32 = 128
 """Maximum head size of float32, limited by shared memory."""
+MAX_SHARED_VALUES_SIZE = 640
+"""Maximum size of keys that are the values: two pages fit shared memory."""
 CHUNK = 8
 """Contiguous elements of a head in a page: 16 bytes."""
 READ_EARLY = (1, 2, 3, 4)
@@ -69,18 +71,16 @@ def require_supported(problem: AttentionProblem | CachedAttentionProblem, gpu: G
 
 def _paged_unsupported_reason(problem: CachedAttentionProblem, gpu: GpuTarget) -> str:
     dtype = problem.operands[0].dtype
-    if problem.shared_values:
-        return (
-            "keys are the values (shared_values, as in deepseek2), expected values of their own; place it on a CPU: "
-            "placement={'blk.*.attn*': 'llvm', '*': 'cuda'}"
-        )
     if not gpu.bulk_copies:
         return f"{gpu.arch} lacks bulk copies"
     if problem.page_type not in HALF_TYPES or dtype not in (*HALF_TYPES, "float32"):
         return f"pages of {problem.page_type} and rows of {dtype}, expected pages of 16-bit floats"
-    if problem.size % 16 or problem.size > MAX_HEAD_SIZE:
-        return f"heads of {problem.size}, expected a multiple of 16, at most {MAX_HEAD_SIZE}"
-    if problem.rows == "decode" and problem.group > WARP_ROWS:
+    if problem.shared_values % 64:
+        return f"{problem.shared_values} elements of keys that are values, expected a multiple of 64"
+    unit, max_size = (32, MAX_SHARED_VALUES_SIZE) if problem.shared_values else (16, MAX_HEAD_SIZE)
+    if problem.size % unit or problem.size > max_size:
+        return f"heads of {problem.size}, expected a multiple of {unit}, at most {max_size}"
+    if problem.rows == "decode" and problem.group > WARP_ROWS and not problem.shared_values:
         return f"{problem.group} query heads per key head, expected at most {WARP_ROWS}"
     return "an extent is 0" if 0 in (*paged_extents(problem), problem.operands[1].shape[0]) else ""
 
@@ -264,6 +264,8 @@ class PagedTensors(AttentionTensors):
         Flat views.
     pages : Buffer
         Flat view of bits.
+    kinds : tuple of str
+        Kinds of heads in the projection and in a page, in order: "key" and "value", or "key" where values are keys.
     """
 
     qkv: Any
@@ -279,9 +281,17 @@ class PagedTensors(AttentionTensors):
         self, function: Function, problem: CachedAttentionProblem, plan: AttentionPlan, gpu: GpuTarget
     ) -> None:
         self.problem, size = problem, problem.size
+        self.kinds = ("key",) if problem.shared_values else ("key", "value")
         self.num_rows, _, self.max_pages = paged_extents(problem)
         batch, queries = (self.num_rows, 1) if problem.rows == "decode" else (1, self.num_rows)
-        sizes = {"b": batch, "h": problem.heads, "g": problem.kv_heads, "m": queries, "d": size, "e": size}
+        sizes = {
+            "b": batch,
+            "h": problem.heads,
+            "g": problem.kv_heads,
+            "m": queries,
+            "d": size,
+            "e": problem.value_size,
+        }
         super().__init__(sizes, plan, gpu)
         self.dtype, self.is_causal, self.nan_to_zero = problem.page_type, True, True
         self.scores, self.masks = _scores(problem), ()
@@ -307,21 +317,26 @@ class PagedTensors(AttentionTensors):
 
     @property
     def tile_bytes(self) -> int:
-        """Bytes of the keys, or of the values, of a head in a page."""
+        """Bytes of the keys of a head in a page."""
         return PAGE * self.problem.size * 2
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of the keys and values of a head in a page; values, or elements of keys that are values, are last."""
+        return len(self.kinds) * self.tile_bytes
 
     def head_of_row(self, row: Expr, head: Expr) -> Expr:
         """Offset of a head of the projection: query heads, then key heads, then value heads."""
-        heads = self.problem.heads + 2 * self.problem.kv_heads
+        heads = self.problem.heads + len(self.kinds) * self.problem.kv_heads
         return (T.Cast("int64", row) * heads + T.Cast("int64", head)) * self.problem.size
 
     def page_of(self, sequence: Expr, number: Expr) -> Expr:
         """Page number `number` of a sequence, with tokens from ``64 * number`` on; -1 if there is none."""
         return self.table[T.Cast("int64", sequence) * self.max_pages + T.Cast("int64", number)]
 
-    def tile(self, page: Expr, kv_head: Expr, is_value: Expr) -> Expr:
-        """Offset of keys or values of a head in a page."""
-        number = (T.Cast("int64", page) * self.problem.kv_heads + T.Cast("int64", kv_head)) * 2 + is_value
+    def tile(self, page: Expr, kv_head: Expr, kind: Expr) -> Expr:
+        """Offset of keys or values, by the index of their kind, of a head in a page."""
+        number = (T.Cast("int64", page) * self.problem.kv_heads + T.Cast("int64", kv_head)) * len(self.kinds) + kind
         return number * (PAGE * self.problem.size)
 
 

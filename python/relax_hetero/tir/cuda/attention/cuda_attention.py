@@ -11,6 +11,7 @@ from .attention_plan import MAX_NARROW, MIN_WGMMA_CHUNK, paged_extents
 from .decode_attention import decode_attention_kernel
 from .mma_attention import mma_attention_kernel
 from .page_append import page_append_kernel
+from .shared_values_attention import shared_values_kernel
 from .simt_attention import simt_attention_kernel
 from .wgmma_attention import wgmma_attention_kernel
 
@@ -42,6 +43,8 @@ def cuda_cached_attention_kernel(problem: CachedAttentionProblem, gpu: GpuTarget
     """
     if problem.rows == APPEND:
         return page_append_kernel(problem, gpu)
+    if problem.shared_values:
+        return shared_values_kernel(problem, gpu)
     if problem.rows == "decode":
         return decode_attention_kernel(problem, gpu)
     is_suitable = problem.size <= MAX_NARROW and paged_extents(problem)[0] >= MIN_WGMMA_CHUNK

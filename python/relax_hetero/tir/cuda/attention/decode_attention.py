@@ -38,7 +38,6 @@ from .queries import PagedQueries
 from .row_store import PartialResults, RowStore
 
 _THREADS = MMA_WARPS * WARP
-_TOKEN = "key", "value"
 
 
 def decode_attention_kernel(
@@ -57,28 +56,38 @@ def decode_attention_kernel(
     return kernel_of("paged_decode", problem, plan, gpu, write, reads_early=READ_EARLY)
 
 
-class _TokenHeads(PagedQueries):
-    """Query heads of a token that share a key head, zeros for missing ones, and the token's own key and value."""
+class TokenHeads(PagedQueries):
+    """Query heads of a token that share a key head, zeros for missing ones, and the token's own key and value.
+
+    Attributes
+    ----------
+    append : callable or None
+        Writer of the token to its page, for `PagedKeyValues`; None if several blocks have heads that share its key.
+    """
+
+    def __init__(self, tensors: PagedTensors, shared: SharedMemory, warps: int) -> None:
+        super().__init__(tensors, shared, warps)
+        self.append = self._append if tensors.plan.heads_per_tile == tensors.problem.group else None
 
     def load(self, thread: Expr) -> None:
         """Prepare the queries, and load the key and value; all loads are in flight together."""
         tensors, problem = self.tensors, self.tensors.problem
         self.lane, self.warp = T.bind(tirx.floormod(thread, WARP)), T.bind(tirx.floordiv(thread, WARP))
-        row, group, chunks = tensors.at["b"], problem.group, problem.size // CHUNK
-        vectors = [HeadVector(tensors, self.lane) for _ in range(ceil_div(group, MMA_WARPS))]
+        row, group, chunks = tensors.at["b"], tensors.plan.heads_per_tile, problem.size // CHUNK
+        vectors = [HeadVector(tensors, self.lane) for _ in range(ceil_div(group, self.warps))]
         self.token = HeadVector(tensors, self.lane)
         for index, vector in enumerate(vectors):
-            head = T.min(index * MMA_WARPS + self.warp, group - 1)
+            head = T.min(index * self.warps + self.warp, group - 1)
             vector.load(row, tensors.at["group"] * group + head, "query")
-        for kind in range(2):
-            with when(self.warp == kind):
-                self.token.load(row, problem.heads + kind * problem.kv_heads + tensors.at_keys["g"], _TOKEN[kind])
-        for index in range(WARP_ROWS // MMA_WARPS):
-            head = T.bind(index * MMA_WARPS + self.warp)
+        for number, kind in enumerate(tensors.kinds if self.append else ()):
+            with when(self.warp == number):
+                self.token.load(row, problem.heads + number * problem.kv_heads + tensors.at_keys["g"], kind)
+        for index in range(WARP_ROWS // self.warps):
+            head = T.bind(index * self.warps + self.warp)
             if index < len(vectors):
-                with when(True if (index + 1) * MMA_WARPS <= group else head < group):
+                with when(True if (index + 1) * self.warps <= group else head < group):
                     vectors[index].finish("query", self.store_to(head))
-            if (index + 1) * MMA_WARPS > group:
+            if (index + 1) * self.warps > group:
                 with when(head >= group), T.serial(ceil_div(chunks, WARP)) as part:
                     chunk = part * WARP + self.lane
                     with when(chunk < chunks):
@@ -86,19 +95,19 @@ class _TokenHeads(PagedQueries):
                         ptx.store_shared(target, [T.uint32(0)] * 4)
         ptx.block_barrier()
 
-    def append(self, tile: Expr, page: Expr, token: Expr) -> None:
+    def _append(self, tile: Expr, page: Expr, token: Expr) -> None:
         """Append the token's key and value to its page, in shared and in global memory."""
         tensors = self.tensors
-        for kind in range(2):
-            begin = T.bind(tensors.tile(page, tensors.at_keys["g"], kind))
+        for number, kind in enumerate(tensors.kinds):
+            begin = T.bind(tensors.tile(page, tensors.at_keys["g"], number))
 
-            def store(element: Expr, bits: Expr, begin: Expr = begin, kind: int = kind) -> None:
+            def store(element: Expr, bits: Expr, begin: Expr = begin, number: int = number) -> None:
                 offset = T.bind(in_tile(element, token))
-                ptx.store_shared(self.shared.at(tile + (kind * tensors.tile_bytes + offset * 2)), [bits], "u16")
+                ptx.store_shared(self.shared.at(tile + (number * tensors.tile_bytes + offset * 2)), [bits], "u16")
                 T.buffer_store(tensors.pages, bits, [begin + offset])
 
-            with when(self.warp == kind):
-                self.token.finish(_TOKEN[kind], store)
+            with when(self.warp == number):
+                self.token.finish(kind, store)
 
 
 class _Decode:
@@ -108,14 +117,14 @@ class _Decode:
         self.tensors, self.split = tensors, tensors.plan.split_keys
         self.num_heads, self.quads = tensors.problem.group, tensors.problem.size // 4
         shared = self.shared = SharedMemory()
-        self.queries = _TokenHeads(tensors, shared)
+        self.queries = TokenHeads(tensors, shared, MMA_WARPS)
         self.source = PagedKeyValues(tensors, shared, _THREADS, append=self.queries.append)
         self.items = self.num_heads * self.quads
         self.items_per_block = ceil_div(self.items, self.split)
         self.parts_at = shared.reserve(self.items_per_block * self.split * PARTIAL_BYTES) if self.split > 1 else 0
         # The warps' results reuse the memory of pages.
         self.warps = PartialResults(shared, self.source.offset, MMA_WARPS * self.num_heads, tensors.problem.size)
-        assert self.warps.size <= tensors.plan.stages * 2 * tensors.tile_bytes
+        assert self.warps.size <= tensors.plan.stages * tensors.page_bytes
 
     def emit(self) -> None:
         """Write the launch."""

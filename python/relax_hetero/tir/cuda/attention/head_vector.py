@@ -36,7 +36,8 @@ class HeadVector:
         self.tensors, self.problem, self.lane = tensors, tensors.problem, lane
         self._num_pairs = ceil_div(self.problem.size // 2, WARP)
         self._values, self._total = local(2 * self._num_pairs, "float32"), local(1, "float32")
-        self._rotation = local(2 * self._num_pairs, "float32")  # cosines and sines
+        self._num_rotated = min(self._num_pairs, ceil_div(max(self.problem.rotary_size // 2, 1), WARP))
+        self._rotation = local(2 * self._num_rotated, "float32")  # cosines and sines
         self._packed = local(1, "uint32")
 
     def load(self, row: Expr, head: Expr, kind: str) -> None:
@@ -113,7 +114,7 @@ class HeadVector:
     def _load_rotation(self, row: Expr) -> None:
         half, rotation = self.problem.rotary_size // 2, self.tensors.rotation
         begin = T.bind(T.Cast("int64", row) * self.problem.rotary_size)
-        with unrolled(self._num_pairs) as index:
+        with unrolled(self._num_rotated) as index:
             pair = index * WARP + self.lane
             # Pairs beyond the rotated elements get the identity.
             clamped = T.min(pair, half - 1)
@@ -123,7 +124,7 @@ class HeadVector:
 
     def _rotate(self) -> None:
         elements = self._values
-        with unrolled(self._num_pairs) as index:
+        with unrolled(self._num_rotated) as index:
             cosine, sine = self._rotation[index * 2], self._rotation[index * 2 + 1]
             first, second = elements[index * 2], elements[index * 2 + 1]
             rotated = T.bind(first * cosine - second * sine)

@@ -90,7 +90,7 @@ class Rows:
     Attributes
     ----------
     heads_per_tile : int
-        Heads whose queries are rows of one tile: all that share a key head, or one.
+        Heads whose queries are rows of one tile: all that share a key head, or a divisor of their number.
     count : PrimExpr or int
         Number of rows of a group.
     """
@@ -113,4 +113,4 @@ class Rows:
     def key_head(self, group: Expr) -> Expr:
         """Key and value head of a group."""
         shared = int(self.sizes["h"]) // int(self.sizes["g"])
-        return group if self.heads_per_tile == shared else tirx.floordiv(group, shared)
+        return group if self.heads_per_tile == shared else tirx.floordiv(group, shared // self.heads_per_tile)

@@ -283,17 +283,27 @@ class PagedKeyValues(KeyValueSource):
         Warps that release a stage; 0: block barriers order reads and writes.
     append : callable, optional
         Writer of the token of a decode step to its page.
+    for_wgmma : bool
+        Whether wgmma reads the pages, by the async proxy.
     """
 
     keys = PAGE
 
     def __init__(
-        self, tensors: PagedTensors, shared: SharedMemory, threads: int, warps: int = 0, append: Append | None = None
+        self,
+        tensors: PagedTensors,
+        shared: SharedMemory,
+        threads: int,
+        warps: int = 0,
+        append: Append | None = None,
+        for_wgmma: bool = False,
     ) -> None:
         super().__init__(shared)
+        self.for_wgmma = for_wgmma
         self.tensors, self.threads, self.append, self.stages = tensors, threads, append, tensors.plan.stages
-        self.tile_bytes = tensors.tile_bytes
-        self.offset = shared.reserve(self.stages * 2 * self.tile_bytes, 128)
+        self.page_bytes = tensors.page_bytes
+        self._value_bytes = PAGE * tensors.problem.value_size * 2
+        self.offset = shared.reserve(self.stages * self.page_bytes, 128)
         self._numbers_at = shared.reserve(self.stages * 4)
         self.ring = Ring(shared, self.stages, producers=1, consumers=warps)
         self.rings = (self.ring,)
@@ -347,12 +357,12 @@ class PagedKeyValues(KeyValueSource):
         page = T.bind(tensors.page_of(self.sequence, self._number(index)))
         # Unlike a read of the table, consumers read the number without a trip to L2.
         ptx.store_shared(self.shared.at(self._numbers_at + stage * 4), [tirx.reinterpret("uint32", page)])
-        ptx.barrier_expect(barrier, 2 * self.tile_bytes)
+        ptx.barrier_expect(barrier, self.page_bytes)
         source = T.address_of(tensors.pages[tensors.tile(T.max(page, 0), tensors.at_keys["g"], 0)])
-        ptx.bulk_load(self.shared.at(self._stage_at(stage)), source, 2 * self.tile_bytes, barrier)
+        ptx.bulk_load(self.shared.at(self._stage_at(stage)), source, self.page_bytes, barrier)
 
     def _stage_at(self, stage: Expr) -> Expr:
-        return self.offset + stage * (2 * self.tile_bytes)
+        return self.offset + stage * self.page_bytes
 
     def wait(self, keys: Expr | None = None, values: Expr | None = None) -> None:
         """Wait for a page, whose values need no wait of their own, and complete it."""
@@ -369,19 +379,19 @@ class PagedKeyValues(KeyValueSource):
             if self.append is not None:
                 with when(num_tokens > 0):
                     self.append(tile, page, num_tokens - 1)
-            if self.ring.consumers:
+            if self.for_wgmma:
                 ptx.async_proxy_fence()
             ptx.block_barrier()
         self._page_mask = T.bind(T.Select(page < 0, 0, -1))
 
     def _clear_values(self, tile: Expr, first: Expr) -> None:
         """Zero the values of tokens from `first` on, by all threads."""
-        items = PAGE * (self.tensors.problem.size // CHUNK)
+        items = self._value_bytes // (CHUNK * 2)
         with T.serial(tirx.const(ceil_div(items, self.threads), "int32")) as iteration:
             item = T.bind(iteration * self.threads + self.thread)
             exists = tirx.floormod(item, PAGE) >= first
             with T.If(exists if items % self.threads == 0 else tirx.all(exists, item < items)), T.Then():
-                target = self.shared.at(tile + self.tile_bytes + item * (CHUNK * 2))
+                target = self.shared.at(tile + (self.page_bytes - self._value_bytes) + item * (CHUNK * 2))
                 ptx.store_shared(target, [T.uint32(0)] * 4)
 
     def release(self, keys: Expr | None = None, values: Expr | None = None) -> None:
@@ -428,7 +438,7 @@ class PagedKeyValues(KeyValueSource):
 
     def value_tile(self, index: Expr) -> SharedTile:
         """Values of a page, transposed."""
-        offset = T.bind(self._stage_at(self.ring.stage(index)) + self.tile_bytes)
+        offset = T.bind(self._stage_at(self.ring.stage(index)) + (self.page_bytes - self._value_bytes))
         return ChunkedTile(self.shared, offset, PAGE, is_transposed=True)
 
     def matrices(self) -> tuple[MatrixOperand, MatrixOperand]:

@@ -34,7 +34,8 @@ def page_append_kernel(problem: CachedAttentionProblem, gpu: GpuTarget) -> tirx.
 
 def _emit(tensors: PagedTensors) -> None:
     kv_heads = tensors.problem.kv_heads
-    items = tensors.num_rows * 2 * kv_heads
+    heads = len(tensors.kinds) * kv_heads
+    items = tensors.num_rows * heads
     with launch(ceil_div(items, _WARPS), _WARPS * WARP) as place:
         ptx.griddepcontrol_wait()
         ptx.launch_dependents()
@@ -42,15 +43,15 @@ def _emit(tensors: PagedTensors) -> None:
         vector = HeadVector(tensors, lane)
         item = T.bind(T.Cast("int32", place.block) * _WARPS + warp)
         with when(True if items % _WARPS == 0 else item < items):
-            row, head = T.bind(T.truncdiv(item, 2 * kv_heads)), T.bind(T.truncmod(item, 2 * kv_heads))
+            row, head = T.bind(T.truncdiv(item, heads)), T.bind(T.truncmod(item, heads))
             sequence = T.bind(tensors.sequences[row])
             with when(sequence >= 0):
                 position = T.bind(tensors.positions[row])
                 page = T.bind(tensors.page_of(sequence, tirx.floordiv(position, PAGE)))
                 with when(page >= 0):
                     token = T.bind(tirx.floormod(position, PAGE))
-                    for kind, name in enumerate(("key", "value")):
-                        with when(head < kv_heads if kind == 0 else head >= kv_heads):
+                    for kind, name in enumerate(tensors.kinds):
+                        with when(T.truncdiv(head, kv_heads) == kind):
                             begin = T.bind(tensors.tile(page, head - kind * kv_heads, kind))
 
                             def store(element: Expr, bits: Expr, begin: Expr = begin) -> None:

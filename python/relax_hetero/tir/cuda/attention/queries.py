@@ -14,6 +14,7 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory
 from ..tile.operand_tiles import OperandTile
 from ..tile.shared_tile import ChunkedTile, MatrixOperand, SharedTile, SwizzledTile
+from .attention_plan import WARP_ROWS
 from .attention_tensors import DenseTensors, PagedTensors, in_tile
 from .head_vector import HeadVector, Store
 
@@ -83,26 +84,29 @@ class DenseQueries(QueryTile):
 
 
 class PagedQueries(QueryTile):
-    """Heads of the projection, which each warp normalizes and rotates for its own 16 rows.
+    """Heads of the projection, which each warp normalizes and rotates for some of the rows.
 
     Parameters
     ----------
+    warps : int
+        Warps that load the queries; 0: one for every 16 rows.
     for_wgmma : bool
         Whether wgmma reads the queries, by the async proxy.
     """
 
-    def __init__(self, tensors: PagedTensors, shared: SharedMemory, for_wgmma: bool = False) -> None:
+    def __init__(self, tensors: PagedTensors, shared: SharedMemory, warps: int = 0, for_wgmma: bool = False) -> None:
         super().__init__(shared, tensors.plan.rows)
-        self.tensors, self.for_wgmma = tensors, for_wgmma
+        self.tensors, self.for_wgmma, self.warps = tensors, for_wgmma, warps or self.rows // WARP_ROWS
         row_bytes = ceil_div(tensors.problem.size * 2, SWIZZLED_BYTES) * SWIZZLED_BYTES
         self.offset = shared.reserve(self.rows * row_bytes, SWIZZLED_BYTES)
 
     def load(self, thread: Expr) -> None:
         """Prepare the warp's rows, several at a time, and wait for all warps; rows beyond the chunk are clamped."""
+        warp_rows = self.rows // self.warps
         tensors, lane, warp = self.tensors, T.bind(tirx.floormod(thread, WARP)), T.bind(tirx.floordiv(thread, WARP))
         vectors = [HeadVector(tensors, lane) for _ in range(_ROWS_IN_FLIGHT)]
-        with T.serial(16 // len(vectors)) as iteration:
-            rows = [T.bind(warp * 16 + iteration * len(vectors) + i) for i in range(len(vectors))]
+        with T.serial(warp_rows // len(vectors)) as iteration:
+            rows = [T.bind(warp * warp_rows + iteration * len(vectors) + i) for i in range(len(vectors))]
             for vector, row in zip(vectors, rows, strict=True):
                 vector.load(T.bind(T.min(tensors.row + row, tensors.num_rows - 1)), tensors.at["group"], "query")
             for vector, row in zip(vectors, rows, strict=True):

@@ -20,6 +20,7 @@ from ..tile.register_tile import RegisterTile, first_column, row_of
 from ..tile.softmax import OnlineSoftmax, average_factor, averaged
 from .attention_tensors import AttentionTensors
 from .heads import GpuHeads
+from .team import Team
 
 _MAX_BOUND = 1e30
 """Bound of scores whose exponents of two cannot overflow."""
@@ -84,27 +85,34 @@ class ScoreTile:
         Keys of a tile, a multiple of 16.
     thread : PrimExpr
         Index of the thread.
+    columns : int
+        Columns of the results, a multiple of 16; 0: all.
+    team : Team, optional
+        Warpgroups that have other keys of the same rows.
 
     Attributes
     ----------
     scores : RegisterTile
         Scores; after `update` the probabilities.
     weights : Buffer
-        ``keys / 4`` registers: probabilities as a left operand fragment, after `pack`.
+        ``keys / 4`` registers: probabilities as a left operand fragment, after `pack`; those of all keys of a team.
     sums : RegisterTile
         Accumulators of values.
     softmax : OnlineSoftmax
     """
 
-    def __init__(self, tensors: AttentionTensors, keys: int, thread: Expr) -> None:
+    def __init__(
+        self, tensors: AttentionTensors, keys: int, thread: Expr, columns: int = 0, team: Team | None = None
+    ) -> None:
         self.tensors, self.keys, self.masks, self.rows = tensors, keys, tensors.masks, tensors.rows
         self.scale = plain_scale(tensors.scores)
         """Scale fused into the softmax; None if the expression is evaluated score by score."""
         self.lane = T.bind(tirx.floormod(thread, WARP))
-        self.scores, self.weights = RegisterTile(keys), local(keys // 4, "uint32")
-        self.sums = RegisterTile(ceil_div(int(tensors.sizes["e"]), 16) * 16)
+        self.scores, self.weights = RegisterTile(keys), local(keys // 4 * (team.size if team else 1), "uint32")
+        self._team, self._own_weights = team, local(keys // 4, "uint32") if team else self.weights
+        self.sums = RegisterTile(columns or ceil_div(int(tensors.sizes["e"]), 16) * 16)
         may_overflow = self.scale is None and score_bound(tensors.scores.term) > _MAX_BOUND
-        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow)
+        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow, team.combine if team else None)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
     def begin(self, row: Expr, has_sinks: Expr = True) -> None:
@@ -206,7 +214,9 @@ class ScoreTile:
     def pack(self) -> None:
         """Round the probabilities to weights, if they are multiplied in 16 bits."""
         if self.tensors.dtype in HALF_TYPES:
-            self.scores.to_operand(self.weights, self.tensors.dtype)
+            self.scores.to_operand(self._own_weights, self.tensors.dtype)
+        if self._team is not None:
+            self._team.gather(self.weights, self._own_weights)
 
     def rescale(self) -> None:
         """Rescale the accumulators of earlier tiles by the last `update`."""

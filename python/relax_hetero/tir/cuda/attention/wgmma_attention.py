@@ -11,20 +11,19 @@ distributed shared memory in the order of blocks, so results are deterministic.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.problem import AttentionProblem, CachedAttentionProblem
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
-from ...core.builder import Expr, ceil_div, when
+from ...core.builder import Expr, ceil_div
 from ..core import ptx
-from ..core.launch import SharedMemory, local, to_int32
+from ..core.launch import SharedMemory
 from ..tile.operand_tiles import PRODUCERS
 from ..tile.register_tile import RegisterTile
 from ..tile.shared_tile import MatrixOperand
-from ..tile.softmax import SplitSums
 from . import attention_tensors
 from .attention_plan import AttentionPlan, wgmma_chunk_plan, wgmma_plan
 from .attention_tensors import DenseTensors, PagedTensors, kernel_of, require_supported
@@ -35,7 +34,7 @@ from .score_tile import ScoreTile
 
 Operand = Callable[[int], Expr | list[Expr]]
 """Function from the number of a wgmma to its operand: a matrix descriptor, or registers."""
-_DEPTH = 16
+WGMMA_DEPTH = 16
 """Extent of k of a wgmma."""
 REGISTERS = {1: (0, 0), 2: (40, 232), 3: (32, 160)}
 """Registers per thread of producers and consumers, by consumer warpgroups. Their total must not exceed that of the
@@ -86,7 +85,7 @@ class _Kernel:
         self.source: ProducedKeyValues | PagedKeyValues
         if isinstance(tensors, PagedTensors):
             self.producers, self.queries = 0, PagedQueries(tensors, shared, for_wgmma=True)
-            self.source = PagedKeyValues(tensors, shared, consumers, warps=consumers // WARP)
+            self.source = PagedKeyValues(tensors, shared, consumers, warps=consumers // WARP, for_wgmma=True)
         else:
             if self.plan.split_keys > 1:
                 self.partial = PartialResults(shared, 0, self.plan.rows, ceil_div(int(tensors.sizes["e"]), 16) * 16)
@@ -118,7 +117,7 @@ class _Kernel:
                     self._consume(place.thread)
             if self.partial:
                 ptx.cluster_barrier()
-                self._combine(self.partial, place.thread)
+                self.partial.store(self.tensors, place.thread, self.threads, self.tile.softmax.factor)
                 ptx.cluster_barrier()
 
     def _consume(self, thread: Expr) -> None:
@@ -156,15 +155,19 @@ class _Kernel:
         """Write the loop over tiles: scores, softmax and accumulation of values."""
         source, count, left = self.source, self.source.count, queries.at(queries.begin)
         keys, values = source.matrices()
-        steps, transposed = ceil_div(int(self.tensors.sizes["d"]), _DEPTH), (queries.is_transposed, keys.is_transposed)
+        steps, transposed = (
+            ceil_div(int(self.tensors.sizes["d"]), WGMMA_DEPTH),
+            (queries.is_transposed, keys.is_transposed),
+        )
 
         def issue_scores(index: Expr) -> None:
             right = keys.at(source.key_tile(index).offset)
-            self._issue(tile.scores, left, right, steps, False, transposed)
+            issue_products(tile.scores, left, right, steps, self.tensors.dtype, False, transposed)
 
         def issue_values(index: Expr) -> None:
             right = values.at(source.value_tile(index).offset)
-            self._issue(tile.sums, tile.weight_fragment, right, tile.keys // _DEPTH, True, (False, True))
+            steps = tile.keys // WGMMA_DEPTH
+            issue_products(tile.sums, tile.weight_fragment, right, steps, self.tensors.dtype, True, (False, True))
 
         index: Expr = tirx.const(0, "int32")
         source.wait(keys=index)
@@ -205,33 +208,19 @@ class _Kernel:
         issue_values(last)
         ptx.wgmma_wait(0)
 
-    def _combine(self, partial: PartialResults, thread: Expr) -> None:
-        """Combine the blocks' results in their order, and store this block's share of the rows, by all threads."""
-        tensors, split = self.tensors, self.plan.split_keys
-        quads, remote = partial.width // 4, local(1, "uint32")
-        splits, store = SplitSums(split, self.tile.softmax.factor), RowStore(tensors, self.shared)
 
-        def read(registers: Sequence[Expr], source: tuple[Expr, int]) -> None:
-            ptx.remote_address(remote[0], *source)
-            ptx.load_remote(registers, remote[0])
-
-        with T.serial(ceil_div(ceil_div(self.plan.rows, split) * quads, self.threads)) as index:
-            item = T.bind(index * self.threads + thread)
-            row = T.bind(tirx.floordiv(item, quads) * split + tensors.rank)
-            column, result_row = T.bind(tirx.floormod(item, quads) * 4), T.bind(tensors.row + row)
-            exists = tirx.all(result_row < to_int32(tensors.rows.count), column < int(tensors.sizes["e"]))
-            with when(tirx.all(row < self.plan.rows, exists)):
-                stats, sums = (T.bind(ptx.shared_address(self.shared.at(at))) for at in partial.addresses(row, column))
-                splits.add([((stats, block), (sums, block)) for block in range(split)], read)
-                splits.average(tensors.nan_to_zero)
-                store.store_quad(splits.total, result_row, column)
-
-    def _issue(
-        self, sums: RegisterTile, left: Operand, right: Operand, steps: int, adds: bool, transposed: tuple[bool, bool]
-    ) -> None:
-        """Issue a product of `steps` wgmmas, added to `sums` if `adds`."""
-        types = (self.tensors.dtype, self.tensors.dtype)
-        ptx.wgmma_fence()
-        for step in range(steps):
-            ptx.wgmma(sums.registers, left(step), right(step), types, T.uint32(1 if step or adds else 0), transposed)
-        ptx.wgmma_commit()
+def issue_products(
+    sums: RegisterTile,
+    left: Operand,
+    right: Operand,
+    steps: int,
+    dtype: str,
+    adds: bool,
+    transposed: tuple[bool, bool],
+) -> None:
+    """Issue a product of `steps` wgmmas, added to `sums` if `adds`."""
+    ptx.wgmma_fence()
+    for step in range(steps):
+        is_added = T.uint32(1 if step or adds else 0)
+        ptx.wgmma(sums.registers, left(step), right(step), (dtype, dtype), is_added, transposed)
+    ptx.wgmma_commit()

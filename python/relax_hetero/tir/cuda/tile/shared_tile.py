@@ -147,6 +147,7 @@ def multiply_by_rows(
     width_bytes: int,
     types: tuple[str, str],
     lane: Expr,
+    first_step: Expr = 0,
 ) -> None:
     """``sums = left @ right.T`` by mma.sync, as of queries and keys.
 
@@ -156,18 +157,26 @@ def multiply_by_rows(
         Tile and first row: of the warp's 16 rows, and of ``sums.columns`` rows.
     width_bytes : int
         Bytes of k.
+    first_step : PrimExpr or int
+        First k, in units of 32 bytes.
     """
     sums.fill(0)
     a, b = ([register[i] for i in range(4)] for register in (local(4, "uint32"), local(4, "uint32")))
     with unrolled(-(-width_bytes // ptx.CONTRACTION_BYTES)) as step:
-        left[0].load_left(a, left[1], step, lane)
+        left[0].load_left(a, left[1], first_step + step, lane)
         with unrolled(sums.columns // 16) as pair:
-            right[0].load_right(b, right[1] + pair * 16, step, lane)
+            right[0].load_right(b, right[1] + pair * 16, first_step + step, lane)
             _multiply_pair(sums, pair, a, b, types)
 
 
 def add_by_columns(
-    sums: RegisterTile, left: Any, right: tuple[SharedTile, Expr], depth: int, types: tuple[str, str], lane: Expr
+    sums: RegisterTile,
+    left: Any,
+    right: tuple[SharedTile, Expr],
+    depth: int,
+    types: tuple[str, str],
+    lane: Expr,
+    column: Expr = 0,
 ) -> None:
     """``sums += left @ right`` by mma.sync; the left operand is in registers, lines of the right one are values of k.
 
@@ -179,11 +188,13 @@ def add_by_columns(
         Transposed tile, such as values, and its first k, a multiple of 16.
     depth : int
         Extent of k, a multiple of 16.
+    column : PrimExpr or int
+        First column of the right operand, a multiple of 16.
     """
     register = local(4, "uint32")
     b, first = [register[i] for i in range(4)], tirx.floordiv(right[1], 16)
     with unrolled(depth // 16) as step, unrolled(sums.columns // 16) as pair:
-        right[0].load_right(b, pair * 16, first + step, lane)
+        right[0].load_right(b, column + pair * 16, first + step, lane)
         _multiply_pair(sums, pair, [left[step * 4 + i] for i in range(4)], b, types)
 
 

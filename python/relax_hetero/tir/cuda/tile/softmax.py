@@ -38,6 +38,9 @@ class OnlineSoftmax:
     may_overflow : bool
         Whether scores may be so low that their product with `LOG2_E` is -inf, as where a mask adds float32's minimum.
         Rows of such scores then have a factor of 1: scores other than their maximum are too far from it to matter.
+    combine_rows : callable, optional
+        Function that combines a lane's row maxima or sums, given how, with those of warps that have other scores of the
+        same rows.
 
     Attributes
     ----------
@@ -46,8 +49,14 @@ class OnlineSoftmax:
         before the last `update`; for a lane's two rows.
     """
 
-    def __init__(self, scores: RegisterTile, scale: float, may_overflow: bool = False) -> None:
-        self.scores, self.factor = scores, scale * LOG2_E
+    def __init__(
+        self,
+        scores: RegisterTile,
+        scale: float,
+        may_overflow: bool = False,
+        combine_rows: Callable[[Any, Callable[[Expr, Expr], Expr]], None] | None = None,
+    ) -> None:
+        self.scores, self.factor, self._combine_rows = scores, scale * LOG2_E, combine_rows
         self._row_factor = local(2, "float32") if may_overflow else None
         self.row_max, self.row_sum, self.rescale = (local(2, "float32") for _ in range(3))
         self._new_max, self._base = local(2, "float32"), local(2, "float32")
@@ -76,6 +85,9 @@ class OnlineSoftmax:
         self.scores.row_max(self._new_max)
         for h in range(2):
             reduce_lanes(self._new_max, h, T.max, ROW_LANES)
+        if self._combine_rows is not None:
+            self._combine_rows(self._new_max, T.max)
+        for h in range(2):
             # Rows whose scores are all -inf subtract 0, as -inf - -inf is NaN.
             is_empty = self._new_max[h] == T.float32(-math.inf)
             if self._row_factor is not None:
@@ -97,6 +109,8 @@ class OnlineSoftmax:
         """Reduce row sums over the lanes of a row, after the last tile."""
         for h in range(2):
             reduce_lanes(self.row_sum, h, add, ROW_LANES)
+        if self._combine_rows is not None:
+            self._combine_rows(self.row_sum, add)
 
 
 class SplitSums:

@@ -36,12 +36,16 @@ class Case:
     pages: str = "float16"
     dtype: str = "float32"
     sinks: bool = False
-    shared_values: bool = False
+    shared_values: int = 0
 
     @property
     def attributes(self) -> dict:
         names = "heads kv_heads size scale window softcap rotary norms eps rows sinks shared_values".split()
         return {name: getattr(self, name) for name in names}
+
+    @property
+    def value_size(self) -> int:
+        return self.shared_values or self.size
 
     @property
     def width(self) -> int:
@@ -71,7 +75,7 @@ def module(case: Case, rows: int, pages: int | None, slots: int, max_pages: int,
     count = pages if pages is not None else tvm.tirx.Var("page_count", "int64")
     types = [
         ("qkv", (rows, case.width), case.dtype),
-        ("pages", page_shape(count, case.kv_heads, case.size, case.pages, case.shared_values), case.pages),
+        ("pages", page_shape(count, case.kv_heads, case.size, case.pages, bool(case.shared_values)), case.pages),
         ("table", (slots, max_pages), "int32"),
         ("sequences", (rows,), "int32"),
         ("positions", (rows,), "int32"),
@@ -150,7 +154,7 @@ def expected(
         highest = max(scores.max(), sinks[head])
         powers = np.exp(scores - highest)
         total = powers.sum() + np.exp(sinks[head] - highest)
-        result.append(powers @ values[:, head // group] / total)
+        result.append(powers @ values[:, head // group, -case.value_size :] / total)
     return np.stack(result)
 
 
@@ -162,7 +166,7 @@ class Cache:
         target = vdevice_of(vdevice).target
         self.order = resolver_or_default(target).page_order(target)
         count = slots * max_pages + 3
-        shape = page_shape(count, case.kv_heads, case.size, case.pages, case.shared_values)
+        shape = page_shape(count, case.kv_heads, case.size, case.pages, bool(case.shared_values))
         self.pages = np.full(shape, POISON[case.pages], numpy_dtype(case.pages))
         self.table = np.full((slots, max_pages), -1, "int32")
         self._free = list(self.rng.permutation(count))
@@ -199,7 +203,7 @@ class Cache:
         case = self.case
         queries, keys, values = heads_of(case, inputs)
         pages = self.pages.view("uint16") if case.pages == "bfloat16" else self.pages
-        stored = unpacked_pages(pages, case.size, self.order, case.shared_values)
+        stored = unpacked_pages(pages, case.size, self.order, bool(case.shared_values))
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
             if slot < 0:
                 continue
@@ -214,7 +218,7 @@ class Cache:
         scale = {"float32": 2e-5, "float16": 2e-3, "bfloat16": 1e-2}[case.dtype] if tolerance is None else tolerance
         sinks = inputs.others[-1].astype("float64") if case.sinks else np.full(case.heads, -np.inf)
         for row, (slot, position) in enumerate(zip(inputs.sequences, inputs.positions, strict=True)):
-            actual = out[row].astype("float64").reshape(case.heads, case.size)
+            actual = out[row].astype("float64").reshape(case.heads, case.value_size)
             assert np.isfinite(actual).all()
             if slot >= 0:
                 want = expected(case, queries[row], self.keys[slot], self.values[slot], position, sinks)

@@ -29,7 +29,7 @@ def random_case(rng):
         norms=str(rng.choice(["", "q", "k", "qk"])),
         pages=str(rng.choice(["float16", "float32", "int8", "bfloat16"])),
         sinks=bool(rng.integers(2)),
-        shared_values=bool(rng.integers(4) == 0),
+        shared_values=int(rng.integers(1, size + 1)) * int(rng.integers(4) == 0),
         dtype=str(rng.choice(["float32", "float32", "float16", "bfloat16"])),
     )
 

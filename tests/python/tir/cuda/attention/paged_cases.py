@@ -37,6 +37,15 @@ class PagedWork:
     page_dtype: str = "float16"
     is_chunk: bool = False
     sinks: bool = False
+    shared_values: int = 0
+
+    @property
+    def kinds(self) -> int:
+        return 1 if self.shared_values else 2
+
+    @property
+    def value_size(self) -> int:
+        return self.shared_values or self.size
 
     @property
     def group(self) -> int:
@@ -44,7 +53,7 @@ class PagedWork:
 
     @property
     def width(self) -> int:
-        return (self.heads + 2 * self.kv_heads) * self.size
+        return (self.heads + self.kinds * self.kv_heads) * self.size
 
     @property
     def problem(self) -> CachedAttentionProblem:
@@ -52,7 +61,7 @@ class PagedWork:
             return Operand(shape, dtype, names, PackedLayout.identity(len(shape)))
 
         norms = "q" * self.has_q_norm + "k" * self.has_k_norm
-        pages = page_shape(self.pages, self.kv_heads, self.size, self.page_dtype)
+        pages = page_shape(self.pages, self.kv_heads, self.size, self.page_dtype, bool(self.shared_values))
         operands = [
             operand((self.rows, self.width), self.dtype, "m", "k"),
             operand(pages, self.page_dtype, "p", "h", "e"),
@@ -64,7 +73,7 @@ class PagedWork:
         ]
         return CachedAttentionProblem(
             operands=tuple(operands),
-            out=operand((self.rows, self.heads * self.size), self.dtype, "m", "n"),
+            out=operand((self.rows, self.heads * self.value_size), self.dtype, "m", "n"),
             heads=self.heads,
             kv_heads=self.kv_heads,
             size=self.size,
@@ -77,6 +86,7 @@ class PagedWork:
             rows="chunk" if self.is_chunk else "decode",
             order="chunks",
             sinks=self.sinks,
+            shared_values=self.shared_values,
         )
 
     @property
@@ -130,11 +140,12 @@ class Call:
         for slot, length in enumerate(case.lengths, start=1):
             for page in range(int(last if last is not None else length) // PAGE + 1):
                 self.table[slot, page] = next(shuffled)
-        shape = page_shape(work.pages, work.kv_heads, work.size, work.page_dtype)
+        shape = page_shape(work.pages, work.kv_heads, work.size, work.page_dtype, bool(work.shared_values))
         self.pages = np.full(shape, np.nan, page_type)
         self.history = []
         for slot, length in enumerate(case.lengths, start=1):
-            both = rng.standard_normal((2, length, work.kv_heads, work.size)).astype(page_type)
+            both = rng.standard_normal((work.kinds, length, work.kv_heads, work.size)).astype(page_type)
+            both = np.concatenate([both, both]) if work.shared_values else both
             self.history.append(both.astype("float64"))
             for position in range(length):
                 self.put(self.pages, slot, position, both[:, position])
@@ -145,9 +156,10 @@ class Call:
 
     def put(self, pages: np.ndarray, slot: int, position: int, both: np.ndarray) -> None:
         """A token's keys and values, ``(2, kv_heads, size)``, into its page."""
-        tiles = pages.reshape(len(pages), self.work.kv_heads, 2, -1, PAGE, 8)
-        page = self.table[slot, position // PAGE]
-        tiles[page, :, :, :, position % PAGE] = both.transpose(1, 0, 2).reshape(self.work.kv_heads, 2, -1, 8)
+        work, page = self.work, self.table[slot, position // PAGE]
+        tiles = pages.reshape(len(pages), work.kv_heads, work.kinds, -1, PAGE, 8)
+        stored = both[: work.kinds].transpose(1, 0, 2)
+        tiles[page, :, :, :, position % PAGE] = stored.reshape(work.kv_heads, work.kinds, -1, 8)
 
     def arguments(self) -> list[np.ndarray]:
         """Arguments of the kernels, without the result."""
@@ -167,9 +179,10 @@ class Call:
         queries, keys, values = parts
         queries = self._prepared(queries, self.norms[0] if work.has_q_norm else None)
         keys = self._prepared(keys, self.norms[1] if work.has_k_norm else None)
+        values = keys if work.shared_values else values
         page_type, pages = numpy_dtype(work.page_dtype), self.pages.copy()
         keys, values, queries = (a.astype("float32").astype(page_type) for a in (keys, values, queries))
-        out = np.zeros((self.valid, work.heads, work.size))
+        out = np.zeros((self.valid, work.heads, work.value_size))
         for row in range(self.valid):
             slot, position = int(self.sequences[row]), int(self.positions[row])
             self.put(pages, slot, position, np.stack([keys[row], values[row]]))
@@ -188,7 +201,9 @@ class Call:
                 sink = float(self.sinks[head]) if work.sinks else -np.inf
                 row_max = max(scores.max(), sink)
                 powers = np.exp(scores - row_max)
-                out[row, head] = powers @ v[first:, kv_head] / (powers.sum() + np.exp(sink - row_max))
+                out[row, head] = (
+                    powers @ v[first:, kv_head, -work.value_size :] / (powers.sum() + np.exp(sink - row_max))
+                )
         return out.reshape(self.valid, -1), pages
 
     def _prepared(self, heads: np.ndarray, norm: np.ndarray | None) -> np.ndarray:

@@ -16,7 +16,9 @@ def on_gpu(kernel: tirx.PrimFunc, call, *before: tirx.PrimFunc) -> tuple[np.ndar
     """The result of a kernel, full of NaN before, and the pages; kernels `before` write only the pages."""
     device = tvm.cuda(0)
     work = call.work
-    out = tvm.runtime.tensor(np.full((work.rows, work.heads * work.size), np.nan, numpy_dtype(work.dtype)), device)
+    out = tvm.runtime.tensor(
+        np.full((work.rows, work.heads * work.value_size), np.nan, numpy_dtype(work.dtype)), device
+    )
     arguments = [tvm.runtime.tensor(array, device) for array in call.arguments()]
     for one in before:
         _compiled(one)(*arguments)
