@@ -16,8 +16,9 @@ from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
 from ...target.backend import backend_of
+from ...target.cpu_cores import num_cores
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS, host_of, hosts_of
-from ...target.native_target import num_cores, with_hardware
+from ...target.native_target import with_hardware
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
 from .measure_devices import Figures, are_present, figures_of
 from .work_graph import Work
