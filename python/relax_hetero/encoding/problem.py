@@ -397,7 +397,8 @@ class ExpertOrderProblem:
 
     Parameters of its kernel, in order: index, result. The result is int32: the number of tiles and three unused words;
     from `TILES_AT` on, for each tile its expert, its first pair in the sorted order, its number of pairs, and an unused
-    word; from `pairs_at` on the pairs, ``token * used + number``, in sorted order. Pairs of an expert are in any order.
+    word; from `pairs_at` on the pairs, ``token * used + number``, in sorted order. Pairs of an expert are in any order,
+    and so are tiles.
 
     Attributes
     ----------

@@ -238,13 +238,15 @@ class StagedFragments(WeightFragments):
         ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(weights + self.lane * 16))
         self.load_parts(shared, fragment, parts)
 
-    def load_parts(self, shared: SharedMemory, fragment: int, parts: Sequence[Sequence[Expr]]) -> None:
-        """Load the scales, and the zero points, of a fragment of a chunk; `parts` as in `load_staged`."""
+    def load_parts(
+        self, shared: SharedMemory, fragment: int, parts: Sequence[Sequence[Expr]], first_scale: int = 0
+    ) -> None:
+        """Load scales, and zero points, of a fragment of a chunk; `parts` as in `load_staged`, from a scale on."""
         scaled = self.work.scaled
         for words, dtype, offsets in zip(self.words, self.types, parts, strict=True):
             size = bytes_of(dtype)
             words_per_value = max(1, size // 2)
-            for number, offset in enumerate(offsets):
+            for number, offset in enumerate(offsets, first_scale):
                 first = (fragment * scaled + number) * words_per_value
                 targets = [words[first + i] for i in range(words_per_value)]
                 address = shared.at(offset + self.high * (2 * size))

@@ -1,13 +1,15 @@
 """Pairs of tokens and experts sorted by expert on the device, for products of many pairs (`wgmma_experts`).
 
 One block counts the pairs of each expert, adds up the counts, and writes each pair to the next place of its expert.
-Which of an expert's pairs comes first depends on the order of atomic additions, on which no result depends: each pair
+Tiles of many pairs come first, so that blocks, which take tiles in turn, end at about the same time. Which of an expert's pairs comes first depends on the order of atomic additions, on which no result depends: each pair
 has a row of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -22,6 +24,7 @@ from ..tile.register_tile import add_lanes_before
 
 _THREADS = MAX_BLOCK_THREADS
 _LOADS_IN_FLIGHT = 8  # loads of a thread
+_TILE_QUARTERS = (3, 2)  # sizes of tiles in quarters of the largest, between which tiles are in any order
 
 
 def expert_order_kernel(problem: ExpertOrderProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -46,20 +49,20 @@ class _Kernel:
     def emit(self, gpu: GpuTarget) -> None:
         """Write the launch."""
         self.shared = SharedMemory()
-        # Counts of experts, then their next places in the sorted order.
-        self.places_at = self.shared.reserve(4 * self.problem.experts)
+        # Numbers of pairs of each expert, and its next place in the sorted order.
+        self.counts_at, self.places_at = (self.shared.reserve(4 * self.problem.experts) for _ in range(2))
         with launch(1, _THREADS) as place:
             self.thread = place.thread
             self.shared.open()
             with T.serial(ceil_div(self.problem.experts, _THREADS)) as i:
                 expert = T.bind(i * _THREADS + self.thread)
                 with when(expert < self.problem.experts):
-                    ptx.store_shared(self._place(expert), [T.uint32(0)])
+                    ptx.store_shared(self._word(self.counts_at, expert), [T.uint32(0)])
             if gpu.overlaps_launches:
                 ptx.griddepcontrol_wait()
                 ptx.launch_dependents()
             ptx.block_barrier()
-            self._each_pair(lambda _, expert: ptx.add_shared(self._place(expert), T.uint32(1)))
+            self._each_pair(lambda _, expert: ptx.add_shared(self._word(self.counts_at, expert), T.uint32(1)))
             ptx.block_barrier()
             with when(self.thread < WARP):
                 self._write_tiles()
@@ -67,13 +70,13 @@ class _Kernel:
             register = local(1, "uint32")
 
             def write(pair: Expr, expert: Expr) -> None:
-                ptx.fetch_add_shared(register[0], self._place(expert), T.uint32(1))
+                ptx.fetch_add_shared(register[0], self._word(self.places_at, expert), T.uint32(1))
                 self._store(self.problem.pairs_at + T.Cast("int32", register[0]), pair)
 
             self._each_pair(write)
 
-    def _place(self, expert: Expr) -> Expr:
-        return self.shared.at(self.places_at + expert * 4)
+    def _word(self, begin: int, expert: Expr) -> Expr:
+        return self.shared.at(begin + expert * 4)
 
     def _store(self, index: Expr, value: Expr) -> None:
         T.buffer_store(self.order.data, value, [index])
@@ -96,32 +99,54 @@ class _Kernel:
                     body(pair, experts[i])
 
     def _write_tiles(self) -> None:
-        """Write the tiles, and the first place of each expert, by a warp whose lanes have an expert each."""
+        """Write the first place of each expert, and the tiles, by a warp whose lanes have an expert each."""
         problem, lane = self.problem, self.thread
-        tile, word = problem.tile, local(1, "uint32")
-        ends = [local(1, "int32") for _ in range(2)]  # of pairs and tiles, up to the lane's
-        begins = local(2, "int32")
-        for i in range(2):
-            T.buffer_store(begins, T.int32(0), [i])
-        for first in range(0, problem.experts, WARP):
-            expert = T.bind(first + lane)
-            ptx.load_shared([word[0]], self._place(T.min(expert, problem.experts - 1)))
-            count = T.bind(T.Select(expert < problem.experts, T.Cast("int32", word[0]), 0))
-            tiles = T.bind(T.truncdiv(count + (tile - 1), tile))
-            starts = []
-            for i, (end, value) in enumerate(zip(ends, (count, tiles), strict=True)):
-                T.buffer_store(end, value, [0])
-                add_lanes_before(end, lane)
-                starts.append(T.bind(begins[i] + end[0] - value))
-                last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
-                T.buffer_store(begins, begins[i] + last, [i])
-            ptx.warp_barrier()
+        tile, end = problem.tile, local(1, "int32")
+
+        def count_before(value: Expr, begin: Any) -> Expr:
+            """Sum of the values of experts before the lane's; `begin` is that before the warp's, and advanced."""
+            T.buffer_store(end, value, [0])
+            add_lanes_before(end, lane)
+            before = T.bind(begin[0] + end[0] - value)
+            last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
+            T.buffer_store(begin, begin[0] + last, [0])
+            return before
+
+        pairs, tiles = local(1, "int32"), local(1, "int32")
+        for begin in (pairs, tiles):
+            T.buffer_store(begin, T.int32(0), [0])
+        for expert, count in self._experts_of_lane():
+            place = count_before(count, pairs)
             with when(expert < problem.experts):
-                ptx.store_shared(self._place(expert), [T.Cast("uint32", starts[0])])
-            with T.serial(tiles) as number:
-                record = T.bind(problem.TILES_AT + (starts[1] + number) * problem.TILE_WORDS)
-                skip = number * tile
-                for i, value in enumerate((expert, starts[0] + skip, T.min(count - skip, tile))):
-                    self._store(record + i, value)
+                ptx.store_shared(self._word(self.places_at, expert), [T.Cast("uint32", place)])
+        ptx.warp_barrier()
+        sizes = (tile, *(tile * quarters // 4 for quarters in _TILE_QUARTERS), 0)
+        for largest, smaller in pairwise(sizes):
+            for expert, count in self._experts_of_lane():
+                whole = T.bind(T.truncdiv(count, tile))
+                rest = T.bind(count - whole * tile)
+                has_rest = T.Select(tirx.all(rest > smaller, rest <= largest), 1, 0)
+                first = 0 if largest == tile else whole
+                number = T.bind(has_rest + (whole if largest == tile else 0))
+                place = self._load(self.places_at, expert)
+                record = T.bind(problem.TILES_AT + count_before(number, tiles) * problem.TILE_WORDS)
+                with T.serial(number) as i:
+                    skip = T.bind((first + i) * tile)
+                    values = (expert, place + skip, T.min(count - skip, tile))
+                    for word, value in enumerate(values):
+                        self._store(record + i * problem.TILE_WORDS + word, value)
         with when(tirx.EQ(lane, 0)):
-            self._store(tirx.const(0, "int32"), begins[1])
+            self._store(tirx.const(0, "int32"), tiles[0])
+
+    def _experts_of_lane(self) -> Iterator[tuple[Expr, Expr]]:
+        """The experts of the lane, and their numbers of pairs; 0 for numbers beyond the last."""
+        for first in range(0, self.problem.experts, WARP):
+            expert = T.bind(first + self.thread)
+            count = self._load(self.counts_at, expert)
+            yield expert, T.bind(T.Select(expert < self.problem.experts, count, 0))
+
+    def _load(self, begin: int, expert: Expr) -> Expr:
+        """An expert's word in shared memory, int32; of the last expert for numbers beyond."""
+        word = local(1, "uint32")
+        ptx.load_shared([word[0]], self._word(begin, T.min(expert, self.problem.experts - 1)))
+        return T.bind(T.Cast("int32", word[0]))

@@ -5,7 +5,7 @@ rows. Weights are the instruction's left operand, dequantized and scaled in regi
 is its part of a warpgroup's 64 columns. Gathered rows are the right operand, in swizzled shared memory.
 
 A producer warpgroup copies weights, their scales and rows to a ring of stages of `STAGE_DEPTH` k. Each of two consumer
-warpgroups has blocks of 64 columns: while the tensor cores multiply one, it dequantizes the next. Blocks are persistent
+warpgroups has blocks of 64 columns: while the tensor cores multiply half a stage of one, it dequantizes the next half. Blocks are persistent
 and take tiles of pairs by columns in turn; their number is data.
 
 The fragment order of weights (`encoding.block_weights.pack_fragments`) gives a lane neighbouring k, for loads of few
@@ -26,7 +26,7 @@ from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ....encoding.problem import ExpertOrderProblem, QuantizedMatmulProblem
 from ....target.element_types import HALF_TYPES, bytes_of
-from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
+from ....target.gpu_target import ALL_LANES, WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
@@ -47,10 +47,12 @@ STAGE_DEPTH = SWIZZLED_BYTES // 2
 """Extent of k of a stage."""
 
 _CONSUMERS = 2  # warpgroups
+_GROUP_STEPS = STAGE_DEPTH // STEP // 2  # instructions that are waited for together
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 56, 224  # per thread: 128 * 56 + 256 * 224 <= 65,536
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES  # of a row in a stage
 _LINES = PRODUCERS // _CHUNKS  # rows that producers copy at a time
 _MAX_STAGES = 8
+_STAGED_ROWS = 32  # of the result, that a warpgroup transposes at a time
 _MINUS_ZEROS = 0x80008000  # a pair of float16
 
 
@@ -75,11 +77,11 @@ class ExpertTiling:
     column_blocks : int
         Blocks of 64 columns of a consumer.
     rows : tuple of int
-        Numbers of rows that are multiplied, increasing; a tile takes the first that has all its pairs.
+        Numbers of rows that are multiplied, multiples of 32, increasing; a tile takes the first that has its pairs.
     """
 
     column_blocks: int = 2
-    rows: tuple[int, ...] = (TILE_PAIRS // 2, TILE_PAIRS)
+    rows: tuple[int, ...] = (TILE_PAIRS // 2, TILE_PAIRS * 3 // 4, TILE_PAIRS)
 
     @property
     def columns(self) -> int:
@@ -97,10 +99,9 @@ def expert_tiling(problem: QuantizedMatmulProblem) -> ExpertTiling:
 class _OrderedFragments(StagedFragments):
     """Writer of the dequantization of staged weights, in the order of k, to scaled fragments."""
 
-    def __init__(self, work: BlockWork, packed: list[GpuOperand], lane: Expr, high: Expr, fragments: int) -> None:
+    def __init__(self, work: BlockWork, packed: list[GpuOperand], lane: Expr, high: Expr) -> None:
         super().__init__(work, packed, lane, high)
-        self._fragments = fragments
-        self._factors, self._addends = local(2, "uint32"), local(2, "uint32")
+        self._factors = local(4, "uint32")
         # Offsets are linear in the bits of a lane's place among the four that share a column.
         low = T.bind(lane % 4)
         offsets = (low // 2) * self._word_at(4) + (low % 2) * self._word_at(2)
@@ -108,8 +109,8 @@ class _OrderedFragments(StagedFragments):
         self._shift = T.bind(T.Cast("uint32", low % 2 * 8))
 
     def allocate(self) -> None:
-        """Allocate the registers of fragments."""
-        self.fragment = local(self._fragments * 4, "uint32")
+        """Allocate the registers of the fragments of two groups of steps."""
+        self.fragment = local(2 * _GROUP_STEPS * 4, "uint32")
 
     def _word_at(self, k: int) -> int:
         """Offset of the word that has the weight k of a chunk for the first columns.
@@ -121,40 +122,48 @@ class _OrderedFragments(StagedFragments):
         lane, in_lane = divmod(k % run, quarter)
         return lane * 8 * CHUNK_BYTES + (k // run * (quarter // per_word) + in_lane // per_word) * 4
 
-    def load_scaled(self, shared: Any, weights: Expr, parts: list[list[Expr]], begin: int) -> None:
-        """Load a chunk, and write its scaled fragments to registers from `begin` on; offsets as in `load_staged`."""
-        work, words = self.work, local(2, "uint32")
-        self.load_parts(shared, 0, parts)
-        for number in range(work.scaled):
-            self.begin(0, 0, number)
-            scales = [self.scale(0, 0, number, half) for half in range(2)]
-            addends = [self.addend(0, 0, number, half, scale) for half, scale in enumerate(scales)]
-            if self.type == "float16":
-                for half in range(2):
-                    ptx.pack_pair(self._factors[half], scales[half], scales[half], self.type)
-                    if addends[half] is not None:
-                        ptx.pack_pair(self._addends[half], addends[half], addends[half], self.type)
-            for step in range(number * work.steps, (number + 1) * work.steps):
-                for pair in range(2):
-                    offset = weights + self._begin + self._word_at(step * STEP + 8 * pair)
-                    ptx.load_shared([words[pair]], shared.at(offset))
-                    if not self.is_bytes:
-                        T.buffer_store(words, words[pair] >> self._shift, [pair])
-                first = begin + step * 4
-                self.unpack_words([words[0], words[1]], (0, 0), first)
-                for i in range(4):
-                    self._scale_pair(first + i, i % 2, scales, addends)
+    def load_scaled(self, shared: SharedMemory, weights: Expr, parts: list[list[Expr]], steps: range) -> None:
+        """Load steps of a chunk, and write their scaled fragments to the registers of these steps.
 
-    def _scale_pair(self, register: int, half: int, scales: list[Expr], addends: list[Expr | None]) -> None:
-        target, addend = self.fragment[register], addends[half]
+        Parameters
+        ----------
+        weights, parts : PrimExpr, list of list of PrimExpr
+            Offsets as in `load_staged`; those of the scales of `steps`.
+        """
+        work, words = self.work, local(2, "uint32")
+        self.load_parts(shared, 0, parts, steps[0] // work.steps)
+        for step in steps:
+            if step == steps[0] or step % work.steps == 0:
+                self._load_factors(step // work.steps)
+            for pair in range(2):
+                ptx.load_shared([words[pair]], shared.at(weights + self._begin + self._word_at(step * STEP + 8 * pair)))
+                if not self.is_bytes:
+                    T.buffer_store(words, words[pair] >> self._shift, [pair])
+            first = step % (2 * _GROUP_STEPS) * 4
+            self.unpack_words([words[0], words[1]], (0, 0), first)
+            for i in range(4):
+                self._scale_pair(first + i, i % 2)
+
+    def _load_factors(self, number: int) -> None:
+        """Convert a scale of both columns, and what is added, for `_scale_pair`."""
+        self.begin(0, 0, number)
+        self._scales = [self.scale(0, 0, number, half) for half in range(2)]
+        self._addends = [self.addend(0, 0, number, half, scale) for half, scale in enumerate(self._scales)]
         if self.type == "float16":
-            added = T.uint32(_MINUS_ZEROS) if addend is None else self._addends[half]
-            ptx.multiply_add_pair(target, target, self._factors[half], added, self.type)
+            for half, values in enumerate(zip(self._scales, self._addends, strict=True)):
+                for i, value in enumerate(values):
+                    if value is not None:
+                        ptx.pack_pair(self._factors[half * 2 + i], value, value, self.type)
+
+    def _scale_pair(self, register: int, half: int) -> None:
+        target, scale, addend = self.fragment[register], self._scales[half], self._addends[half]
+        if self.type == "float16":
+            added = T.uint32(_MINUS_ZEROS) if addend is None else self._factors[half * 2 + 1]
+            ptx.multiply_add_pair(target, target, self._factors[half * 2], added, self.type)
             return
         for i in range(2):  # in float32, as bfloat16 has too few bits for scales
-            value = T.reinterpret("float32", target & T.uint32(0xFFFF0000) if i else target << T.uint32(16))
-            scaled = value * scales[half]
-            T.buffer_store(self.wide, scaled if addend is None else scaled + addend, [i])
+            value = T.reinterpret("float32", target & T.uint32(0xFFFF0000) if i else target << T.uint32(16)) * scale
+            T.buffer_store(self.wide, value if addend is None else value + addend, [i])
         ptx.pack_pair(target, self.wide[0], self.wide[1], self.type)
 
 
@@ -215,17 +224,16 @@ class ExpertProduct:
         problem, tiling = self.problem, self.tiling
         in_rows = any(view.runs_along("m") for view in self.writer.views)
         element = 4 if in_rows else bytes_of(problem.result.dtype)
-        staged_rows = 64 if element == 2 else 32
         self.store = _PairStore(self.writer, self.gpu)
         pairs = self.order_problem.pairs
         self.store.open(pairs, problem.columns, in_rows)
         shared = self.shared = SharedMemory()
-        staging = _CONSUMERS * staged_rows * (SWAPPED_COLUMNS * element + 32)
+        staging = _CONSUMERS * _STAGED_ROWS * (SWAPPED_COLUMNS * element + 32)
         stage_bytes = self.row_bytes + self.weight_bytes
         self.stages = min(_MAX_STAGES, self.steps, (self.gpu.shared_bytes - staging - 1024) // stage_bytes)
         self.rows_at = shared.reserve(self.stages * self.row_bytes, SWIZZLED_ALIGN)
         self.weights_at = shared.reserve(self.stages * self.weight_bytes)
-        self.store.plan(shared, (TILE_PAIRS, tiling.columns), _CONSUMERS, staged_rows, swap_ab=True)
+        self.store.plan(shared, (TILE_PAIRS, tiling.columns), _CONSUMERS, _STAGED_ROWS, swap_ab=True)
         # Each warp of the consumers is done with a stage by itself.
         self.ring = Ring(shared, self.stages, PRODUCERS, _CONSUMERS * (WARPGROUP // WARP))
         self.blocks = min(self.gpu.multiprocessors, self.order_problem.max_tiles * self.column_tiles)
@@ -364,9 +372,7 @@ class ExpertProduct:
         self.member, self.group = T.bind(thread % WARPGROUP), T.bind(thread // WARPGROUP - 1)
         self.warp, self.lane = T.bind(self.member // WARP), T.bind(thread % WARP)
         self.position = self._first_position()
-        steps_of_stage = STAGE_DEPTH // STEP
-        high = T.bind(self.lane // 4)
-        self.weights = _OrderedFragments(self.work, self.packed, self.lane, high, blocks * steps_of_stage)
+        self.weights = _OrderedFragments(self.work, self.packed, self.lane, T.bind(self.lane // 4))
         base = local(1, "uint64")
         ptx.matrix_descriptor(base[0], self.shared.at(self.rows_at))
         self.descriptor = T.bind(base[0])
@@ -405,12 +411,12 @@ class ExpertProduct:
             ptx.barrier_wait(self.ring.full(stage), T.bind(self.position[1]))
             # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
             ptx.async_proxy_fence()
-            for block in range(self.tiling.column_blocks):
-                # Products before the last group are complete: the block's registers, and the stage before, are free.
-                ptx.wgmma_wait(self.tiling.column_blocks - 1)
-                if block == self.tiling.column_blocks - 1:
+            for group in range(self.tiling.column_blocks * 2):
+                # Groups before the last are complete, so registers of fragments, and the stage before, are free.
+                ptx.wgmma_wait(1)
+                if group == 1:
                     self._release(last[0], number > 0)
-                self._multiply_block(block, rows, stage)
+                self._multiply_group(*divmod(group, 2), rows, stage)
             T.buffer_store(last, stage, [0])
             self._advance(self.position)
 
@@ -421,8 +427,10 @@ class ExpertProduct:
         step(tirx.const(self.steps - 1, "int32"))
         ptx.wgmma_wait(0)
         self._release(last[0])
-        self.store.fetch(extents, {}, own, self.member)
-        self.store.emit(self.sums, extents, {}, own, self.group, self.member)
+        # Opaque, as addresses that are computed once, before all tiles, would take registers in the main loop.
+        member = T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), self.member, self.lane, WARP, WARP))
+        self.store.fetch(extents, {}, own, member)
+        self.store.emit(self.sums, extents, {}, own, self.group, member)
 
     def _release(self, stage: Expr, *conditions: Expr) -> None:
         """Give a stage back, by each warp."""
@@ -430,31 +438,26 @@ class ExpertProduct:
         with when(tirx.all(tirx.EQ(self.lane, 0), *conditions)):
             ptx.barrier_arrive(self.ring.empty(stage))
 
-    def _multiply_block(self, block: int, rows: int, stage: Expr) -> None:
-        """Dequantize a block's weights of a stage, and issue its products as a group."""
-        work, weights, steps = self.work, self.weights, STAGE_DEPTH // STEP
+    def _multiply_group(self, block: int, half: int, rows: int, stage: Expr) -> None:
+        """Dequantize half of a stage's weights of a block, and issue their products as a group."""
+        work, weights = self.work, self.weights
         stage_at = T.bind(self.weights_at + stage * self.weight_bytes)
         fragment = T.bind((self.group * self.tiling.column_blocks + block) * (WARPGROUP // WARP) + self.warp)
-        for chunk in range(self.chunks):
-            firsts = [chunk * work.chunk + scaled * work.steps * STEP for scaled in range(work.scaled)]
-            parts = [
-                [
-                    stage_at
-                    + (self._part_at(part) + min(k // self.problem.block, self.scale_blocks - 1) * work.part_sizes[part])
-                    + fragment * size
-                    for k in firsts
-                ]
-                for part, size in enumerate(self.part_bytes)
-            ]
-            begin = (block * steps + chunk * (work.chunk // STEP)) * 4
-            chunk_at = stage_at + (fragment * self.chunks + chunk) * FRAGMENT_BYTES
-            weights.load_scaled(self.shared, chunk_at, parts, begin)
+        chunk, first = divmod(half * _GROUP_STEPS, work.chunk // STEP)
+        steps = range(first, first + _GROUP_STEPS)
+        scales = range(first // work.steps, steps[-1] // work.steps + 1)
+        blocks = [(chunk * work.chunk + scale * work.steps * STEP) // self.problem.block for scale in scales]
+        parts = []
+        for part, size in enumerate(self.part_bytes):
+            begin = stage_at + self._part_at(part) + fragment * size
+            parts.append([begin + number * work.part_sizes[part] for number in blocks])
+        weights.load_scaled(self.shared, stage_at + (fragment * self.chunks + chunk) * FRAGMENT_BYTES, parts, steps)
         ptx.wgmma_fence()
-        for step in range(steps):
+        for step in range(half * _GROUP_STEPS, (half + 1) * _GROUP_STEPS):
             units = T.Cast("uint64", stage * (self.row_bytes // 16) + step * (ptx.CONTRACTION_BYTES // 16))
             ptx.wgmma(
                 [self.sums[block * (rows // 2) + i] for i in range(rows // 2)],
-                [weights.fragment[(block * steps + step) * 4 + i] for i in range(4)],
+                [weights.fragment[step * 4 + i] for i in range(4)],
                 self.descriptor + units,
                 (work.type, work.type),
                 T.uint32(1),

@@ -125,11 +125,14 @@ def test_pairs_sorted_by_expert(tokens, used, experts, dtype):
     order = run_here(expert_order_kernel(problem, GPU), [index], problem.result.shape, "int32")
     chosen, pairs = np.clip(index, 0, experts - 1).reshape(-1), order[problem.pairs_at :]
     np.testing.assert_array_equal(np.sort(pairs), np.arange(tokens * used))
-    ends = 0
+    places = np.empty(0, int)
+    sizes = []
     for expert, first, count, _ in order[4 : 4 + 4 * order[0]].reshape(-1, 4):
-        assert first == ends and 0 < count <= 64 and (chosen[pairs[first : first + count]] == expert).all()
-        ends += count
-    assert ends == tokens * used
+        assert 0 < count <= 64 and (chosen[pairs[first : first + count]] == expert).all()
+        places = np.append(places, np.arange(first, first + count))
+        sizes.append(0 if count > 48 else 1 if count > 32 else 2)
+    np.testing.assert_array_equal(np.sort(places), np.arange(tokens * used))
+    assert sizes == sorted(sizes) and order[0] <= problem.max_tiles
     assert is_one_launch(expert_order_kernel(problem, GPU))
 
 
