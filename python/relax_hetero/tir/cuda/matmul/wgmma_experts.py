@@ -27,10 +27,10 @@ from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
 from ....encoding.problem import ExpertOrderProblem, QuantizedMatmulProblem
 from ....target.element_types import HALF_TYPES, bytes_of
 from ....target.gpu_target import ALL_LANES, WARP, WARPGROUP, GpuTarget
-from ...core.builder import Expr, ceil_div, int64, when
+from ...core.builder import Expr, ceil_div, either, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
@@ -96,6 +96,13 @@ def expert_tiling(problem: QuantizedMatmulProblem) -> ExpertTiling:
     return narrow if padded[1] > 1.25 * padded[0] else wide
 
 
+def _held(value: Expr) -> Expr:
+    """An int32 in a register that TVM does not look into: its passes are slow on long expressions."""
+    register = local(1, "int32")
+    T.buffer_store(register, value, [0])
+    return register[0]
+
+
 class _OrderedFragments(StagedFragments):
     """Writer of the dequantization of staged weights, in the order of k, to scaled fragments."""
 
@@ -105,8 +112,8 @@ class _OrderedFragments(StagedFragments):
         # Offsets are linear in the bits of a lane's place among the four that share a column.
         low = T.bind(lane % 4)
         offsets = (low // 2) * self._word_at(4) + (low % 2) * self._word_at(2)
-        self._begin = T.bind(offsets + high * CHUNK_BYTES)
-        self._shift = T.bind(T.Cast("uint32", low % 2 * 8))
+        self.lane_offset = _held(offsets + high * CHUNK_BYTES)
+        self._shift = T.Cast("uint32", _held(low % 2 * 8))
 
     def allocate(self) -> None:
         """Allocate the registers of the fragments of two groups of steps."""
@@ -128,7 +135,7 @@ class _OrderedFragments(StagedFragments):
         Parameters
         ----------
         weights, parts : PrimExpr, list of list of PrimExpr
-            Offsets as in `load_staged`; those of the scales of `steps`.
+            Offsets of the chunk, `lane_offset` added, and of the scales of `steps`, as in `load_staged`.
         """
         work, words = self.work, local(2, "uint32")
         self.load_parts(shared, 0, parts, steps[0] // work.steps)
@@ -136,7 +143,7 @@ class _OrderedFragments(StagedFragments):
             if step == steps[0] or step % work.steps == 0:
                 self._load_factors(step // work.steps)
             for pair in range(2):
-                ptx.load_shared([words[pair]], shared.at(weights + self._begin + self._word_at(step * STEP + 8 * pair)))
+                ptx.load_shared([words[pair]], shared.at(weights + self._word_at(step * STEP + 8 * pair)))
                 if not self.is_bytes:
                     T.buffer_store(words, words[pair] >> self._shift, [pair])
             first = step % (2 * _GROUP_STEPS) * 4
@@ -246,13 +253,7 @@ class ExpertProduct:
             ptx.block_barrier()
             ptx.griddepcontrol_wait()
             ptx.launch_dependents()
-            with T.If(place.thread < PRODUCERS):
-                with T.Then():
-                    ptx.set_max_registers(_PRODUCER_REGISTERS, grows=False)
-                    self._produce()
-                with T.Else():
-                    ptx.set_max_registers(_CONSUMER_REGISTERS, grows=True)
-                    self._consume()
+            either(place.thread < PRODUCERS, self._produce, self._consume)
 
     # -- tiles and stages
 
@@ -290,6 +291,7 @@ class ExpertProduct:
     # -- producers
 
     def _produce(self) -> None:
+        ptx.set_max_registers(_PRODUCER_REGISTERS, grows=False)
         position = self._first_position()
         problem, work, thread = self.problem, self.work, self.thread
         assert problem.index is not None, "pairs are sorted"
@@ -368,6 +370,7 @@ class ExpertProduct:
     # -- consumers
 
     def _consume(self) -> None:
+        ptx.set_max_registers(_CONSUMER_REGISTERS, grows=True)
         blocks, thread = self.tiling.column_blocks, self.thread
         self.member, self.group = T.bind(thread % WARPGROUP), T.bind(thread // WARPGROUP - 1)
         self.warp, self.lane = T.bind(self.member // WARP), T.bind(thread % WARP)
@@ -391,32 +394,33 @@ class ExpertProduct:
         if len(choices) == 1:
             self._multiply_tile(choices[0], first_column)
             return
-        with T.If(count <= choices[0]):
-            with T.Then():
-                self._multiply_tile(choices[0], first_column)
-            with T.Else():
-                self._choose_rows(choices[1:], count, first_column)
+        either(
+            count <= choices[0],
+            lambda: self._multiply_tile(choices[0], first_column),
+            lambda: self._choose_rows(choices[1:], count, first_column),
+        )
 
     def _multiply_tile(self, rows: int, first_column: Expr) -> None:
         last = local(1, "int32")
         self.sums = local(self.tiling.column_blocks * (rows // 2), "float32")
         # The first products add, too: else accumulators would be live between tiles, for each number of rows.
-        for i in range(self.tiling.column_blocks * (rows // 2)):
+        with unrolled(self.tiling.column_blocks * (rows // 2)) as i:
             T.buffer_store(self.sums, T.float32(0), [i])
         self.weights.allocate()
         extents, own = (self.tiling.column_blocks, rows), (int64(0), first_column)
 
         def step(number: Expr) -> None:
-            stage = T.bind(self.position[0])
+            stage = _held(self.position[0])
             ptx.barrier_wait(self.ring.full(stage), T.bind(self.position[1]))
             # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
             ptx.async_proxy_fence()
-            for group in range(self.tiling.column_blocks * 2):
-                # Groups before the last are complete, so registers of fragments, and the stage before, are free.
-                ptx.wgmma_wait(1)
-                if group == 1:
-                    self._release(last[0], number > 0)
-                self._multiply_group(*divmod(group, 2), rows, stage)
+            with unrolled(self.tiling.column_blocks) as block:
+                for half in range(2):
+                    # Groups before the last are complete, so registers of fragments, and the stage before, are free.
+                    ptx.wgmma_wait(1)
+                    if half == 1:
+                        self._release(last[0], tirx.EQ(block, 0), number > 0)
+                    self._multiply_group(block, half, rows, stage)
             T.buffer_store(last, stage, [0])
             self._advance(self.position)
 
@@ -438,20 +442,21 @@ class ExpertProduct:
         with when(tirx.all(tirx.EQ(self.lane, 0), *conditions)):
             ptx.barrier_arrive(self.ring.empty(stage))
 
-    def _multiply_group(self, block: int, half: int, rows: int, stage: Expr) -> None:
+    def _multiply_group(self, block: Expr, half: int, rows: int, stage: Expr) -> None:
         """Dequantize half of a stage's weights of a block, and issue their products as a group."""
         work, weights = self.work, self.weights
-        stage_at = T.bind(self.weights_at + stage * self.weight_bytes)
-        fragment = T.bind((self.group * self.tiling.column_blocks + block) * (WARPGROUP // WARP) + self.warp)
+        stage_at = _held(self.weights_at + stage * self.weight_bytes)
+        fragment = _held((self.group * self.tiling.column_blocks + block) * (WARPGROUP // WARP) + self.warp)
         chunk, first = divmod(half * _GROUP_STEPS, work.chunk // STEP)
         steps = range(first, first + _GROUP_STEPS)
         scales = range(first // work.steps, steps[-1] // work.steps + 1)
         blocks = [(chunk * work.chunk + scale * work.steps * STEP) // self.problem.block for scale in scales]
         parts = []
         for part, size in enumerate(self.part_bytes):
-            begin = stage_at + self._part_at(part) + fragment * size
+            begin = _held(stage_at + self._part_at(part) + fragment * size)
             parts.append([begin + number * work.part_sizes[part] for number in blocks])
-        weights.load_scaled(self.shared, stage_at + (fragment * self.chunks + chunk) * FRAGMENT_BYTES, parts, steps)
+        chunk_at = stage_at + (fragment * self.chunks + chunk) * FRAGMENT_BYTES
+        weights.load_scaled(self.shared, _held(chunk_at + weights.lane_offset), parts, steps)
         ptx.wgmma_fence()
         for step in range(half * _GROUP_STEPS, (half + 1) * _GROUP_STEPS):
             units = T.Cast("uint64", stage * (self.row_bytes // 16) + step * (ptx.CONTRACTION_BYTES // 16))
