@@ -165,7 +165,7 @@ class WeightFragments:
         return [self.fragment[i] for i in range(4)]
 
     def unpack_words(self, words: Sequence[Expr], bits: Sequence[int], begin: int = 0) -> None:
-        """Unpack the weights of two pairs of k, each in a word from a bit on, to registers of `fragment` from one on."""
+        """Unpack weights of two pairs of k, each in a word from a bit on, to registers from `begin` on."""
         for i in range(4):
             half, pair = i % 2, i // 2
             word, at = words[pair], bits[pair]

@@ -74,6 +74,7 @@ def quantized_matmul_kernel(
                 tiling = plan if isinstance(plan, ExpertTiling) else expert_tiling(problem)
                 ExpertProduct(problem, gpu, tiling, lhs, packed, order, writer).emit()
             else:
+                assert not isinstance(plan, ExpertTiling), "pairs are not sorted"
                 _emit(problem, gpu, plan, lhs, packed, writer, index)
     if not gpu.overlaps_launches:
         return function.result

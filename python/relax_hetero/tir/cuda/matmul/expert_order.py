@@ -1,8 +1,9 @@
 """Pairs of tokens and experts sorted by expert on the device, for products of many pairs (`wgmma_experts`).
 
 One block counts the pairs of each expert, adds up the counts, and writes each pair to the next place of its expert.
-Tiles of many pairs come first, so that blocks, which take tiles in turn, end at about the same time. Which of an expert's pairs comes first depends on the order of atomic additions, on which no result depends: each pair
-has a row of its own.
+Tiles of many pairs come first, so that blocks, which take tiles in turn, end at about the same time. Which of an
+expert's pairs comes first depends on the order of atomic additions, on which no result depends: each pair has a row of
+its own.
 """
 
 from __future__ import annotations

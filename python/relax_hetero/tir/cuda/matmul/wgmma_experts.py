@@ -5,8 +5,8 @@ rows. Weights are the instruction's left operand, dequantized and scaled in regi
 is its part of a warpgroup's 64 columns. Gathered rows are the right operand, in swizzled shared memory.
 
 A producer warpgroup copies weights, their scales and rows to a ring of stages of `STAGE_DEPTH` k. Each of two consumer
-warpgroups has blocks of 64 columns: while the tensor cores multiply half a stage of one, it dequantizes the next half. Blocks are persistent
-and take tiles of pairs by columns in turn; their number is data.
+warpgroups has blocks of 64 columns: while the tensor cores multiply half a stage of one, it dequantizes the next half.
+Blocks are persistent and take tiles of pairs by columns in turn; their number is data.
 
 The fragment order of weights (`encoding.block_weights.pack_fragments`) gives a lane neighbouring k, for loads of few
 rows in vectors. Rows in shared memory are in the order of the instruction, so a lane reads words of other lanes.
@@ -129,8 +129,10 @@ class _OrderedFragments(StagedFragments):
         lane, in_lane = divmod(k % run, quarter)
         return lane * 8 * CHUNK_BYTES + (k // run * (quarter // per_word) + in_lane // per_word) * 4
 
-    def load_scaled(self, shared: SharedMemory, weights: Expr, parts: list[list[Expr]], steps: range) -> None:
-        """Load steps of a chunk, and write their scaled fragments to the registers of these steps.
+    def load_scaled(
+        self, shared: SharedMemory, weights: Expr, parts: list[list[Expr]], steps: range, begin: int
+    ) -> None:
+        """Load steps of a chunk, and write their scaled fragments to registers from `begin` on.
 
         Parameters
         ----------
@@ -146,7 +148,7 @@ class _OrderedFragments(StagedFragments):
                 ptx.load_shared([words[pair]], shared.at(weights + self._word_at(step * STEP + 8 * pair)))
                 if not self.is_bytes:
                     T.buffer_store(words, words[pair] >> self._shift, [pair])
-            first = step % (2 * _GROUP_STEPS) * 4
+            first = begin + (step - steps[0]) * 4
             self.unpack_words([words[0], words[1]], (0, 0), first)
             for i in range(4):
                 self._scale_pair(first + i, i % 2)
@@ -213,6 +215,8 @@ class ExpertProduct:
         writer: EpilogueWriter,
     ) -> None:
         assert problem.order is not None and problem.index is not None, "pairs are sorted"
+        self.tile = problem.order.tile
+        assert tiling.rows[-1] == self.tile, f"tiles have {self.tile} pairs, of which {tiling.rows[-1]} are multiplied"
         self.problem, self.gpu, self.tiling, self.order_problem = problem, gpu, tiling, problem.order
         self.lhs, self.packed, self.order, self.writer = lhs, packed, order, writer
         self.work = BlockWork(problem, BlockPlan(1, 1, 1, 1), 1)
@@ -223,7 +227,7 @@ class ExpertProduct:
         self.chunks = STAGE_DEPTH // self.work.chunk
         self.scale_blocks = max(1, STAGE_DEPTH // problem.block)
         self.part_bytes = [self.scale_blocks * size for size in self.work.part_sizes]
-        self.row_bytes = TILE_PAIRS * SWIZZLED_BYTES
+        self.row_bytes = self.tile * SWIZZLED_BYTES
         self.weight_bytes = self.fragments * (self.chunks * FRAGMENT_BYTES + sum(self.part_bytes))
 
     def emit(self) -> None:
@@ -240,7 +244,7 @@ class ExpertProduct:
         self.stages = min(_MAX_STAGES, self.steps, (self.gpu.shared_bytes - staging - 1024) // stage_bytes)
         self.rows_at = shared.reserve(self.stages * self.row_bytes, SWIZZLED_ALIGN)
         self.weights_at = shared.reserve(self.stages * self.weight_bytes)
-        self.store.plan(shared, (TILE_PAIRS, tiling.columns), _CONSUMERS, _STAGED_ROWS, swap_ab=True)
+        self.store.plan(shared, (self.tile, tiling.columns), _CONSUMERS, _STAGED_ROWS, swap_ab=True)
         # Each warp of the consumers is done with a stage by itself.
         self.ring = Ring(shared, self.stages, PRODUCERS, _CONSUMERS * (WARPGROUP // WARP))
         self.blocks = min(self.gpu.multiprocessors, self.order_problem.max_tiles * self.column_tiles)
@@ -301,12 +305,12 @@ class ExpertProduct:
         warp, lane = T.bind(thread // WARP), T.bind(thread % WARP)
         weight_target = T.bind(warp * FRAGMENT_BYTES + (lane % 4 * 8 + lane // 4) * CHUNK_BYTES)
         # In units of copies, as 32 bits suffice for these.
-        rows = local(TILE_PAIRS // _LINES, "int32")
+        rows = local(self.tile // _LINES, "int32")
 
         def tile(record: Expr, column: Expr) -> None:
             expert, first, count = (self._word(record + i) for i in range(3))
             pair_of = self._pair_of(first)
-            for i in range(TILE_PAIRS // _LINES):
+            for i in range(self.tile // _LINES):
                 row = tirx.floordiv(pair_of(T.min(line + i * _LINES, count - 1)), int64(per_token))
                 address = self.lhs.address({"m": row, "k": T.Cast("int64", chunk * (CHUNK_BYTES // 2))})
                 T.buffer_store(rows, T.Cast("int32", tirx.floordiv(address, int64(CHUNK_BYTES // 2))), [i])
@@ -329,7 +333,7 @@ class ExpertProduct:
                     self._copy(target, self.packed[0], source)
                 self._copy_parts(weights_at, step, fragment_of)
                 rows_at = T.bind(self.rows_at + stage * self.row_bytes + row_target)
-                for i in range(TILE_PAIRS // _LINES):
+                for i in range(self.tile // _LINES):
                     with when(i * _LINES < copied_rows):
                         self._copy(rows_at + i * (_LINES * SWIZZLED_BYTES), self.lhs, rows[i] + step * _CHUNKS)
                 ptx.barrier_arrive_after_copies(self.ring.full(stage))
@@ -453,10 +457,11 @@ class ExpertProduct:
         blocks = [(chunk * work.chunk + scale * work.steps * STEP) // self.problem.block for scale in scales]
         parts = []
         for part, size in enumerate(self.part_bytes):
-            begin = _held(stage_at + self._part_at(part) + fragment * size)
-            parts.append([begin + number * work.part_sizes[part] for number in blocks])
+            scales_at = _held(stage_at + self._part_at(part) + fragment * size)
+            parts.append([scales_at + number * work.part_sizes[part] for number in blocks])
         chunk_at = stage_at + (fragment * self.chunks + chunk) * FRAGMENT_BYTES
-        weights.load_scaled(self.shared, _held(chunk_at + weights.lane_offset), parts, steps)
+        begin = half * _GROUP_STEPS * 4
+        weights.load_scaled(self.shared, _held(chunk_at + weights.lane_offset), parts, steps, begin)
         ptx.wgmma_fence()
         for step in range(half * _GROUP_STEPS, (half + 1) * _GROUP_STEPS):
             units = T.Cast("uint64", stage * (self.row_bytes // 16) + step * (ptx.CONTRACTION_BYTES // 16))
