@@ -33,7 +33,7 @@ from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
-from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
+from ..tile.fragment_store import STAGING_PAD, SWAPPED_COLUMNS, FragmentStore
 from ..tile.operand_tiles import PRODUCERS
 from ..tile.ring import Ring
 from .block_fragments import StagedFragments
@@ -179,17 +179,28 @@ class _OrderedFragments(StagedFragments):
 class _PairStore(FragmentStore):
     """Store of a tile's rows to those of its pairs."""
 
-    def begin(self, pair_of: Callable[[Expr], Expr], count: Expr) -> None:
-        """Set the pair of each row of the tile, and the number of rows."""
-        self._pair_of, self._count = pair_of, count
+    _fetches = False
+
+    def begin(self, pair_at: Callable[[Expr], Expr], count: Expr) -> None:
+        """Set the function that gives the pointer to a row's pair in shared memory, and the number of rows."""
+        self._pair_at, self._count = pair_at, count
 
     def _locate_run(
         self, number: Expr, at: Coordinates, origin: tuple[Expr, Expr]
     ) -> tuple[Expr, Expr, Coordinates, Expr]:
         row, chunk, position, exists = super()._locate_run(number, at, origin)
-        in_tile = T.Cast("int32", position["m"])
-        pair = T.bind(self._pair_of(T.min(in_tile, self._count - 1)))
-        return row, chunk, {**position, "m": pair}, tirx.all(in_tile < self._count, exists)
+        in_tile, word = T.Cast("int32", position["m"]), local(1, "uint32")
+        # From shared memory, as the compiler would load pairs, and what they lead to, for all rows at once.
+        ptx.load_shared([word[0]], self._pair_at(in_tile))
+        pair = T.bind(T.Cast("int64", word[0]))
+        return row, chunk, {**position, "m": pair}, exists if self._fetches else tirx.all(in_tile < self._count, exists)
+
+    def _fetch_rows(self, at: Coordinates, origin: tuple[Expr, Expr], thread: Expr) -> list[Any]:
+        # Rows without a pair read those of the last: with predicates, registers would be live between tiles.
+        self._fetches = True
+        registers = super()._fetch_rows(at, origin, thread)
+        self._fetches = False
+        return registers
 
 
 class ExpertProduct:
@@ -233,17 +244,17 @@ class ExpertProduct:
     def emit(self) -> None:
         """Write the launch."""
         problem, tiling = self.problem, self.tiling
-        in_rows = any(view.runs_along("m") for view in self.writer.views)
-        element = 4 if in_rows else bytes_of(problem.result.dtype)
+        self.in_rows = any(view.runs_along("m") for view in self.writer.views)
+        element = 4 if self.in_rows else bytes_of(problem.result.dtype)
         self.store = _PairStore(self.writer, self.gpu)
-        pairs = self.order_problem.pairs
-        self.store.open(pairs, problem.columns, in_rows)
+        self.store.open(self.tile, problem.columns, self.in_rows)
         shared = self.shared = SharedMemory()
-        staging = _CONSUMERS * _STAGED_ROWS * (SWAPPED_COLUMNS * element + 32)
+        staging = _CONSUMERS * (_STAGED_ROWS * (SWAPPED_COLUMNS * element + STAGING_PAD) + self.tile * 4)
         stage_bytes = self.row_bytes + self.weight_bytes
         self.stages = min(_MAX_STAGES, self.steps, (self.gpu.shared_bytes - staging - 1024) // stage_bytes)
         self.rows_at = shared.reserve(self.stages * self.row_bytes, SWIZZLED_ALIGN)
         self.weights_at = shared.reserve(self.stages * self.weight_bytes)
+        self.pairs_at = shared.reserve(_CONSUMERS * self.tile * 4)
         self.store.plan(shared, (self.tile, tiling.columns), _CONSUMERS, _STAGED_ROWS, swap_ab=True)
         # Each warp of the consumers is done with a stage by itself.
         self.ring = Ring(shared, self.stages, PRODUCERS, _CONSUMERS * (WARPGROUP // WARP))
@@ -386,7 +397,12 @@ class ExpertProduct:
 
         def tile(record: Expr, column: Expr) -> None:
             first, count = self._word(record + 1), self._word(record + 2)
-            self.store.begin(self._pair_of(first), count)
+            pairs_at = T.bind(self.pairs_at + self.group * (self.tile * 4))
+            with when(True if self.tile == WARPGROUP else self.member < self.tile):
+                pair = self._pair_of(first)(T.min(self.member, count - 1))
+                ptx.store_shared(self.shared.at(pairs_at + self.member * 4), [T.Cast("uint32", pair)])
+            ptx.named_barrier(self.group + 1, WARPGROUP)
+            self.store.begin(lambda row: self.shared.at(pairs_at + row * 4), count)
             origin = column * self.tiling.columns + self.group * (blocks * SWAPPED_COLUMNS)
             first_column = T.bind(T.Cast("int64", origin))
             self._choose_rows(self.tiling.rows, count, first_column)
@@ -437,7 +453,8 @@ class ExpertProduct:
         self._release(last[0])
         # Opaque, as addresses that are computed once, before all tiles, would take registers in the main loop.
         member = T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), self.member, self.lane, WARP, WARP))
-        self.store.fetch(extents, {}, own, member)
+        if not self.in_rows:
+            self.store.fetch(extents, {}, own, member)
         self.store.emit(self.sums, extents, {}, own, self.group, member)
 
     def _release(self, stage: Expr, *conditions: Expr) -> None:
