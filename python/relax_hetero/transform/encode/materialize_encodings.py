@@ -17,6 +17,7 @@ that), or nothing if the layout is the identity. A tensor that is unpacked only 
 directly. Types become those of the packed tensors. A chain of elementwise ops after a product, each the only user of
 the one before, becomes the epilogue of its kernel: accumulators stay in registers for bias, activation and residual.
 `R.hetero.rows` becomes a kernel, or, if it is the only reader of a product, a phase of that kernel (`epilogues`).
+Products of many rows with experts share a call of a kernel that sorts the rows by expert, if theirs read that order.
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
 `relax_hetero.tir.pack.pack`; equal problems on equal targets share one. A second run changes nothing.
