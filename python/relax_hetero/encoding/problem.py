@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from .block_formats import BlockFormat
 from .block_panels import PanelPlan
@@ -339,6 +340,8 @@ class QuantizedMatmulProblem:
     rows : str
         Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, for any number of
         rows; "" for any order.
+    order : ExpertOrderProblem or None
+        Problem whose result the kernel reads instead of the index.
     """
 
     lhs: Operand
@@ -352,12 +355,14 @@ class QuantizedMatmulProblem:
     index: Operand | None = None
     activation_bits: int = 16
     rows: str = ""
+    order: ExpertOrderProblem | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
         epilogue = () if self.epilogue is None else self.epilogue.operands
-        return [self.lhs, *self.weights, *(() if self.index is None else (self.index,)), *epilogue, self.result]
+        index = self.index if self.order is None else self.order.result
+        return [self.lhs, *self.weights, *(() if index is None else (index,)), *epilogue, self.result]
 
     @property
     def has_row_per_expert(self) -> bool:
@@ -384,6 +389,56 @@ class QuantizedMatmulProblem:
     def panel(self) -> int:
         """Columns of a panel."""
         return self.plan.columns
+
+
+@dataclass(frozen=True)
+class ExpertOrderProblem:
+    """Pairs of a token and one of its experts, sorted by expert and cut into tiles of one expert each.
+
+    Parameters of its kernel, in order: index, result. The result is int32: the number of tiles and three unused words;
+    from `TILES_AT` on, for each tile its expert, its first pair in the sorted order, its number of pairs, and an unused
+    word; from `pairs_at` on the pairs, ``token * used + number``, in sorted order. Pairs of an expert are in any order,
+    and so are tiles.
+
+    Attributes
+    ----------
+    index : Operand
+        Numbers of experts, ``(tokens, used)``; those out of range are clamped.
+    experts : int
+    tile : int
+        Maximum pairs of a tile.
+    """
+
+    index: Operand
+    experts: int
+    tile: int
+
+    TILES_AT = TILE_WORDS = 4
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs."""
+        return prod(map(_static, self.index.shape))
+
+    @property
+    def max_tiles(self) -> int:
+        """Upper bound of the number of tiles, as those of an expert may not be full."""
+        return self.pairs // self.tile + min(self.pairs, self.experts)
+
+    @property
+    def pairs_at(self) -> int:
+        """Index of the first pair in the result."""
+        return self.TILES_AT + self.TILE_WORDS * self.max_tiles
+
+    @property
+    def result(self) -> Operand:
+        """Tensor that the kernel writes."""
+        return Operand((self.pairs_at + self.pairs,), "int32", ("word",), PackedLayout.identity(1))
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """Operands of the kernel, in order."""
+        return [self.index, self.result]
 
 
 @dataclass(frozen=True)
@@ -554,6 +609,7 @@ Problem = (
     | QuantizedMatmulProblem
     | BlockRowsProblem
     | BlockUnpackProblem
+    | ExpertOrderProblem
     | CachedAttentionProblem
 )
 """Tasks that kernels are written for."""

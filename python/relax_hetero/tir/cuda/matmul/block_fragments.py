@@ -119,6 +119,14 @@ class WeightFragments:
         lowest = middle_of(bits) + form.min_code if bits == form.bits else 0
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
+    def addend(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr | None:
+        """Number that is added to scaled weights of `unpack`, from a minimum or an arbitrary zero point; None for 0."""
+        if self.has_minimums:
+            return self.minimum(slot, fragment, number, half, scale)
+        if self.has_any_points:
+            return T.bind(T.float32(0) - self.point(slot, fragment, number, half) * scale)
+        return None
+
     def _scale_index(self, slot: int, fragment: int, number: int) -> int:
         return ((slot * self.work.plan.fragments + fragment) * self.work.scaled + number) * 2
 
@@ -153,20 +161,26 @@ class WeightFragments:
         work = self.work
         first = (slot * work.plan.fragments + fragment) * 4 + step * work.words
         words = [self.bits[first + i] for i in range(work.words)]
+        self.unpack_words(words if self.is_bytes else words * 2, (0, 0) if self.is_bytes else (0, 8))
+        return [self.fragment[i] for i in range(4)]
+
+    def unpack_words(self, words: Sequence[Expr], bits: Sequence[int], begin: int = 0) -> None:
+        """Unpack weights of two pairs of k, each in a word from a bit on, to registers from `begin` on."""
         for i in range(4):
             half, pair = i % 2, i // 2
+            word, at = words[pair], bits[pair]
             if self.is_float4:
-                self._unpack_float4(i, words[0], 8 * pair + 4 * half if self.type == "float16" else 4 * i)
+                self._unpack_float4(begin + i, word, at + 4 * half)
             elif self.is_bytes:
-                self._unpack_bytes(i, words[pair], half)
+                self._unpack_bytes(begin + i, word, half)
             elif self.type == "float16":
                 # Nibbles of the second column are not shifted down: 1024 + 16 w is multiplied by 1/16 to 64 + w.
                 if half == 0:
-                    word = words[0] if pair == 0 else T.bind(words[0] >> T.uint32(8))
-                self._unpack_nibbles(i, word, 0x00F000F0 if half else 0x000F000F, half + 2 if half else 0)
+                    shifted = T.bind(word >> T.uint32(at)) if at else word
+                self._unpack_nibbles(begin + i, shifted, 0x00F000F0 if half else 0x000F000F, half + 2 if half else 0)
             else:
-                self._unpack_nibbles(i, words[0] if i == 0 else words[0] >> T.uint32(4 * i), 0x000F000F, half)
-        return [self.fragment[i] for i in range(4)]
+                at += 4 * half
+                self._unpack_nibbles(begin + i, word >> T.uint32(at) if at else word, 0x000F000F, half)
 
     def _unpack_nibbles(self, i: int, word: Expr, mask: int, point: int) -> None:
         target, factor = self.fragment[i], _ONES_PAIR[self.type] if mask == 0x000F000F else _SIXTEENTH
@@ -221,12 +235,18 @@ class StagedFragments(WeightFragments):
         parts : sequence of sequences of PrimExpr
             Offsets of the scales, and of the zero points, of 16 columns: one per scale of the chunk.
         """
-        scaled = self.work.scaled
         ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(weights + self.lane * 16))
+        self.load_parts(shared, fragment, parts)
+
+    def load_parts(
+        self, shared: SharedMemory, fragment: int, parts: Sequence[Sequence[Expr]], first_scale: int = 0
+    ) -> None:
+        """Load scales, and zero points, of a fragment of a chunk; `parts` as in `load_staged`, from a scale on."""
+        scaled = self.work.scaled
         for words, dtype, offsets in zip(self.words, self.types, parts, strict=True):
             size = bytes_of(dtype)
             words_per_value = max(1, size // 2)
-            for number, offset in enumerate(offsets):
+            for number, offset in enumerate(offsets, first_scale):
                 first = (fragment * scaled + number) * words_per_value
                 targets = [words[first + i] for i in range(words_per_value)]
                 address = shared.at(offset + self.high * (2 * size))

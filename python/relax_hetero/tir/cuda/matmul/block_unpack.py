@@ -95,7 +95,7 @@ class _Kernel:
         weights.begin(0, 0, number)
         for half in range(2):
             scale = weights.scale(0, 0, number, half)
-            addend = self._addend(number, half, scale)
+            addend = weights.addend(0, 0, number, half, scale)
             for step in range(work.steps):
                 fragment = weights.unpack(0, 0, number * work.steps + step)
                 for pair in range(2):
@@ -104,14 +104,6 @@ class _Kernel:
             run = 4 * work.steps
             k = T.bind(chunk * work.chunk + T.Cast("int64", (number * 4 + self.low) * run))
             self._store(column, k, run)
-
-    def _addend(self, number: int, half: int, scale: Expr) -> Expr | None:
-        weights = self.weights
-        if weights.has_minimums:
-            return weights.minimum(0, 0, number, half, scale)
-        if weights.has_any_points:
-            return T.bind(T.float32(0) - weights.point(0, 0, number, half) * scale)
-        return None
 
     def _scale(self, index: int, pair: Expr, scale: Expr, addend: Expr | None) -> None:
         """Scale two 16-bit weights of `unpack`."""

@@ -31,13 +31,14 @@ from .block_plan import PARTS, STEP, BlockPlan, block_plans
 from .expert_body import expert_body
 from .ring_body import RingBody, RingPlan, ring_plan
 from .staged_body import StagedBody, StagedPlan, staged_plan
+from .wgmma_experts import ExpertProduct, ExpertTiling, expert_tiling
 
 _BLOCKS_PER_SM = 2  # resident blocks of a kernel with two bodies
 _KINDS: dict[type, type[BlockBody]] = {BlockPlan: BlockBody, RingPlan: RingBody, StagedPlan: StagedBody}
 
 
 def quantized_matmul_kernel(
-    problem: QuantizedMatmulProblem, gpu: GpuTarget, plan: BlockPlan | None = None
+    problem: QuantizedMatmulProblem, gpu: GpuTarget, plan: BlockPlan | ExpertTiling | None = None
 ) -> tirx.PrimFunc:
     """Kernel of a quantized matrix product, one launch; `QuantizedMatmulProblem` documents its parameters.
 
@@ -58,27 +59,47 @@ def quantized_matmul_kernel(
             GpuOperand(function, name, operand)
             for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
         ]
-        index = None if problem.index is None else GpuOperand(function, "index", problem.index)
+        order = None if problem.order is None else GpuOperand(function, "order", problem.order.result)
+        index = None if order or problem.index is None else GpuOperand(function, "index", problem.index)
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
         for name in reversed([name for name in writer.result.index_map if name.startswith("b")]):
             for view in (lhs, *writer.operands):
                 view.merge(name, "m")
         with function.body():
-            for view in writer.operands:
-                view.open_for_gpu()
             lhs.open(raw=True)
             for view in packed:
                 view.open()
-            if index is not None:
-                index.open()
-                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, index)])
+            if order is not None:
+                order.open()
+                tiling = plan if isinstance(plan, ExpertTiling) else expert_tiling(problem)
+                ExpertProduct(problem, gpu, tiling, lhs, packed, order, writer).emit()
             else:
-                one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
-                plans = [one] if one else block_plans(problem, gpu)
-                _launch([_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans])
+                assert not isinstance(plan, ExpertTiling), "pairs are not sorted"
+                _emit(problem, gpu, plan, lhs, packed, writer, index)
     if not gpu.overlaps_launches:
         return function.result
-    return enable_pdl(function.result, range(1, 1 + len(problem.weights)))
+    # Which weights are read follows from the order, which an earlier launch writes.
+    return enable_pdl(function.result, [] if order else range(1, 1 + len(problem.weights)))
+
+
+def _emit(
+    problem: QuantizedMatmulProblem,
+    gpu: GpuTarget,
+    plan: BlockPlan | None,
+    lhs: GpuOperand,
+    packed: list[GpuOperand],
+    writer: EpilogueWriter,
+    index: GpuOperand | None,
+) -> None:
+    for view in writer.operands:
+        view.open_for_gpu()
+    if index is not None:
+        index.open()
+        _launch([expert_body(problem, gpu, plan, lhs, packed, writer, index)])
+        return
+    one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
+    plans = [one] if one else block_plans(problem, gpu)
+    _launch([_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans])
 
 
 def _launch(bodies: list[BlockBody]) -> None:
