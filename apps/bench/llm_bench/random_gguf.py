@@ -258,6 +258,7 @@ def write_gguf(
     types: Mapping[str, str] | str = "F32",
     seed: int = 0,
     chat_template: str | None = None,
+    sparse: bool = False,
 ) -> Path:
     """Write a model with random weights.
 
@@ -272,6 +273,8 @@ def write_gguf(
         Seed of the weights.
     chat_template : str, optional
         Template that makes a prompt of a conversation.
+    sparse : bool
+        If true, weights are a hole at the end of the file, which takes neither time nor space.
 
     Returns
     -------
@@ -288,6 +291,12 @@ def write_gguf(
     for name, shape in shapes(sizes).items():
         plain = any(fnmatch.fnmatch(name, pattern) for pattern in PLAIN)
         kind = next(kind for pattern, kind in patterns.items() if fnmatch.fnmatch(name, pattern))
+        if sparse:
+            kind = BlockType.F32 if plain else BlockType[kind]
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            count = int(np.prod(shape)) // block * size
+            writer.add_tensor_info(name, shape, np.dtype("float32"), count, kind)
+            continue
         if plain:
             writer.add_tensor(name, _plain(name, shape, sizes, generator))
             continue
@@ -297,7 +306,13 @@ def write_gguf(
         writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=BlockType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    if sparse:
+        writer.write_ti_data_to_file()
+        (file,), (tensors,) = writer.fout, writer.tensors
+        padded = [GGUFWriter.ggml_pad(tensor.nbytes, writer.data_alignment) for tensor in tensors.values()]
+        file.truncate(GGUFWriter.ggml_pad(file.tell(), writer.data_alignment) + sum(padded))
+    else:
+        writer.write_tensors_to_file()
     writer.close()
     return Path(path)
 

@@ -18,6 +18,7 @@ from ...errors import PlacementError, VDeviceError
 from ...target.backend import backend_of
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS, host_of, hosts_of
 from ...target.native_target import num_cores, with_hardware
+from ...target.product_rates import QUANTIZED, product_rate
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
 from .measure_devices import Figures, are_present, figures_of
 from .work_graph import Work
@@ -72,7 +73,8 @@ class DeviceCost:
     launch : float
         Seconds per kernel in addition to its work.
     products : mapping of str to float
-        Element type of operands -> operations per second of products; `flops` for other types.
+        Element type of operands, or `QUANTIZED` weights, -> operations per second of products of many rows; `flops`
+        for other types.
     """
 
     flops: float
@@ -253,6 +255,8 @@ def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
     devices = []
     for cost, measured in zip(model.devices, figures.devices, strict=True):
         products = {dtype: rate * _LAYER_EFFICIENCY for dtype, rate in measured.products.items()}
+        # Products with quantized weights are not measured: tables have their rate relative to bfloat16.
+        products[QUANTIZED] = products["bfloat16"] * cost.products[QUANTIZED] / cost.products["bfloat16"]
         devices.append(replace(cost, bandwidth=measured.bandwidth, launch=measured.launch, products=products))
     links = dict(model.links)
     for (source, target), link in figures.links.items():
@@ -298,12 +302,15 @@ def _default_cpu(target: Target, cores: int, socket_cores: int) -> DeviceCost:
     """Cost of a CPU device; `socket_cores` is the number of cores that work at the same time."""
     peak = cores * _CLOCK_HZ * _FLOPS_PER_LANE * _lanes(target)
     bandwidth = min(cores * _CORE_BYTES_PER_SECOND, _SOCKET_BYTES_PER_SECOND * cores / socket_cores)
-    return DeviceCost(peak * _CPU_FLOPS_EFFICIENCY, bandwidth * _BANDWIDTH_EFFICIENCY, _CPU_LAUNCH_SECONDS)
+    flops = peak * _CPU_FLOPS_EFFICIENCY
+    products = {kind: flops * product_rate(target, kind) for kind in (*_TWO_BYTE_TYPES, QUANTIZED)}
+    return DeviceCost(flops, bandwidth * _BANDWIDTH_EFFICIENCY, _CPU_LAUNCH_SECONDS, products)
 
 
 def _default_gpu(target: Target) -> DeviceCost:
     peak, bandwidth, tensor_core_speedup = backend_of(target).peaks(target)
-    products = {dtype: peak * tensor_core_speedup * _GPU_FLOPS_EFFICIENCY for dtype in _TWO_BYTE_TYPES}
+    rate = peak * tensor_core_speedup * _GPU_FLOPS_EFFICIENCY
+    products = dict.fromkeys((*_TWO_BYTE_TYPES, QUANTIZED), rate)  # kernels dequantize to 16-bit floats
     return DeviceCost(peak * _GPU_FLOPS_EFFICIENCY, bandwidth * _BANDWIDTH_EFFICIENCY, _GPU_LAUNCH_SECONDS, products)
 
 
