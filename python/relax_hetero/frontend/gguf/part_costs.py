@@ -15,6 +15,9 @@ from ..auto.cost_model import CostModel
 _KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "experts": 6, "output": 2}
 """Approximate number of kernels of a part."""
 
+_OPERATIONS = 2.0
+"""Operations of a multiply-add."""
+
 
 @dataclass(frozen=True)
 class Step:
@@ -63,6 +66,8 @@ class Part:
         Multiply-adds of a row for each position.
     shared : tuple of bool
         For the embeddings, True for each device on which the output product reads the same bytes.
+    resident_cache : float
+        Bytes of the cache in `resident_bytes`.
     """
 
     name: str
@@ -75,17 +80,24 @@ class Part:
     window: int = 0
     scores: float = 0.0
     shared: tuple[bool, ...] = ()
+    resident_cache: float = 0.0
+
+    def touched(self, rows: int) -> float:
+        """Expected fraction of the weights that rows read, which choose experts independently of each other."""
+        return 1.0 - (1.0 - self.share) ** rows
 
     def read_bytes(self, device: int, step: Step) -> float:
         """Bytes that a step reads on a device."""
-        touched = 1.0 - (1.0 - self.share) ** step.rows
-        return self.weights_read[device] * touched + self.cache_bytes * self._positions(step)
+        return self.weights_read[device] * self.touched(step.rows) + self.cache_bytes * self._positions(step)
 
     def seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device."""
         cost = costs.devices[device]
-        work = {**self.products, "float16": self.products.get("float16", 0.0) + self.scores * self._positions(step)}
-        compute = sum(2.0 * step.rows * count / cost.products.get(kind, cost.flops) for kind, count in work.items())
+        rows = 1 if self.name == "output" else step.rows  # prefill returns the logits of one row
+        compute = sum(rows * count / cost.products.get(kind, cost.flops) for kind, count in self.products.items())
+        # Attention multiplies 16-bit floats where that is faster, as on GPUs.
+        compute += rows * self.scores * self._positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
+        compute *= _OPERATIONS
         return max(self.read_bytes(device, step) / cost.bandwidth, compute) + _KERNELS[self.name] * cost.launch
 
     def _positions(self, step: Step) -> float:

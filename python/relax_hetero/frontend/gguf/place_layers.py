@@ -2,8 +2,8 @@
 
 The time of a token is the sum of reading weights and cache, launching kernels, and transferring a row of activations
 between devices, which work one after the other (`part_costs`). The plan with the least time that fits is chosen
-(`plan_layers`): all on the fastest device; or consecutive layers on each device, as in llama.cpp; or experts, of which a
-token reads a few, on another device than the rest (KTransformers).
+(`plan_layers`): all on the fastest device; consecutive layers on each device, as in llama.cpp; or experts, of which a
+token reads a few, on another device than the rest (KTransformers); or anything between.
 
 The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores 5-
 and 6-bit quants in bytes, has its own scales and minimums, and keeps unquantized matrices as 16-bit floats and experts
@@ -248,7 +248,7 @@ def parts_of(
 ) -> list[Part]:
     """The parts of a model in execution order; `layouts` has an entry for each device."""
 
-    def make(name: str, layer: int, tensors: Sequence[FileTensor], share: float = 1.0, cache_bytes: float = 0.0) -> Part:
+    def make(name: str, layer: int, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0) -> Part:
         products: dict[str, float] = {}
         for tensor in tensors:
             if len(tensor.shape) > 1:
@@ -257,10 +257,11 @@ def parts_of(
         return Part(
             name,
             layer,
-            tuple(cache_bytes + sum(resident_bytes(tensor, layout) for tensor in tensors) for layout in layouts),
+            tuple(cached + sum(resident_bytes(tensor, layout) for tensor in tensors) for layout in layouts),
             tuple(sum(bytes_read(tensor, layout) for tensor in tensors) for layout in layouts),
             share,
             products,
+            resident_cache=cached,
         )
 
     table, is_tied = file.tensors["token_embd.weight"], "output.weight" not in file.tensors
@@ -276,7 +277,7 @@ def parts_of(
         experts = [tensor for tensor in tensors if "_exps." in tensor.name]
         rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]
         window = model.window_of(layer)
-        part = make("attn", layer, attention, cache_bytes=float(cache.pages(window) * page))
+        part = make("attn", layer, attention, cached=float(cache.pages(window) * page))
         parts.append(replace(part, cache_bytes=page / PAGE, window=window, scores=scores))
         parts.append(make("ffn", layer, rest))
         if experts:

@@ -1,8 +1,8 @@
 """Search for the assignment of a language model's parts to devices that takes the least time per decoded token.
 
 Parts run one after the other, so that the best plans up to a part follow from those up to the part before: for each
-device that holds the activations, those of which none is both slower and larger on the devices with limits. Their number
-is bounded: of many plans with nearly the same bytes, only the fastest is kept.
+device that holds the activations, the plans that no other beats in time and in bytes on the devices with limits. Their
+number is bounded: of many plans with nearly the same bytes, only the fastest is kept.
 """
 
 from __future__ import annotations
@@ -77,10 +77,8 @@ class PlanSearch:
         fits = all(grouped.resident_bytes.get(device, 0.0) <= limit for device, limit in limits.items())
         return grouped if fits and grouped.seconds <= plan.seconds * (1 + 1e-9) else plan
 
-    def fastest_by_limit(
-        self, device: int, sizes: Sequence[float], limits: Mapping[int, float]
-    ) -> list[float]:
-        """Seconds of the fastest plan for each limit of one device beside those of the others; infinite if none fits."""
+    def fastest_by_limit(self, device: int, sizes: Sequence[float], limits: Mapping[int, float]) -> list[float]:
+        """Seconds of the fastest plan for each limit of one device, with those of the others; infinite if none fits."""
         limits = {**limits, device: max(sizes)}
         fronts = [_Front(self, first, limits) for first in range(len(self.costs.devices))]
         return [min(front.fastest_within(device, size) for front in fronts) for size in sizes]

@@ -19,7 +19,7 @@ from relax_hetero.frontend import CostModel, DeviceCost, LinkCost
 from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.part_costs import Part, Step, crossings
-from relax_hetero.frontend.gguf.place_layers import CONTEXT_BYTES, LayerProblem, bytes_on, parts_of, resident_bytes
+from relax_hetero.frontend.gguf.place_layers import LayerProblem, bytes_on, resident_bytes
 from relax_hetero.frontend.gguf.plan_layers import PlanSearch
 from relax_hetero.frontend.paged_cache import PagedCache
 from relax_hetero.target.make_vdevice import parse_vdevices
@@ -96,7 +96,10 @@ def test_the_fastest_plan_by_limit_is_that_of_the_limit(data):
 
 
 def test_bytes_that_embeddings_and_output_share_count_once():
-    parts = [Part("embd", 0, (10.0, 10.0), (0.0, 0.0), shared=(True, False)), Part("output", 0, (10.0, 10.0), (1.0, 1.0))]
+    parts = [
+        Part("embd", 0, (10.0, 10.0), (0.0, 0.0), shared=(True, False)),
+        Part("output", 0, (10.0, 10.0), (1.0, 1.0)),
+    ]
     search = PlanSearch(parts, costs_of(2), 400, Step(1, 0))
     assert [search.plan(devices).resident_bytes for devices in ((0, 0), (1, 1), (0, 1))] == [
         {0: 10.0},
