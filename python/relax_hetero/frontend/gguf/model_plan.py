@@ -156,7 +156,7 @@ class ModelPlan:
     devices : tuple of DeviceUse
     speeds : tuple of Speed
     more : tuple of MoreMemory
-        For devices with limits, if placed by cost.
+        For each kind of device with a limit, if placed by cost.
     curves : dict from str to list of (int, float or None)
         Device with a limit -> pairs of a limit and tokens per second of decoding, None if the model does not fit.
     streaming : Streaming or None
@@ -200,7 +200,7 @@ def plan_model(
     vdevices: list[tvm.relax.VDevice],
     placement: PlacementRules | Literal["auto"],
     costs: CostModel,
-    limits: Mapping[int, int],
+    limits: dict[int, int],
 ) -> ModelPlan:
     """Plan a language model.
 
@@ -231,6 +231,9 @@ def plan_model(
         devices, reasons = _devices_by_rules(search.parts, placement, vdevices)
         plan = search.plan(devices)
     is_auto = isinstance(placement, str)
+    # More memory brings the same on each of several equal devices.
+    kinds = {(repr(costs.devices[device]), limit): device for device, limit in reversed(limits.items())}
+    limited = sorted(kinds.values()) if is_auto else []
     chunk = max(cache.chunks)
     placed = tuple(
         PlacedPart(
@@ -259,8 +262,8 @@ def plan_model(
         parts=placed,
         devices=tuple(_device_use(problem, plan, placed, index) for index in range(len(vdevices))),
         speeds=_speeds(problem, plan, chunk, cache.context),
-        more=tuple(_more_memory(problem, plan, device) for device in problem.limits) if is_auto else (),
-        curves={problem.names[device]: _curve(problem, device) for device in problem.limits} if is_auto else {},
+        more=tuple(_more_memory(problem, plan, device) for device in limited),
+        curves={problem.names[device]: _curve(problem, device) for device in limited},
         streaming=_streaming(problem, plan, vdevices),
     )
 

@@ -146,6 +146,21 @@ def test_plans_of_a_large_mixture_are_those_found_by_hand(large, latency):
         assert plan.seconds <= 1.001 * min(other.seconds for other in hand if fits(other, limits))
 
 
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_plan_that_barely_fits_several_gpus_is_found(large, count):
+    """Embeddings on the CPU, and consecutive layers on GPUs, with a hundredth of their memory for what is left over."""
+    file = read_gguf(large)
+    vdevices = parse_vdevices(["llvm", *[GPU] * count])
+    cache = PagedCache((1, 8), (32, 256), None, 4096)
+    problem = LayerProblem(file, hyperparameters_of(file), cache, vdevices, CostModel.for_vdevices(vdevices), {})
+    parts = problem.search.parts
+    table = parts[0].resident_bytes[0]
+    layer = sum(part.resident_bytes[1] for part in parts if part.layer == 1)
+    limits = {0: table, **dict.fromkeys(range(1, count + 1), 1.01 * 48 / count * layer)}
+    plan = problem.search.best({**limits, count: limits[count] + parts[-1].resident_bytes[1]})
+    assert plan is not None and plan.devices[0] == 0 and set(plan.devices[1:]) == set(range(1, count + 1))
+
+
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory):
     return write_gguf(tmp_path_factory.mktemp("experts") / "model.gguf", MODELS["qwen3moe"], {"*": "Q4_K"})
