@@ -255,8 +255,8 @@ def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
     devices = []
     for cost, measured in zip(model.devices, figures.devices, strict=True):
         products = {dtype: rate * _LAYER_EFFICIENCY for dtype, rate in measured.products.items()}
-        # Products with quantized weights are not measured: tables have their rate relative to bfloat16.
-        products[QUANTIZED] = products["bfloat16"] * cost.products[QUANTIZED] / cost.products["bfloat16"]
+        if QUANTIZED not in products:  # weights become floats
+            products[QUANTIZED] = products["float32"]
         devices.append(replace(cost, bandwidth=measured.bandwidth, launch=measured.launch, products=products))
     links = dict(model.links)
     for (source, target), link in figures.links.items():
