@@ -6,7 +6,7 @@ All numbers follow from the file's metadata and the cost model (`part_costs`); n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 

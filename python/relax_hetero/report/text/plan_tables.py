@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from ...artifact.messages import AUTO
 from ...display.console import Shown, table
-from ...display.text import bytes_text, plural
-from ...frontend.auto.placement_reasons import time_text
+from ...display.text import bytes_text, plural, time_text
 
 if TYPE_CHECKING:
     from ...frontend.gguf.model_plan import ModelPlan, MoreMemory, PlacedPart, Speed, Streaming
