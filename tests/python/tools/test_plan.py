@@ -67,7 +67,7 @@ def test_a_file_is_planned_from_its_metadata(invoke: Callable[..., Result], larg
 
 def test_a_plan_has_each_part_and_all_bytes(planned, large: Path):
     plan = planned(limit=12 * GIB)
-    assert [part.name for part in plan.parts] == ["embd", *["attn", "ffn", "experts"] * 48, "output"]
+    assert [part.name for part in plan.parts] == ["embd", *["attn", "router", "experts"] * 48, "output"]
     cpu, gpu = plan.devices
     assert 0 <= gpu.left < GIB
     assert gpu.left == 12 * GIB - gpu.weights - gpu.cache - gpu.working
@@ -113,7 +113,7 @@ def test_rules_place_parts(planned):
     devices = {(part.name, part.device) for part in plan.parts}
     assert devices == {
         *(("embd", "llvm:0"), ("experts", "llvm:0")),
-        *(("attn", "cuda:0"), ("ffn", "cuda:0"), ("output", "cuda:0")),
+        *(("attn", "cuda:0"), ("router", "cuda:0"), ("output", "cuda:0")),
     }
     assert {part.reason for part in plan.parts if part.name == "experts"} == {"rule 'blk.*.ffn_*_exps'"}
     assert not plan.more and not plan.curves

@@ -30,7 +30,14 @@ PROMPTS = (512, 4096)
 _CURVE_POINTS = 33
 _GIB = 1 << 30
 _MAX_STREAMED_ROWS = 1 << 15
-_RULE_NAMES = {"embd": "token_embd", "attn": "attn", "ffn": "ffn_norm", "experts": "ffn_down_exps", "output": "output"}
+_RULE_NAMES = {
+    "embd": "token_embd",
+    "attn": "attn",
+    "ffn": "ffn_down",
+    "router": "ffn_gate_inp",
+    "experts": "ffn_down_exps",
+    "output": "output",
+}
 """Variable of a part whose placement rule decides for the part."""
 
 

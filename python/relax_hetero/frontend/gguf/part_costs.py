@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ..auto.cost_model import CostModel
 
-_KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "experts": 6, "output": 2}
+_KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "router": 4, "experts": 6, "output": 2}
 """Approximate number of kernels of a part."""
 
 _OPERATIONS = 2.0
@@ -47,8 +47,8 @@ class Part:
     Attributes
     ----------
     name : str
-        "embd"; "attn": attention; "ffn": the rest of a layer except for "experts", which are those that tokens choose;
-        "output".
+        "embd"; "attn": attention; "ffn": the rest of a layer without experts; "experts": those that tokens choose;
+        "router": the rest of a layer with experts (norms, shared experts); "output".
     layer : int
     resident_bytes : tuple of float
         Bytes of weights and cache on each device.

@@ -203,8 +203,7 @@ def place_layers(
     ordered: list[tuple[int, str, str, str]] = []
     for part, device in zip(parts, plan.devices, strict=True):
         reason = problem.reason(part, device, plan)
-        has_experts = part.name == "ffn" and part.layer >= model.dense_layers
-        for rank, pattern in _patterns(part, model, cache, has_experts):
+        for rank, pattern in _patterns(part, model, cache):
             ordered.append((rank, pattern, problem.names[device], reason))
     # The first match decides.
     ordered.sort(key=lambda rule: rule[0])
@@ -212,7 +211,7 @@ def place_layers(
     return rules, {pattern: reason for _, pattern, _, reason in ordered}, _estimate(problem, plan)
 
 
-def _patterns(part: Part, model: Hyperparameters, cache: PagedCache, has_experts: bool) -> list[tuple[int, str]]:
+def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
     """Patterns that match the names of a part's variables, none of them unused, and their ranks among all patterns."""
     prefix = f"blk.{part.layer}."
     if part.name == "embd":
@@ -222,8 +221,9 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache, has_experts
     if part.name == "experts":  # all values of chosen pairs of a token and an expert
         return [(1, f"{prefix}ffn_*_exps*"), (1, f"{prefix}ffn_moe_*")]
     if part.name == "ffn":
-        router = [(0, f"{prefix}ffn_moe_{value}") for value in ("topk", "ids", "weights")] if has_experts else []
-        return [*router, (2, f"{prefix}*")]
+        return [(2, f"{prefix}*")]
+    if part.name == "router":
+        return [*((0, f"{prefix}ffn_moe_{value}") for value in ("topk", "ids", "weights")), (2, f"{prefix}*")]
     return [(0, f"{prefix}attn*"), *([(0, f"{prefix}post_attention*")] if model.architecture.post_norms else [])]
 
 
@@ -279,7 +279,7 @@ def parts_of(
         window = model.window_of(layer)
         part = make("attn", layer, attention, cached=float(cache.pages(window) * page))
         parts.append(replace(part, cache_bytes=page / PAGE, window=window, scores=scores))
-        parts.append(make("ffn", layer, rest))
+        parts.append(make("router" if experts else "ffn", layer, rest))
         if experts:
             parts.append(make("experts", layer, experts, model.experts_used / model.experts))
     return [*parts, make("output", 0, [table if is_tied else file.tensors["output.weight"]])]

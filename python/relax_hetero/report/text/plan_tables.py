@@ -13,13 +13,20 @@ from ...display.text import bytes_text, plural, time_text
 if TYPE_CHECKING:
     from ...frontend.gguf.model_plan import ModelPlan, MoreMemory, PlacedPart, Speed, Streaming
 
-_NAMES = {"embd": "embeddings", "attn": "attention", "ffn": "feed-forward", "experts": "experts", "output": "output"}
+_NAMES = {
+    "embd": "embeddings",
+    "attn": "attention",
+    "ffn": "feed-forward",
+    "router": "router, norms",
+    "experts": "experts",
+    "output": "output",
+}
 
 
 def plan_tables(plan: ModelPlan) -> Iterator[Shown]:
     """Tables and sentences about a plan."""
     columns = ["part", "layers", "device", "weights", "cache", "a token", "why"]
-    rows = [_part_row(plan, group) for group in _groups(plan.parts)]
+    rows = [_part_row(group) for group in _groups(plan.parts)]
     yield table("Plan", columns, rows, columns[3:6])
     columns = ["device", "weights", "cache", "other", "limit", "left", "a token", "memory rate", "products"]
     rows = [
@@ -69,11 +76,11 @@ def _groups(parts: Sequence[PlacedPart]) -> list[list[PlacedPart]]:
     return sorted(groups.values(), key=lambda group: [*_NAMES].index(group[0].name))
 
 
-def _part_row(plan: ModelPlan, group: Sequence[PlacedPart]) -> list[str]:
+def _part_row(group: Sequence[PlacedPart]) -> list[str]:
     first = group[0]
     cache = sum(part.cache for part in group)
     return [
-        _name(plan, first.name),
+        _NAMES[first.name],
         _ranges([part.layer for part in group if part.layer is not None]),
         first.device,
         bytes_text(sum(part.weights for part in group)),
@@ -81,10 +88,6 @@ def _part_row(plan: ModelPlan, group: Sequence[PlacedPart]) -> list[str]:
         time_text(sum(part.seconds for part in group)),
         _general(first.reason),
     ]
-
-
-def _name(plan: ModelPlan, part: str) -> str:
-    return "router, norms" if part == "ffn" and plan.experts else _NAMES[part]
 
 
 def _general(reason: str) -> str:
@@ -115,7 +118,7 @@ def _more_line(plan: ModelPlan, more: MoreMemory) -> str:
     before = plan.speeds[0].tokens_per_second
     if not more.parts or more.tokens_per_second <= before:
         return f"One GiB more on {more.device} brings nothing."
-    moved = [f"{_name(plan, name)} of {plural(count, 'layer')}" for name, count in more.parts.items() if count > 0]
+    moved = [f"{_NAMES[name]} of {plural(count, 'layer')}" for name, count in more.parts.items() if count > 0]
     return (
         f"One GiB more on {more.device}: {_rate(before)} -> {_rate(more.tokens_per_second)} tokens/s of decoding, with "
         f"{', '.join(moved)} more there."

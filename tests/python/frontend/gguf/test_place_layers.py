@@ -136,7 +136,7 @@ def test_plans_of_a_large_mixture_are_those_found_by_hand(large, latency):
         late = [part.name != "embd" and part.layer >= first for part in search.parts]
         names = [part.name for part in search.parts]
         for rest in (0, 1):
-            for moved in (("experts",), ("ffn", "experts"), ("attn", "ffn", "experts")):
+            for moved in (("experts",), ("router", "experts"), ("attn", "router", "experts")):
                 devices = [int(is_late) if name in moved else rest for name, is_late in zip(names, late, strict=True)]
                 hand.append(search.plan((table, *devices[1:-1], 1)))
     for limit in (8 << 30, 16 << 30, 24 << 30, 48 << 30):
@@ -247,7 +247,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     limit = sum(part.resident_bytes[1] for part in parts if part.name != "experts") + problem.working[1] + 1
     plan = problem.search.best(problem.free({1: limit}))
     assert [device for part, device in zip(parts, plan.devices, strict=True) if part.name == "experts"] == [0, 0]
-    assert {device for part, device in zip(parts, plan.devices, strict=True) if part.name in ("attn", "ffn")} == {1}
+    assert {device for part, device in zip(parts, plan.devices, strict=True) if part.name in ("attn", "router")} == {1}
     limits = {"cuda": int(limit)}
     mod = rh.from_gguf(
         file, ["llvm", GPU], "auto", chunks=(16,), context=256, cost_model=costs_of(2), memory_limit=limits

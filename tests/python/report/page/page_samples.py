@@ -189,7 +189,7 @@ def plan_data() -> dict[str, Any]:
     parts = [{"name": "embd", "layer": None, "device": "llvm:0", **figures}]
     for layer in range(4):
         experts = "llvm:0" if layer < 2 else "cuda:0"
-        for name, device in (("attn", "cuda:0"), ("ffn", "cuda:0"), ("experts", experts)):
+        for name, device in (("attn", "cuda:0"), ("router", "cuda:0"), ("experts", experts)):
             parts.append({"name": name, "layer": layer, "device": device, **figures})
     parts.append({"name": "output", "layer": None, "device": "cuda:0", **figures})
     use = {"working": 0, "cache": 0, "weights": 2 * gib, "seconds": 1e-3}

@@ -1,7 +1,7 @@
 // The plan of a language model: which part of which layer is on which device, bytes of the devices, speed by memory.
 (function () {
   "use strict";
-  const NAMES = { attn: "attention", ffn: "feed-forward", experts: "experts" };
+  const NAMES = { attn: "attention", ffn: "feed-forward", router: "router, norms", experts: "experts" };
 
   const tip = (formatter) => ({ confine: true, backgroundColor: report.style("--ground"), borderColor: report.style("--line-strong"), textStyle: { color: report.style("--ink"), fontSize: 12 }, formatter });
   const legend = (entries) => ({ show: entries.length > 1, top: 0, data: entries, textStyle: { color: report.style("--ink") } });
@@ -19,7 +19,7 @@
   // Layers are columns, parts of a layer rows, devices colours.
   function drawLayers(body, plan) {
     const names = Object.keys(NAMES).filter((name) => plan.parts.some((part) => part.name === name));
-    const rows = names.map((name) => (name === "ffn" && plan.experts ? "router, norms" : NAMES[name]));
+    const rows = names.map((name) => NAMES[name]);
     const devices = plan.devices.map((device) => device.name);
     const inLayers = plan.parts.filter((part) => names.includes(part.name));
     const ends = plan.parts.filter((part) => !names.includes(part.name));
