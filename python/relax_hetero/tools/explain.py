@@ -171,8 +171,9 @@ def _plan(path: Path, placing: PlacementOptions, context: int | None, slots: int
     file = read_gguf(path)
     model = hyperparameters_of(file)
     cache = PagedCache(BATCHES, CHUNKS, slots, context or min(model.context, CONTEXT))
-    costs = CostModel.measured(devices)
-    return plan_model(file, model, cache, devices, options["placement"] or {}, costs, limits)
+    with console(stderr=True).status(f"Planning {path.name}"):  # may measure the devices, once per machine
+        costs = CostModel.measured(devices)
+        return plan_model(file, model, cache, devices, options["placement"] or {}, costs, limits)
 
 
 def _write_report(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 from collections.abc import Callable
@@ -11,12 +12,13 @@ import pytest
 from click.testing import Result
 
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
+from relax_hetero.display.console import show
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
 from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.model_plan import ModelPlan, plan_model
 from relax_hetero.report.page import data_of
-from relax_hetero.report.text.plan_tables import lines
+from relax_hetero.report.text.plan_tables import lines, plan_tables
 from relax_hetero.target.make_vdevice import parse_vdevices
 
 from .conftest import parsed
@@ -123,6 +125,28 @@ def test_rules_place_parts(planned):
     small = planned({"*": "cuda"}, limit=GIB)
     assert small.devices[1].left < 0
     assert any("The plan does not fit cuda:0: it exceeds the limit by" in line for line in lines(small))
+
+
+def test_the_text_of_a_plan(planned):
+    text = io.StringIO()
+    show(plan_tables(planned({"*": "llvm"})), text)
+    table = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert [line for line in table if line and not set(line) & set("┏┃┡│└")] == [
+        "Plan",
+        "Devices",
+        "Expected speed",
+        "model.gguf: qwen3moe of 48 layers, 8 of 128 experts for a token; the cache has 8 sequences of 4,096 tokens. "
+        "Nothing was compiled.",
+        "Rates of memory, products and transfers are assumed (tables), not measured. Estimated, too, is other memory: "
+        "activations and, on GPUs, context and code.",
+    ]
+    assert [line.split("│")[1].strip() for line in table if line.startswith("│")] == [
+        *("embeddings", "attention", "router, norms", "experts", "output"),
+        *("llvm:0", "cuda:0"),
+        "decode, 1 text, after 2,048 tokens",
+        "prefill of 512 tokens, in chunks of 256",
+        "prefill of 4,096 tokens, in chunks of 256",
+    ]
 
 
 def test_prefill_reads_an_expert_once_for_a_chunk(planned):

@@ -80,7 +80,7 @@
 
   report.drawPlan = function () {
     const { data: { plan } } = report;
-    const hint = `Where ${plan.is_auto ? "the cost model places" : "the rules place"} each part, and what is expected of it. Nothing was compiled or measured.`;
+    const hint = `Where ${plan.is_auto ? "the cost model places" : "the rules place"} each part, and what is expected of it. Nothing was compiled.`;
     report.section("plan", "Plan", hint, async (body) => {
       body.append(cards(plan));
       await drawLayers(body, plan);
