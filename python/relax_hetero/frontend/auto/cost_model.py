@@ -93,10 +93,14 @@ class LinkCost:
         Bytes per second.
     latency : float
         Seconds per transfer.
+    mailbox : float or None
+        Seconds, instead of `latency`, of small values that cross where work alternates (`FormMailboxes`); None if
+        these are transfers, too.
     """
 
     bandwidth: float
     latency: float
+    mailbox: float | None = None
 
 
 @dataclass(frozen=True)
@@ -262,7 +266,7 @@ def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
     for (source, target), link in figures.links.items():
         # A whole call on a GPU has two transfers, of its argument and of its result.
         calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
-        links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
+        links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls), links[source, target].mailbox)
     origin = (
         f"measured while other work took {figures.other_work:.0%} of the CPUs" if figures.other_work else "measured"
     )
@@ -280,7 +284,8 @@ def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | 
     if all(on_cpu):  # shared memory: queues alias values, calls without queues copy
         return LinkCost(10e9, 1e-6) if take_turns else LinkCost(float("inf"), _QUEUE_HANDOVER_SECONDS)
     if any(on_cpu):
-        return LinkCost(20e9, 30e-6)  # PCIe, measured between an H200 and pageable host memory
+        # PCIe, measured between an H200 and pageable host memory; mailboxes are assumed.
+        return LinkCost(20e9, 30e-6, 6e-6)
     return LinkCost(300e9, 30e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
 
 

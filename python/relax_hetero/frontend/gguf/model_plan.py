@@ -16,7 +16,7 @@ from ...target.vdevice import default_vdevice, is_cpu, lookup, vdevice_index
 from ..auto.cost_model import CostModel
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from ..paged_cache import PagedCache
-from .part_costs import Part, Step, prefill_steps, step_seconds
+from .part_costs import Part, Step, crossing_seconds, prefill_steps, step_seconds
 from .place_layers import LayerProblem, bytes_on
 
 if TYPE_CHECKING:
@@ -360,7 +360,7 @@ def _streaming(problem: LayerProblem, plan: LayerPlan, vdevices: Sequence[tvm.re
         step = Step(rows, 0)
         copied = part.resident_bytes[target] * part.touched(rows)
         on_gpu = part.seconds(target, search.costs, step)
-        crossing = 2 * search.costs.transfer_seconds(search.row_bytes * rows, source, target)
+        crossing = 2 * crossing_seconds(search.costs, source, target, search.row_bytes * rows)
         return part.seconds(source, search.costs, step) + crossing, max(copied / link.bandwidth, on_gpu) + link.latency
 
     rows = next((rows for rows in range(16, _MAX_STREAMED_ROWS, 16) if seconds(rows)[1] < seconds(rows)[0]), None)

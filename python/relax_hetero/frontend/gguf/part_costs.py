@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...transform.record.form_mailboxes import MAX_BYTES
 from ..auto.cost_model import CostModel
 
 _KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "router": 4, "experts": 6, "output": 2}
@@ -124,7 +125,11 @@ def crossings(parts: Sequence[Part], devices: Sequence[int], host: int) -> Itera
 
 def crossing_seconds(costs: CostModel, source: int, destination: int, size: float) -> float:
     """Time of a transfer of activations; 0 from an implicit host without links."""
-    return costs.transfer_seconds(size, source, destination) if (source, destination) in costs.links else 0.0
+    link = costs.links.get((source, destination))
+    if link is None or source == destination:
+        return 0.0
+    latency = link.latency if link.mailbox is None or size > MAX_BYTES else link.mailbox
+    return latency + size / link.bandwidth
 
 
 def step_seconds(
