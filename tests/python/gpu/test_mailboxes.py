@@ -25,6 +25,8 @@ def logits_of(model, steps=60):
     for step in range(20, steps):
         count = 4 if step % 3 == 0 else 1
         result.append(model.decode(slots[:count], tokens[:count, step]).copy())
+    for slot in slots:
+        model.cache.free(slot)
     return np.concatenate(result)
 
 
