@@ -30,8 +30,8 @@ ROWS = ("", "decode", "chunk")
 """Kinds of rows of the other operand, as in `cached_attention`; empty for any."""
 
 _ZERO_POINT_TYPES = ("uint8", "float32")
-_MINIMUM_TYPES = ("float16", "float32")
-_SCALE_TYPES = ("float32", "float16")
+_FACTOR_TYPES = ("float16",)
+_SCALE_TYPES = ("float32", "float16", "int8", "uint8")
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
@@ -287,8 +287,8 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     shapes = _weight_shapes(call, layout, form, x[-1])
     leading_dims = _expert_dims(call, layout, x) if call.attrs.experts else x[:-1]
     _check_call(call, BlockMatmulAttrs, 1 + len(shapes))
-    minimum_types = _MINIMUM_TYPES if call.attrs.format else _ZERO_POINT_TYPES
-    dtypes = [(layout.weight_type,), _SCALE_TYPES, minimum_types]
+    last_types = _FACTOR_TYPES if call.attrs.format else _ZERO_POINT_TYPES
+    dtypes = [(layout.weight_type,), _SCALE_TYPES, last_types]
     for index, expected in enumerate(shapes, 1):
         _expect_shape(call, index, _tensor(call, index, dtypes[index - 1]), expected)
     expression = Expression.parse(call.attrs.expression)

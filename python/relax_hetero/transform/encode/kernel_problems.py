@@ -12,7 +12,7 @@ from tvm import relax
 
 from ...encoding.block_formats import block_format
 from ...encoding.block_panels import Panels
-from ...encoding.block_weights import layout_of, stored_bits
+from ...encoding.block_weights import layout_of
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ...encoding.expression import Expression
 from ...encoding.heads import NAMES, Heads
@@ -281,7 +281,6 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
         epilogue = Epilogue(expression, tuple(operands))
     out = Stored.plain(result).operand(symbols, names)
     in_panels = isinstance(layout, Panels)
-    bits = form.bits if in_panels else stored_bits(form)
     problem_form = form if in_panels or form.superblock_bytes else None
     return QuantizedMatmulProblem(
         lhs,
@@ -289,7 +288,7 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
         out,
         form.block,
         epilogue,
-        bits,
+        form.bits,
         problem_form,
         experts,
         index,

@@ -21,6 +21,7 @@ from ..tile.epilogue import EpilogueWriter
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
 from .block_rows import LeftRows, RowSource
+from .weight_parts import point_registers
 
 
 class BlockBody:
@@ -62,9 +63,7 @@ class BlockBody:
     def prepare(self, row_tiles: Expr, blocks_per_sm: int) -> None:
         """Distribute the work among blocks; parameters as in `BlockWork.share`."""
         self.row_tiles = row_tiles
-        zeros = self.packed[2:]
-        has_points = 0 if not zeros else 2 if zeros[0].nominal == "float32" else 1
-        self.work.share(self.gpu, row_tiles, blocks_per_sm, has_points)
+        self.work.share(self.gpu, row_tiles, blocks_per_sm, point_registers(self.work.problem))
 
     def emit(self, place: Place, shared: SharedMemory) -> None:
         """Write the block's code."""
@@ -199,6 +198,9 @@ class BlockBody:
     def _multiply_fragment(self, slot: int, fragment: int, loaded_k: Expr | None = None) -> None:
         """Accumulate the products of a fragment of columns; load the left operand from `loaded_k` on, if given."""
         work = self.work
+        if work.is_plain:
+            self._multiply_plain(slot, fragment, loaded_k)
+            return
         for number in range(work.scaled):
             if loaded_k is not None:
                 self.left.load_held(loaded_k, [number])
@@ -206,6 +208,15 @@ class BlockBody:
             for step in range(work.steps):
                 self._multiply(slot, fragment, number * work.steps + step, step > 0)
             self._add_scaled(slot, fragment, number)
+
+    def _multiply_plain(self, slot: int, fragment: int, loaded_k: Expr | None) -> None:
+        if loaded_k is not None:
+            self.left.load_held(loaded_k, [0])
+        left, groups = self.weights.unpack(slot, fragment, 0), self.work.plan.groups
+        for group in range(groups):
+            totals = [self.totals[(fragment * groups + group) * 4 + i] for i in range(4)]
+            types = (self.work.type, self.work.type)
+            ptx.multiply_fragments(totals, left, self.left.fragment(group, 0), types, True)
 
     def _multiply(self, slot: int, fragment: int, step: int, adds: bool) -> None:
         left = self.weights.unpack(slot, fragment, step)

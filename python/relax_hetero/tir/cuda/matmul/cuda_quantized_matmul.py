@@ -1,4 +1,4 @@
-"""Quantized matrix products (weights of 4 or 8 bits) on tensor cores, dequantized to fragments in registers.
+"""Quantized matrix products (weights of 4 to 8 bits, and of 16 for experts) on tensor cores, dequantized to fragments in registers.
 
 A lane loads 16 bytes, its part of 16 columns and 64 k (32 with 8 bits), in fragment order
 (`encoding.block_weights.pack_fragments`): a fragment of ``mma.sync`` per 16 k. Operands are swapped: columns are the
@@ -44,12 +44,13 @@ def quantized_matmul_kernel(
     Raises
     ------
     EncodingError
-        If the GPU lacks tensor cores for 16-bit floats, or blocks are not a multiple of 16.
+        If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, or 16-bit floats as weights do
+        not fit the left operand.
     """
     dtype = problem.lhs.dtype
     if gpu.tensor == "" or dtype not in PARTS:
         raise EncodingError(f"block_matmul: found a left operand of {dtype} on {gpu.arch}, which no kernel multiplies")
-    if problem.block % STEP:
+    if problem.bits < 16 and problem.block % STEP:
         raise EncodingError(f"block_matmul: found blocks of {problem.block}, expected a multiple of {STEP}")
     function = Function("block_product", registers="local")
     with function:
