@@ -224,7 +224,9 @@ class Fragments:
         """Bytes of matrices of a file with n columns each."""
         weights, *others = self.shapes(n, form, depth, matrices)
         types = [_PART_TYPES.get(form.scale, ""), "float16"]
-        return 4 * prod(weights) + sum(prod(shape) * bytes_of(dtype) for shape, dtype in zip(others, types))
+        return 4 * prod(weights) + sum(
+            prod(shape) * bytes_of(dtype) for shape, dtype in zip(others, types, strict=False)
+        )
 
 
 PLAIN_LHS_TYPES = {"f16": ("float16",), "bf16": ("bfloat16", "float32")}

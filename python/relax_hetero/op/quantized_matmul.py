@@ -284,6 +284,9 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
     layout = layout_of(weight, form, x[-1])
     _tensor(call, 0, layout.lhs_types)
+    dtype = str(call.args[0].ty.dtype)
+    if not layout.multiplies(form, dtype):
+        raise EncodingError(f"{BLOCK_MATMUL}: operand 0 is of {dtype}, which kernels do not multiply by {form.name}")
     shapes = _weight_shapes(call, layout, form, x[-1])
     leading_dims = _expert_dims(call, layout, x) if call.attrs.experts else x[:-1]
     _check_call(call, BlockMatmulAttrs, 1 + len(shapes))

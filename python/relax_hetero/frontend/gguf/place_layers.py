@@ -6,9 +6,9 @@ there. Otherwise the faster of two splits is chosen: consecutive layers on each 
 and cache of all layers on one device and the feed-forward networks of the last layers on another. The latter is faster
 if these are experts, of which a token reads a few (KTransformers).
 
-The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores 5-
-and 6-bit quants in bytes, has its own scales and minimums, and keeps unquantized matrices as 16-bit floats and experts
-as float32. Matrices of heads (`attn_k_b`, `attn_v_b`) are no experts.
+The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores
+the 6-bit scales of K formats in bytes, and keeps unquantized matrices as 16-bit floats. Matrices of heads
+(`attn_k_b`, `attn_v_b`) are no experts.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from ..auto.placement_reasons import choice, memory_limited
 from ..paged_cache import PagedCache
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
-from .weights import is_plain
 
 COPIED_EXPERTS = 3
 """Number of times that a chosen expert's matrix is read or written on a device that copies it for each row."""
@@ -47,18 +46,14 @@ def layouts_of(vdevices: Sequence[tvm.relax.VDevice]) -> list[BlockLayout | None
 
 def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:
     """Bytes of a tensor on a device with a layout."""
-    shape, is_unquantized = tensor.shape, tensor.type == "F32" or is_plain(tensor.type)
-    if isinstance(layout, Fragments) and is_unquantized and (len(shape) == 2 or _is_of_heads(tensor)):
-        return 2.0 * prod(shape)
-    form = _kept_format(tensor, layout)
+    shape, form = tensor.shape, _kept_format(tensor, layout)
     if form is None or layout is None:
         return 4.0 * prod(shape)
-    words, *others = layout.shapes(shape[-2], form, shape[-1], prod(shape[:-2]))
     if isinstance(layout, Panels):
-        return float(prod(words))
-    # Scales of K types are products of two scales, which float16 cannot represent.
-    size = 4 if form.scale == "int8" else 2
-    return float(4 * prod(words) + size * sum(map(prod, others)))
+        return float(prod(layout.shapes(shape[-2], form, shape[-1], prod(shape[:-2]))[0]))
+    if form.is_plain and (len(shape) == 2 or _is_of_heads(tensor)):
+        return 2.0 * prod(shape)
+    return float(layout.packed_bytes(shape[-2], form, shape[-1], prod(shape[:-2])))
 
 
 def _is_of_heads(tensor: FileTensor) -> bool:
@@ -66,8 +61,9 @@ def _is_of_heads(tensor: FileTensor) -> bool:
 
 
 def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat | None:
-    """Format of a tensor whose weights stay in it on a device; None if they become float32."""
-    form, shape = FILE_FORMATS.get(tensor.type.lower()), tensor.shape
+    """Format of a tensor on a device; None for float32."""
+    is_half = isinstance(layout, Fragments) and tensor.type == "F32"
+    form, shape = FILE_FORMATS.get("f16" if is_half else tensor.type.lower()), tensor.shape
     if form is None or len(shape) < 2 or layout is None or not layout.fits(form, shape[-1]):
         return None
     return form if len(shape) == 2 or layout.fits_matrices(shape[-2]) else None

@@ -41,7 +41,7 @@ from tvm import relax
 
 from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
 from ...encoding.block_panels import BlockSource, Panels
-from ...encoding.block_weights import BlockLayout, middle_of
+from ...encoding.block_weights import BlockLayout, Fragments, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
 from ...encoding.resolver import resolver_or_default
@@ -395,6 +395,8 @@ def _match_product(block: Block, index: int) -> _Product | None:
     layout = _block_layout(binding.var)
     if not is_constant or "float64" in dtypes or layout is None or not _fits(layout, weight):
         return None
+    if isinstance(layout, Fragments) and form_of(weight).is_plain:  # a product of tensor cores is faster
+        return None
     lhs = _narrow(block, lhs, layout)
     weight = _with_definitions(block, weight)
     sums = Expression.operand(0)
@@ -447,6 +449,8 @@ def _match_expert_product(block: Block, index: int) -> _Product | None:
     if not (fits and is_constant and is_float):
         return None
     weight, sums, lhs = _with_definitions(block, weight), Expression.operand(0), _narrow(block, lhs, layout)
+    if not layout.multiplies(form_of(weight), str(lhs.ty.dtype)):
+        return None
     return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
 
 

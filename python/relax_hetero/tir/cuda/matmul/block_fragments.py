@@ -9,7 +9,6 @@ are fragments as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -183,7 +182,7 @@ class WeightFragments:
         return [self.fragment[i] for i in range(4)]
 
     def _unpack_nibbles(self, i: int, word: Expr, at: int, point: int, place: tuple[int, int]) -> None:
-        """Two weights whose low bits are at bits `at` of both halves of a word; `place` has the lane's words, a step."""
+        """Two weights whose low bits are at bits `at` of both halves of a word; `place`: first word and step."""
         target, factor = self.fragment[i], _SIXTEENTH if at else _ONES_PAIR[self.type]
         ptx.and_or(target, word, 0x000F000F << at, _POWER_PAIR[self.type])
         high, (begin, step) = self.work.problem.bits - 4, place

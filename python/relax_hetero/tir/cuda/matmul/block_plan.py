@@ -82,7 +82,8 @@ def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPl
     if all(isinstance(extent, int) for extent in extents):
         plan = _plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))
         tiles = -(-problem.columns // FRAGMENT_COLUMNS)
-        if plan.groups == 1 and not point_registers(problem) and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
+        is_wide = tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps)
+        if plan.groups == 1 and is_wide and not point_registers(problem):
             plan = _plan_of(problem, 1, FEW_ROWS_WARPS)
         return [plan]
     # Both are code of one kernel, and share its register limit of two blocks per multiprocessor.

@@ -1,6 +1,6 @@
-"""Quantized matrix products (weights of 4 to 8 bits, and of 16 for experts) on tensor cores, dequantized to fragments in registers.
+"""Quantized matrix products (weights of 4 to 8 bits, and 16 for experts) on tensor cores, dequantized in registers.
 
-A lane loads 16 bytes, its part of 16 columns and 64 k (32 with 8 bits), in fragment order
+A lane loads 16 bytes, its part of 16 columns and 64 k (32 with 8 bits), and perhaps high bits, in fragment order
 (`encoding.block_weights.pack_fragments`): a fragment of ``mma.sync`` per 16 k. Operands are swapped: columns are the
 instruction's m dimension and rows of the left operand its n dimension, so that one to eight rows cost the same. Scales
 are applied to the accumulators of a block of weights.

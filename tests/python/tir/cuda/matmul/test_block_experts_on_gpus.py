@@ -5,9 +5,11 @@ import pytest
 from tvm.target import Target
 
 from cuda_reports import reports_of
+from encoding.random_blocks import random_rows
 from gpu_interpreter import run
 from relax_hetero.encoding import Operand, PackedLayout
-from relax_hetero.encoding.block_formats import integer_format
+from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows, integer_format
+from relax_hetero.encoding.block_panels import BlockSource
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
 from relax_hetero.encoding.problem import QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
@@ -74,6 +76,51 @@ def check(problem, tokens, gpu=GPU, is_on_gpu=False, plan=None):
 )
 def test_rows_meet_their_experts(tokens, sizes, gpu):
     check(problem_of(*sizes), tokens, gpu)
+
+
+def format_case(name, tokens, used, experts, n, k, dtype, rows):
+    """A problem with a file's weights, its arguments, and the result in float64, (tokens, used, n)."""
+    rng, form, layout = fresh_rng(), FILE_FORMATS[name], Fragments()
+    raw = random_rows(name, experts * n, k)
+    packed = layout.pack(BlockSource((raw,), form, k), experts)
+    assert [list(array.shape) for array in packed] == layout.shapes(n, form, k, experts)
+    assert sum(array.nbytes for array in packed) == layout.packed_bytes(n, form, k, experts)
+    x = rng.standard_normal((tokens, rows, 1, k)).astype(numpy_dtype(dtype))
+    index = rng.integers(0, experts, (tokens, used)).astype("int32")
+    names = ("b0", "b1", "m")
+
+    def operand(shape, dtype, index_map):
+        return Operand(tuple(shape), dtype, index_map, PackedLayout.identity(len(shape)))
+
+    problem = QuantizedMatmulProblem(
+        operand(x.shape, dtype, (*names, "k")),
+        tuple(operand(array.shape, str(array.dtype), Fragments.index_map) for array in packed),
+        operand((tokens, used, 1, n), "float32", (*names, "n")),
+        form.block,
+        bits=form.bits,
+        form=form,
+        experts=experts,
+        index=operand(index.shape, "int32", names[:2]),
+    )
+    matrices = dequantize_rows(raw, form, k).astype("float64").reshape(experts, n, k)[index]
+    rows = np.broadcast_to(x[:, :, 0].astype("float64"), (tokens, used, k))
+    return problem, [x, *packed, index], np.einsum("tuk,tunk->tun", rows, matrices)
+
+
+@pytest.mark.parametrize("minimum", [256, 8], ids=["each", "grouped"])
+@pytest.mark.parametrize(
+    ("name", "dtype", "k"),
+    [
+        ("f16", "float16", 200), ("bf16", "bfloat16", 72), ("bf16", "float32", 96), ("q6_k", "float16", 256),
+        ("q5_k", "float32", 512), ("q5_1", "bfloat16", 704), ("mxfp4", "bfloat16", 160),
+    ],
+)  # fmt: skip
+def test_formats(name, dtype, k, minimum, monkeypatch):
+    monkeypatch.setattr(expert_body, "MIN_GROUPED_PAIRS", minimum)
+    problem, arguments, want = format_case(name, 5, 3, 4, 48, k, dtype, 3)
+    result = np.full((5, 3, 1, 48), np.nan, "float32")
+    run(quantized_matmul_kernel(problem, GPU), *arguments, result)
+    assert np.abs(result[:, :, 0] - want).max() <= 4e-6 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("fragments", [2, 4])
