@@ -44,6 +44,9 @@ def lane_words(bits: int) -> int:
     return chunk_of(bits) * bits // 64
 
 
+MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS = 255, 16
+"""Maximum pairs of a token and an expert, and experts of a token, of kernels of two products and of weighted sums."""
+
 FRAGMENT_COLUMNS = 16
 """Columns in a fragment block."""
 

@@ -315,8 +315,8 @@ class RowsProblem:
 class QuantizedMatmulProblem:
     """A product with block-quantized weights: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weights, index if there is one, operands of the epilogue, result. The left
-    operand (float32; on GPUs also 16-bit floats) and the result are row-major over batch dimensions, m, and "k" or "n".
+    Parameters of its kernel, in order: lhs, weights, second weights, index and shares if there are any, operands of the
+    epilogue, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major over batch dimensions, m, and "k" or "n".
 
     Attributes
     ----------
@@ -339,6 +339,11 @@ class QuantizedMatmulProblem:
     rows : str
         Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, for any number of
         rows; "" for any order.
+    second : tuple of Operand
+        Weights, as `weights`, of a second product of the same rows: its sum is ``x1`` of the epilogue, ``x0`` that of
+        the first.
+    shares : Operand or None
+        Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share.
     """
 
     lhs: Operand
@@ -352,12 +357,20 @@ class QuantizedMatmulProblem:
     index: Operand | None = None
     activation_bits: int = 16
     rows: str = ""
+    second: tuple[Operand, ...] = ()
+    shares: Operand | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
         epilogue = () if self.epilogue is None else self.epilogue.operands
-        return [self.lhs, *self.weights, *(() if self.index is None else (self.index,)), *epilogue, self.result]
+        routes = [operand for operand in (self.index, self.shares) if operand is not None]
+        return [self.lhs, *self.weights, *self.second, *routes, *epilogue, self.result]
+
+    @property
+    def products(self) -> int:
+        """Number of products of a row."""
+        return 2 if self.second else 1
 
     @property
     def has_row_per_expert(self) -> bool:

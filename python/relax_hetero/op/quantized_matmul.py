@@ -59,6 +59,8 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     experts: int = 0
     activation_bits: int = 16
     rows: str = ""
+    products: int = 1
+    shares: bool = False
 
 
 def dequantize_blocks(
@@ -134,6 +136,8 @@ def block_matmul(
     experts: int = 0,
     activation_bits: int = 16,
     rows: str = "",
+    products: int = 1,
+    shares: bool = False,
 ) -> relax.Call:
     """A product with block-quantized weights: ``expression(x * weights, ...)``, dequantized as by dequantize_blocks.
 
@@ -164,6 +168,12 @@ def block_matmul(
         8: `x` is rounded to integers of 8 bits with a scale for each 32; 16: it is not.
     rows : str
         See `dequantize_blocks`.
+    products : int
+        2: the weights are followed by those of a second product of the same rows, with experts in fragments; the
+        expression's ``x0`` is the sum of the first, ``x1`` that of the second, and ``x2``, ... are operands.
+    shares : bool
+        Whether the indices of experts are followed by an operand (tokens, used) of float32: products of a token are
+        multiplied by its shares and added up, in order. The result then has the shape (tokens, columns).
 
     Raises
     ------
@@ -176,7 +186,9 @@ def block_matmul(
         form = block_format(format)
         block, bits = form.block, form.bits
     _check(activation_bits, rows, BLOCK_MATMUL)
-    attrs = BlockMatmulAttrs(columns, block, bits, zeros, text, format, experts, activation_bits, rows)
+    attrs = BlockMatmulAttrs(
+        columns, block, bits, zeros, text, format, experts, activation_bits, rows, products, shares
+    )
     return make_call(BLOCK_MATMUL, [x, *operands], attrs)
 
 
@@ -287,18 +299,26 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     dtype = str(call.args[0].ty.dtype)
     if not layout.multiplies(form, dtype):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 is of {dtype}, which kernels do not multiply by {form.name}")
+    products, has_shares, experts = int(call.attrs.products), bool(call.attrs.shares), int(call.attrs.experts)
+    if products not in (1, 2) or ((products > 1 or has_shares) and not (experts and isinstance(layout, Fragments))):
+        raise EncodingError(
+            f"{BLOCK_MATMUL}: found {products} products{' and shares' * has_shares} of {experts} experts, expected one "
+            "product, or two products or shares of experts in fragments"
+        )
     shapes = _weight_shapes(call, layout, form, x[-1])
-    leading_dims = _expert_dims(call, layout, x) if call.attrs.experts else x[:-1]
-    _check_call(call, BlockMatmulAttrs, 1 + len(shapes))
+    leading_dims = _expert_dims(call, layout, x) if experts else x[:-1]
+    first = 1 + len(shapes) * products
+    _check_call(call, BlockMatmulAttrs, first)
     last_types = _FACTOR_TYPES if call.attrs.format else _ZERO_POINT_TYPES
     dtypes = [(layout.weight_type,), _SCALE_TYPES, last_types]
-    for index, expected in enumerate(shapes, 1):
-        _expect_shape(call, index, _tensor(call, index, dtypes[index - 1]), expected)
+    for index in range(1, first):
+        number = (index - 1) % len(shapes)
+        _expect_shape(call, index, _tensor(call, index, dtypes[number]), shapes[number])
     expression = Expression.parse(call.attrs.expression)
-    epilogue_operands = list(call.args[1 + len(shapes) + bool(call.attrs.experts) :])
-    if expression.num_operands > 1 + len(epilogue_operands):
-        raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - 1} more operands")
-    dtype = expression.dtype(["float32", *(str(operand.ty.dtype) for operand in epilogue_operands)])
+    epilogue_operands = list(call.args[first + bool(experts) + has_shares :])
+    if expression.num_operands > products + len(epilogue_operands):
+        raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - products} more operands")
+    dtype = expression.dtype([*["float32"] * products, *(str(operand.ty.dtype) for operand in epilogue_operands)])
     return relax.TensorType([*leading_dims, columns], dtype, call.args[0].ty.vdevice)
 
 
@@ -320,7 +340,11 @@ def _expert_dims(call: relax.Call, layout: BlockLayout, x: list[Any]) -> list[An
             f"{BLOCK_MATMUL}: operands 0 and {place} have shapes {x} and {index}, expected (tokens, 1 or used, 1, k) "
             "and (tokens, used)"
         )
-    return [*index, 1]
+    if not call.attrs.shares:
+        return [*index, 1]
+    _check_call(call, BlockMatmulAttrs, 2 + place)
+    _expect_shape(call, place + 1, _tensor(call, place + 1, ("float32",)), index)
+    return index[:1]
 
 
 def form_of(call: relax.Call) -> BlockFormat:
@@ -334,7 +358,7 @@ def weight_operands(call: relax.Call) -> int:
     """Number of operands of a call to block_matmul that are weights; they follow the first operand."""
     depth = int(call.args[0].ty.shape.values[-1])
     form, weight = form_of(call), [int(extent) for extent in call.args[1].ty.shape.values]
-    return len(_weight_shapes(call, layout_of(weight, form, depth), form, depth))
+    return int(call.attrs.products) * len(_weight_shapes(call, layout_of(weight, form, depth), form, depth))
 
 
 def _check_call(call: relax.Call, attrs: type, operands: int) -> None:

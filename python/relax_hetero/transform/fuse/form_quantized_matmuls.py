@@ -19,7 +19,10 @@ device reads weights in panels::
     y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))    # x: (m, 1, 1, 2048)
 
 becomes ``R.hetero.block_matmul(x, packed, index, columns=768, experts=128, format="q4_k")``, without a copy of a
-matrix.
+matrix. On GPUs, where each launch counts, two such products of a few rows, whose results are multiplied, become one,
+as do a product and the weighted sum of a token's rows::
+
+    z = R.sum(R.multiply(R.reshape(y, (m, 8, 2048)), shares), axis=[1])    # shares: (m, 8, 1)
 
 The constants are packed as the device's kernel reads them. Elementwise ops after the product, each the only user of the
 one before, become part of the op. Without a kernel, or with weights that are not constant or have other users, plain
@@ -41,7 +44,7 @@ from tvm import relax
 
 from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
 from ...encoding.block_panels import BlockSource, Panels
-from ...encoding.block_weights import BlockLayout, Fragments, middle_of
+from ...encoding.block_weights import MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS, BlockLayout, Fragments, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
 from ...encoding.resolver import resolver_or_default
@@ -266,6 +269,10 @@ class _Product:
         Number of matrices of the weight; 0: one for all rows.
     index : relax.Expr or None
         Indices of the experts that each row is multiplied by.
+    second : relax.Call or None
+        Call of dequantize_blocks of a second product of the same rows, whose sum is ``x1``; operands are ``x2``, ...
+    shares : relax.Expr or None
+        Shares of the rows in the result, which is their sum.
     """
 
     lhs: relax.Expr
@@ -277,6 +284,8 @@ class _Product:
     operands: list[relax.Expr] = field(default_factory=list)
     experts: int = 0
     index: relax.Expr | None = None
+    second: relax.Call | None = None
+    shares: relax.Expr | None = None
 
     @property
     def columns(self) -> int:
@@ -302,9 +311,14 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     for index in reversed(range(len(block.bindings))):
         product = _match_product(block, index)
         if product is not None and index not in claimed:
-            _fuse_elementwise(block, product, claimed, [later.lhs for later in products.values()])
+            needed = [later.lhs for later in products.values()]
+            _fuse_elementwise(block, product, claimed, needed)
+            if _has_few_rows(product) and _fuse_shares(block, product, claimed):
+                _fuse_elementwise(block, product, claimed, needed)
             products[product.end] = product
             claimed.update([*product.inside, product.end])
+    for product in list(products.values()):
+        _fuse_factor(block, product, products)
     bindings = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
     emitter = Emitter(block.is_dataflow)
     for binding in without_unused(bindings or block.bindings, block, _is_weight):
@@ -498,6 +512,79 @@ def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed
         product.end = index
 
 
+def _has_few_rows(product: _Product) -> bool:
+    """Return whether a product's rows have kernels of two products and of weighted sums."""
+    extents = [] if product.index is None else shape_of(product.index) or []
+    if not (extents and isinstance(product.layout, Fragments) and all(map(_is_number, extents))):
+        return False
+    return prod(map(int, extents)) <= MAX_FUSED_PAIRS and int(extents[1]) <= MAX_SUMMED_EXPERTS
+
+
+def _is_number(extent: Any) -> bool:
+    return isinstance(extent, int | tvm.tirx.IntImm)
+
+
+def _fuse_shares(block: Block, product: _Product, claimed: set[int]) -> bool:
+    """Fuse the weighted sum of a token's rows into a product of experts; returns whether there is one."""
+    if product.expression != Expression.operand(0):
+        return False
+    inside, last = [], block.bindings[product.end].var
+    values: list[relax.Call] = []
+    for name in (RESHAPE, "relax.multiply", "relax.sum"):
+        inside.append(product.end if not inside else index)
+        index = block.sole_user(last)
+        if index is None or index in claimed or op_name(block.bindings[index].value) != name:
+            return False
+        last = block.bindings[index].var
+        values.append(block.bindings[index].value)
+    tokens, used, _, columns = shape_of(block.bindings[product.end].var) or []
+    column = next((arg for arg in values[1].args if not arg.same_as(block.bindings[inside[1]].var)), values[1].args[0])
+    shares = block.definition(column)
+    if not (
+        same_shape(shape_of(values[0]) or [], [tokens, used, columns])
+        and [int(axis) for axis in values[2].attrs.axis or []] == [1]
+        and op_name(shares) == RESHAPE
+        and same_shape(shape_of(column) or [], [tokens, used, 1])
+        and same_shape(shape_of(shares.args[0]) or [], [tokens, used])
+        and not values[2].attrs.keepdims
+        and str(column.ty.dtype) == "float32"
+    ):
+        return False
+    product.shares = shares.args[0]
+    product.inside += inside
+    product.end = index
+    return True
+
+
+def _fuse_factor(block: Block, product: _Product, products: dict[int, _Product]) -> None:
+    """Fuse a product of the same rows, whose result only `product` reads, into it as the first of two."""
+    if not _has_few_rows(product) or product.second is not None or product.shares is not None:
+        return
+    own = {*product.inside, product.end}
+    for number, operand in enumerate(product.operands):
+        first = next((each for each in products.values() if block.bindings[each.end].var.same_as(operand)), None)
+        if first is not None and _are_factors(first, product) and block.sole_user(operand) in own:
+            break
+    else:
+        return
+    count = len(first.operands)
+    of_first = [Expression.operand(0), *(Expression.operand(2 + i) for i in range(count))]
+    others = [Expression.operand(2 + count + i - (i > number)) for i in range(len(product.operands))]
+    others[number] = first.expression.substitute(of_first)
+    product.expression = product.expression.substitute([Expression.operand(1), *others])
+    product.operands = [*first.operands, *(x for i, x in enumerate(product.operands) if i != number)]
+    product.weight, product.second = first.weight, product.weight
+    product.inside += [*first.inside, first.end]
+    del products[first.end]
+
+
+def _are_factors(first: _Product, second: _Product) -> bool:
+    """Return whether two products have the same rows, experts and format."""
+    same_rows = first.lhs.same_as(second.lhs) and first.index is not None and first.index.same_as(second.index)
+    sizes = [(each.columns, each.experts, form_of(each.weight), each.second, each.shares) for each in (first, second)]
+    return same_rows and sizes[0] == sizes[1]
+
+
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
     """Return whether an operand has the result's shape, or is a row of columns or a scalar."""
     shape, result_shape = shape_of(tensor), shape_of(result) or []
@@ -520,11 +607,15 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
             ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
             operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{index}")
         operands.append(operand)
-    weights = packer.pack(product.weight, product.layout, var.ty.vdevice, product.experts)
+    weights: list[relax.Expr] = []
+    for weight in (product.weight, product.second):
+        if weight is not None:
+            weights += packer.pack(weight, product.layout, var.ty.vdevice, product.experts)
+    routes = [route for route in (product.index, product.shares) if route is not None]
     call = block_matmul(
         lhs,
         *weights,
-        *([] if product.index is None else [product.index]),
+        *routes,
         *operands,
         columns=product.columns,
         block=int(product.weight.attrs.block),
@@ -535,6 +626,8 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         experts=product.experts,
         activation_bits=int(product.weight.attrs.activation_bits),
         rows=str(product.weight.attrs.rows),
+        products=1 if product.second is None else 2,
+        shares=product.shares is not None,
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import getitem
 from typing import Any
 
 from tvm import tirx
@@ -72,7 +71,7 @@ class BlockBody:
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
         self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.row_step)
-        self.warp = T.bind(tirx.floordiv(place.thread, WARP))
+        self.warp = self.k_warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
         self.lane = lane
@@ -159,14 +158,14 @@ class BlockBody:
 
     def _chunk_of(self, index: Expr) -> Expr:
         """Chunk of a warp; those of a block's warps are contiguous."""
-        return int64(index) * self.work.plan.warps + self.warp
+        return int64(index) * self.work.plan.k_warps + self.k_warp
 
     def _exists(self, index: Expr) -> Expr | None:
         """Predicate of a warp's chunk; None if it is known to exist."""
         plan, chunks = self.work.plan, self.work.chunks
         # A warp's last iteration loads as many chunks as the others, even if fewer are left.
         last = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
-        if (last + 1) * plan.warps <= chunks:
+        if (last + 1) * plan.k_warps <= chunks:
             return None
         return self._chunk_of(index) < chunks
 
@@ -283,7 +282,7 @@ class BlockBody:
     def _finish(self, first_index: Expr, count: Expr) -> None:
         """Reduce and store `count` column tiles, after all warps have stored their accumulators."""
         work, plan = self.work, self.work.plan
-        columns = plan.columns
+        columns = work.product_columns
         vector = min(4, self.writer.result.vector("n"))
         rows = min(work.rows, work.m) if isinstance(work.m, int) else work.rows
         per_tile, threads = rows * columns // vector, plan.warps * WARP
@@ -306,10 +305,14 @@ class BlockBody:
                 registers = self.writer.registers(1, vector) if is_whole else None
                 if registers is not None:
                     self.writer.load(registers, vector_index, at, vector)
-                totals = self._reduce_sums(index_in_batch * work.sums, row, column, vector)
+                totals = [
+                    self._reduce_sums(index_in_batch * work.sums, row, product * columns + column, vector)
+                    for product in range(work.problem.products)
+                ]
                 end = None if is_whole else int64(work.problem.columns)
                 loaded = None if registers is None else (registers, vector_index)
-                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, loaded)
+                reads = [partial(_element, totals, i) for i in range(vector)]
+                self.writer.write(reads, at, "n", [], end, loaded)
         if work.is_persistent:
             self._barrier()
 
@@ -340,3 +343,8 @@ class BlockBody:
                 for i in range(vector):
                     T.buffer_store(totals, totals[i] + part_sums[i], [i])
         return totals
+
+
+def _element(products: list[Any], i: int) -> tuple[Expr, ...]:
+    """Accumulators of a column, of each product."""
+    return tuple(totals[i] for totals in products)

@@ -40,7 +40,8 @@ class WeightFragments:
     ----------
     work : BlockWork
     packed : list of GpuOperand
-        Weights, scales and perhaps zero points or factors, opened.
+        Weights, scales and perhaps zero points or factors, opened; those of several products follow each other, which
+        have equal numbers of the block's fragments.
     lane, high : PrimExpr
         Index of the lane in its warp, and of its column among eight.
     """
@@ -48,7 +49,9 @@ class WeightFragments:
     def __init__(self, work: BlockWork, packed: list[GpuOperand], lane: Expr, high: Expr) -> None:
         self.work, self.lane, self.high = work, lane, high
         self.type, self.is_bytes = work.type, work.problem.bits == 8
-        self.weight, self.part_data = packed[0].data, [operand.data for operand in packed[1:]]
+        count = len(packed) // work.problem.products
+        self.products = [[view.data for view in packed[i : i + count]] for i in range(0, len(packed), count)]
+        self.weight, *self.part_data = self.products[0]
         num_fragments = work.plan.ahead * work.plan.fragments
         self.bits = local(num_fragments * work.lane_words, "uint32")
         self.part_words = [
@@ -87,16 +90,18 @@ class WeightFragments:
         """Load the weights of a chunk, their scales, and zero points or factors."""
         work = self.work
         for fragment in range(work.plan.fragments):
-            tile = tile_of_block * work.plan.fragments + fragment
-            if work.tiles % work.plan.fragments:
+            product, of_product = divmod(fragment, work.product_fragments)
+            weight, *part_data = self.products[product]
+            tile = tile_of_block * work.product_fragments + of_product
+            if work.tiles % work.product_fragments:
                 tile = minimum(tile, int64(work.tiles - 1))
             number = slot * work.plan.fragments + fragment
             begin = T.bind((tile * work.chunks + chunk) * (WARP * work.lane_words))
             for first, count in work.planes:
                 targets = [self.bits[number * work.lane_words + first + i] for i in range(count)]
-                address = T.address_of(self.weight[begin + (first * WARP + self.lane * count)])
+                address = T.address_of(weight[begin + (first * WARP + self.lane * count)])
                 ptx.load_global_streaming(targets, address)
-            for data, part, words in zip(self.part_data, work.part_list, self.part_words, strict=True):
+            for data, part, words in zip(part_data, work.part_list, self.part_words, strict=True):
                 units = work.units_of_chunk(part)
                 for of_chunk in range(units):
                     unit = tirx.floordiv(chunk * work.chunk + of_chunk * (work.chunk // units), part.unit)

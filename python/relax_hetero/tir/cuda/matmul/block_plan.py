@@ -74,6 +74,29 @@ class BlockPlan:
         """Number of columns of a block."""
         return self.fragments * FRAGMENT_COLUMNS
 
+    @property
+    def k_warps(self) -> int:
+        """Number of warps that split k."""
+        return self.warps
+
+
+@dataclass(frozen=True)
+class SumPlan(BlockPlan):
+    """Plan of a block that adds up the rows of a token's experts: each has as many of its warps.
+
+    Attributes
+    ----------
+    used : int
+        Number of experts of a token.
+    """
+
+    used: int = 1
+
+    @property
+    def k_warps(self) -> int:
+        """See `BlockPlan.k_warps`."""
+        return self.warps // self.used
+
 
 def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPlan]:
     """Plan of a problem; two plans, for few and for more rows, if their number is symbolic."""
@@ -102,6 +125,13 @@ def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
     def fits(fragments: int) -> bool:
         return tiles % fragments == 0 and pairs * tiles >= fragments * gpu.multiprocessors
 
+    if problem.shares is not None:
+        used = problem.shares.shape[1]
+        assert isinstance(used, int), "a token has a known number of experts"
+        plan = _plan_of(problem, 1, FEW_ROWS_WARPS // used, 1)
+        return SumPlan(1, 1, plan.warps * used, plan.ahead, used)
+    if problem.second:
+        return _plan_of(problem, 1, fragments=2)
     return _plan_of(problem, 1, fragments=next((count for count in (4, 2) if fits(count)), 1))
 
 
@@ -127,6 +157,8 @@ class BlockWork:
 
     Attributes
     ----------
+    product_fragments, product_columns : int
+        Fragments and columns of a block in each product of its rows.
     parts : int
         Rows of 16-bit floats (of element type `type`) per row of the left operand.
     chunk : int
@@ -165,7 +197,7 @@ class BlockWork:
         self.scaled = self.chunk // STEP // self.steps
         self.tiles = -(-problem.columns // FRAGMENT_COLUMNS)
         self.rows = plan.groups * (GROUP_COLUMNS // self.parts)
-        self.own = -(-self.chunks // plan.warps)
+        self.own = -(-self.chunks // plan.k_warps)
         self.pitch = self.chunks * self.chunk // 2 + _PAD_WORDS
         rows = min(m, self.rows) if isinstance(m, int) else self.rows
         self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= MAX_LEFT_BYTES else 0
@@ -174,7 +206,9 @@ class BlockWork:
         self.sum_rows = plan.groups * GROUP_COLUMNS
         if self.parts == 1 and isinstance(m, int):
             self.sum_rows = min(m, self.sum_rows)
-        self.column_tiles = -(-self.tiles // plan.fragments)
+        self.product_fragments = plan.fragments // problem.products
+        self.product_columns = self.product_fragments * FRAGMENT_COLUMNS
+        self.column_tiles = -(-self.tiles // self.product_fragments)
         self.part_list = parts_of(problem)
         self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
 

@@ -88,10 +88,10 @@ class LeftRows:
                 row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * unit)
                 row_index, k_index = self.first + T.Cast("int64", row), T.Cast("int64", k)
                 if work.parts == 1:
-                    self._load_halves(registers, row_index, k_index, row_index < work.m, 0, unit)
+                    self._load_halves(registers, row_index, k_index, row_index < self._num_rows, 0, unit)
                     self._store_held(registers, row, k, 4)
                 else:
-                    self._load_wide(row_index, k_index, row_index < work.m)
+                    self._load_wide(row_index, k_index, row_index < self._num_rows)
                     for part in range(work.parts):
                         part_bits = [T.bind(_bfloat16_part(self.wide[i], tirx.const(part, "int32"))) for i in range(4)]
                         for i in range(2):
@@ -125,6 +125,21 @@ class LeftRows:
         offset = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4
         ptx.store_shared(self.shared.at(offset), [registers[i] for i in range(words)])
 
+    @property
+    def _num_rows(self) -> Expr:
+        """Number of rows of the left operand."""
+        return self.work.m
+
+    @property
+    def _first_held(self) -> Expr:
+        """First row in shared memory that the warp multiplies."""
+        return 0
+
+    @property
+    def _rows_of_lanes(self) -> int:
+        """Number of rows in shared memory that the warp multiplies."""
+        return self.work.held_rows
+
     def load_held(self, k: Expr, numbers: Sequence[int]) -> None:
         """Load fragments of some scales of a chunk from shared memory."""
         work = self.work
@@ -132,10 +147,10 @@ class LeftRows:
         width = min(4, words)
         for group in range(work.plan.groups):
             row = self.high + group * GROUP_COLUMNS
-            with T.If(row < work.held_rows), T.Then():
+            with T.If(row < self._rows_of_lanes), T.Then():
                 for number in numbers:
                     in_row = T.Cast("int32", tirx.floordiv(k, 2)) + (number * 4 + self.low) * words
-                    first = row * work.pitch + in_row
+                    first = (self._first_held + row) * work.pitch + in_row
                     for i in range(0, words, width):
                         begin = group * self.steps * 2 + number * words + i
                         targets = [self.words[begin + j] for j in range(width)]

@@ -56,13 +56,15 @@ def quantized_matmul_kernel(
     with function:
         lhs = GpuOperand(function, "lhs", problem.lhs)
         packed = [
-            GpuOperand(function, name, operand)
-            for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
+            GpuOperand(function, f"{prefix}{name}", operand)
+            for prefix, operands in (("", problem.weights), ("second_", problem.second))
+            for name, operand in zip(("weight", "scales", "zeros"), operands, strict=False)
         ]
         index = None if problem.index is None else GpuOperand(function, "index", problem.index)
+        shares = None if problem.shares is None else GpuOperand(function, "shares", problem.shares)
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
-        for name in reversed([name for name in writer.result.index_map if name.startswith("b")]):
-            for view in (lhs, *writer.operands):
+        for name in reversed([name for name in lhs.index_map if name.startswith("b")]):
+            for view in (lhs, *(view for view in writer.operands if view.runs_along(name))):
                 view.merge(name, "m")
         with function.body():
             for view in writer.operands:
@@ -71,15 +73,17 @@ def quantized_matmul_kernel(
             for view in packed:
                 view.open()
             if index is not None:
-                index.open()
-                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, index)])
+                routes = [view for view in (index, shares) if view is not None]
+                for view in routes:
+                    view.open()
+                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, routes)])
             else:
                 one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
                 plans = [one] if one else block_plans(problem, gpu)
                 _launch([_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans])
     if not gpu.overlaps_launches:
         return function.result
-    return enable_pdl(function.result, range(1, 1 + len(problem.weights)))
+    return enable_pdl(function.result, range(1, 1 + len(packed)))
 
 
 def _launch(bodies: list[BlockBody]) -> None:

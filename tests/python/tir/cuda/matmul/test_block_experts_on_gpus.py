@@ -1,5 +1,7 @@
 """Products of rows by the matrices of their experts on GPUs: numbers by the interpreter of GPU kernels."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tvm.target import Target
@@ -11,7 +13,8 @@ from relax_hetero.encoding import Operand, PackedLayout
 from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows, integer_format
 from relax_hetero.encoding.block_panels import BlockSource
 from relax_hetero.encoding.block_weights import Fragments, pack_fragment_blocks, pack_fragments
-from relax_hetero.encoding.problem import QuantizedMatmulProblem
+from relax_hetero.encoding.expression import Expression
+from relax_hetero.encoding.problem import Epilogue, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
@@ -78,10 +81,10 @@ def test_rows_meet_their_experts(tokens, sizes, gpu):
     check(problem_of(*sizes), tokens, gpu)
 
 
-def format_case(name, tokens, used, experts, n, k, dtype, rows):
+def format_case(name, tokens, used, experts, n, k, dtype, rows, seed=3):
     """A problem with a file's weights, its arguments, and the result in float64, (tokens, used, n)."""
-    rng, form, layout = fresh_rng(), FILE_FORMATS[name], Fragments()
-    raw = random_rows(name, experts * n, k)
+    rng, form, layout = np.random.default_rng(0), FILE_FORMATS[name], Fragments()
+    raw = random_rows(name, experts * n, k, seed)
     packed = layout.pack(BlockSource((raw,), form, k), experts)
     assert [list(array.shape) for array in packed] == layout.shapes(n, form, k, experts)
     assert sum(array.nbytes for array in packed) == layout.packed_bytes(n, form, k, experts)
@@ -121,6 +124,53 @@ def test_formats(name, dtype, k, minimum, monkeypatch):
     result = np.full((5, 3, 1, 48), np.nan, "float32")
     run(quantized_matmul_kernel(problem, GPU), *arguments, result)
     assert np.abs(result[:, :, 0] - want).max() <= 4e-6 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    ("name", "tokens", "used", "n", "k", "dtype"),
+    [
+        ("q4_0", 3, 2, 48, 320, "float16"), ("q4_k", 1, 4, 16, 512, "bfloat16"), ("q5_1", 2, 3, 32, 96, "float32"),
+        ("bf16", 1, 2, 48, 72, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_two_products_of_a_row(name, tokens, used, n, k, dtype, gpu):
+    problem, (x, *packed, index), first = format_case(name, tokens, used, 4, n, k, dtype, 1)
+    other, (_, *other_packed, _), second = format_case(name, tokens, used, 4, n, k, dtype, 1, seed=5)
+    third = fresh_rng().standard_normal(first.shape).astype("float32")
+    result = dataclasses.replace(problem.result, dtype="float32")
+    expression = Expression.parse("multiply(silu(x0), add(x1, x2))")
+    problem = dataclasses.replace(problem, second=other.weights, epilogue=Epilogue(expression, (result,)))
+    actual = np.full((tokens, used, 1, n), np.nan, "float32")
+    run(quantized_matmul_kernel(problem, gpu), x, *packed, *other_packed, index, third[:, :, None], actual)
+    want = first / (1 + np.exp(-first)) * (second + third)
+    assert np.abs(actual[:, :, 0] - want).max() <= 1e-5 * np.abs(want).max()
+
+
+@pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
+@pytest.mark.parametrize(
+    ("name", "tokens", "used", "n", "k", "dtype"),
+    [
+        ("q4_0", 3, 8, 48, 704, "bfloat16"), ("q4_k", 1, 3, 32, 512, "float16"), ("q8_0", 2, 6, 16, 96, "float32"),
+        ("f16", 2, 2, 80, 56, "float16"), ("q6_k", 1, 16, 16, 256, "bfloat16"), ("q5_0", 5, 1, 16, 64, "float16"),
+    ],
+)  # fmt: skip
+def test_weighted_sums_of_the_rows_of_a_token(name, tokens, used, n, k, dtype, gpu):
+    gpu = dataclasses.replace(gpu, multiprocessors=2)
+    problem, (x, *packed, index), products = format_case(name, tokens, used, 4, n, k, dtype, used)
+    rng = fresh_rng()
+    shares, added = rng.random((tokens, used), "float32"), rng.standard_normal((tokens, n)).astype("float32")
+    result = Operand((tokens, n), "float32", ("m", "n"), PackedLayout.identity(2))
+    problem = dataclasses.replace(
+        problem,
+        shares=dataclasses.replace(problem.index, dtype="float32"),
+        result=result,
+        epilogue=Epilogue(Expression.parse("add(x0, x1)"), (result,)),
+    )
+    actual = np.full((tokens, n), np.nan, "float32")
+    run(quantized_matmul_kernel(problem, gpu), x, *packed, index, shares, added, actual)
+    want = np.einsum("tun,tu->tn", products, shares.astype("float64")) + added
+    assert np.abs(actual - want).max() <= 1e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("fragments", [2, 4])
