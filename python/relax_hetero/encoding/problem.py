@@ -316,7 +316,8 @@ class QuantizedMatmulProblem:
     """A product with block-quantized weights: ``epilogue(sum over k of lhs * weight)``.
 
     Parameters of its kernel, in order: lhs, weights, second weights, index and shares if there are any, operands of the
-    epilogue, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major over batch dimensions, m, and "k" or "n".
+    epilogue, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major over batch
+    dimensions, m, and "k" or "n".
 
     Attributes
     ----------
@@ -517,12 +518,12 @@ class CachedAttentionProblem:
 class BlockRowsProblem:
     """Gather of rows of block-quantized weights: ``result[i] = dequantized[index[i]]``.
 
-    Parameters of its kernel, in order: weight, index, result. An index out of range is clamped.
+    Parameters of its kernel, in order: weights, index, result. An index out of range is clamped.
 
     Attributes
     ----------
-    weight : Operand
-        Bytes, as `encoding.block_panels` packs them.
+    weights : tuple of Operand
+        As in `QuantizedMatmulProblem`.
     index : Operand
         One dimension, int32 or int64.
     result : Operand
@@ -532,7 +533,7 @@ class BlockRowsProblem:
         Number of rows of the weights.
     """
 
-    weight: Operand
+    weights: tuple[Operand, ...]
     index: Operand
     result: Operand
     form: BlockFormat
@@ -541,12 +542,12 @@ class BlockRowsProblem:
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
-        return [self.weight, self.index, self.result]
+        return [*self.weights, self.index, self.result]
 
     @cached_property
     def plan(self) -> PanelPlan:
         """Layout of a panel."""
-        return _panel_plan(self.form, _static(self.result.shape[-1]), self.weight)
+        return _panel_plan(self.form, _static(self.result.shape[-1]), self.weights[0])
 
 
 def _panel_plan(form: BlockFormat, depth: int, weight: Operand) -> PanelPlan:

@@ -201,15 +201,13 @@ class BlockRowsAttrs(tvm.ir.Attrs):
     format: str
 
 
-def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, format: str) -> relax.Call:
-    """Gather rows of weights in panels as float32; indices out of range are clamped.
+def block_rows(*operands: relax.Expr, rows: int, depth: int, format: str) -> relax.Call:
+    """Gather rows of weights as float32; indices out of range are clamped.
 
     Parameters
     ----------
-    weight : relax.Expr
-        Bytes, as `relax_hetero.encoding.block_panels` packs them.
-    index : relax.Expr
-        (m,) of int32 or int64.
+    operands : relax.Expr
+        The weights as in `block_matmul`, then the indices, (m,) of int32 or int64.
     rows, depth : int
         Extents of the weights; the result has the shape (m, depth).
     format : str
@@ -220,7 +218,7 @@ def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, 
     EncodingError
         If an operand is not a Relax expression.
     """
-    return make_call(BLOCK_ROWS, [weight, index], BlockRowsAttrs(rows, depth, format))
+    return make_call(BLOCK_ROWS, list(operands), BlockRowsAttrs(rows, depth, format))
 
 
 def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
@@ -228,13 +226,31 @@ def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
     check_attrs(call, BlockRowsAttrs)
     _check_call(call, BlockRowsAttrs, 2)
     form, depth = block_format(str(call.attrs.format)), int(call.attrs.depth)
-    weight, index = _tensor(call, 0, ("uint8",)), _tensor(call, 1, ("int32", "int64"))
-    if len(weight) != 2 or not all(isinstance(extent, int) and extent > 0 for extent in weight):
-        raise EncodingError(f"{BLOCK_ROWS}: operand 0 has shape {weight}, expected packed weights")
-    _expect_shape(call, 0, weight, layout_of(weight, form, depth).shapes(int(call.attrs.rows), form, depth)[0])
+    weight = _packed_weight(call, 0)
+    layout = layout_of(weight, form, depth)
+    shapes = layout.shapes(int(call.attrs.rows), form, depth)
+    _check_call(call, BlockRowsAttrs, len(shapes) + 1)
+    _check_weights(call, 0, shapes, layout)
+    index = _tensor(call, len(shapes), ("int32", "int64"))
     if len(index) != 1:
-        raise EncodingError(f"{BLOCK_ROWS}: operand 1 has shape {index}, expected one dimension")
+        raise EncodingError(f"{BLOCK_ROWS}: operand {len(shapes)} has shape {index}, expected one dimension")
     return relax.TensorType([index[0], depth], "float32", call.args[0].ty.vdevice)
+
+
+def _packed_weight(call: relax.Call, index: int) -> list[int]:
+    """Shape of the operand with the quants of packed weights."""
+    weight = _tensor(call, index, ("int32", "uint8"))
+    if len(weight) not in (2, 4) or not all(isinstance(extent, int) and extent > 0 for extent in weight):
+        raise EncodingError(f"{call.op.name}: operand {index} has shape {weight}, expected packed weights")
+    return weight
+
+
+def _check_weights(call: relax.Call, first: int, shapes: list[list[int]], layout: BlockLayout) -> None:
+    """Check types and shapes of the operands of weights, from number `first` on."""
+    last_types = _FACTOR_TYPES if call.attrs.format else _ZERO_POINT_TYPES
+    dtypes = [(layout.weight_type,), _SCALE_TYPES, last_types]
+    for index, shape in enumerate(shapes):
+        _expect_shape(call, first + index, _tensor(call, first + index, dtypes[index]), shape)
 
 
 def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
@@ -288,9 +304,7 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     if not call.attrs.format:
         _check_block(call, int(call.attrs.block))
     form = form_of(call)
-    weight = _tensor(call, 1, ("int32", "uint8"))
-    if len(weight) not in (2, 4) or not all(isinstance(extent, int) and extent > 0 for extent in weight):
-        raise EncodingError(f"{BLOCK_MATMUL}: operand 1 has shape {weight}, expected packed weights")
+    weight = _packed_weight(call, 1)
     x = _tensor(call, 0, Fragments.lhs_types)
     if len(x) < 2 or not isinstance(x[-1], int):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
@@ -309,11 +323,8 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     leading_dims = _expert_dims(call, layout, x) if experts else x[:-1]
     first = 1 + len(shapes) * products
     _check_call(call, BlockMatmulAttrs, first)
-    last_types = _FACTOR_TYPES if call.attrs.format else _ZERO_POINT_TYPES
-    dtypes = [(layout.weight_type,), _SCALE_TYPES, last_types]
-    for index in range(1, first):
-        number = (index - 1) % len(shapes)
-        _expect_shape(call, index, _tensor(call, index, dtypes[number]), shapes[number])
+    for begin in range(1, first, len(shapes)):
+        _check_weights(call, begin, shapes, layout)
     expression = Expression.parse(call.attrs.expression)
     epilogue_operands = list(call.args[first + bool(experts) + has_shares :])
     if expression.num_operands > products + len(epilogue_operands):

@@ -89,7 +89,7 @@ def test_products_by_experts_have_a_row_for_each_that_is_chosen():
         ([X4, EXPERT_PANELS, ((4, 2), "int32")], r"\[5, 1, 1, 96\] and \[4, 2\], expected \(tokens, 1 or used, 1, k\)"),
         ([((5, 3, 1, 96), "float32"), EXPERT_PANELS, INDEX], r"\[5, 3, 1, 96\] and \[5, 2\], expected"),
         ([((5, 96), "float32"), EXPERT_PANELS, INDEX], r"\[5, 96\] and \[5, 2\], expected"),
-        ([X4, ((5, 2, 32, 4), "int32"), FRAGMENT_SCALES], "found 3 experts, expected some, in panels of columns"),
+        ([X4, ((5, 2, 32, 4), "int32"), FRAGMENT_SCALES], "found 3 experts with 70 columns, expected whole fragments"),
     ],
 )
 def test_experts_that_do_not_fit(types, message):

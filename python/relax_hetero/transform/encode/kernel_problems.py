@@ -302,9 +302,10 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
 def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:
     """Problem of a call to `R.hetero.block_rows`."""
     symbols = Symbols()
-    weight, index = (Stored.plain(arg.ty) for arg in call.args)
+    *weights, index = (Stored.plain(arg.ty) for arg in call.args)
+    layout = layout_of(extents_of(weights[0].ty), block_format(str(call.attrs.format)), int(call.attrs.depth))
     return BlockRowsProblem(
-        weight.operand(symbols, Panels.index_map),
+        tuple(weight.operand(symbols, layout.index_map) for weight in weights),
         index.operand(symbols, ("m",)),
         Stored.plain(result).operand(symbols, ("m", "k")),
         block_format(str(call.attrs.format)),

@@ -43,7 +43,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
-from ...encoding.block_panels import BlockSource, Panels
+from ...encoding.block_panels import BlockSource
 from ...encoding.block_weights import MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS, BlockLayout, Fragments, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
@@ -358,14 +358,14 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     ty = tensor_type([rows, depth], "float32", var.ty)
     numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
     if (
-        isinstance(layout, Panels)
+        layout is not None
         and BlockRowsProblem in resolver_or_default(target).problems
         and is_constant
         and layout.fits(form_of(weight), depth)
     ):
-        (packed,) = packer.pack(weight, layout, var.ty.vdevice)
+        packed = packer.pack(weight, layout, var.ty.vdevice)
         count = int(weight.ty.shape.values[0])
-        call = block_rows(packed, flat, rows=count, depth=depth, format=form_of(weight).name)
+        call = block_rows(*packed, flat, rows=count, depth=depth, format=form_of(weight).name)
         emitter.bind(numbers, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
     else:
         operands = [_take_rows(emitter, arg, flat, rows, var) for arg in weight.args]
@@ -528,31 +528,30 @@ def _fuse_shares(block: Block, product: _Product, claimed: set[int]) -> bool:
     """Fuse the weighted sum of a token's rows into a product of experts; returns whether there is one."""
     if product.expression != Expression.operand(0):
         return False
-    inside, last = [], block.bindings[product.end].var
-    values: list[relax.Call] = []
+    chain = [product.end]
     for name in (RESHAPE, "relax.multiply", "relax.sum"):
-        inside.append(product.end if not inside else index)
-        index = block.sole_user(last)
+        index = block.sole_user(block.bindings[chain[-1]].var)
         if index is None or index in claimed or op_name(block.bindings[index].value) != name:
             return False
-        last = block.bindings[index].var
-        values.append(block.bindings[index].value)
+        chain.append(index)
+    rows, weighted, total = (block.bindings[index].value for index in chain[1:])
     tokens, used, _, columns = shape_of(block.bindings[product.end].var) or []
-    column = next((arg for arg in values[1].args if not arg.same_as(block.bindings[inside[1]].var)), values[1].args[0])
+    first, second = weighted.args
+    column = second if first.same_as(block.bindings[chain[1]].var) else first
     shares = block.definition(column)
     if not (
-        same_shape(shape_of(values[0]) or [], [tokens, used, columns])
-        and [int(axis) for axis in values[2].attrs.axis or []] == [1]
+        same_shape(shape_of(rows) or [], [tokens, used, columns])
+        and [int(axis) for axis in total.attrs.axis or []] == [1]
         and op_name(shares) == RESHAPE
         and same_shape(shape_of(column) or [], [tokens, used, 1])
         and same_shape(shape_of(shares.args[0]) or [], [tokens, used])
-        and not values[2].attrs.keepdims
+        and not total.attrs.keepdims
         and str(column.ty.dtype) == "float32"
     ):
         return False
     product.shares = shares.args[0]
-    product.inside += inside
-    product.end = index
+    product.inside += chain[:-1]
+    product.end = chain[-1]
     return True
 
 
@@ -561,12 +560,15 @@ def _fuse_factor(block: Block, product: _Product, products: dict[int, _Product])
     if not _has_few_rows(product) or product.second is not None or product.shares is not None:
         return
     own = {*product.inside, product.end}
-    for number, operand in enumerate(product.operands):
-        first = next((each for each in products.values() if block.bindings[each.end].var.same_as(operand)), None)
-        if first is not None and _are_factors(first, product) and block.sole_user(operand) in own:
-            break
-    else:
+    ends = {block.bindings[each.end].var: each for each in products.values()}
+    factors = [
+        (number, ends[operand])
+        for number, operand in enumerate(product.operands)
+        if operand in ends and _are_factors(ends[operand], product) and block.sole_user(operand) in own
+    ]
+    if not factors:
         return
+    number, first = factors[0]
     count = len(first.operands)
     of_first = [Expression.operand(0), *(Expression.operand(2 + i) for i in range(count))]
     others = [Expression.operand(2 + count + i - (i > number)) for i in range(len(product.operands))]

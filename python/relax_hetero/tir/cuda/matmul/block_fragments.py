@@ -147,6 +147,21 @@ class WeightFragments:
         lowest = middle_of(bits) + form.min_code
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
+    def addend(self, number: int, half: int, scale: Expr) -> Expr | None:
+        """Addend of the scaled numbers of `unpack`, of the only fragment, slot 0; None for 0."""
+        if self.has_minimums:
+            return self.minimum(0, 0, number, half, scale)
+        if self.has_any_points:
+            return T.bind(T.float32(0) - self.point(0, 0, number, half) * scale)
+        return None
+
+    def number(self, pair: Expr, i: int) -> Expr:
+        """First or second number of a register of `unpack`, float32."""
+        bits = T.Cast("uint16", pair >> T.uint32(16)) if i else T.Cast("uint16", pair & T.uint32(0xFFFF))
+        if self.type == "float16":
+            return T.Cast("float32", T.reinterpret("float16", bits))
+        return T.reinterpret("float32", T.Cast("uint32", bits) << T.uint32(16))
+
     def begin(self, slot: int, fragment: int, number: int) -> None:
         """Compute the addend of `unpack` for both columns of a lane: minus the power of two and the zero point."""
         if self.is_float4 or self.work.is_plain:

@@ -95,7 +95,7 @@ class _Kernel:
         weights.begin(0, 0, number)
         for half in range(2):
             scale = weights.scale(0, 0, number, half)
-            addend = self._addend(number, half, scale)
+            addend = weights.addend(number, half, scale)
             for step in range(work.steps):
                 fragment = weights.unpack(0, 0, number * work.steps + step)
                 for pair in range(2):
@@ -105,22 +105,10 @@ class _Kernel:
             k = T.bind(chunk * work.chunk + T.Cast("int64", (number * 4 + self.low) * run))
             self._store(column, k, run)
 
-    def _addend(self, number: int, half: int, scale: Expr) -> Expr | None:
-        weights = self.weights
-        if weights.has_minimums:
-            return weights.minimum(0, 0, number, half, scale)
-        if weights.has_any_points:
-            return T.bind(T.float32(0) - weights.point(0, 0, number, half) * scale)
-        return None
-
     def _scale(self, index: int, pair: Expr, scale: Expr, addend: Expr | None) -> None:
         """Scale two 16-bit weights of `unpack`."""
         for i in range(2):
-            bits = T.Cast("uint16", pair >> T.uint32(16)) if i else T.Cast("uint16", pair & T.uint32(0xFFFF))
-            if self.work.type == "float16":
-                value = T.Cast("float32", T.reinterpret("float16", bits))
-            else:
-                value = T.reinterpret("float32", T.Cast("uint32", bits) << T.uint32(16))
+            value = self.weights.number(pair, i)
             T.buffer_store(self.values, value * scale if addend is None else value * scale + addend, [i])
         ptx.pack_pair(self.packed_pairs[index], self.values[0], self.values[1], self.work.type)
 

@@ -161,7 +161,8 @@ class EpilogueWriter:
             wide = str(totals[0].ty.dtype)
             totals[0] = totals[0] + T.cast(self.init.typed(loaded[0]), wide)
             loaded = loaded[1:]
-        values = [*(T.cast(each, self.acc_dtype) for each in totals), *(view.typed(value) for view, value in zip(self.views, loaded, strict=True))]
+        sums = [T.cast(each, self.acc_dtype) for each in totals]
+        values = [*sums, *(view.typed(value) for view, value in zip(self.views, loaded, strict=True))]
         value = emit(self.expression, values, dtypes)
         return value if str(value.ty.dtype) == self.result.nominal else T.cast(value, self.result.nominal)
 

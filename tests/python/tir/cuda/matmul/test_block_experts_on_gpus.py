@@ -28,20 +28,22 @@ from tir.cuda.matmul.test_block_product_on_gpus import GPU
 BLOCK, OLD_GPU = 32, gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))
 
 
+NAMES = ("b0", "b1", "m")
+
+
+def operand(shape, dtype, index_map):
+    return Operand(tuple(shape), dtype, index_map, PackedLayout.identity(len(shape)))
+
+
 def problem_of(tokens, used, experts, n, k, dtype, rows_per_token):
     weight, scales = Fragments().shapes(n, integer_format(4, BLOCK, False), k, experts)
-    names = ("b0", "b1", "m")
-
-    def operand(shape, dtype, index_map):
-        return Operand(tuple(shape), dtype, index_map, PackedLayout.identity(len(shape)))
-
     return QuantizedMatmulProblem(
-        operand((tokens, rows_per_token, 1, k), dtype, (*names, "k")),
+        operand((tokens, rows_per_token, 1, k), dtype, (*NAMES, "k")),
         (operand(weight, "int32", Fragments.index_map), operand(scales, "float16", Fragments.index_map)),
-        operand((tokens, used, 1, n), "float32", (*names, "n")),
+        operand((tokens, used, 1, n), "float32", (*NAMES, "n")),
         BLOCK,
         experts=experts,
-        index=operand((tokens, used), "int32", names[:2]),
+        index=operand((tokens, used), "int32", NAMES[:2]),
     )
 
 
@@ -90,20 +92,15 @@ def format_case(name, tokens, used, experts, n, k, dtype, rows, seed=3):
     assert sum(array.nbytes for array in packed) == layout.packed_bytes(n, form, k, experts)
     x = rng.standard_normal((tokens, rows, 1, k)).astype(numpy_dtype(dtype))
     index = rng.integers(0, experts, (tokens, used)).astype("int32")
-    names = ("b0", "b1", "m")
-
-    def operand(shape, dtype, index_map):
-        return Operand(tuple(shape), dtype, index_map, PackedLayout.identity(len(shape)))
-
     problem = QuantizedMatmulProblem(
-        operand(x.shape, dtype, (*names, "k")),
+        operand(x.shape, dtype, (*NAMES, "k")),
         tuple(operand(array.shape, str(array.dtype), Fragments.index_map) for array in packed),
-        operand((tokens, used, 1, n), "float32", (*names, "n")),
+        operand((tokens, used, 1, n), "float32", (*NAMES, "n")),
         form.block,
         bits=form.bits,
         form=form,
         experts=experts,
-        index=operand(index.shape, "int32", names[:2]),
+        index=operand(index.shape, "int32", NAMES[:2]),
     )
     matrices = dequantize_rows(raw, form, k).astype("float64").reshape(experts, n, k)[index]
     rows = np.broadcast_to(x[:, :, 0].astype("float64"), (tokens, used, k))
@@ -126,6 +123,27 @@ def test_formats(name, dtype, k, minimum, monkeypatch):
     assert np.abs(result[:, :, 0] - want).max() <= 4e-6 * np.abs(want).max()
 
 
+def result_of(problem, arguments, gpu, is_on_gpu):
+    """The result of a problem's kernel, by the interpreter or on this machine's GPU."""
+    func, shape = quantized_matmul_kernel(problem, gpu), problem.result.shape
+    if is_on_gpu:
+        return run_on_gpu(func, arguments, shape, "float32")
+    result = np.full(shape, np.nan, "float32")
+    run(func, *arguments, result)
+    return result
+
+
+def check_two_products(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False):
+    problem, (x, *packed, index), first = format_case(name, tokens, used, 4, n, k, dtype, 1)
+    other, (_, *other_packed, _), second = format_case(name, tokens, used, 4, n, k, dtype, 1, seed=5)
+    third = fresh_rng().standard_normal((*first.shape[:2], 1, n)).astype("float32")
+    expression = Expression.parse("multiply(relu(x0), add(x1, x2))")
+    problem = dataclasses.replace(problem, second=other.weights, epilogue=Epilogue(expression, (problem.result,)))
+    actual = result_of(problem, [x, *packed, *other_packed, index, third], gpu, is_on_gpu)[:, :, 0]
+    want = np.maximum(first, 0) * (second + third[:, :, 0])
+    assert np.abs(actual - want).max() <= 1e-5 * np.abs(want).max()
+
+
 @pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
 @pytest.mark.parametrize(
     ("name", "tokens", "used", "n", "k", "dtype"),
@@ -135,16 +153,23 @@ def test_formats(name, dtype, k, minimum, monkeypatch):
     ],
 )  # fmt: skip
 def test_two_products_of_a_row(name, tokens, used, n, k, dtype, gpu):
-    problem, (x, *packed, index), first = format_case(name, tokens, used, 4, n, k, dtype, 1)
-    other, (_, *other_packed, _), second = format_case(name, tokens, used, 4, n, k, dtype, 1, seed=5)
-    third = fresh_rng().standard_normal(first.shape).astype("float32")
-    result = dataclasses.replace(problem.result, dtype="float32")
-    expression = Expression.parse("multiply(silu(x0), add(x1, x2))")
-    problem = dataclasses.replace(problem, second=other.weights, epilogue=Epilogue(expression, (result,)))
-    actual = np.full((tokens, used, 1, n), np.nan, "float32")
-    run(quantized_matmul_kernel(problem, gpu), x, *packed, *other_packed, index, third[:, :, None], actual)
-    want = first / (1 + np.exp(-first)) * (second + third)
-    assert np.abs(actual[:, :, 0] - want).max() <= 1e-5 * np.abs(want).max()
+    check_two_products(name, tokens, used, n, k, dtype, gpu)
+
+
+def check_weighted_sums(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False):
+    problem, (x, *packed, index), products = format_case(name, tokens, used, 4, n, k, dtype, used)
+    rng = fresh_rng()
+    shares, added = rng.random((tokens, used), "float32"), rng.standard_normal((tokens, n)).astype("float32")
+    result = Operand((tokens, n), "float32", ("m", "n"), PackedLayout.identity(2))
+    problem = dataclasses.replace(
+        problem,
+        shares=dataclasses.replace(problem.index, dtype="float32"),
+        result=result,
+        epilogue=Epilogue(Expression.parse("add(x0, x1)"), (result,)),
+    )
+    actual = result_of(problem, [x, *packed, index, shares, added], gpu, is_on_gpu)
+    want = np.einsum("tun,tu->tn", products, shares.astype("float64")) + added
+    assert np.abs(actual - want).max() <= 1e-5 * np.abs(want).max()
 
 
 @pytest.mark.parametrize("gpu", [GPU, OLD_GPU], ids=["sm_90a", "sm_80"])
@@ -156,21 +181,33 @@ def test_two_products_of_a_row(name, tokens, used, n, k, dtype, gpu):
     ],
 )  # fmt: skip
 def test_weighted_sums_of_the_rows_of_a_token(name, tokens, used, n, k, dtype, gpu):
-    gpu = dataclasses.replace(gpu, multiprocessors=2)
-    problem, (x, *packed, index), products = format_case(name, tokens, used, 4, n, k, dtype, used)
-    rng = fresh_rng()
-    shares, added = rng.random((tokens, used), "float32"), rng.standard_normal((tokens, n)).astype("float32")
-    result = Operand((tokens, n), "float32", ("m", "n"), PackedLayout.identity(2))
-    problem = dataclasses.replace(
-        problem,
-        shares=dataclasses.replace(problem.index, dtype="float32"),
-        result=result,
-        epilogue=Epilogue(Expression.parse("add(x0, x1)"), (result,)),
+    check_weighted_sums(name, tokens, used, n, k, dtype, dataclasses.replace(gpu, multiprocessors=2))
+
+
+@pytest.mark.parametrize(("second", "limit"), [(True, 168), (False, 128)])
+@pytest.mark.parametrize("name", ["q4_k", "q6_k"])
+def test_registers_of_kernels_of_few_pairs(name, second, limit):
+    tokens = 1
+    n, k = (768, 2048) if second else (2048, 768)
+    shapes = Fragments().shapes(n, FILE_FORMATS[name], k, 2)
+    types = ["int32", "int8", "float16"]
+    weights = tuple(operand(shape, dtype, Fragments.index_map) for shape, dtype in zip(shapes, types, strict=True))
+    form, index = FILE_FORMATS[name], operand((tokens, 8), "int32", NAMES[:2])
+    problem = QuantizedMatmulProblem(
+        operand((tokens, 1 if second else 8, 1, k), "bfloat16", (*NAMES, "k")),
+        weights,
+        operand((tokens, 8, 1, n), "float32", (*NAMES, "n")) if second else operand((tokens, n), "float32", ("m", "n")),
+        form.block,
+        Epilogue(Expression.parse("multiply(silu(x0), x1)")) if second else None,
+        form.bits,
+        form,
+        2,
+        index,
+        second=weights if second else (),
+        shares=None if second else dataclasses.replace(index, dtype="float32"),
     )
-    actual = np.full((tokens, n), np.nan, "float32")
-    run(quantized_matmul_kernel(problem, gpu), x, *packed, index, shares, added, actual)
-    want = np.einsum("tun,tu->tn", products, shares.astype("float64")) + added
-    assert np.abs(actual - want).max() <= 1e-5 * np.abs(want).max()
+    (report,) = reports_of(quantized_matmul_kernel(problem, GPU), Target({"kind": "cuda", "arch": "sm_90a"}))
+    assert report.registers <= limit and report.spill_stores == 0
 
 
 @pytest.mark.parametrize("fragments", [2, 4])
@@ -213,3 +250,13 @@ def test_fragments_of_a_plan_belong_to_one_expert():
 def test_on_a_gpu(tokens, n, k, rows):
     for dtype in ("float32", "float16"):
         check(problem_of(tokens, 8, 16, n, k, dtype, rows), tokens, is_on_gpu=True)
+
+
+@needs_gpu
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [form.name for form in FILE_FORMATS.values()])
+def test_few_pairs_of_formats_on_a_gpu(name):
+    dtype = "float16" if name == "f16" else "bfloat16"
+    for tokens in (1, 5):
+        check_two_products(name, tokens, 8, 768, 2048, dtype, is_on_gpu=True)
+        check_weighted_sums(name, tokens, 8, 2048, 768, dtype, is_on_gpu=True)
