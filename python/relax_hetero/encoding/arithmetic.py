@@ -60,7 +60,7 @@ def precision(problem: Any) -> str:
     if isinstance(problem, QuantizedMatmulProblem):
         form = problem.form
         weight = form.name if form is not None and form.superblock_bytes else f"int{problem.bits}"
-        return f"{weight}*{short_name(problem.lhs.dtype)}"
+        return f"{weight}*{short_name(problem.lhs_type)}"
     if isinstance(problem, AttentionProblem):
         return _product(problem.query.dtype, problem.key.dtype, "float32")
     if isinstance(problem, CachedAttentionProblem) and problem.rows != APPEND:

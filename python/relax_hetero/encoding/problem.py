@@ -345,6 +345,8 @@ class QuantizedMatmulProblem:
         the first.
     shares : Operand or None
         Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share.
+    rounded : str
+        16-bit float that a left operand of float32 is rounded to; empty for its own type.
     """
 
     lhs: Operand
@@ -360,6 +362,7 @@ class QuantizedMatmulProblem:
     rows: str = ""
     second: tuple[Operand, ...] = ()
     shares: Operand | None = None
+    rounded: str = ""
 
     @property
     def parameters(self) -> list[Operand]:
@@ -367,6 +370,11 @@ class QuantizedMatmulProblem:
         epilogue = () if self.epilogue is None else self.epilogue.operands
         routes = [operand for operand in (self.index, self.shares) if operand is not None]
         return [self.lhs, *self.weights, *self.second, *routes, *epilogue, self.result]
+
+    @property
+    def lhs_type(self) -> str:
+        """Element type of the left operand in products."""
+        return self.rounded or self.lhs.dtype
 
     @property
     def products(self) -> int:

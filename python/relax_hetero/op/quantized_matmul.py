@@ -61,6 +61,7 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     rows: str = ""
     products: int = 1
     shares: bool = False
+    rounded: str = ""
 
 
 def dequantize_blocks(
@@ -138,6 +139,7 @@ def block_matmul(
     rows: str = "",
     products: int = 1,
     shares: bool = False,
+    rounded: str = "",
 ) -> relax.Call:
     """A product with block-quantized weights: ``expression(x * weights, ...)``, dequantized as by dequantize_blocks.
 
@@ -174,6 +176,8 @@ def block_matmul(
     shares : bool
         Whether the indices of experts are followed by an operand (tokens, used) of float32: products of a token are
         multiplied by its shares and added up, in order. The result then has the shape (tokens, columns).
+    rounded : str
+        With experts in fragments, "float16" or "bfloat16" that `x`, of float32, is rounded to.
 
     Raises
     ------
@@ -187,7 +191,7 @@ def block_matmul(
         block, bits = form.block, form.bits
     _check(activation_bits, rows, BLOCK_MATMUL)
     attrs = BlockMatmulAttrs(
-        columns, block, bits, zeros, text, format, experts, activation_bits, rows, products, shares
+        columns, block, bits, zeros, text, format, experts, activation_bits, rows, products, shares, rounded
     )
     return make_call(BLOCK_MATMUL, [x, *operands], attrs)
 
@@ -310,7 +314,13 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
     layout = layout_of(weight, form, x[-1])
     _tensor(call, 0, layout.lhs_types)
-    dtype = str(call.args[0].ty.dtype)
+    dtype, rounded = str(call.args[0].ty.dtype), str(call.attrs.rounded)
+    if rounded and not (call.attrs.experts and dtype == "float32" and rounded in layout.lhs_types[1:]):
+        raise EncodingError(
+            f"{BLOCK_MATMUL}: found {dtype} that is rounded to {rounded}, expected float32 to float16 or bfloat16 of "
+            "experts in fragments"
+        )
+    dtype = rounded or dtype
     if not layout.multiplies(form, dtype):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 is of {dtype}, which kernels do not multiply by {form.name}")
     products, has_shares, experts = int(call.attrs.products), bool(call.attrs.shares), int(call.attrs.experts)

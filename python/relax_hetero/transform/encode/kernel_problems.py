@@ -296,6 +296,7 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
         str(attrs.rows),
         weights[count:],
         shares,
+        str(attrs.rounded),
     )
 
 

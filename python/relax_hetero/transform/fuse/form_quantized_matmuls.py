@@ -273,6 +273,8 @@ class _Product:
         Call of dequantize_blocks of a second product of the same rows, whose sum is ``x1``; operands are ``x2``, ...
     shares : relax.Expr or None
         Shares of the rows in the result, which is their sum.
+    rounded : str
+        Type that `lhs`, a row of float32 for each token, is rounded to; empty for its own.
     """
 
     lhs: relax.Expr
@@ -286,6 +288,7 @@ class _Product:
     index: relax.Expr | None = None
     second: relax.Call | None = None
     shares: relax.Expr | None = None
+    rounded: str = ""
 
     @property
     def columns(self) -> int:
@@ -319,6 +322,8 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
             claimed.update([*product.inside, product.end])
     for product in list(products.values()):
         _fuse_factor(block, product, products)
+    for product in products.values():
+        _fuse_rounding(block, product)
     bindings = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
     emitter = Emitter(block.is_dataflow)
     for binding in without_unused(bindings or block.bindings, block, _is_weight):
@@ -580,6 +585,22 @@ def _fuse_factor(block: Block, product: _Product, products: dict[int, _Product])
     del products[first.end]
 
 
+def _fuse_rounding(block: Block, product: _Product) -> None:
+    """Fuse the cast of rows that no other op reads into a product of few rows of experts."""
+    rows = block.definition(product.lhs)
+    if not _has_few_rows(product) or op_name(rows) != RESHAPE or not is_one((shape_of(product.lhs) or [0, 0])[1]):
+        return
+    cast = block.definition(rows.args[0])
+    if op_name(cast) != CAST or str(cast.args[0].ty.dtype) != "float32":
+        return
+    users = set(block.users[product.lhs])
+    for index in [index for index in users if op_name(block.bindings[index].value) == CAST]:
+        users |= set(block.users.get(block.bindings[index].var, []))
+        users.discard(index)
+    if block.sole_user(rows.args[0]) is not None and users <= {*product.inside, product.end}:
+        product.rounded, product.lhs = str(product.lhs.ty.dtype), cast.args[0]
+
+
 def _are_factors(first: _Product, second: _Product) -> bool:
     """Return whether two products have the same rows, experts and format."""
     same_rows = first.lhs.same_as(second.lhs) and first.index is not None and first.index.same_as(second.index)
@@ -599,6 +620,9 @@ def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
 
 def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer) -> None:
     lhs = product.lhs
+    if product.rounded:
+        shape = [(shape_of(lhs) or [])[0], 1, 1, int(product.weight.attrs.depth)]
+        lhs = emitter.emit(relax.op.reshape(lhs, shape), tensor_type(shape, "float32", lhs.ty), f"{var.name}_lhs")
     if str(lhs.ty.dtype) not in product.layout.lhs_types:
         ty = tensor_type(shape_of(lhs) or [], "float32", lhs.ty)
         lhs = emitter.emit(relax.op.astype(lhs, "float32"), ty, f"{var.name}_lhs")
@@ -630,6 +654,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         rows=str(product.weight.attrs.rows),
         products=1 if product.second is None else 2,
         shares=product.shares is not None,
+        rounded=product.rounded,
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
 

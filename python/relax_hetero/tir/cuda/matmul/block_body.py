@@ -94,7 +94,7 @@ class BlockBody:
         """Loads of the block's left rows, from row `first` of `lhs` on."""
         work = self.work
         is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
-        copies = self.gpu.bulk_copies and is_whole and work.parts == 1
+        copies = self.gpu.bulk_copies and is_whole and work.parts == 1 and not work.problem.rounded
         return LeftRows(work, lhs, self.shared, self.thread, (self.low, self.high), first, copies)
 
     def _work(self) -> None:

@@ -101,7 +101,7 @@ class SumPlan(BlockPlan):
 def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPlan]:
     """Plan of a problem; two plans, for few and for more rows, if their number is symbolic."""
     extents = problem.result.shape[:-1]
-    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs_type]
     if all(isinstance(extent, int) for extent in extents):
         plan = _plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))
         tiles = -(-problem.columns // FRAGMENT_COLUMNS)
@@ -136,7 +136,7 @@ def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
 
 
 def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS, fragments: int = 0) -> BlockPlan:
-    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs_type]
     groups = min(4, max(1, -(-rows // in_group)))
     # Fragments share loads of the left operand.
     fragments = fragments or {1: 1, 2: 2}.get(groups, 4)
@@ -185,8 +185,8 @@ class BlockWork:
 
     def __init__(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> None:
         self.problem, self.plan, self.m = problem, plan, m
-        self.parts = PARTS[problem.lhs.dtype]
-        self.type = "float16" if problem.lhs.dtype == "float16" else "bfloat16"
+        self.parts = PARTS[problem.lhs_type]
+        self.type = "float16" if problem.lhs_type == "float16" else "bfloat16"
         self.chunk = chunk_of(problem.bits)
         self.is_plain = problem.bits == 16
         self.words, self.lane_words = problem.bits // 4, lane_words(problem.bits)

@@ -87,7 +87,10 @@ class LeftRows:
             with T.If(item < items), T.Then():
                 row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * unit)
                 row_index, k_index = self.first + T.Cast("int64", row), T.Cast("int64", k)
-                if work.parts == 1:
+                if work.problem.rounded:
+                    self._load_rounded(registers, row_index, k_index, row_index < self._num_rows)
+                    self._store_held(registers, row, k, 4)
+                elif work.parts == 1:
                     self._load_halves(registers, row_index, k_index, row_index < self._num_rows, 0, unit)
                     self._store_held(registers, row, k, 4)
                 else:
@@ -203,6 +206,14 @@ class LeftRows:
                     ptx.load_global([halfword[0]], address, "u16", is_constant=False)
                     value = T.cast(halfword[0], "uint32") << T.uint32(16 * (offset % 2))
                     T.buffer_store(target, target[word] | value, [word])
+
+    def _load_rounded(self, target: Expr, row: Expr, at: Expr, exists: Expr) -> None:
+        """Load eight float32 values and round them to pairs of 16 bits."""
+        for half in range(2):
+            self._load_wide(row, at + 4 * half, exists)
+            for i in range(2):
+                low, high = (T.reinterpret("float32", self.wide[2 * i + j]) for j in range(2))
+                ptx.pack_pair(target[2 * half + i], low, high, self.work.type)
 
     def _load_parts(self, row: Expr, at: Expr, exists: Expr, begin: int, run: int) -> None:
         part = tirx.floormod(self.high, self.work.parts)

@@ -47,7 +47,7 @@ def quantized_matmul_kernel(
         If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, or 16-bit floats as weights do
         not fit the left operand.
     """
-    dtype = problem.lhs.dtype
+    dtype = problem.lhs_type
     if gpu.tensor == "" or dtype not in PARTS:
         raise EncodingError(f"block_matmul: found a left operand of {dtype} on {gpu.arch}, which no kernel multiplies")
     if problem.bits < 16 and problem.block % STEP:

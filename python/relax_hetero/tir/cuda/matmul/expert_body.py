@@ -44,7 +44,7 @@ def expert_body(
     """Body of a product with experts; the plan of `expert_plan` by default. Routes are the index and perhaps shares."""
     pairs = extent_of([writer.result], "m")
     # A row of float32 takes three of the instruction's eight.
-    is_grouped = PARTS[problem.lhs.dtype] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
+    is_grouped = PARTS[problem.lhs_type] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
     kind = SumBody if problem.shares is not None else GroupedBody if is_grouped and not problem.second else ExpertBody
     return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, routes=routes)
 

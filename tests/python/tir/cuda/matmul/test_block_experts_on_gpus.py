@@ -133,8 +133,13 @@ def result_of(problem, arguments, gpu, is_on_gpu):
     return result
 
 
-def check_two_products(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False):
+def check_two_products(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False, rounds=False):
     problem, (x, *packed, index), first = format_case(name, tokens, used, 4, n, k, dtype, 1)
+    if rounds:  # to the numbers that the case has
+        noise = 1 + 1e-4 * fresh_rng().uniform(-1, 1, x.shape)
+        wide = (x.astype("float64") * noise).astype("float32")
+        x = np.where(wide.astype(x.dtype) == x, wide, x.astype("float32"))
+        problem = dataclasses.replace(problem, lhs=dataclasses.replace(problem.lhs, dtype="float32"), rounded=dtype)
     other, (_, *other_packed, _), second = format_case(name, tokens, used, 4, n, k, dtype, 1, seed=5)
     third = fresh_rng().standard_normal((*first.shape[:2], 1, n)).astype("float32")
     expression = Expression.parse("multiply(relu(x0), add(x1, x2))")
@@ -154,6 +159,11 @@ def check_two_products(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False
 )  # fmt: skip
 def test_two_products_of_a_row(name, tokens, used, n, k, dtype, gpu):
     check_two_products(name, tokens, used, n, k, dtype, gpu)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_rows_that_are_rounded(dtype):
+    check_two_products("q4_0", 3, 2, 48, 352, dtype, rounds=True)
 
 
 def check_weighted_sums(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False):
@@ -258,5 +268,5 @@ def test_on_a_gpu(tokens, n, k, rows):
 def test_few_pairs_of_formats_on_a_gpu(name):
     dtype = "float16" if name == "f16" else "bfloat16"
     for tokens in (1, 5):
-        check_two_products(name, tokens, 8, 768, 2048, dtype, is_on_gpu=True)
+        check_two_products(name, tokens, 8, 768, 2048, dtype, is_on_gpu=True, rounds=tokens > 1)
         check_weighted_sums(name, tokens, 8, 2048, 768, dtype, is_on_gpu=True)
