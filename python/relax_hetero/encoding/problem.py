@@ -315,9 +315,9 @@ class RowsProblem:
 class QuantizedMatmulProblem:
     """A product with block-quantized weights: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weights, second weights, index and shares if there are any, operands of the
-    epilogue, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major over batch
-    dimensions, m, and "k" or "n".
+    Parameters of its kernel, in order: lhs, weights, second weights, index, shares, biases, operands of the epilogue,
+    where there are any, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major
+    over batch dimensions, m, and "k" or "n".
 
     Attributes
     ----------
@@ -345,6 +345,8 @@ class QuantizedMatmulProblem:
         the first.
     shares : Operand or None
         Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share.
+    biases : tuple of Operand
+        Numbers over ``(experts, n)`` that are added to the sum of each product, if there are any.
     rounded : str
         16-bit float that a left operand of float32 is rounded to; empty for its own type.
     """
@@ -362,6 +364,7 @@ class QuantizedMatmulProblem:
     rows: str = ""
     second: tuple[Operand, ...] = ()
     shares: Operand | None = None
+    biases: tuple[Operand, ...] = ()
     rounded: str = ""
 
     @property
@@ -369,7 +372,7 @@ class QuantizedMatmulProblem:
         """Operands of the kernel, in order."""
         epilogue = () if self.epilogue is None else self.epilogue.operands
         routes = [operand for operand in (self.index, self.shares) if operand is not None]
-        return [self.lhs, *self.weights, *self.second, *routes, *epilogue, self.result]
+        return [self.lhs, *self.weights, *self.second, *routes, *self.biases, *epilogue, self.result]
 
     @property
     def lhs_type(self) -> str:

@@ -61,6 +61,7 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     rows: str = ""
     products: int = 1
     shares: bool = False
+    biases: bool = False
     rounded: str = ""
 
 
@@ -139,6 +140,7 @@ def block_matmul(
     rows: str = "",
     products: int = 1,
     shares: bool = False,
+    biases: bool = False,
     rounded: str = "",
 ) -> relax.Call:
     """A product with block-quantized weights: ``expression(x * weights, ...)``, dequantized as by dequantize_blocks.
@@ -176,6 +178,9 @@ def block_matmul(
     shares : bool
         Whether the indices of experts are followed by an operand (tokens, used) of float32: products of a token are
         multiplied by its shares and added up, in order. The result then has the shape (tokens, columns).
+    biases : bool
+        Whether an operand (experts, columns) of float32 for each product follows, of experts in fragments: the bias of
+        the row's expert is added to the sum.
     rounded : str
         With experts in fragments, "float16" or "bfloat16" that `x`, of float32, is rounded to.
 
@@ -191,7 +196,7 @@ def block_matmul(
         block, bits = form.block, form.bits
     _check(activation_bits, rows, BLOCK_MATMUL)
     attrs = BlockMatmulAttrs(
-        columns, block, bits, zeros, text, format, experts, activation_bits, rows, products, shares, rounded
+        columns, block, bits, zeros, text, format, experts, activation_bits, rows, products, shares, biases, rounded
     )
     return make_call(BLOCK_MATMUL, [x, *operands], attrs)
 
@@ -323,11 +328,14 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     dtype = rounded or dtype
     if not layout.multiplies(form, dtype):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 is of {dtype}, which kernels do not multiply by {form.name}")
-    products, has_shares, experts = int(call.attrs.products), bool(call.attrs.shares), int(call.attrs.experts)
-    if products not in (1, 2) or ((products > 1 or has_shares) and not (experts and isinstance(layout, Fragments))):
+    products, experts = int(call.attrs.products), int(call.attrs.experts)
+    has_shares, has_biases = bool(call.attrs.shares), bool(call.attrs.biases)
+    is_special = products > 1 or has_shares or has_biases
+    if products not in (1, 2) or (is_special and not (experts and isinstance(layout, Fragments))):
+        parts = f"{' and shares' * has_shares}{' and biases' * has_biases}"
         raise EncodingError(
-            f"{BLOCK_MATMUL}: found {products} products{' and shares' * has_shares} of {experts} experts, expected one "
-            "product, or two products or shares of experts in fragments"
+            f"{BLOCK_MATMUL}: found {products} products{parts} of {experts} experts, expected one product, or two "
+            "products, shares or biases of experts in fragments"
         )
     shapes = _weight_shapes(call, layout, form, x[-1])
     leading_dims = _expert_dims(call, layout, x) if experts else x[:-1]
@@ -336,7 +344,11 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     for begin in range(1, first, len(shapes)):
         _check_weights(call, begin, shapes, layout)
     expression = Expression.parse(call.attrs.expression)
-    epilogue_operands = list(call.args[first + bool(experts) + has_shares :])
+    first += bool(experts) + has_shares
+    _check_call(call, BlockMatmulAttrs, first + has_biases * products)
+    for index in range(first, first + has_biases * products):
+        _expect_shape(call, index, _tensor(call, index, ("float32",)), [experts, columns])
+    epilogue_operands = list(call.args[first + has_biases * products :])
     if expression.num_operands > products + len(epilogue_operands):
         raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - products} more operands")
     dtype = expression.dtype([*["float32"] * products, *(str(operand.ty.dtype) for operand in epilogue_operands)])

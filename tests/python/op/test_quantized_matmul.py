@@ -121,6 +121,8 @@ def test_two_products_and_weighted_sums_of_experts():
         ([ROWS, *WEIGHTS, INDEX], {"experts": 0, "shares": True}, "found 1 products and shares of 0 experts"),
         ([ROWS, *WEIGHTS, INDEX], {"shares": True}, "found 4 operands, expected 5 at least"),
         ([ROWS, *WEIGHTS, INDEX, ((5, 3), "float32")], {"shares": True}, r"operand 4 has shape \[5, 3\], expected"),
+        ([ROWS, *WEIGHTS, INDEX], {"biases": True}, "found 4 operands, expected 5 at least"),
+        ([ROWS, *WEIGHTS, INDEX, ((3, 60), "float32")], {"biases": True}, r"operand 4 has shape \[3, 60\], expected"),
         ([ROWS, *WEIGHTS, INDEX], {"rounded": "float16"}, "found float16 that is rounded to float16, expected float32"),
         ([X4, *WEIGHTS, INDEX], {"rounded": "float8"}, "found float32 that is rounded to float8, expected float32 to"),
         ([X4, ((12, 6, 32, 4), "int32"), INDEX], {"format": "f16"}, "float32, which kernels do not multiply by f16"),

@@ -276,7 +276,9 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
     count = len(weights) // int(attrs.products)
     routes = stored[end : end + bool(attrs.experts) + bool(attrs.shares)]
     index, shares, *_ = [*(operand.operand(symbols, lhs_names[:-2]) for operand in routes), None, None]
-    others, names = stored[end + len(routes) :], names_of(result, "n")
+    end += len(routes)
+    biases = stored[end : end + bool(attrs.biases) * int(attrs.products)]
+    others, names = stored[end + len(biases) :], names_of(result, "n")
     expression = Expression.parse(attrs.expression)
     if expression != Expression.operand(0):
         maps = [names if same_shape(extents_of(x.ty), shape) else _column_map(x, shape[-1]) for x in others]
@@ -296,6 +298,7 @@ def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> Quan
         str(attrs.rows),
         weights[count:],
         shares,
+        tuple(bias.operand(symbols, ("e", "n")) for bias in biases),
         str(attrs.rounded),
     )
 

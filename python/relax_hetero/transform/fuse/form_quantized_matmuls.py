@@ -244,8 +244,8 @@ def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
 
 
-_MAX_OPS = 32
-"""Maximum number of elementwise ops that are fused into a product."""
+_MAX_OPS, _MAX_JOINED_OPS = 32, 8
+"""Maximum numbers of elementwise ops that are fused into a product, and of those whose values join."""
 
 
 @dataclass
@@ -273,6 +273,8 @@ class _Product:
         Call of dequantize_blocks of a second product of the same rows, whose sum is ``x1``; operands are ``x2``, ...
     shares : relax.Expr or None
         Shares of the rows in the result, which is their sum.
+    biases : list of relax.Expr
+        Biases of experts, (experts, columns), which are added to the sum of each product.
     rounded : str
         Type that `lhs`, a row of float32 for each token, is rounded to; empty for its own.
     """
@@ -288,6 +290,7 @@ class _Product:
     index: relax.Expr | None = None
     second: relax.Call | None = None
     shares: relax.Expr | None = None
+    biases: list[relax.Expr] = field(default_factory=list)
     rounded: str = ""
 
     @property
@@ -315,6 +318,8 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
         product = _match_product(block, index)
         if product is not None and index not in claimed:
             needed = [later.lhs for later in products.values()]
+            if _has_few_rows(product):
+                _fuse_bias(block, product, claimed)
             _fuse_elementwise(block, product, claimed, needed)
             if _has_few_rows(product) and _fuse_shares(block, product, claimed):
                 _fuse_elementwise(block, product, claimed, needed)
@@ -489,7 +494,11 @@ def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed
     """
     for _ in range(_MAX_OPS):
         last = block.bindings[product.end].var
-        index = None if any(last.same_as(value) for value in needed) else block.sole_user(last)
+        if any(last.same_as(value) for value in needed):
+            return
+        index = block.sole_user(last)
+        if index is None and _has_few_rows(product) and _fuse_joined(block, product, claimed):
+            continue
         if (
             index is None
             or index in claimed
@@ -517,6 +526,32 @@ def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed
         product.end = index
 
 
+def _fuse_joined(block: Block, product: _Product, claimed: set[int]) -> bool:
+    """Fuse elementwise ops that read a result more than once and whose values join in one; returns whether they do."""
+    last = block.bindings[product.end].var
+    values, inside = {last: product.expression}, [product.end]
+    for _ in range(_MAX_JOINED_OPS):
+        users = {index for var in values for index in block.users.get(var, [])} - set(inside)
+        if not users or not all(map(block.is_local, values)):
+            return False
+        index = min(users)
+        binding = block.bindings[index]
+        parsed = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
+        if parsed is None or index in claimed or not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
+            return False
+        expression, tensors = parsed
+        if not all(tensor in values for tensor in tensors):
+            return False
+        values[binding.var] = expression.substitute([values[tensor] for tensor in tensors])
+        if users == {index}:
+            product.expression = values[binding.var]
+            product.inside += inside
+            product.end = index
+            return True
+        inside.append(index)
+    return False
+
+
 def _has_few_rows(product: _Product) -> bool:
     """Return whether a product's rows have kernels of two products and of weighted sums."""
     extents = [] if product.index is None else shape_of(product.index) or []
@@ -527,6 +562,29 @@ def _has_few_rows(product: _Product) -> bool:
 
 def _is_number(extent: Any) -> bool:
     return isinstance(extent, int | tvm.tirx.IntImm)
+
+
+def _fuse_bias(block: Block, product: _Product, claimed: set[int]) -> None:
+    """Fuse the addition of the biases of the rows' experts into a product."""
+    last = block.bindings[product.end].var
+    index = block.sole_user(last)
+    if index is None or index in claimed or op_name(block.bindings[index].value) != "relax.add":
+        return
+    first, second = block.bindings[index].value.args
+    rows = block.definition(second if first.same_as(last) else first)
+    taken = block.definition(rows.args[0]) if op_name(rows) == RESHAPE else None
+    if taken is None or op_name(taken) != "relax.take" or not taken.args[1].same_as(product.index):
+        return
+    biases, axis = taken.args[0], taken.attrs.axis
+    fits = axis is not None and int(axis) == 0 and same_shape(shape_of(rows) or [], shape_of(last) or [])
+    if fits and same_shape(shape_of(biases) or [], [product.experts, product.columns]) and _is_float32(biases):
+        product.biases = [biases]
+        product.inside.append(product.end)
+        product.end = index
+
+
+def _is_float32(tensor: relax.Expr) -> bool:
+    return str(tensor.ty.dtype) == "float32"
 
 
 def _fuse_shares(block: Block, product: _Product, claimed: set[int]) -> bool:
@@ -551,7 +609,7 @@ def _fuse_shares(block: Block, product: _Product, claimed: set[int]) -> bool:
         and same_shape(shape_of(column) or [], [tokens, used, 1])
         and same_shape(shape_of(shares.args[0]) or [], [tokens, used])
         and not total.attrs.keepdims
-        and str(column.ty.dtype) == "float32"
+        and _is_float32(column)
     ):
         return False
     product.shares = shares.args[0]
@@ -581,6 +639,7 @@ def _fuse_factor(block: Block, product: _Product, products: dict[int, _Product])
     product.expression = product.expression.substitute([Expression.operand(1), *others])
     product.operands = [*first.operands, *(x for i, x in enumerate(product.operands) if i != number)]
     product.weight, product.second = first.weight, product.weight
+    product.biases = [*first.biases, *product.biases]
     product.inside += [*first.inside, first.end]
     del products[first.end]
 
@@ -604,8 +663,9 @@ def _fuse_rounding(block: Block, product: _Product) -> None:
 def _are_factors(first: _Product, second: _Product) -> bool:
     """Return whether two products have the same rows, experts and format."""
     same_rows = first.lhs.same_as(second.lhs) and first.index is not None and first.index.same_as(second.index)
-    sizes = [(each.columns, each.experts, form_of(each.weight), each.second, each.shares) for each in (first, second)]
-    return same_rows and sizes[0] == sizes[1]
+    is_single = all(each.second is None and each.shares is None for each in (first, second))
+    sizes = [(each.columns, each.experts, form_of(each.weight), len(each.biases)) for each in (first, second)]
+    return same_rows and is_single and sizes[0] == sizes[1]
 
 
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
@@ -642,6 +702,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         lhs,
         *weights,
         *routes,
+        *product.biases,
         *operands,
         columns=product.columns,
         block=int(product.weight.attrs.block),
@@ -654,6 +715,7 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         rows=str(product.weight.attrs.rows),
         products=1 if product.second is None else 2,
         shares=product.shares is not None,
+        biases=bool(product.biases),
         rounded=product.rounded,
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))

@@ -192,6 +192,55 @@ def test_a_layer_of_few_rows_is_two_products_on_gpus():
     assert FormQuantizedMatmuls()(after).same_as(after)
 
 
+@ir_module(GPU)
+def Clamped(
+    x: R.Tensor((2, 1, 1, 64), "float16"),
+    index: R.Tensor((2, 2), "int32"),
+    bias: R.Tensor((3, 64), "float32"),
+    gate: R.Tensor((192, 68), "uint8"),
+):
+    with R.dataflow():
+        gates = R.reshape(R.hetero.dequantize_blocks(gate, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        rows = R.matmul(R.astype(x, "float32"), R.permute_dims(R.take(gates, index, axis=0), axes=[0, 1, 3, 2]))
+        biased = R.add(rows, R.reshape(R.take(bias, index, axis=0), R.shape([2, 2, 1, 64])))
+        clamped = R.minimum(biased, R.const(7.0, "float32"))
+        sigmoid = R.sigmoid(R.multiply(clamped, R.const(2.0, "float32")))
+        y = R.multiply(clamped, sigmoid)
+        R.output(y)
+    return y
+
+
+def test_biases_of_experts_and_values_that_join():
+    @ir_module(GPU)
+    def Expected(
+        x: R.Tensor((2, 1, 1, 64), "float16"),
+        index: R.Tensor((2, 2), "int32"),
+        bias: R.Tensor((3, 64), "float32"),
+        gate: R.Tensor((12, 2, 32, 4), "int32"),
+        scales: R.Tensor((12, 2, 8, 2), "float16"),
+    ):
+        with R.dataflow():
+            y = R.hetero.block_matmul(
+                x,
+                gate,
+                scales,
+                index,
+                bias,
+                columns=64,
+                expression="multiply(minimum(x0, 7.0), sigmoid(multiply(minimum(x0, 7.0), 2.0)))",
+                format="q8_0",
+                experts=3,
+                biases=True,
+            )
+            R.output(y)
+        return y
+
+    gate, scales = Fragments().pack(BlockSource((GATE,), block_format("q8_0"), K), 3)
+    placed = RealizeVDevice()(bound(Clamped, gate=GATE))
+    expected = RealizeVDevice()(bound(Expected, gate=gate, scales=scales))
+    check_pass(FormQuantizedMatmuls(), placed, expected, map_free_vars=True)
+
+
 def counts_of(mod):
     """Products and shares of a module's calls of block_matmul."""
     calls = (binding.value for binding in walk_bindings(FormQuantizedMatmuls()(mod)["main"]))

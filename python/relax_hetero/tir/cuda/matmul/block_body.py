@@ -139,12 +139,16 @@ class BlockBody:
         iterations = -(-work.own // plan.ahead)
         tile = T.bind(self.first_block + index * work.stride)
         for number in range(plan.fragments * plan.groups * 4):
-            T.buffer_store(self.totals, T.float32(0), [number])
+            T.buffer_store(self.totals, self._initial(number, tile), [number])
         with T.serial(int64(iterations)) as number:
             for slot in range(plan.ahead):
                 self._chunk(slot, number * plan.ahead + slot)
                 self._load_next(slot, (number, iterations), tile, index + 1 < num_tiles)
         self._stage_sums(index_in_batch)
+
+    def _initial(self, number: int, tile: Expr) -> Expr:
+        """Initial value of an accumulator of a column tile."""
+        return T.float32(0)
 
     def _load_next(self, slot: int, progress: tuple[Expr, int], tile: Expr, more: Expr) -> None:
         """Load the next chunk of a slot, of this tile or of the block's next one."""

@@ -62,6 +62,7 @@ def quantized_matmul_kernel(
         ]
         index = None if problem.index is None else GpuOperand(function, "index", problem.index)
         shares = None if problem.shares is None else GpuOperand(function, "shares", problem.shares)
+        biases = [GpuOperand(function, f"bias{i}", operand) for i, operand in enumerate(problem.biases)]
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
         for name in reversed([name for name in lhs.index_map if name.startswith("b")]):
             for view in (lhs, *(view for view in writer.operands if view.runs_along(name))):
@@ -74,9 +75,9 @@ def quantized_matmul_kernel(
                 view.open()
             if index is not None:
                 routes = [view for view in (index, shares) if view is not None]
-                for view in routes:
+                for view in (*routes, *biases):
                     view.open()
-                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, routes)])
+                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, routes, biases)])
             else:
                 one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
                 plans = [one] if one else block_plans(problem, gpu)

@@ -14,6 +14,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, when
@@ -40,13 +41,14 @@ def expert_body(
     packed: list[GpuOperand],
     writer: EpilogueWriter,
     routes: list[GpuOperand],
+    biases: list[GpuOperand],
 ) -> ExpertBody:
     """Body of a product with experts; the plan of `expert_plan` by default. Routes are the index and perhaps shares."""
     pairs = extent_of([writer.result], "m")
     # A row of float32 takes three of the instruction's eight.
     is_grouped = PARTS[problem.lhs_type] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
     kind = SumBody if problem.shares is not None else GroupedBody if is_grouped and not problem.second else ExpertBody
-    return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, routes=routes)
+    return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, routes=routes, biases=biases)
 
 
 class _Rows:
@@ -63,9 +65,9 @@ class _Rows:
 class ExpertBody(BlockBody):
     """Writer of the code of a block with one pair."""
 
-    def __init__(self, *arguments: Any, routes: list[GpuOperand]) -> None:
+    def __init__(self, *arguments: Any, routes: list[GpuOperand], biases: list[GpuOperand]) -> None:
         super().__init__(*arguments)
-        self._index, self._shares = routes[0], routes[-1]
+        self._index, self._shares, self._biases = routes[0], routes[-1], biases
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         self._pairs = m
@@ -111,6 +113,20 @@ class ExpertBody(BlockBody):
         self._first_tile = T.bind(T.Cast("int64", self._expert) * self.work.column_tiles)
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
         self.left = self._left_rows(_Rows(self), int64(0))
+
+    def _initial(self, number: int, tile: Expr) -> Expr:
+        """The bias of the row's expert, of the first of the warps that split k, and of the first part of the row."""
+        if not self._biases:
+            return super()._initial(number, tile)
+        work, i = self.work, number % 4
+        product, fragment = divmod(number // (work.plan.groups * 4), work.product_fragments)
+        column = tile * work.product_columns + T.Cast("int64", fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2))
+        columns = work.problem.columns
+        bias = self._biases[product].data[self._expert * columns + T.min(column, int64(columns - 1))]
+        conditions = [tirx.EQ(self.k_warp, 0)]
+        if work.parts > 1:
+            conditions.append(tirx.EQ(self.low, 0) if i % 2 == 0 else tirx.const(False))
+        return T.Select(tirx.all(*conditions), bias, T.float32(0))
 
     def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
         super()._load(slot, self._first_tile + tile_of_block, index)

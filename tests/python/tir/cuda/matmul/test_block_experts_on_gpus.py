@@ -133,6 +133,12 @@ def result_of(problem, arguments, gpu, is_on_gpu):
     return result
 
 
+def biases_of(problem, count):
+    """Operands and numbers of biases of experts, for a number of products."""
+    numbers = [fresh_rng().standard_normal((problem.experts, problem.columns)).astype("float32") for _ in range(count)]
+    return tuple(operand(each.shape, "float32", ("e", "n")) for each in numbers), numbers
+
+
 def check_two_products(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False, rounds=False):
     problem, (x, *packed, index), first = format_case(name, tokens, used, 4, n, k, dtype, 1)
     if rounds:  # to the numbers that the case has
@@ -143,9 +149,12 @@ def check_two_products(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=False
     other, (_, *other_packed, _), second = format_case(name, tokens, used, 4, n, k, dtype, 1, seed=5)
     third = fresh_rng().standard_normal((*first.shape[:2], 1, n)).astype("float32")
     expression = Expression.parse("multiply(relu(x0), add(x1, x2))")
-    problem = dataclasses.replace(problem, second=other.weights, epilogue=Epilogue(expression, (problem.result,)))
-    actual = result_of(problem, [x, *packed, *other_packed, index, third], gpu, is_on_gpu)[:, :, 0]
-    want = np.maximum(first, 0) * (second + third[:, :, 0])
+    operands, biases = biases_of(problem, 2)
+    problem = dataclasses.replace(
+        problem, second=other.weights, biases=operands, epilogue=Epilogue(expression, (problem.result,))
+    )
+    actual = result_of(problem, [x, *packed, *other_packed, index, *biases, third], gpu, is_on_gpu)[:, :, 0]
+    want = np.maximum(first + biases[0][index], 0) * (second + biases[1][index] + third[:, :, 0])
     assert np.abs(actual - want).max() <= 1e-5 * np.abs(want).max()
 
 
@@ -170,15 +179,16 @@ def check_weighted_sums(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=Fals
     problem, (x, *packed, index), products = format_case(name, tokens, used, 4, n, k, dtype, used)
     rng = fresh_rng()
     shares, added = rng.random((tokens, used), "float32"), rng.standard_normal((tokens, n)).astype("float32")
-    result = Operand((tokens, n), "float32", ("m", "n"), PackedLayout.identity(2))
+    result, (operands, (bias,)) = operand((tokens, n), "float32", ("m", "n")), biases_of(problem, 1)
     problem = dataclasses.replace(
         problem,
+        biases=operands,
         shares=dataclasses.replace(problem.index, dtype="float32"),
         result=result,
         epilogue=Epilogue(Expression.parse("add(x0, x1)"), (result,)),
     )
-    actual = result_of(problem, [x, *packed, index, shares, added], gpu, is_on_gpu)
-    want = np.einsum("tun,tu->tn", products, shares.astype("float64")) + added
+    actual = result_of(problem, [x, *packed, index, shares, bias, added], gpu, is_on_gpu)
+    want = np.einsum("tun,tu->tn", products + bias[index], shares.astype("float64")) + added
     assert np.abs(actual - want).max() <= 1e-5 * np.abs(want).max()
 
 
