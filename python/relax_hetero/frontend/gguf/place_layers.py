@@ -34,6 +34,7 @@ from ..auto.placement_reasons import choice, memory_limited
 from ..paged_cache import PagedCache
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
+from .weights import is_plain
 
 COPIED_EXPERTS = 3
 """Number of times that a chosen expert's matrix is read or written on a device that copies it for each row."""
@@ -61,8 +62,9 @@ def _is_of_heads(tensor: FileTensor) -> bool:
 
 
 def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat | None:
-    """Format of a tensor on a device; None for float32."""
-    is_half = isinstance(layout, Fragments) and tensor.type == "F32"
+    """Format of a tensor on a device; None for float32, as rows of embeddings are gathered, and in routers."""
+    is_float32 = tensor.name.endswith(("token_embd.weight", "ffn_gate_inp.weight"))
+    is_half = isinstance(layout, Fragments) and tensor.type == "F32" and not is_float32
     form, shape = FILE_FORMATS.get("f16" if is_half else tensor.type.lower()), tensor.shape
     if form is None or len(shape) < 2 or layout is None or not layout.fits(form, shape[-1]):
         return None
@@ -238,7 +240,10 @@ def parts_of(
         )
 
     table, is_tied = file.tensors["token_embd.weight"], "output.weight" not in file.tensors
-    is_shared = tuple(is_tied and isinstance(layout, Panels) for layout in layouts)
+    is_plain_table = table.type == "F32" or is_plain(table.type)  # which GPUs multiply in a layout of its own
+    is_shared = tuple(
+        is_tied and (isinstance(layout, Panels) or (layout is not None and not is_plain_table)) for layout in layouts
+    )
     parts = [Part("embd", 0, bytes_per_device([table]), (0.0,) * len(layouts), is_shared)]
     for layer in range(model.layers):
         tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{layer}.")]

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from relax_hetero.frontend.gguf.place_layers import Part, best_plan, bytes_on, p
 from relax_hetero.frontend.paged_cache import PagedCache
 from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.ir.rewriting import walk_bindings
+from relax_hetero.vm.device.tensors import nbytes_of
 
 # The second device is ten times as fast, the third a little faster than the first.
 SPEEDS = [DeviceCost(1e9, 1e9, 0), DeviceCost(1e9, 1e10, 0), DeviceCost(1e9, 2e9, 0)]
@@ -115,6 +117,32 @@ def test_bytes_are_those_that_devices_hold(kind, tmp_path):
 
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q5_1", "Q4_K", "Q6_K", "MXFP4"])
+def test_an_executable_for_a_gpu_holds_the_estimated_bytes(kind, tmp_path):
+    """In addition to the tensors: tables and layouts of routers, a few KB."""
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", replace(MODELS["qwen3moe"], layers=1), {"*": kind}))
+    executable = rh.compile(rh.from_gguf(file, [GPU], chunks=(16,), context=256))
+    held = sum(map(nbytes_of, executable.constants))
+    cache = PagedCache(chunks=(16,), context=256)
+    parts = parts_of(file, hyperparameters_of(file), cache, [Fragments()])
+    weights = sum(resident_bytes(tensor, Fragments()) for tensor in file.tensors.values())
+    pages = bytes_on(parts, 0) - weights
+    assert pages > 0 and weights <= held <= weights + (32 << 10)
+    in_file = sum(tensor.data.nbytes for tensor in file.tensors.values())
+    assert held <= 1.05 * in_file
+
+
+def test_embeddings_that_are_the_output_are_stored_once(tmp_path):
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", replace(MODELS["llama-tied"], layers=1), {"*": "Q4_K"}))
+    executable = rh.compile(rh.from_gguf(file, [GPU], chunks=(16,), context=256))
+    held = sum(map(nbytes_of, executable.constants))
+    weights = sum(resident_bytes(tensor, Fragments()) for tensor in file.tensors.values())
+    assert weights <= held <= weights + (32 << 10)
+    parts = parts_of(file, hyperparameters_of(file), PagedCache(), [Fragments()])
+    assert parts[0].shared == (True,)
 
 
 def devices_of(function):
