@@ -123,8 +123,6 @@ class CudaResolver(EncodingResolver):
 
     name = "cuda"
     problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
-    appends_in_own_kernel = True
-    """Blocks of a launch do not wait for each other, and all rows of a chunk read what its rows write."""
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""

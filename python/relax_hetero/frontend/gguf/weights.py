@@ -127,7 +127,7 @@ class Weights:
         tensor = self.tensor(name, shape)
         half = _HALF_FORMATS.get(dtype)
         if half and _is_unquantized(tensor) and tensor.type.lower() != half:
-            return self._constant(f"{name}.{dtype}", lambda: _half_numbers(tensor, dtype, shape).view("uint8")), half
+            return self._constant(f"{name}.{dtype}", lambda: _half_bytes(tensor, dtype, shape)), half
         if tensor.type == "F32":
             return self._constant(name, lambda: self.numbers(name, shape).reshape(-1, shape[-1])), ""
         form = _format_of(tensor, self._file)
@@ -143,7 +143,7 @@ class Weights:
         tensor = self.tensor(name, shape)
         if dtype == "float32" or not _is_unquantized(tensor):
             return None
-        return self._constant(f"{name}.{dtype}", lambda: _half_numbers(tensor, dtype, shape))
+        return self._constant(f"{name}.{dtype}", lambda: _half_numbers(tensor, dtype).reshape(shape))
 
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:
@@ -178,12 +178,17 @@ def _is_unquantized(tensor: FileTensor) -> bool:
     return tensor.type == "F32" or is_plain(tensor.type)
 
 
-def _half_numbers(tensor: FileTensor, dtype: str, shape: Sequence[int]) -> np.ndarray:
-    """Numbers of an unquantized matrix as 16-bit floats, with one axis of rows."""
+def _half_numbers(tensor: FileTensor, dtype: str) -> np.ndarray:
+    """Numbers of an unquantized tensor as 16-bit floats."""
     numbers = np.asarray(tensor.data)
     if tensor.type == "BF16":
         numbers = np.ascontiguousarray(numbers).view(numpy_dtype("bfloat16"))
-    return numbers.reshape(-1, shape[-1]).astype(numpy_dtype(dtype))
+    return numbers.astype(numpy_dtype(dtype))
+
+
+def _half_bytes(tensor: FileTensor, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    """Bytes of the 16-bit floats, with one axis of rows."""
+    return _half_numbers(tensor, dtype).reshape(-1, shape[-1]).view("uint8")
 
 
 def _float32_numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
