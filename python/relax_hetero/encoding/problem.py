@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 
 from .block_formats import BlockFormat
 from .block_panels import PanelPlan
@@ -349,6 +350,8 @@ class QuantizedMatmulProblem:
         Numbers over ``(experts, n)`` that are added to the sum of each product, if there are any.
     rounded : str
         16-bit float that a left operand of float32 is rounded to; empty for its own type.
+    order : ExpertOrderProblem or None
+        Problem whose result the kernel reads instead of the index.
     """
 
     lhs: Operand
@@ -366,13 +369,15 @@ class QuantizedMatmulProblem:
     shares: Operand | None = None
     biases: tuple[Operand, ...] = ()
     rounded: str = ""
+    order: ExpertOrderProblem | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
         epilogue = () if self.epilogue is None else self.epilogue.operands
-        routes = [operand for operand in (self.index, self.shares) if operand is not None]
-        return [self.lhs, *self.weights, *self.second, *routes, *self.biases, *epilogue, self.result]
+        routes = [self.index if self.order is None else self.order.result, self.shares]
+        present = [operand for operand in routes if operand is not None]
+        return [self.lhs, *self.weights, *self.second, *present, *self.biases, *epilogue, self.result]
 
     @property
     def lhs_type(self) -> str:
@@ -409,6 +414,56 @@ class QuantizedMatmulProblem:
     def panel(self) -> int:
         """Columns of a panel."""
         return self.plan.columns
+
+
+@dataclass(frozen=True)
+class ExpertOrderProblem:
+    """Pairs of a token and one of its experts, sorted by expert and cut into tiles of one expert each.
+
+    Parameters of its kernel, in order: index, result. The result is int32: the number of tiles and three unused words;
+    from `TILES_AT` on, for each tile its expert, its first pair in the sorted order, its number of pairs, and an unused
+    word; from `pairs_at` on the pairs, ``token * used + number``, in sorted order. Pairs of an expert are in any order,
+    and so are tiles.
+
+    Attributes
+    ----------
+    index : Operand
+        Numbers of experts, ``(tokens, used)``; those out of range are clamped.
+    experts : int
+    tile : int
+        Maximum pairs of a tile.
+    """
+
+    index: Operand
+    experts: int
+    tile: int
+
+    TILES_AT = TILE_WORDS = 4
+
+    @property
+    def pairs(self) -> int:
+        """Number of pairs."""
+        return prod(map(_static, self.index.shape))
+
+    @property
+    def max_tiles(self) -> int:
+        """Upper bound of the number of tiles, as those of an expert may not be full."""
+        return self.pairs // self.tile + min(self.pairs, self.experts)
+
+    @property
+    def pairs_at(self) -> int:
+        """Index of the first pair in the result."""
+        return self.TILES_AT + self.TILE_WORDS * self.max_tiles
+
+    @property
+    def result(self) -> Operand:
+        """Tensor that the kernel writes."""
+        return Operand((self.pairs_at + self.pairs,), "int32", ("word",), PackedLayout.identity(1))
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """Operands of the kernel, in order."""
+        return [self.index, self.result]
 
 
 @dataclass(frozen=True)
@@ -579,6 +634,7 @@ Problem = (
     | QuantizedMatmulProblem
     | BlockRowsProblem
     | BlockUnpackProblem
+    | ExpertOrderProblem
     | CachedAttentionProblem
 )
 """Tasks that kernels are written for."""

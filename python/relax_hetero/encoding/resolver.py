@@ -25,7 +25,7 @@ from ..target.cpu_target import cpu_target_of
 from .block_weights import BlockLayout
 from .encoding import Encoding
 from .packed_layout import PackedLayout
-from .problem import CachedAttentionProblem, Problem, QuantizedMatmulProblem
+from .problem import CachedAttentionProblem, ExpertOrderProblem, Problem, QuantizedMatmulProblem
 
 
 class EncodingResolver(ABC):
@@ -148,6 +148,18 @@ class EncodingResolver(ABC):
 
     def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
         """Layout of the dequantized ``(k, n)`` weights for a product of many rows; None: it reads the bits.
+
+        Parameters
+        ----------
+        problem : QuantizedMatmulProblem
+            Product with block-quantized weights.
+        target : tvm.target.Target
+            Target of the device that computes it.
+        """
+        return None
+
+    def expert_order(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> ExpertOrderProblem | None:
+        """Order of pairs of tokens and experts that a product with experts reads; None: it reads their numbers.
 
         Parameters
         ----------

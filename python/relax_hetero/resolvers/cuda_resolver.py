@@ -26,6 +26,7 @@ from ..encoding.problem import (
     CachedAttentionProblem,
     ConvProblem,
     ElementwiseProblem,
+    ExpertOrderProblem,
     MatmulProblem,
     Problem,
     QuantizedMatmulProblem,
@@ -166,6 +167,12 @@ class CudaResolver(EncodingResolver):
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
+    def expert_order(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> ExpertOrderProblem | None:
+        """Tiles of pairs, for products of many pairs of 16-bit floats on Hopper's tensor cores."""
+        from ..tir.cuda.matmul.wgmma_experts import expert_order_of
+
+        return expert_order_of(problem, gpu_target_of(target))
+
     def group_columns(self, target: tvm.target.Target, dtype: str) -> int:
         """Columns of a packed tile, for half types that tensor cores multiply."""
         return COLUMNS if dtype in HALF_TYPES and gpu_target_of(target).multiplies(dtype, dtype, "float32") else 0
@@ -193,6 +200,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     from ..tir.cuda.matmul.block_unpack import block_unpack_kernel
     from ..tir.cuda.matmul.cuda_matmul import cuda_matmul_kernel
     from ..tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
+    from ..tir.cuda.matmul.expert_order import expert_order_kernel
     from ..tir.cuda.rows.cuda_rows import rows_kernel
 
     return {
@@ -201,6 +209,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
         QuantizedMatmulProblem: quantized_matmul_kernel,
         BlockUnpackProblem: block_unpack_kernel,
         BlockRowsProblem: block_rows_kernel,
+        ExpertOrderProblem: expert_order_kernel,
         AttentionProblem: cuda_attention_kernel,
         CachedAttentionProblem: cuda_cached_attention_kernel,
         RowsProblem: rows_kernel,

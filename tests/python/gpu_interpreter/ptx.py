@@ -225,6 +225,19 @@ def _add_shared(expressions: Any, one: Instruction) -> Any:
     return evaluate
 
 
+@instruction(r"atom\.shared\.add\.u32")
+def _fetch_add_shared(expressions: Any, one: Instruction) -> Any:
+    expressions.names.accessed(4)
+    write = register_writer(expressions, one.operands[0])
+    address, value = pointer(expressions, one.operands[1]), expressions.compiled(one.operands[2])
+
+    def evaluate(lanes: Any, mask: Any) -> None:
+        view, index, _ = place_of(lanes, mask, "shared", address(lanes, mask), TYPES["u32"])
+        write(lanes, mask, atomic(lanes, mask, view, index, value(lanes, mask), operator.add))
+
+    return evaluate
+
+
 @instruction(r"st\..*")
 def _store(expressions: Any, one: Instruction) -> Any:
     space, count, dtype = _memory_of(one.text)

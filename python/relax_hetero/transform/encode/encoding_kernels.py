@@ -330,6 +330,22 @@ class EncodingKernels:
         ty = relax.TensorType(shape, problem.lhs.dtype, result.vdevice)
         return dequantize_kernel, ty, matmul_kernel, len(problem.weights)
 
+    def expert_order(
+        self, problem: QuantizedMatmulProblem, result: relax.TensorType, op_text: str
+    ) -> tuple[QuantizedMatmulProblem, tvm.ir.GlobalVar, relax.TensorType] | None:
+        """A product of sorted pairs of tokens and experts, the kernel that sorts them, and the type of its result.
+
+        None if the product's kernel reads the experts' numbers.
+        """
+        target = target_of(result.vdevice)
+        order = resolver_or_default(target).expert_order(problem, target)
+        if order is None:
+            return None
+        name = f"expert_order_{shape_text([*order.index.shape, order.experts])}_{self._names.device(target)}"
+        kernel = self._kernel(order, target, name, ["expert_order"], op_text)
+        ty = relax.TensorType(list(order.result.shape), order.result.dtype, result.vdevice)
+        return replace(problem, order=order), kernel, ty
+
     def block_rows(self, call: relax.Call, result: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar:
         """The kernel that dequantizes rows of block-quantized weights."""
         target = target_of(result.vdevice)

@@ -17,6 +17,7 @@ that), or nothing if the layout is the identity. A tensor that is unpacked only 
 directly. Types become those of the packed tensors. A chain of elementwise ops after a product, each the only user of
 the one before, becomes the epilogue of its kernel: accumulators stay in registers for bias, activation and residual.
 `R.hetero.rows` becomes a kernel, or, if it is the only reader of a product, a phase of that kernel (`epilogues`).
+Products of many rows with experts share a call of a kernel that sorts the rows by expert, if theirs read that order.
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
 `relax_hetero.tir.pack.pack`; equal problems on equal targets share one. A second run changes nothing.
@@ -25,6 +26,7 @@ Assumes SpecializeEncodings. Kernels are written by the resolver of the device's
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import tvm
 from tvm import relax
@@ -42,7 +44,15 @@ from ...op.rows import ROWS
 from ...target.vdevice import vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import TRANSFER
-from ..ir.rewriting import map_bindings, op_name, relax_functions, typed, walk_bindings, with_functions
+from ..ir.rewriting import (
+    map_bindings,
+    op_name,
+    relax_functions,
+    typed,
+    walk_bindings,
+    walk_scopes,
+    with_functions,
+)
 from .encoded_values import Stored, StoredRows, physical_type
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, find_row_phases, fused_variables, user_counts
@@ -85,6 +95,8 @@ class _Materializer:
         self.wider_tuples: dict[relax.Var, relax.Var] = {}  # replacement of a tuple, with scratch at its end
         self.fields: dict[relax.Var, tuple[relax.Var, ...]] = {}  # variables for the fields of a replaced tuple
         self.merges = Merges()
+        self.scopes = {binding.var: i for i, scope in enumerate(walk_scopes(func)) for binding in scope}
+        self.orders: dict[tuple[Any, ...], relax.Var] = {}  # sorted experts, by scope, index and kernel
 
     def materialize(self) -> relax.Function:
         return self.merges.apply(map_bindings(self.func, error_context(self._rewrite, self.name)))
@@ -272,7 +284,7 @@ class _Materializer:
         return [*items, relax.VarBinding(var, relax.Tuple(fields), binding.span)]
 
     def _rewrite_quantized_op(self, binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
-        """Call of a kernel on quantized weights, or calls of a kernel that dequantizes them and of a product."""
+        """Call of a kernel on quantized weights, after a call of one that dequantizes them, or that sorts experts."""
         var, call = binding.var, binding.value
         op_text = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
         if op_name(call) != BLOCK_MATMUL:
@@ -287,8 +299,20 @@ class _Materializer:
             dequantize = relax.VarBinding(weights, self._call(dequantize_kernel, args, ty), binding.span)
             product = self._call(matmul_kernel, [lhs, weights, *extra_args], var.ty)
             return [dequantize, relax.VarBinding(var, product, binding.span)]
+        args, bindings = list(call.args), []
+        sorted_product = self.kernels.expert_order(problem, var.ty, op_text)
+        if sorted_product is not None:
+            problem, sort_kernel, ty = sorted_product
+            place = 1 + len(problem.weights)
+            key = (self.scopes[var], args[place], sort_kernel)
+            if key not in self.orders:
+                # A plain variable, which further blocks of the scope can read.
+                self.orders[key] = relax.Var(f"{var.name}_order", ty)
+                sort = self._call(sort_kernel, [args[place]], ty)
+                bindings.append(relax.VarBinding(self.orders[key], sort, binding.span))
+            args[place] = self.orders[key]
         kernel = self.kernels.quantized_matmul(problem, var.ty, op_text)
-        return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
+        return [*bindings, relax.VarBinding(var, self._call(kernel, args, var.ty), binding.span)]
 
     def _stored(self, expr: relax.Expr) -> Stored:
         stored = self.stored.get(expr) if isinstance(expr, relax.Var) else None

@@ -183,6 +183,11 @@ def add_shared(address: Expr, value: Expr) -> None:
     _emit("red.shared.add.u32", address, value)
 
 
+def fetch_add_shared(register: Expr, address: Expr, value: Expr) -> None:
+    """Add to a uint32 that other threads may add to, too; the register gets the value before."""
+    _emit("atom.shared.add.u32", register, address, value)
+
+
 def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is_constant: bool = True) -> None:
     """Load one, two or four neighbouring values of 32 bits, or one of 16.
 

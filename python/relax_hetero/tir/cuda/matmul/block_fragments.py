@@ -147,12 +147,12 @@ class WeightFragments:
         lowest = middle_of(bits) + form.min_code
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
-    def addend(self, number: int, half: int, scale: Expr) -> Expr | None:
-        """Addend of the scaled numbers of `unpack`, of the only fragment, slot 0; None for 0."""
+    def addend(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr | None:
+        """Number that is added to scaled weights of `unpack`, from a minimum or an arbitrary zero point; None for 0."""
         if self.has_minimums:
-            return self.minimum(0, 0, number, half, scale)
+            return self.minimum(slot, fragment, number, half, scale)
         if self.has_any_points:
-            return T.bind(T.float32(0) - self.point(0, 0, number, half) * scale)
+            return T.bind(T.float32(0) - self.point(slot, fragment, number, half) * scale)
         return None
 
     def number(self, pair: Expr, i: int) -> Expr:
@@ -186,30 +186,44 @@ class WeightFragments:
         words = [self.bits[begin + step * work.words + i] for i in range(work.words)]
         if work.is_plain:
             return words
+        high = []
+        if work.high_bits:
+            first = [(4 * step + 2 * pair) * work.high_bits for pair in range(2)]
+            high = [(self.bits[begin + 4 + bit // 16], bit % 16) for bit in first]
+        self.unpack_words(words if self.is_bytes else words * 2, (0, 0) if self.is_bytes else (0, 8), high)
+        return [self.fragment[i] for i in range(4)]
+
+    def unpack_words(
+        self, words: Sequence[Expr], bits: Sequence[int], high: Sequence[tuple[Expr, int]] = (), begin: int = 0
+    ) -> None:
+        """Unpack weights of two pairs of k, each in a word from a bit on, to registers from `begin` on.
+
+        `high` has the word and the first bit of each pair's high bits, if weights have 5 or 6.
+        """
         for i in range(4):
             half, pair = i % 2, i // 2
+            word, at = words[pair], bits[pair]
             if self.is_float4:
-                self._unpack_float4(i, words[0], 8 * pair + 4 * half if self.type == "float16" else 4 * i)
+                self._unpack_float4(begin + i, word, at + 4 * half)
             elif self.is_bytes:
-                self._unpack_bytes(i, words[pair], half)
+                self._unpack_bytes(begin + i, word, half)
             elif self.type == "float16":
                 # Nibbles of the second column are not shifted down: 1024 + 16 w is multiplied by 1/16 to 64 + w.
                 if half == 0:
-                    word = words[0] if pair == 0 else T.bind(words[0] >> T.uint32(8))
-                self._unpack_nibbles(i, word, 4 * half, half + 2 if half else 0, (begin, step))
+                    shifted = T.bind(word >> T.uint32(at)) if at else word
+                self._unpack_nibbles(begin + i, shifted, 4 * half, half + 2 if half else 0, high[pair : pair + 1])
             else:
-                self._unpack_nibbles(i, words[0] if i == 0 else words[0] >> T.uint32(4 * i), 0, half, (begin, step))
-        return [self.fragment[i] for i in range(4)]
+                at += 4 * half
+                self._unpack_nibbles(begin + i, word >> T.uint32(at) if at else word, 0, half, high[pair : pair + 1])
 
-    def _unpack_nibbles(self, i: int, word: Expr, at: int, point: int, place: tuple[int, int]) -> None:
-        """Two weights whose low bits are at bits `at` of both halves of a word; `place`: first word and step."""
+    def _unpack_nibbles(self, i: int, word: Expr, at: int, point: int, high: Sequence[tuple[Expr, int]]) -> None:
+        """Two weights whose low bits are at bits `at` of both halves of a word, and perhaps their high bits."""
         target, factor = self.fragment[i], _SIXTEENTH if at else _ONES_PAIR[self.type]
         ptx.and_or(target, word, 0x000F000F << at, _POWER_PAIR[self.type])
-        high, (begin, step) = self.work.problem.bits - 4, place
-        if high:
-            first = (4 * step + i % 2 + i // 2 * 2) * high
-            shifted = _shifted(self.bits[begin + 4 + first // 16], at + 4 - first % 16)
-            mask = ((1 << high) - 1) * 0x00100010 << at
+        count = self.work.high_bits
+        for high_word, first in high:
+            shifted = _shifted(high_word, at + 4 - first - i % 2 * count)
+            mask = ((1 << count) - 1) * 0x00100010 << at
             T.buffer_store(self.fragment, T.bitwise_or(target, T.bitwise_and(shifted, T.uint32(mask))), [i])
         ptx.multiply_add_pair(target, target, T.uint32(factor), self.points[point], self.type)
 
@@ -256,8 +270,16 @@ class StagedFragments(WeightFragments):
         for first, count in work.planes:
             targets = [self.bits[fragment * work.lane_words + first + i] for i in range(count)]
             ptx.load_shared(targets, shared.at(weights + (first * WARP + self.lane * count) * 4))
+        self.load_parts(shared, fragment, parts)
+
+    def load_parts(
+        self, shared: SharedMemory, fragment: int, parts: Sequence[Sequence[Expr]], first_scale: int = 0
+    ) -> None:
+        """Load scales, zero points and factors of a chunk's fragment; `parts` as in `load_staged`, from a scale on."""
+        work = self.work
         for words, part, offsets in zip(self.part_words, work.part_list, parts, strict=True):
-            for number, offset in enumerate(offsets):
-                begin = (fragment * len(offsets) + number) * part.words
+            units = work.units_of_chunk(part)
+            for number, offset in enumerate(offsets, first_scale if units > 1 else 0):
+                begin = (fragment * units + number) * part.words
                 targets = [words[begin + i] for i in range(part.words)]
                 ptx.load_shared(targets, shared.at(offset + self.high * part.lane_bytes), part.load_type)

@@ -88,7 +88,7 @@ class _Kernel:
         for i in range(work.scaled):
             weights.begin(0, 0, i)
             scale = None if work.is_plain else self._of_column(*(weights.scale(0, 0, i, half) for half in range(2)))
-            addends = [None if scale is None else weights.addend(i, half, scale) for half in range(2)]
+            addends = [None if scale is None else weights.addend(0, 0, i, half, scale) for half in range(2)]
             addend = None if None in addends else self._of_column(*addends)
             for step in range(work.steps):
                 fragment = weights.unpack(0, 0, i * work.steps + step)

@@ -177,6 +177,8 @@ class BlockWork:
         Column tiles of a block whose accumulators are reduced together.
     sum_rows : int
         Rows, or parts of them, whose accumulators are reduced over warps.
+    high_bits : int
+        Bits of a weight beyond 4, if they are in a plane of their own.
     part_list : list of Part
         Scales, and zero points or factors of superblocks.
     held_rows : int
@@ -191,6 +193,7 @@ class BlockWork:
         self.is_plain = problem.bits == 16
         self.words, self.lane_words = problem.bits // 4, lane_words(problem.bits)
         self.planes = [(0, 4), *([(4, self.lane_words - 4)] if self.lane_words > 4 else [])]
+        self.high_bits = max(0, problem.bits - 4) if problem.bits < 8 else 0
         self.chunk_bytes = WARP * self.lane_words * 4
         self.chunks = -(-problem.depth // self.chunk)
         self.steps = 1 if self.is_plain else gcd(problem.block, self.chunk) // STEP

@@ -95,7 +95,7 @@ class _Kernel:
         weights.begin(0, 0, number)
         for half in range(2):
             scale = weights.scale(0, 0, number, half)
-            addend = weights.addend(number, half, scale)
+            addend = weights.addend(0, 0, number, half, scale)
             for step in range(work.steps):
                 fragment = weights.unpack(0, 0, number * work.steps + step)
                 for pair in range(2):

@@ -31,13 +31,14 @@ from .block_plan import PARTS, STEP, BlockPlan, block_plans
 from .expert_body import expert_body
 from .ring_body import RingBody, RingPlan, ring_plan
 from .staged_body import StagedBody, StagedPlan, staged_plan
+from .wgmma_experts import ExpertProduct, ExpertTiling, expert_tiling
 
 _BLOCKS_PER_SM = 2  # resident blocks of a kernel with two bodies
 _KINDS: dict[type, type[BlockBody]] = {BlockPlan: BlockBody, RingPlan: RingBody, StagedPlan: StagedBody}
 
 
 def quantized_matmul_kernel(
-    problem: QuantizedMatmulProblem, gpu: GpuTarget, plan: BlockPlan | None = None
+    problem: QuantizedMatmulProblem, gpu: GpuTarget, plan: BlockPlan | ExpertTiling | None = None
 ) -> tirx.PrimFunc:
     """Kernel of a quantized matrix product, one launch; `QuantizedMatmulProblem` documents its parameters.
 
@@ -60,7 +61,8 @@ def quantized_matmul_kernel(
             for prefix, operands in (("", problem.weights), ("second_", problem.second))
             for name, operand in zip(("weight", "scales", "zeros"), operands, strict=False)
         ]
-        index = None if problem.index is None else GpuOperand(function, "index", problem.index)
+        order = None if problem.order is None else GpuOperand(function, "order", problem.order.result)
+        index = None if order or problem.index is None else GpuOperand(function, "index", problem.index)
         shares = None if problem.shares is None else GpuOperand(function, "shares", problem.shares)
         biases = [GpuOperand(function, f"bias{i}", operand) for i, operand in enumerate(problem.biases)]
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
@@ -68,23 +70,41 @@ def quantized_matmul_kernel(
             for view in (lhs, *(view for view in writer.operands if view.runs_along(name))):
                 view.merge(name, "m")
         with function.body():
-            for view in writer.operands:
-                view.open_for_gpu()
             lhs.open(raw=True)
             for view in packed:
                 view.open()
-            if index is not None:
-                routes = [view for view in (index, shares) if view is not None]
-                for view in (*routes, *biases):
-                    view.open()
-                _launch([expert_body(problem, gpu, plan, lhs, packed, writer, routes, biases)])
+            if order is not None:
+                order.open()
+                tiling = plan if isinstance(plan, ExpertTiling) else expert_tiling(problem)
+                ExpertProduct(problem, gpu, tiling, lhs, packed, order, writer).emit()
             else:
-                one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
-                plans = [one] if one else block_plans(problem, gpu)
-                _launch([_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans])
+                assert not isinstance(plan, ExpertTiling), "pairs are not sorted"
+                routes = [view for view in (index, shares) if view is not None]
+                _emit(problem, gpu, plan, lhs, packed, writer, routes, biases)
     if not gpu.overlaps_launches:
         return function.result
-    return enable_pdl(function.result, range(1, 1 + len(packed)))
+    # Which weights are read follows from the order, which an earlier launch writes.
+    return enable_pdl(function.result, [] if order else range(1, 1 + len(packed)))
+
+
+def _emit(
+    problem: QuantizedMatmulProblem,
+    gpu: GpuTarget,
+    plan: BlockPlan | None,
+    lhs: GpuOperand,
+    packed: list[GpuOperand],
+    writer: EpilogueWriter,
+    routes: list[GpuOperand],
+    biases: list[GpuOperand],
+) -> None:
+    for view in (*writer.operands, *routes, *biases):
+        view.open_for_gpu()
+    if routes:
+        _launch([expert_body(problem, gpu, plan, lhs, packed, writer, routes, biases)])
+        return
+    one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
+    plans = [one] if one else block_plans(problem, gpu)
+    _launch([_KINDS[type(each)](problem, gpu, each, lhs, packed, writer) for each in plans])
 
 
 def _launch(bodies: list[BlockBody]) -> None:

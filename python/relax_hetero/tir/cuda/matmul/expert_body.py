@@ -23,7 +23,7 @@ from ..core import ptx
 from ..core.launch import local
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
-from ..tile.register_tile import reduce_lanes
+from ..tile.register_tile import add_lanes_before, reduce_lanes
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
@@ -285,7 +285,7 @@ class GroupedBody(ExpertBody):
             count = self._load_word(work.counts_at, T.min(expert, experts - 1))
             tiles = T.bind(T.Select(expert < experts, T.truncdiv(count + (GROUP_COLUMNS - 1), GROUP_COLUMNS), 0))
             T.buffer_store(end, tiles, [0])
-            _add_lanes_before(end, self.lane)
+            add_lanes_before(end, self.lane)
             in_expert = T.bind(tile - (begin[0] + end[0] - tiles))
             with when(tirx.all(in_expert >= 0, in_expert < tiles)):
                 T.buffer_store(found, expert, [0])
@@ -305,7 +305,7 @@ class GroupedBody(ExpertBody):
         with self._each(self._pairs) as pair, when(self._is_own(pair)):
             T.buffer_store(count, count[0] + 1, [0])
         T.buffer_store(end, count[0], [0])
-        _add_lanes_before(end, self.lane)
+        add_lanes_before(end, self.lane)
         with when(self.lane == WARP - 1):
             self._store_word(work.warp_sums_at, self.warp, T.Cast("uint32", end[0]))
         ptx.block_barrier()
@@ -323,12 +323,3 @@ class GroupedBody(ExpertBody):
     def _is_own(self, pair: Expr) -> Expr:
         """Predicate of a pair of the block's expert."""
         return tirx.EQ(self._expert_of(pair), self._expert)
-
-
-def _add_lanes_before(value: Any, lane: Expr) -> None:
-    """Replace a value by the sum of those of the lanes up to this one."""
-    distance = 1
-    while distance < WARP:
-        other = T.bind(T.tvm_warp_shuffle_up(T.uint32(ALL_LANES), value[0], distance, WARP, WARP))
-        T.buffer_store(value, value[0] + T.Select(lane >= distance, other, 0), [0])
-        distance *= 2

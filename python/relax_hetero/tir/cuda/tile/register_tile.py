@@ -47,6 +47,15 @@ def reduce_lanes(
         T.buffer_store(buffer, combine(buffer[index], other[0]), [index])
 
 
+def add_lanes_before(value: Any, lane: Expr) -> None:
+    """Replace the only element of a register buffer by the sum of those of the lanes up to this one."""
+    distance = 1
+    while distance < WARP:
+        other = T.bind(T.tvm_warp_shuffle_up(T.uint32(ALL_LANES), value[0], distance, WARP, WARP))
+        T.buffer_store(value, value[0] + T.Select(lane >= distance, other, 0), [0])
+        distance *= 2
+
+
 def add(left: Expr, right: Expr) -> Expr:
     """Sum, as a `combine` of `reduce_lanes`."""
     return left + right
