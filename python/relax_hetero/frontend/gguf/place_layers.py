@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -255,7 +255,7 @@ def parts_of(
         read = read_bytes(attention, kv_bytes / cache.sequences / 2)
         parts.append(Part("attn", layer, bytes_per_device(attention, kv_bytes), read))
         parts.append(Part("ffn", layer, bytes_per_device(rest), read_bytes(rest)))
-    output = [table if is_tied else file.tensors["output.weight"]]
+    output = [replace(table, name="output.weight") if is_tied else file.tensors["output.weight"]]
     return [*parts, Part("output", 0, bytes_per_device(output), read_bytes(output))]
 
 
