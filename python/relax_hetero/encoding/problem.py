@@ -312,6 +312,10 @@ class RowsProblem:
         return [*self.operands, self.result]
 
 
+EXPERT_SUM = "expert_sum"
+"""Op of a `QuantizedMatmulProblem` with shares, in reports."""
+
+
 @dataclass(frozen=True)
 class QuantizedMatmulProblem:
     """A product with block-quantized weights: ``epilogue(sum over k of lhs * weight)``.
