@@ -499,11 +499,7 @@ def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed
         index = block.sole_user(last)
         if index is None and _has_few_rows(product) and _fuse_joined(block, product, claimed):
             continue
-        if (
-            index is None
-            or index in claimed
-            or any(may_write(b.value) for b in block.bindings[product.end + 1 : index])
-        ):
+        if index is None or index in claimed or _has_writes(block, product.end, index):
             return
         binding = block.bindings[index]
         parsed = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
@@ -526,6 +522,11 @@ def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed
         product.end = index
 
 
+def _has_writes(block: Block, first: int, last: int) -> bool:
+    """Return whether a binding between two may write to what another reads."""
+    return any(may_write(binding.value) for binding in block.bindings[first + 1 : last])
+
+
 def _fuse_joined(block: Block, product: _Product, claimed: set[int]) -> bool:
     """Fuse elementwise ops that read a result more than once and whose values join in one; returns whether they do."""
     last = block.bindings[product.end].var
@@ -537,7 +538,9 @@ def _fuse_joined(block: Block, product: _Product, claimed: set[int]) -> bool:
         index = min(users)
         binding = block.bindings[index]
         parsed = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
-        if parsed is None or index in claimed or not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
+        if parsed is None or index in claimed or _has_writes(block, product.end, index):
+            return False
+        if not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
             return False
         expression, tensors = parsed
         if not all(tensor in values for tensor in tensors):
@@ -568,7 +571,9 @@ def _fuse_bias(block: Block, product: _Product, claimed: set[int]) -> None:
     """Fuse the addition of the biases of the rows' experts into a product."""
     last = block.bindings[product.end].var
     index = block.sole_user(last)
-    if index is None or index in claimed or op_name(block.bindings[index].value) != "relax.add":
+    if index is None or index in claimed or _has_writes(block, product.end, index):
+        return
+    if op_name(block.bindings[index].value) != "relax.add":
         return
     first, second = block.bindings[index].value.args
     rows = block.definition(second if first.same_as(last) else first)
@@ -597,6 +602,8 @@ def _fuse_shares(block: Block, product: _Product, claimed: set[int]) -> bool:
         if index is None or index in claimed or op_name(block.bindings[index].value) != name:
             return False
         chain.append(index)
+    if _has_writes(block, chain[0], chain[-1]):
+        return False
     rows, weighted, total = (block.bindings[index].value for index in chain[1:])
     tokens, used, _, columns = shape_of(block.bindings[product.end].var) or []
     first, second = weighted.args
@@ -627,7 +634,10 @@ def _fuse_factor(block: Block, product: _Product, products: dict[int, _Product])
     factors = [
         (number, ends[operand])
         for number, operand in enumerate(product.operands)
-        if operand in ends and _are_factors(ends[operand], product) and block.sole_user(operand) in own
+        if operand in ends
+        and _are_factors(ends[operand], product)
+        and block.sole_user(operand) in own
+        and not _has_writes(block, ends[operand].end, product.end)
     ]
     if not factors:
         return
