@@ -34,7 +34,7 @@ Assumes a placed module (RealizeVDevice). A second run changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -44,7 +44,7 @@ from tvm import relax
 
 from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
 from ...encoding.block_panels import BlockSource
-from ...encoding.block_weights import MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS, BlockLayout, Fragments, middle_of
+from ...encoding.block_weights import BlockLayout, Fragments, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
 from ...encoding.resolver import resolver_or_default
@@ -52,7 +52,6 @@ from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, 
 from ...vm.device.huge_pages import WeightMemory
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
-from ..encode.epilogues import may_write
 from ..ir.axes import permutation
 from ..ir.blocks import (
     Block,
@@ -71,6 +70,16 @@ from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
+from .block_products import (
+    Product,
+    fuse_bias,
+    fuse_factor,
+    fuse_joined,
+    fuse_rounding,
+    fuse_shares,
+    has_few_rows,
+    has_writes,
+)
 
 # Plain ops that dequantize weights, for devices without a kernel, and for weights that are not constant.
 
@@ -244,59 +253,8 @@ def _write_integers(emitter: Emitter, call: relax.Call, var: relax.Var) -> None:
     emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
 
 
-_MAX_OPS, _MAX_JOINED_OPS = 32, 8
-"""Maximum numbers of elementwise ops that are fused into a product, and of those whose values join."""
-
-
-@dataclass
-class _Product:
-    """A product with block-quantized weights, and the elementwise ops after it.
-
-    Attributes
-    ----------
-    lhs : relax.Expr
-    weight : relax.Call
-        Call of dequantize_blocks.
-    layout : BlockLayout
-        Layout in which the device's kernel reads the weight.
-    inside : list of int
-        Indices of the bindings before the last one.
-    end : int
-    expression : Expression
-    operands : list of relax.Expr
-        Operands ``x1``, ``x2``, ...
-    experts : int
-        Number of matrices of the weight; 0: one for all rows.
-    index : relax.Expr or None
-        Indices of the experts that each row is multiplied by.
-    second : relax.Call or None
-        Call of dequantize_blocks of a second product of the same rows, whose sum is ``x1``; operands are ``x2``, ...
-    shares : relax.Expr or None
-        Shares of the rows in the result, which is their sum.
-    biases : list of relax.Expr
-        Biases of experts, (experts, columns), which are added to the sum of each product.
-    rounded : str
-        Type that `lhs`, a row of float32 for each token, is rounded to; empty for its own.
-    """
-
-    lhs: relax.Expr
-    weight: relax.Call
-    layout: BlockLayout
-    inside: list[int]
-    end: int
-    expression: Expression
-    operands: list[relax.Expr] = field(default_factory=list)
-    experts: int = 0
-    index: relax.Expr | None = None
-    second: relax.Call | None = None
-    shares: relax.Expr | None = None
-    biases: list[relax.Expr] = field(default_factory=list)
-    rounded: str = ""
-
-    @property
-    def columns(self) -> int:
-        """Number of columns of one matrix."""
-        return int(self.weight.ty.shape.values[0]) // max(1, self.experts)
+_MAX_OPS = 32
+"""Maximum number of elementwise ops that are fused into a product."""
 
 
 def form_quantized_matmuls(mod: tvm.IRModule) -> tvm.IRModule:
@@ -312,23 +270,23 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     if not any(op_name(binding.value) == DEQUANTIZE_BLOCKS for binding in block.bindings):
         return None
     block = _with_block_rows(block, packer)
-    products: dict[int, _Product] = {}
+    products: dict[int, Product] = {}
     claimed: set[int] = set()
     for index in reversed(range(len(block.bindings))):
         product = _match_product(block, index)
         if product is not None and index not in claimed:
             needed = [later.lhs for later in products.values()]
-            if _has_few_rows(product):
-                _fuse_bias(block, product, claimed)
+            if has_few_rows(product):
+                fuse_bias(block, product, claimed)
             _fuse_elementwise(block, product, claimed, needed)
-            if _has_few_rows(product) and _fuse_shares(block, product, claimed):
+            if has_few_rows(product) and fuse_shares(block, product, claimed):
                 _fuse_elementwise(block, product, claimed, needed)
             products[product.end] = product
             claimed.update([*product.inside, product.end])
     for product in list(products.values()):
-        _fuse_factor(block, product, products)
+        fuse_factor(block, product, products)
     for product in products.values():
-        _fuse_rounding(block, product)
+        fuse_rounding(block, product)
     bindings = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
     emitter = Emitter(block.is_dataflow)
     for binding in without_unused(bindings or block.bindings, block, _is_weight):
@@ -394,7 +352,7 @@ def _is_weight(value: relax.Expr) -> bool:
     return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST, RESHAPE, "relax.take")
 
 
-def _match_product(block: Block, index: int) -> _Product | None:
+def _match_product(block: Block, index: int) -> Product | None:
     """The product of a binding; None without block-quantized weights, or without a kernel of the device for them."""
     binding = block.bindings[index]
     if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
@@ -426,7 +384,7 @@ def _match_product(block: Block, index: int) -> _Product | None:
     sums = Expression.operand(0)
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
-    return _Product(lhs, weight, layout, [], index, sums)
+    return Product(lhs, weight, layout, [], index, sums)
 
 
 def _narrow(block: Block, lhs: relax.Expr, layout: BlockLayout) -> relax.Expr:
@@ -441,7 +399,7 @@ def _block_layout(result: relax.Var) -> BlockLayout | None:
     return resolver_or_default(target).block_layout(target)
 
 
-def _match_expert_product(block: Block, index: int) -> _Product | None:
+def _match_expert_product(block: Block, index: int) -> Product | None:
     """The product of a binding of rows by matrices that are taken from a table of experts; None for any other."""
     var, (lhs, rhs) = block.bindings[index].var, block.bindings[index].value.args
     transposed = block.definition(rhs)
@@ -475,7 +433,7 @@ def _match_expert_product(block: Block, index: int) -> _Product | None:
     weight, sums, lhs = _with_definitions(block, weight), Expression.operand(0), _narrow(block, lhs, layout)
     if not layout.multiplies(form_of(weight), str(lhs.ty.dtype)):
         return None
-    return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
+    return Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
 
 
 def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
@@ -487,7 +445,7 @@ def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
     return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
 
 
-def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed: list[relax.Expr]) -> None:
+def _fuse_elementwise(block: Block, product: Product, claimed: set[int], needed: list[relax.Expr]) -> None:
     """Fuse elementwise ops after a product, as long as each is the only user of the one before.
 
     Values of `needed` are not fused: later products read them directly, instead of the cast that is their user.
@@ -497,13 +455,9 @@ def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed
         if any(last.same_as(value) for value in needed):
             return
         index = block.sole_user(last)
-        if index is None and _has_few_rows(product) and _fuse_joined(block, product, claimed):
+        if index is None and has_few_rows(product) and fuse_joined(block, product, claimed):
             continue
-        if (
-            index is None
-            or index in claimed
-            or any(may_write(b.value) for b in block.bindings[product.end + 1 : index])
-        ):
+        if index is None or index in claimed or has_writes(block, product.end, index):
             return
         binding = block.bindings[index]
         parsed = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
@@ -526,148 +480,6 @@ def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed
         product.end = index
 
 
-def _fuse_joined(block: Block, product: _Product, claimed: set[int]) -> bool:
-    """Fuse elementwise ops that read a result more than once and whose values join in one; returns whether they do."""
-    last = block.bindings[product.end].var
-    values, inside = {last: product.expression}, [product.end]
-    for _ in range(_MAX_JOINED_OPS):
-        users = {index for var in values for index in block.users.get(var, [])} - set(inside)
-        if not users or not all(map(block.is_local, values)):
-            return False
-        index = min(users)
-        binding = block.bindings[index]
-        parsed = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
-        if parsed is None or index in claimed or not same_shape(shape_of(binding.var) or [], shape_of(last) or []):
-            return False
-        expression, tensors = parsed
-        if not all(tensor in values for tensor in tensors):
-            return False
-        values[binding.var] = expression.substitute([values[tensor] for tensor in tensors])
-        if users == {index}:
-            product.expression = values[binding.var]
-            product.inside += inside
-            product.end = index
-            return True
-        inside.append(index)
-    return False
-
-
-def _has_few_rows(product: _Product) -> bool:
-    """Return whether a product's rows have kernels of two products and of weighted sums."""
-    extents = [] if product.index is None else shape_of(product.index) or []
-    if not (extents and isinstance(product.layout, Fragments) and all(map(_is_number, extents))):
-        return False
-    return prod(map(int, extents)) <= MAX_FUSED_PAIRS and int(extents[1]) <= MAX_SUMMED_EXPERTS
-
-
-def _is_number(extent: Any) -> bool:
-    return isinstance(extent, int | tvm.tirx.IntImm)
-
-
-def _fuse_bias(block: Block, product: _Product, claimed: set[int]) -> None:
-    """Fuse the addition of the biases of the rows' experts into a product."""
-    last = block.bindings[product.end].var
-    index = block.sole_user(last)
-    if index is None or index in claimed or op_name(block.bindings[index].value) != "relax.add":
-        return
-    first, second = block.bindings[index].value.args
-    rows = block.definition(second if first.same_as(last) else first)
-    taken = block.definition(rows.args[0]) if op_name(rows) == RESHAPE else None
-    if taken is None or op_name(taken) != "relax.take" or not taken.args[1].same_as(product.index):
-        return
-    biases, axis = taken.args[0], taken.attrs.axis
-    fits = axis is not None and int(axis) == 0 and same_shape(shape_of(rows) or [], shape_of(last) or [])
-    if fits and same_shape(shape_of(biases) or [], [product.experts, product.columns]) and _is_float32(biases):
-        product.biases = [biases]
-        product.inside.append(product.end)
-        product.end = index
-
-
-def _is_float32(tensor: relax.Expr) -> bool:
-    return str(tensor.ty.dtype) == "float32"
-
-
-def _fuse_shares(block: Block, product: _Product, claimed: set[int]) -> bool:
-    """Fuse the weighted sum of a token's rows into a product of experts; returns whether there is one."""
-    if product.expression != Expression.operand(0):
-        return False
-    chain = [product.end]
-    for name in (RESHAPE, "relax.multiply", "relax.sum"):
-        index = block.sole_user(block.bindings[chain[-1]].var)
-        if index is None or index in claimed or op_name(block.bindings[index].value) != name:
-            return False
-        chain.append(index)
-    rows, weighted, total = (block.bindings[index].value for index in chain[1:])
-    tokens, used, _, columns = shape_of(block.bindings[product.end].var) or []
-    first, second = weighted.args
-    column = second if first.same_as(block.bindings[chain[1]].var) else first
-    shares = block.definition(column)
-    if not (
-        same_shape(shape_of(rows) or [], [tokens, used, columns])
-        and [int(axis) for axis in total.attrs.axis or []] == [1]
-        and op_name(shares) == RESHAPE
-        and same_shape(shape_of(column) or [], [tokens, used, 1])
-        and same_shape(shape_of(shares.args[0]) or [], [tokens, used])
-        and not total.attrs.keepdims
-        and _is_float32(column)
-    ):
-        return False
-    product.shares = shares.args[0]
-    product.inside += chain[:-1]
-    product.end = chain[-1]
-    return True
-
-
-def _fuse_factor(block: Block, product: _Product, products: dict[int, _Product]) -> None:
-    """Fuse a product of the same rows, whose result only `product` reads, into it as the first of two."""
-    if not _has_few_rows(product) or product.second is not None or product.shares is not None:
-        return
-    own = {*product.inside, product.end}
-    ends = {block.bindings[each.end].var: each for each in products.values()}
-    factors = [
-        (number, ends[operand])
-        for number, operand in enumerate(product.operands)
-        if operand in ends and _are_factors(ends[operand], product) and block.sole_user(operand) in own
-    ]
-    if not factors:
-        return
-    number, first = factors[0]
-    count = len(first.operands)
-    of_first = [Expression.operand(0), *(Expression.operand(2 + i) for i in range(count))]
-    others = [Expression.operand(2 + count + i - (i > number)) for i in range(len(product.operands))]
-    others[number] = first.expression.substitute(of_first)
-    product.expression = product.expression.substitute([Expression.operand(1), *others])
-    product.operands = [*first.operands, *(x for i, x in enumerate(product.operands) if i != number)]
-    product.weight, product.second = first.weight, product.weight
-    product.biases = [*first.biases, *product.biases]
-    product.inside += [*first.inside, first.end]
-    del products[first.end]
-
-
-def _fuse_rounding(block: Block, product: _Product) -> None:
-    """Fuse the cast of rows that no other op reads into a product of few rows of experts."""
-    rows = block.definition(product.lhs)
-    if not _has_few_rows(product) or op_name(rows) != RESHAPE or not is_one((shape_of(product.lhs) or [0, 0])[1]):
-        return
-    cast = block.definition(rows.args[0])
-    if op_name(cast) != CAST or str(cast.args[0].ty.dtype) != "float32":
-        return
-    users = set(block.users[product.lhs])
-    for index in [index for index in users if op_name(block.bindings[index].value) == CAST]:
-        users |= set(block.users.get(block.bindings[index].var, []))
-        users.discard(index)
-    if block.sole_user(rows.args[0]) is not None and users <= {*product.inside, product.end}:
-        product.rounded, product.lhs = str(product.lhs.ty.dtype), cast.args[0]
-
-
-def _are_factors(first: _Product, second: _Product) -> bool:
-    """Return whether two products have the same rows, experts and format."""
-    same_rows = first.lhs.same_as(second.lhs) and first.index is not None and first.index.same_as(second.index)
-    is_single = all(each.second is None and each.shares is None for each in (first, second))
-    sizes = [(each.columns, each.experts, form_of(each.weight), len(each.biases)) for each in (first, second)]
-    return same_rows and is_single and sizes[0] == sizes[1]
-
-
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
     """Return whether an operand has the result's shape, or is a row of columns or a scalar."""
     shape, result_shape = shape_of(tensor), shape_of(result) or []
@@ -678,7 +490,7 @@ def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
     )
 
 
-def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer) -> None:
+def _write(emitter: Emitter, product: Product, var: relax.Var, packer: _Packer) -> None:
     lhs = product.lhs
     if product.rounded:
         shape = [(shape_of(lhs) or [])[0], 1, 1, int(product.weight.attrs.depth)]

@@ -13,7 +13,7 @@ from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.op.quantized_matmul import BLOCK_MATMUL
 from relax_hetero.transform import FormQuantizedMatmuls, RealizeVDevice
-from relax_hetero.transform.fuse import form_quantized_matmuls
+from relax_hetero.transform.fuse import block_products
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 
@@ -251,9 +251,9 @@ def counts_of(mod):
 def test_products_of_many_rows_stay_apart(monkeypatch):
     placed = RealizeVDevice()(bound(Layer, **WEIGHTS_OF_LAYER))
     assert counts_of(placed) == [(2, False), (1, True)]
-    monkeypatch.setattr(form_quantized_matmuls, "MAX_SUMMED_EXPERTS", 1)
+    monkeypatch.setattr(block_products, "MAX_SUMMED_EXPERTS", 1)
     assert counts_of(placed) == [(1, False)] * 3
-    monkeypatch.setattr(form_quantized_matmuls, "MAX_FUSED_PAIRS", 3)
+    monkeypatch.setattr(block_products, "MAX_FUSED_PAIRS", 3)
     assert counts_of(placed) == [(1, False)] * 3
 
 
