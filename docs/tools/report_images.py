@@ -75,19 +75,31 @@ def gemma() -> Path:
     return path
 
 
+def mixture() -> Path:
+    """Qwen 3 30B-A3B in 4 bits, without its numbers."""
+    sys.path.insert(0, str(ROOT / "apps" / "bench" / "llm_bench"))
+    from random_gguf import FOUR_BITS, QWEN3_30B, write_gguf
+
+    path = Path(os.environ.get("RELAX_HETERO_CACHE", ROOT / ".cache")) / "mixture.gguf"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return write_gguf(path, QWEN3_30B, FOUR_BITS, sparse=True)
+
+
 PRINT = "print"
 """Section of the picture that shows the pages on paper."""
 
 HALVES = ("--place", "n9?=llvm:1", "--place", "n1??=llvm:1")
 LAYERS = ("--place", "/encoder/layer.[345]/*=llvm:1", "--place", "/pooling/*=llvm:1")
 BLOCKS = ("--place", "blk.9.*=llvm:1", "--place", "blk.1?.*=llvm:1")
+GPU = ("--vdevice", "llvm", "--vdevice", '{"kind": "cuda", "arch": "sm_90a"}', "--memory-limit", "cuda=24GiB")
 TABLE = {
     "overview": Image(minilm, "overview", (*TWO, *LAYERS, "--profile"), height=840),
     "graph": Image(resnet, "graph", (*TWO, *HALVES, "--profile"), search="n90 conv2d"),
     "timeline": Image(minilm, "timeline", (*TWO, *LAYERS, "--profile"), height=390),
     "roofline": Image(resnet, "roofline", ("--profile",), height=620),
     "print": Image(minilm, PRINT, (*TWO, *LAYERS, "--profile")),
-    "language_model": Image(gemma, "graph", (*TWO, *BLOCKS), search="blk.9.attn cached_attention"),
+    "language_model": Image(gemma, "graph", (*TWO, *BLOCKS, "--profile"), search="blk.9.attn cached_attention"),
+    "plan": Image(mixture, "plan", GPU, height=1040),
 }
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import fnmatch
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import gguf
@@ -142,6 +142,8 @@ MIXTURE = Sizes(
     "qwen3moe", layers=4, width=2048, heads=32, kv_heads=4, size=128, vocabulary=32000, context=4096, eps=1e-6,
     rope_base=1e6, experts=64, experts_used=8, expert_width=768,
 )  # fmt: skip
+# In 4 bits, it has 17 GB.
+QWEN3_30B = replace(MIXTURE, layers=48, vocabulary=151936, context=40960, experts=128)
 # Types of llama.cpp's Q4_K_M, without the layers with more bits.
 FOUR_BITS = {"output.weight": "Q6_K", "*attn_v.weight": "Q6_K", "*": "Q4_K"}
 
@@ -258,6 +260,7 @@ def write_gguf(
     types: Mapping[str, str] | str = "F32",
     seed: int = 0,
     chat_template: str | None = None,
+    sparse: bool = False,
 ) -> Path:
     """Write a model with random weights.
 
@@ -272,6 +275,8 @@ def write_gguf(
         Seed of the weights.
     chat_template : str, optional
         Template that makes a prompt of a conversation.
+    sparse : bool
+        If true, weights are a hole at the end of the file, which takes neither time nor space.
 
     Returns
     -------
@@ -288,6 +293,12 @@ def write_gguf(
     for name, shape in shapes(sizes).items():
         plain = any(fnmatch.fnmatch(name, pattern) for pattern in PLAIN)
         kind = next(kind for pattern, kind in patterns.items() if fnmatch.fnmatch(name, pattern))
+        if sparse:
+            kind = BlockType.F32 if plain else BlockType[kind]
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            count = int(np.prod(shape)) // block * size
+            writer.add_tensor_info(name, shape, np.dtype("float32"), count, kind)
+            continue
         if plain:
             writer.add_tensor(name, _plain(name, shape, sizes, generator))
             continue
@@ -297,7 +308,13 @@ def write_gguf(
         writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=BlockType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
+    if sparse:
+        writer.write_ti_data_to_file()
+        (file,), (tensors,) = writer.fout, writer.tensors
+        padded = [GGUFWriter.ggml_pad(tensor.nbytes, writer.data_alignment) for tensor in tensors.values()]
+        file.truncate(GGUFWriter.ggml_pad(file.tell(), writer.data_alignment) + sum(padded))
+    else:
+        writer.write_tensors_to_file()
     writer.close()
     return Path(path)
 

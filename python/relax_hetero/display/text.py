@@ -24,6 +24,14 @@ def bytes_text(count: int | None) -> str:
     return f"{size:.1f} GiB"
 
 
+def time_text(seconds: float) -> str:
+    """Format seconds in a suitable unit."""
+    unit, factor = next(
+        (u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)) if seconds * f >= 1 or u == "ns"
+    )
+    return f"{seconds * factor:.3g} {unit}"
+
+
 def text_table(head: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> str:
     """Format a table whose first `left` columns are aligned on the left. Rows may be short."""
     lines = [[printable(cell) for cell in line] for line in (head, *rows)]

@@ -53,8 +53,9 @@ def from_gguf(
         Devices, as in `from_onnx`.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of the file's tensors (``blk.3.ffn_down``, ``blk.[0-8].*``, ``output``), in order.
-        The cache of a layer is on the device of its ``blk.N.attn``. ``"auto"`` splits the model by layers, or attention
-        from feed-forward networks, for the least time per token within `memory_limit` (`gguf.place_layers`).
+        The cache of a layer is on the device of its ``blk.N.attn``. ``"auto"`` chooses devices for attention, experts
+        and the rest of each layer, for the least time per token within `memory_limit`, which also covers activations
+        and a GPU's context (`gguf.place_layers`).
     batches : sequence of int
         Rows of the functions ``decode_B``: one token of each of B sequences.
     chunks : sequence of int

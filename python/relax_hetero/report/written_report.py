@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 from collections.abc import Sequence
@@ -12,8 +13,10 @@ from ..errors import HeteroError
 from .executable_report import report_of
 from .page import data_of, page_of
 from .page.embedding import SCHEMA, text_of
+from .text.plan_tables import lines
 
 if TYPE_CHECKING:
+    from ..frontend.gguf.model_plan import ModelPlan
     from ..llm.token_cost import TokenCost
     from ..vm.file.executable import Executable
     from ..vm.profile import Profile
@@ -45,6 +48,27 @@ def write_report(
     title = title or target.stem
     data = report_of(executable, profile=profile, trace=trace, token=token, bench=bench, title=title)
     write_page(text_of(data) if target.suffix == ".json" else page_of(data, previous), target)
+
+
+def write_plan(plan: ModelPlan, path: str | os.PathLike[str]) -> None:
+    """Write the plan of a language model as an HTML file, or only its data if the path ends in ``.json``.
+
+    Raises
+    ------
+    HeteroError
+        If the path cannot be written.
+    """
+    target = report_path(path)
+    data = {
+        "schema": SCHEMA,
+        "kind": "plan",
+        "title": Path(plan.model).stem,
+        "made": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "devices": [{"name": use.name} for use in plan.devices],
+        "notes": list(lines(plan)),
+        "plan": plan.to_json(),
+    }
+    write_page(text_of(data) if target.suffix == ".json" else page_of(data), target)
 
 
 def write_page(text: str, target: Path) -> None:

@@ -27,6 +27,20 @@ def num_cores() -> int:
     return max(1, cores if quota is None else min(cores, quota))
 
 
+def configured_threads() -> int:
+    """Number of threads in ``TVM_NUM_THREADS`` or ``OMP_NUM_THREADS``; 0 without either."""
+    text = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
+    return int(text) if text.isdigit() else 0
+
+
+def num_threads() -> int:
+    """Number of tasks of a parallel loop: a thread for each core, or as many as are configured.
+
+    With more tasks than threads some threads have two, and the others wait for them.
+    """
+    return min(num_cores(), configured_threads() or num_cores())
+
+
 @cache
 def cpus_of_cores() -> list[list[int]]:
     """The CPUs that this process may use, grouped by physical core."""

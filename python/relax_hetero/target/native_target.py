@@ -16,7 +16,7 @@ from tvm.target import Target, codegen
 
 from ..errors import VDeviceError
 from .backend import backend_of
-from .cpu_cores import NUMA_NODE, cpus_of_nodes, num_cores
+from .cpu_cores import NUMA_NODE, cpus_of_nodes, num_threads
 from .device_words import device_hint
 from .hosts import host_of
 
@@ -152,7 +152,7 @@ def _native_llvm() -> dict[str, object]:
         "kind": "llvm",
         "mtriple": str(codegen.llvm_get_system_triple()),
         "mcpu": cpu,
-        "num-cores": num_cores(),
+        "num-cores": num_threads(),
     }
     # A virtual machine may hide features that the CPU's name implies, or, if LLVM's guess of the name is too old, have
     # additional ones.
@@ -174,4 +174,4 @@ def _numa_config(kind: str, node: int) -> dict[str, object]:
             f"{', '.join(map(str, nodes))}"
         )
     # TVM stores "model" without using it.
-    return {**_native_llvm(), "num-cores": min(num_cores(), len(nodes[node])), "model": f"{NUMA_NODE}{node}"}
+    return {**_native_llvm(), "num-cores": min(num_threads(), len(nodes[node])), "model": f"{NUMA_NODE}{node}"}

@@ -16,14 +16,20 @@ from .element_types import HALF_TYPES, TF32
 from .gpu_target import gpu_target_of
 
 # By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
-# whose vdpbf16ps is even slower. "bfmmla" does four times the work of an "fma" (Arm's optimization guides, unmeasured).
+# whose vdpbf16ps is even slower; "vnni" with weights of 4 bits on Zen 4 and 5, of bytes as of those. "bfmmla" does four
+# times the work of an "fma" (Arm's optimization guides, unmeasured).
 _CPU_RATES = {
     ("avx512", "dpbf16"): 2.0,
     ("avx512", "bf16"): 0.6,
     ("avx512", "cvtph"): 0.6,
     ("avx512", "fmaph"): 1.8,
     ("neon", "bfmmla"): 4.0,
+    ("avx512", "vnni"): 2.5,
+    ("avx2", "avxvnni"): 2.5,
 }
+
+QUANTIZED = "quantized"
+"""Name of block-quantized weights among element types of products, on CPUs."""
 
 # Minimum ratio of dense tensor-core throughput to float32 throughput (data sheets of A100, L40, H100).
 _TENSOR_RATES = {**dict.fromkeys(HALF_TYPES, 8.0), TF32: 4.0}
@@ -47,8 +53,10 @@ def cpu_product_rate(target: tvm.target.Target, dtype: str) -> float:
     if dtype == TF32:
         return 1.0
     cpu = cpu_target_of(target)
-    amx = amx_instruction_for(cpu, dtype, dtype, "float32")
+    tile_type = "bfloat16" if dtype == QUANTIZED else dtype  # as AMX multiplies many rows by quantized weights
+    amx = amx_instruction_for(cpu, tile_type, tile_type, "float32")
     if amx is not None:
         return float(amx.rate)
-    dot = dot_instruction_for(cpu, dtype, dtype, "float32")
+    types = ("uint8", "int8", "int32") if dtype == QUANTIZED else (dtype, dtype, "float32")
+    dot = dot_instruction_for(cpu, *types)
     return 1.0 if dot is None else _CPU_RATES.get((cpu.isa.name, dot.name), 1.0)

@@ -114,11 +114,11 @@ def _figures_json(figures: Figures, described: list[dict[str, Any]]) -> dict[str
 
 
 def _print_figures(figures: Figures, names: list[str]) -> None:
-    types = list(figures.devices[0].products)
+    types = list(dict.fromkeys(dtype for device in figures.devices for dtype in device.products))
     rows: Iterable[list[str]] = (
         [
             name,
-            *(f"{device.products[dtype] / 1e12:.3g}" for dtype in types),
+            *(f"{device.products[dtype] / 1e12:.3g}" if dtype in device.products else "-" for dtype in types),
             f"{device.bandwidth / 1e9:.0f}",
             f"{device.launch * 1e6:.2f}",
             f"{device.call * 1e6:.0f}",

@@ -13,6 +13,7 @@ from ..display.console import console, print_json, show
 from ..report.text.call_tables import Schedules
 from ..report.text.command_tables import CommandBuffers
 from ..report.text.explanation import ALL, SECTIONS, Explanation, explanation_of
+from ..report.text.plan_tables import plan_tables
 from .command import accuracy_option, command, json_option, refuse_overwriting, verify_option
 from .models import gguf_options, is_gguf, is_onnx, load_library, obtain, placed_module, refuse_compiled
 from .placement_options import PlacementOptions, placement_options
@@ -20,6 +21,7 @@ from .placement_options import PlacementOptions, placement_options
 if TYPE_CHECKING:
     from tvm.relax import VDevice
 
+    from ..frontend.gguf.model_plan import ModelPlan
     from ..llm.token_cost import TokenCost
     from ..vm import Executable
 
@@ -39,7 +41,8 @@ _TRACED_CALLS = 4
     "--html",
     type=click.Path(path_type=Path),
     metavar="FILE",
-    help="Compile MODEL, and write a report for a browser to this file.",
+    help="Compile MODEL, and write a report for a browser to this file; without --profile, that of a GGUF file shows "
+    "its plan, without compiling.",
 )
 @click.option(
     "--compare",
@@ -52,6 +55,15 @@ _TRACED_CALLS = 4
     is_flag=True,
     help="Show only an overview: devices, ops by device and reason, and a line for each section.",
 )
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    metavar="TOKENS",
+    help="Plan a GGUF file with a cache for so many tokens of a sequence; the default is that of chat.",
+)
+@click.option(
+    "--slots", type=click.IntRange(min=1), help="Plan a GGUF file with a cache for so many sequences; the default is 8."
+)
 @placement_options
 @verify_option
 @accuracy_option
@@ -63,6 +75,8 @@ def explain_command(
     profile: bool,
     html: Path | None,
     compare: Path | None,
+    context: int | None,
+    slots: int | None,
     placing: PlacementOptions,
     key: bytes | None,
     accuracy: str,
@@ -73,16 +87,24 @@ def explain_command(
     SECTIONS are some of ops, transfers, encodings, kernels, commands, steps, memory and token; the default is all. The
     folder of a saved language model stands for the library in it.
 
-    An ONNX or GGUF file goes through all passes, but is not compiled. The last line says whether the compile cache has
-    it.
+    An ONNX file goes through all passes, but is not compiled. The last line says whether the compile cache has it.
+
+    A GGUF file is planned in seconds: what goes where and why, bytes on each device, expected tokens per second, and
+    what more memory would bring. With SECTIONS or --summary, it goes through all passes like an ONNX file.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
     relax-hetero explain model.so ops kernels
     relax-hetero explain model.so --summary
+    relax-hetero explain model.gguf --vdevice llvm --vdevice cuda --memory-limit cuda=24GiB
     relax-hetero explain model.gguf token --profile
     relax-hetero explain model.onnx --html report.html --profile
     """
+    if is_gguf(model) and not (sections or summary or profile):
+        _show_plan(model, html, compare, placing, context, slots, as_json)
+        return
+    if context is not None or slots is not None:
+        raise click.UsageError("--context and --slots go with the plan of a GGUF file: without sections and --profile")
     if html is not None:
         executable = _write_report(
             model, html, compare, profile, placing, key, accuracy, (*sections, *["--summary"] * summary)
@@ -105,6 +127,53 @@ def explain_command(
         print_json(explanation.to_json())
     else:
         show(explanation.tables(*(() if summary else sections or (ALL,))))
+
+
+def _show_plan(
+    path: Path,
+    html: Path | None,
+    compare: Path | None,
+    placing: PlacementOptions,
+    context: int | None,
+    slots: int | None,
+    as_json: bool,
+) -> None:
+    """Print the plan of a GGUF file, or write it as a page."""
+    from ..report.written_report import report_path, write_plan
+
+    if compare is not None:
+        raise click.UsageError("--compare goes with the report of a compiled model: --profile, or a saved folder")
+    if html is not None:
+        refuse_overwriting(report_path(html), path)
+    plan = _plan(path, placing, context, slots)
+    if html is not None:
+        write_plan(plan, html)
+        console(stderr=True).print(f"Wrote {html}: open it in a browser.", markup=False)
+    if as_json:
+        print_json(plan.to_json())
+    elif html is None:
+        show(plan_tables(plan))
+
+
+def _plan(path: Path, placing: PlacementOptions, context: int | None, slots: int | None) -> ModelPlan:
+    """Plan a GGUF file as `llm.load` would place it."""
+    from ..frontend import CostModel, PagedCache
+    from ..frontend.auto.auto_placement import memory_limits
+    from ..frontend.from_gguf import hyperparameters_of
+    from ..frontend.gguf.file import read_gguf
+    from ..frontend.gguf.model_plan import plan_model
+    from ..llm.model_loader import BATCHES, CHUNKS, CONTEXT
+    from ..target.make_vdevice import parse_vdevices
+
+    options = gguf_options(path, placing)
+    devices = parse_vdevices(options["vdevices"])
+    limits = memory_limits(options.get("memory_limit"), devices)
+    file = read_gguf(path)
+    model = hyperparameters_of(file)
+    cache = PagedCache(BATCHES, CHUNKS, slots, context or min(model.context, CONTEXT))
+    with console(stderr=True).status(f"Planning {path.name}"):  # may measure the devices, once per machine
+        costs = CostModel.measured(devices)
+        return plan_model(file, model, cache, devices, options["placement"] or {}, costs, limits)
 
 
 def _write_report(

@@ -39,7 +39,7 @@ class LanguageModelOptions:
     ----------
     path : Path
         GGUF file, or folder of a saved model.
-    vdevices, placement, context, slots, batch_invariant
+    vdevices, placement, context, slots, batch_invariant, memory_limit
         As for `relax_hetero.llm.load`; None for its defaults.
     template : Path or None
         File with a chat template; None for the model's own.
@@ -52,6 +52,7 @@ class LanguageModelOptions:
     slots: int | None
     template: Path | None
     batch_invariant: bool = False
+    memory_limit: dict[str, str] | None = None
 
     def load(self, quiet: bool = False) -> tuple[Model, Tokenizer]:
         """Load the model and its tokenizer, with a spinner on stderr.
@@ -63,7 +64,12 @@ class LanguageModelOptions:
         """
         import relax_hetero.llm as llm
 
-        options = {"context": self.context, "slots": self.slots, "batch_invariant": self.batch_invariant or None}
+        options: dict[str, Any] = {
+            "context": self.context,
+            "slots": self.slots,
+            "batch_invariant": self.batch_invariant or None,
+            "memory_limit": self.memory_limit,
+        }
         arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             if not quiet:
@@ -120,6 +126,14 @@ _OPTIONS = (
         "as long as one of the largest batch.",
     ),
     click.option(
+        "--memory-limit",
+        multiple=True,
+        type=PairParam("device=bytes", "cuda=24GiB"),
+        metavar="DEVICE=BYTES",
+        help="Place by cost, as --placement auto, with at most this much memory on a device, such as cuda=24GiB. "
+        "Repeatable.",
+    ),
+    click.option(
         "--placement",
         multiple=True,
         type=PlacementParam("pattern=device", "'blk.[0-8].*=cuda'"),
@@ -146,6 +160,7 @@ def language_model_options(function: F) -> F:
         model: Path,
         vdevice: tuple[Any, ...],
         placement: tuple[Any, ...],
+        memory_limit: tuple[tuple[str, str], ...],
         context: int | None,
         slots: int | None,
         template: Path | None,
@@ -153,7 +168,12 @@ def language_model_options(function: F) -> F:
         **options: Any,
     ) -> None:
         devices, rules = list(vdevice) or None, _parse_placement(placement)
-        model_options = LanguageModelOptions(model, devices, rules, context, slots, template, batch_invariant)
+        if memory_limit and isinstance(rules, dict):
+            raise click.UsageError("--memory-limit bounds --placement auto: it excludes rules")
+        limits = dict(memory_limit) or None
+        model_options = LanguageModelOptions(
+            model, devices, AUTO if limits else rules, context, slots, template, batch_invariant, limits
+        )
         function(model_options=model_options, **options)
 
     for option in _OPTIONS:

@@ -186,7 +186,8 @@ _OPTIONS = (
         multiple=True,
         type=PairParam("device=bytes", "cuda:0=4GB"),
         metavar="DEVICE=BYTES",
-        help="Let --place-auto take at most this much memory on a device, such as cuda:0=4GB. Repeatable.",
+        help="Place by cost, as --place-auto, with at most this much memory on a device, such as cuda:0=4GB. "
+        "Repeatable.",
     ),
     click.option(
         "--objective",
@@ -244,11 +245,19 @@ def placement_options(function: F) -> F:
             raise click.UsageError("--objective needs --place-auto")
         _check_unique("--place", [pattern for pattern, _ in place])
         _check_unique("--shape", [name for name, _ in shape])
-        if memory_limit and not place_auto:
-            raise click.UsageError("--memory-limit needs --place-auto")
+        if memory_limit and place:
+            raise click.UsageError("--memory-limit bounds --place-auto: it excludes --place")
         _check_unique("--memory-limit", [device for device, _ in memory_limit])
         placing = PlacementOptions(
-            vdevice, place, place_auto, objective, shape, memory_limit, optional, max_nodes, max_computed
+            vdevice,
+            place,
+            place_auto or bool(memory_limit),
+            objective,
+            shape,
+            memory_limit,
+            optional,
+            max_nodes,
+            max_computed,
         )
         function(placing=placing, **options)
 

@@ -109,5 +109,7 @@ MODELS = {
 }
 """The architectures with what their files may differ in; windows end inside of prompts of a hundred tokens."""
 
+QWEN3_30B, FOUR_BITS = _random.QWEN3_30B, _random.FOUR_BITS
+
 LLAMA_CPP_MODELS = [name for name in MODELS if name != "deepseek2-lite"]
 """Models that llama.cpp loads: a DeepSeek without a rank of queries needs the 27 layers of version 2 Lite."""

@@ -111,6 +111,7 @@ def test_options_reach_the_model(loaded):
     result = invoke("chat", path, *placing, *rules, "--slots", 3, "-p", "Hi", "--max-tokens", 1)
     assert result.exit_code == 0, result.output
     assert invoke("chat", path, "--placement", "auto", "-p", "Hi", "--max-tokens", 1).exit_code == 0
+    assert invoke("chat", path, "--memory-limit", "cuda=24GiB", "-p", "Hi", "--max-tokens", 1).exit_code == 0
     assert calls == [
         {
             "vdevices": ["llvm", {"kind": "llvm"}],
@@ -118,6 +119,7 @@ def test_options_reach_the_model(loaded):
             "slots": 3,
         },
         {"vdevices": None, "placement": "auto"},
+        {"vdevices": None, "placement": "auto", "memory_limit": {"cuda": "24GiB"}},
     ]
 
 
@@ -126,6 +128,7 @@ def test_options_reach_the_model(loaded):
     [
         (["--placement", "auto", "--placement", "a=llvm"], "exclude each other"),
         (["--placement", "blk"], "is not PATTERN=DEVICE"),
+        (["--placement", "a=llvm", "--memory-limit", "llvm=1GiB"], "excludes rules"),
         (["--placement", "a=llvm", "--placement", "a=cuda"], "twice"),
         (["--raw", "--system", "a"], "--raw works without a chat template"),
     ],

@@ -16,8 +16,10 @@ from tvm.target import Target, codegen
 
 from ...errors import PlacementError, VDeviceError
 from ...target.backend import backend_of
+from ...target.cpu_cores import num_cores
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS, host_of, hosts_of
-from ...target.native_target import num_cores, with_hardware
+from ...target.native_target import with_hardware
+from ...target.product_rates import QUANTIZED, product_rate
 from ...target.vdevice import host_vdevice, is_cpu, physical, vdevice_index
 from .measure_devices import Figures, are_present, figures_of
 from .work_graph import Work
@@ -72,7 +74,8 @@ class DeviceCost:
     launch : float
         Seconds per kernel in addition to its work.
     products : mapping of str to float
-        Element type of operands -> operations per second of products; `flops` for other types.
+        Element type of operands, or `QUANTIZED` weights, -> operations per second of products of many rows; `flops`
+        for other types.
     """
 
     flops: float
@@ -91,10 +94,14 @@ class LinkCost:
         Bytes per second.
     latency : float
         Seconds per transfer.
+    mailbox : float or None
+        Seconds, instead of `latency`, of small values that cross where work alternates (`FormMailboxes`); None if
+        these are transfers, too.
     """
 
     bandwidth: float
     latency: float
+    mailbox: float | None = None
 
 
 @dataclass(frozen=True)
@@ -253,12 +260,14 @@ def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
     devices = []
     for cost, measured in zip(model.devices, figures.devices, strict=True):
         products = {dtype: rate * _LAYER_EFFICIENCY for dtype, rate in measured.products.items()}
+        if QUANTIZED not in products:  # weights become floats
+            products[QUANTIZED] = products["float32"]
         devices.append(replace(cost, bandwidth=measured.bandwidth, launch=measured.launch, products=products))
     links = dict(model.links)
     for (source, target), link in figures.links.items():
         # A whole call on a GPU has two transfers, of its argument and of its result.
         calls = abs(figures.devices[source].call - figures.devices[target].call) / 2
-        links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls))
+        links[source, target] = LinkCost(link.bandwidth, max(link.crossing, calls), links[source, target].mailbox)
     origin = (
         f"measured while other work took {figures.other_work:.0%} of the CPUs" if figures.other_work else "measured"
     )
@@ -276,7 +285,8 @@ def _default_link(source: tvm.relax.VDevice | None, target: tvm.relax.VDevice | 
     if all(on_cpu):  # shared memory: queues alias values, calls without queues copy
         return LinkCost(10e9, 1e-6) if take_turns else LinkCost(float("inf"), _QUEUE_HANDOVER_SECONDS)
     if any(on_cpu):
-        return LinkCost(20e9, 30e-6)  # PCIe, measured between an H200 and pageable host memory
+        # PCIe, measured between an H200 and pageable host memory; mailboxes are assumed.
+        return LinkCost(20e9, 30e-6, 6e-6)
     return LinkCost(300e9, 30e-6)  # NVLink; two H200s measured 369 GB/s for 256 MB
 
 
@@ -298,12 +308,15 @@ def _default_cpu(target: Target, cores: int, socket_cores: int) -> DeviceCost:
     """Cost of a CPU device; `socket_cores` is the number of cores that work at the same time."""
     peak = cores * _CLOCK_HZ * _FLOPS_PER_LANE * _lanes(target)
     bandwidth = min(cores * _CORE_BYTES_PER_SECOND, _SOCKET_BYTES_PER_SECOND * cores / socket_cores)
-    return DeviceCost(peak * _CPU_FLOPS_EFFICIENCY, bandwidth * _BANDWIDTH_EFFICIENCY, _CPU_LAUNCH_SECONDS)
+    flops = peak * _CPU_FLOPS_EFFICIENCY
+    products = {kind: flops * product_rate(target, kind) for kind in (*_TWO_BYTE_TYPES, QUANTIZED)}
+    return DeviceCost(flops, bandwidth * _BANDWIDTH_EFFICIENCY, _CPU_LAUNCH_SECONDS, products)
 
 
 def _default_gpu(target: Target) -> DeviceCost:
     peak, bandwidth, tensor_core_speedup = backend_of(target).peaks(target)
-    products = {dtype: peak * tensor_core_speedup * _GPU_FLOPS_EFFICIENCY for dtype in _TWO_BYTE_TYPES}
+    rate = peak * tensor_core_speedup * _GPU_FLOPS_EFFICIENCY
+    products = dict.fromkeys((*_TWO_BYTE_TYPES, QUANTIZED), rate)  # kernels dequantize to 16-bit floats
     return DeviceCost(peak * _GPU_FLOPS_EFFICIENCY, bandwidth * _BANDWIDTH_EFFICIENCY, _GPU_LAUNCH_SECONDS, products)
 
 

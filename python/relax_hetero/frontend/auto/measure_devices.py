@@ -26,11 +26,15 @@ from ... import __version__
 from ...artifact.cache_folder import resolve_cache_folder
 from ...artifact.figure_cache import load_figures, store_figures
 from ...driver.compile import compile as compile_module
+from ...encoding.block_formats import block_format
+from ...encoding.resolver import resolver_or_default
 from ...errors import HeteroError
+from ...op.quantized_matmul import dequantize_blocks
 from ...target.backend import backend_of
 from ...target.cpu_cores import CpuWatch, num_cores
 from ...target.element_types import numpy_dtype
 from ...target.hosts import host_of
+from ...target.product_rates import QUANTIZED
 from ...target.vdevice import is_cpu
 from ...vm.device.memory_limit import clear_pools
 from ...vm.machine import VirtualMachine
@@ -42,12 +46,13 @@ F = TypeVar("F")
 TYPES = ("float32", "float16", "bfloat16")
 """Element types of measured products."""
 
-_FORMAT_VERSION = 2  # of cached figures; change it with their meaning or the kernels
+_FORMAT_VERSION = 3  # of cached figures; change it with their meaning or the kernels
 _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
 _SMALL_EXTENT = 64
 _LINK_BYTES = 64 << 20
+_WEIGHTS = "q4_k"  # format of quantized weights
 _MIN_MEASURE_SECONDS = 0.06  # per figure, unless one call takes longer
 _MAX_OTHER_WORK_SHARE = 0.15  # fraction of the CPUs, beyond which figures are not stored
 _REMEASURE_SECONDS = 300.0  # lifetime of figures of a busy machine
@@ -60,7 +65,8 @@ class DeviceFigures:
     Attributes
     ----------
     products : dict of str to float
-        Operations per second of large matrix products, by element type.
+        Operations per second of large matrix products, by element type, and with weights of 4 bits (`QUANTIZED`) if the
+        device keeps these.
     bandwidth : float
         Bytes per second to and from its memory.
     launch : float
@@ -226,6 +232,8 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
     builder = relax.BlockBuilder()
     for dtype in TYPES:
         _add_products(builder, dtype, vdevice, dtype, extent, _CHAINED_PRODUCTS)
+    if resolver_or_default(vdevice.target).block_layout(vdevice.target) is not None:
+        _add_quantized_products(builder, vdevice, extent)
     _add_products(builder, "one", vdevice, "float32", _SMALL_EXTENT, 1, rows=1)
     _add_products(builder, "many", vdevice, "float32", _SMALL_EXTENT, 1 + _SMALL_KERNELS, rows=1)
     x = relax.Var("x", relax.TensorType((stream,), "float32", vdevice))
@@ -243,6 +251,8 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
 
     operations = 2.0 * extent**3 * _CHAINED_PRODUCTS
     products = {dtype: operations / time_function(dtype, (extent, extent), dtype) for dtype in TYPES}
+    if QUANTIZED in {gvar.name_hint for gvar in builder.get().get_global_vars()}:
+        products[QUANTIZED] = operations / time_function(QUANTIZED, (extent, extent))
     one, many = (time_function(name, (1, _SMALL_EXTENT)) for name in ("one", "many"))
     row = _random_array((1, _SMALL_EXTENT), "float32")
     call_seconds = _time_call(lambda: np.asarray(vm["one"](row)), [])
@@ -265,6 +275,24 @@ def _add_products(
             value: relax.Expr = x
             for _ in range(count):
                 value = builder.emit(relax.op.matmul(value, weight))
+            result = builder.emit_output(value)
+        builder.emit_func_output(result)
+
+
+def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice, extent: int) -> None:
+    """Add a chain of products with weights of 4 bits, as in a language model; activations of GPUs have 16 bits."""
+    x = relax.Var("x", relax.TensorType((extent, extent), "float32", vdevice))
+    block_bytes = np.zeros((extent, block_format(_WEIGHTS).row_bytes(extent)), "uint8")
+    weight = relax.const(tvm.runtime.tensor(block_bytes), relax.TensorType(block_bytes.shape, "uint8", vdevice))
+    with builder.function(QUANTIZED, [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for _ in range(_CHAINED_PRODUCTS):
+                if not is_cpu(vdevice):
+                    value = builder.emit(relax.op.astype(builder.emit(relax.op.astype(value, "float16")), "float32"))
+                matrix = dequantize_blocks(weight, depth=extent, format=_WEIGHTS, activation_bits=8, rows="chunk")
+                transposed = builder.emit(relax.op.permute_dims(builder.emit(matrix), [1, 0]))
+                value = builder.emit(relax.op.matmul(value, transposed, out_dtype="float32"))
             result = builder.emit_output(value)
         builder.emit_func_output(result)
 
@@ -336,7 +364,7 @@ def _time_call(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -
 def _read_device(data: Any) -> DeviceFigures:
     figures = DeviceFigures(**data)
     _check_positive([*figures.products.values(), figures.bandwidth, figures.launch, figures.call])
-    if set(figures.products) != set(TYPES):
+    if set(figures.products) - {QUANTIZED} != set(TYPES):
         raise ValueError("products of unexpected types")
     return figures
 

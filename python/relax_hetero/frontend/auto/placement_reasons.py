@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ...artifact.messages import AUTO
+from ...display.text import time_text
 from .plan_costs import TICKS, PlanCosts
 from .work_graph import OUTSIDE
 
@@ -20,14 +21,6 @@ def memory_limited(name: str, limit: int, free: float, needed: float) -> str:
     """Format the bytes of a memory limit, of which other work leaves `free` bytes."""
     leaves = f"other work leaves {max(0, round(free)):,}, and {needed:,.0f} are needed"
     return f"; of the limit of {limit:,} bytes on {name} {leaves}"
-
-
-def time_text(seconds: float) -> str:
-    """Format seconds in a suitable unit."""
-    unit, factor = next(
-        (u, f) for u, f in (("s", 1.0), ("ms", 1e3), ("us", 1e6), ("ns", 1e9)) if seconds * f >= 1 or u == "ns"
-    )
-    return f"{seconds * factor:.3g} {unit}"
 
 
 def plan_reasons(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) -> dict[str, str]:

@@ -9,8 +9,7 @@ import tvm
 from ...encoding.resolver import resolver_or_default
 from ...errors import FrontendError
 from ...target.vdevice import default_vdevice, lookup
-from ..onnx.node_names import NodeInfo
-from ..onnx.placement_rules import PlacementRules, matching_patterns, rule_pairs
+from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from .file import GgufFile
 from .hyperparameters import Hyperparameters
 from .weights import is_plain
@@ -47,14 +46,12 @@ class ActivationTypes:
     def __init__(
         self, activations: str | None, trained: str, rules: PlacementRules, vdevices: Sequence[tvm.relax.VDevice]
     ) -> None:
-        self._rules = rule_pairs(rules)
+        pairs = rule_pairs(rules)
+        self._patterns = Patterns(pattern for pattern, _ in pairs)
         self._types: dict[tvm.relax.VDevice | None, str] = {None: activations or "float32"}
         self._types |= {vdevice: activations or _default_type(vdevice, trained) for vdevice in vdevices}
-        # Pattern -> device; None is the key of variables that no pattern matches.
-        self._devices: dict[str | None, tvm.relax.VDevice | None] = {
-            None: default_vdevice(vdevices) if vdevices else None
-        }
-        self._devices |= {pattern: lookup(device, vdevices) for pattern, device in reversed(self._rules)}
+        self._devices = [lookup(device, vdevices) for _, device in pairs]
+        self._default = default_vdevice(vdevices) if vdevices else None
 
     def dtype_of(self, name: str) -> str:
         """The element type of the operands of a variable's op."""
@@ -62,18 +59,18 @@ class ActivationTypes:
 
     def device_of(self, name: str) -> tvm.relax.VDevice | None:
         """The device of a variable's op; None if there are no devices."""
-        return self._devices[self._pattern(name, self._rules)]
+        matching = self._matching(name)
+        return self._devices[min(matching)] if matching else self._default
 
     def have_same_rules(self, names: Sequence[str]) -> bool:
         """Return whether every placement rule matches either all of the variables or none."""
-        return all(len({self._pattern(name, [rule]) for name in names}) == 1 for rule in self._rules)
+        return len({frozenset(self._matching(name)) for name in names}) == 1
 
-    def _pattern(self, name: str, rules: PlacementRules) -> str | None:
-        """The first pattern that matches a variable's name, its modules' names or its op, as in `rh.place`."""
+    def _matching(self, name: str) -> set[int]:
+        """The rules that match a variable's name, its modules' names or its op, as in `rh.place`."""
         path = name.split(".")
         modules = (".".join(path[:count]) for count in range(1, len(path)))
-        node = NodeInfo(name, (*modules, "matmul", "relax.matmul"), "matmul", "", "")
-        return matching_patterns([node], rules).get(name)
+        return self._patterns.matching((name, *modules, "matmul", "relax.matmul"))
 
 
 def _default_type(vdevice: tvm.relax.VDevice, trained: str) -> str:

@@ -1,22 +1,21 @@
 """``placement="auto"`` of a language model: assignment of layers, or parts of layers, to devices.
 
 The time of a token is the sum of reading weights and cache, launching kernels, and transferring a row of activations
-between devices, which work one after the other. So a model that fits into the memory of the fastest device is placed
-there. Otherwise the faster of two splits is chosen: consecutive layers on each device, as in llama.cpp, or attention
-and cache of all layers on one device and the feed-forward networks of the last layers on another. The latter is faster
-if these are experts, of which a token reads a few (KTransformers).
+between devices, which work one after the other (`part_costs`). The plan with the least time that fits is chosen
+(`plan_layers`): all on the fastest device; consecutive layers on each device, as in llama.cpp; or experts, of which a
+token reads a few, on another device than the rest (KTransformers); or anything between.
 
 The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores
 the 6-bit scales of K formats in bytes, and keeps unquantized matrices as 16-bit floats. Matrices of heads
-(`attn_k_b`, `attn_v_b`) are no experts.
+(`attn_k_b`, `attn_v_b`) are no experts. Besides weights and cache, a device needs memory for activations, and a GPU for
+its context and code (`working_bytes`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import permutations
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -25,15 +24,18 @@ import tvm
 from ...encoding.block_formats import FILE_FORMATS, BlockFormat
 from ...encoding.block_panels import Panels
 from ...encoding.block_weights import BlockLayout, Fragments
-from ...encoding.pages import page_bytes
+from ...encoding.pages import PAGE, page_bytes
 from ...encoding.resolver import resolver_or_default
 from ...errors import PlacementError
-from ...target.vdevice import device_name
+from ...target.product_rates import QUANTIZED
+from ...target.vdevice import device_name, is_cpu
 from ..auto.cost_model import CostModel
 from ..auto.placement_reasons import choice, memory_limited
 from ..paged_cache import PagedCache
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
+from .part_costs import Part, Step, resident_bytes_of
+from .plan_layers import LayerPlan, PlanSearch
 from .weights import is_plain
 
 COPIED_EXPERTS = 3
@@ -71,69 +73,97 @@ def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat 
     return form if len(shape) == 2 or layout.fits_matrices(shape[-2]) else None
 
 
-def bytes_read(tensor: FileTensor, layout: BlockLayout | None, share: float) -> float:
-    """Bytes of a tensor that a token reads; `share` is the fraction of chosen experts, 1 for other tensors."""
+def bytes_read(tensor: FileTensor, layout: BlockLayout | None) -> float:
+    """Bytes of a tensor that many rows read."""
     is_copied = len(tensor.shape) > 2 and _kept_format(tensor, layout) is None and not _is_of_heads(tensor)
-    return (COPIED_EXPERTS if is_copied else 1) * share * resident_bytes(tensor, layout)
+    return (COPIED_EXPERTS if is_copied else 1) * resident_bytes(tensor, layout)
 
 
-_KERNELS_PER_PART = {"attn": 5, "ffn": 4, "embd": 1, "output": 2}
-"""Approximate number of kernels of a part."""
-
-_MAX_ORDERED = 5
-"""All orders of at most this number of devices are tried; for more devices, the given order and its reverse."""
+CONTEXT_BYTES = 512 << 20
+"""Memory that a process takes on a GPU for its context and code."""
 
 
-@dataclass(frozen=True)
-class Part:
-    """Unit of placement: embeddings, the output, or the attention or feed-forward network of a layer.
+def working_bytes(model: Hyperparameters, cache: PagedCache, vdevice: tvm.relax.VDevice) -> int:
+    """Estimate of the memory that a device needs besides weights and cache.
+
+    Rows of the largest call have two copies of the residual, of attention's operands and result, and of the widest
+    feed-forward values; logits are float32.
+    """
+    rows = max(*cache.batches, *cache.chunks)
+    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_size
+    pairs = model.experts_used * (model.expert_feed_forward + model.hidden_size)
+    widest = max(attention, model.feed_forward, pairs + model.shared_feed_forward)
+    logit_rows = rows if cache.all_logits else max(cache.batches)
+    arena = 4 * (rows * 2 * (model.hidden_size + widest) + logit_rows * model.vocabulary)
+    return arena if is_cpu(vdevice) else arena + CONTEXT_BYTES
+
+
+class LayerProblem:
+    """Placement of a model's layers on some devices.
 
     Attributes
     ----------
-    name : str
-        "embd", "attn", "ffn" or "output".
-    layer : int
-    resident_bytes, read : tuple of float
-        Bytes in memory, and bytes that a token reads, on each device.
-    shared : tuple of bool
-        For the embeddings, True for each device on which the output product reads the same bytes.
+    search : PlanSearch
+        Parts of the model, and the search for plans.
+    limits : dict from int to int
+        Index of a device -> maximum of its memory; other devices have no limit.
+    working : list of int
+        Bytes that each device needs besides weights and cache.
+    names : list of str
+        Names of the devices.
     """
 
-    name: str
-    layer: int
-    resident_bytes: tuple[float, ...]
-    read: tuple[float, ...]
-    shared: tuple[bool, ...] = ()
+    def __init__(
+        self,
+        file: GgufFile,
+        model: Hyperparameters,
+        cache: PagedCache,
+        vdevices: Sequence[tvm.relax.VDevice],
+        costs: CostModel,
+        limits: Mapping[int, int],
+    ) -> None:
+        parts = parts_of(file, model, cache, layouts_of(vdevices))
+        self.search = PlanSearch(parts, costs, model.hidden_size * 4, Step(1, cache.context // 2))
+        self.limits = dict(limits)
+        self.working = [working_bytes(model, cache, vdevice) for vdevice in vdevices]
+        self.names = [device_name(vdevice, vdevices) for vdevice in vdevices]
+        self._path = file.path
 
-    def patterns(self, model: Hyperparameters, cache: PagedCache) -> list[str]:
-        """Patterns that match the names of its variables; none is unused."""
-        if self.name == "embd":
-            return ["token_embd*"]
-        if self.name == "output":
-            return ["output*", *([] if cache.all_logits else ["last_row*"])]
-        prefix = f"blk.{self.layer}."
-        if self.name == "ffn":
-            return [f"{prefix}*"]
-        return [f"{prefix}attn*", *([f"{prefix}post_attention*"] if model.architecture.post_norms else [])]
+    def free(self, limits: Mapping[int, float] | None = None) -> dict[int, float]:
+        """Bytes for weights and cache on devices with limits."""
+        limits = self.limits if limits is None else limits
+        return {device: limit - self.working[device] for device, limit in limits.items()}
 
+    def best(self) -> LayerPlan:
+        """The plan with the least time per token; PlacementError if the model does not fit."""
+        plan = self.search.best(self.free())
+        if plan is not None:
+            return plan
+        needs = ", ".join(
+            f"{bytes_on(self.search.parts, device):,.0f} bytes on {self.names[device]}, where the limit is {limit:,} "
+            f"and other memory takes {self.working[device]:,}"
+            for device, limit in self.limits.items()
+        )
+        raise PlacementError(
+            f"{self._path}: no split by layers or by parts fits the limits of the devices; all weights and the cache "
+            f"would take {needs}. Raise memory_limit, or take a smaller context or fewer slots"
+        )
 
-@dataclass(frozen=True)
-class LayerPlan:
-    """Devices of all parts, and the estimated cost.
-
-    Attributes
-    ----------
-    devices : tuple of int
-        Index of each part's vdevice.
-    seconds : float
-        Time per decoded token.
-    resident_bytes : mapping from int to float
-        Bytes on each device.
-    """
-
-    devices: tuple[int, ...]
-    seconds: float
-    resident_bytes: Mapping[int, float]
+    def reason(self, part: Part, device: int, plan: LayerPlan) -> str:
+        """The reason why a part is on its device."""
+        names = self.names
+        seconds = [part.seconds(index, self.search.costs, self.search.step) for index in range(len(names))]
+        faster = sorted((i for i in range(len(names)) if seconds[i] < seconds[device]), key=seconds.__getitem__)
+        if not faster:
+            return choice("no device is faster", seconds, device, names)
+        free = self.free()
+        for candidate in faster:
+            left = free.get(candidate, math.inf) - plan.resident_bytes.get(candidate, 0.0)
+            if part.resident_bytes[candidate] > left:
+                needed = part.resident_bytes[candidate]
+                limit = memory_limited(names[candidate], self.limits[candidate], left, needed)
+                return choice(f"the memory of {names[candidate]} is too small", seconds, device, names, limit)
+        return choice("staying saves transfers of activations", seconds, device, names)
 
 
 def place_layers(
@@ -166,60 +196,48 @@ def place_layers(
     PlacementError
         If the model does not fit; the text has the required bytes.
     """
-    parts = parts_of(file, model, cache, layouts_of(vdevices))
-    plan = best_plan(parts, costs, limits, model.hidden_size * 4)
-    if plan is None:
-        needs = ", ".join(
-            f"{bytes_on(parts, index):,.0f} bytes on {device_name(vdevices[index], vdevices)}, where the limit is "
-            f"{limit:,}"
-            for index, limit in limits.items()
-        )
-        raise PlacementError(
-            f"{file.path}: no split by layers or by parts fits the limits of the devices; all weights and the cache "
-            f"would take {needs}. Raise memory_limit, or take a smaller context or fewer slots"
-        )
-    names = [device_name(vdevice, vdevices) for vdevice in vdevices]
-    # The first match decides: patterns of attention precede those of the rest of a layer.
-    order = sorted(zip(parts, plan.devices, strict=True), key=lambda pair: pair[0].name == "ffn")
-    rules, reasons = [], {}
-    for part, device in order:
-        reason = _placement_reason(part, device, plan, costs, limits, names)
-        for pattern in part.patterns(model, cache):
-            rules.append((pattern, names[device]))
-            reasons[pattern] = reason
-    return rules, reasons, _estimate(parts, plan, costs, names, model.hidden_size * 4)
-
-
-def _placement_reason(
-    part: Part, device: int, plan: LayerPlan, costs: CostModel, limits: Mapping[int, int], names: Sequence[str]
-) -> str:
-    """The reason why a part is on its device."""
-    seconds = [_part_seconds(part, index, costs) for index in range(len(names))]
-    faster = sorted((i for i in range(len(names)) if seconds[i] < seconds[device]), key=seconds.__getitem__)
-    if not faster:
-        return choice("no device is faster", seconds, device, names)
-    for candidate in faster:
-        free = limits.get(candidate, math.inf) - plan.resident_bytes.get(candidate, 0.0)
-        if part.resident_bytes[candidate] > free:
-            limit = memory_limited(names[candidate], limits[candidate], free, part.resident_bytes[candidate])
-            return choice(f"the memory of {names[candidate]} is too small", seconds, device, names, limit)
-    return choice("staying saves transfers of activations", seconds, device, names)
-
-
-def _estimate(
-    parts: Sequence[Part], plan: LayerPlan, costs: CostModel, names: Sequence[str], row_bytes: int
-) -> dict[str, Any]:
-    alone = {name: _plan(parts, (i,) * len(parts), costs, row_bytes).seconds for i, name in enumerate(names)}
-    busy_seconds = dict.fromkeys(names, 0.0)
+    problem = LayerProblem(file, model, cache, vdevices, costs, limits)
+    plan, parts = problem.best(), problem.search.parts
+    ordered: list[tuple[int, str, str, str]] = []
     for part, device in zip(parts, plan.devices, strict=True):
-        busy_seconds[names[device]] += _part_seconds(part, device, costs)
+        reason = problem.reason(part, device, plan)
+        for rank, pattern in _patterns(part, model, cache):
+            ordered.append((rank, pattern, problem.names[device], reason))
+    # The first match decides.
+    ordered.sort(key=lambda rule: rule[0])
+    rules = [(pattern, name) for _, pattern, name, _ in ordered]
+    return rules, {pattern: reason for _, pattern, _, reason in ordered}, _estimate(problem, plan)
+
+
+def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
+    """Patterns that match the names of a part's variables, none of them unused, and their ranks among all patterns."""
+    prefix = f"blk.{part.layer}."
+    if part.name == "embd":
+        return [(0, "token_embd*")]
+    if part.name == "output":
+        return [(0, "output*"), *([] if cache.all_logits else [(0, "last_row*")])]
+    if part.name == "experts":  # all values of chosen pairs of a token and an expert
+        return [(1, f"{prefix}ffn_*_exps*"), (1, f"{prefix}ffn_moe_*")]
+    if part.name == "ffn":
+        return [(2, f"{prefix}*")]
+    if part.name == "router":
+        return [*((0, f"{prefix}ffn_moe_{value}") for value in ("topk", "ids", "weights")), (2, f"{prefix}*")]
+    return [(0, f"{prefix}attn*"), *([(0, f"{prefix}post_attention*")] if model.architecture.post_norms else [])]
+
+
+def _estimate(problem: LayerProblem, plan: LayerPlan) -> dict[str, Any]:
+    search, names = problem.search, problem.names
+    alone = {name: search.plan((i,) * len(search.parts)).seconds for i, name in enumerate(names)}
+    busy_seconds = dict.fromkeys(names, 0.0)
+    for part, device in zip(search.parts, plan.devices, strict=True):
+        busy_seconds[names[device]] += part.seconds(device, search.costs, search.step)
     return {
         "objective": "latency",
         "seconds": plan.seconds,
         "busy_seconds": busy_seconds,
-        "single_device_seconds": alone,
+        "single_device_seconds": {name: seconds for name, seconds in alone.items() if math.isfinite(seconds)},
         "assumed_sizes": {},
-        "figures": costs.figures,
+        "figures": search.costs.figures,
     }
 
 
@@ -228,15 +246,20 @@ def parts_of(
 ) -> list[Part]:
     """The parts of a model in execution order; `layouts` has an entry for each device."""
 
-    def bytes_per_device(tensors: Sequence[FileTensor], extra_bytes: float = 0.0) -> tuple[float, ...]:
-        return tuple(extra_bytes + sum(resident_bytes(tensor, layout) for tensor in tensors) for layout in layouts)
-
-    def read_bytes(tensors: Sequence[FileTensor], extra_bytes: float = 0.0) -> tuple[float, ...]:
-        share = model.experts_used / model.experts if model.experts else 1.0
-        return tuple(
-            extra_bytes
-            + sum(bytes_read(tensor, layout, share if "_exps." in tensor.name else 1.0) for tensor in tensors)
-            for layout in layouts
+    def make(name: str, layer: int, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0) -> Part:
+        products: dict[str, float] = {}
+        for tensor in tensors:
+            if len(tensor.shape) > 1:
+                kind = _product_type(tensor)
+                products[kind] = products.get(kind, 0.0) + share * prod(tensor.shape)
+        return Part(
+            name,
+            layer,
+            tuple(cached + sum(resident_bytes(tensor, layout) for tensor in tensors) for layout in layouts),
+            tuple(sum(bytes_read(tensor, layout) for tensor in tensors) for layout in layouts),
+            share,
+            products,
+            resident_cache=cached,
         )
 
     table, is_tied = file.tensors["token_embd.weight"], "output.weight" not in file.tensors
@@ -244,94 +267,34 @@ def parts_of(
     is_shared = tuple(
         is_tied and (isinstance(layout, Panels) or (layout is not None and not is_plain_table)) for layout in layouts
     )
-    parts = [Part("embd", 0, bytes_per_device([table]), (0.0,) * len(layouts), is_shared)]
+    # A row of the table is read, which takes no time.
+    parts = [replace(make("embd", 0, [table]), weights_read=(0.0,) * len(layouts), products={}, shared=is_shared)]
+    page = page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values)
+    scores = 2.0 * model.heads * model.head_size
     for layer in range(model.layers):
         tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{layer}.")]
         prefixes = ("attn", *(["post_attention"] if model.architecture.post_norms else []))
         attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
-        rest = [tensor for tensor in tensors if tensor not in attention]
-        pages = cache.pages(model.window_of(layer))
-        kv_bytes = float(pages * page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values))
-        read = read_bytes(attention, kv_bytes / cache.sequences / 2)
-        parts.append(Part("attn", layer, bytes_per_device(attention, kv_bytes), read))
-        parts.append(Part("ffn", layer, bytes_per_device(rest), read_bytes(rest)))
-    output = [replace(table, name="output.weight") if is_tied else file.tensors["output.weight"]]
-    return [*parts, Part("output", 0, bytes_per_device(output), read_bytes(output))]
+        experts = [tensor for tensor in tensors if "_exps." in tensor.name]
+        rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]
+        window = model.window_of(layer)
+        part = make("attn", layer, attention, cached=float(cache.pages(window) * page))
+        parts.append(replace(part, cache_bytes=page / PAGE, window=window, scores=scores))
+        parts.append(make("router" if experts else "ffn", layer, rest))
+        if experts:
+            parts.append(make("experts", layer, experts, model.experts_used / model.experts))
+    output = replace(table, name="output.weight") if is_tied else file.tensors["output.weight"]
+    return [*parts, make("output", 0, [output])]
+
+
+def _product_type(tensor: FileTensor) -> str:
+    """Type of a tensor's weights in products (`DeviceCost.products`)."""
+    return _PRODUCT_TYPES.get(tensor.type, QUANTIZED)
+
+
+_PRODUCT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def bytes_on(parts: Sequence[Part], device: int) -> float:
     """Bytes of all parts on one device."""
-    return _plan_bytes(parts, (device,) * len(parts))[device]
-
-
-def _plan_bytes(parts: Sequence[Part], devices: tuple[int, ...]) -> dict[int, float]:
-    """Resident bytes of each device; a table that embeddings and output share counts once."""
-    resident = dict.fromkeys(devices, 0.0)
-    for part, device in zip(parts, devices, strict=True):
-        if not (part.shared and part.shared[device] and devices[-1] == device):
-            resident[device] += part.resident_bytes[device]
-    return resident
-
-
-def best_plan(parts: Sequence[Part], costs: CostModel, limits: Mapping[int, int], row_bytes: int) -> LayerPlan | None:
-    """The fastest plan among those that fit, or None."""
-    best = None
-    for devices in _candidates(parts, costs, limits):
-        plan = _plan(parts, devices, costs, row_bytes)
-        if all(plan.resident_bytes.get(index, 0.0) <= limit for index, limit in limits.items()) and (
-            best is None or plan.seconds < best.seconds
-        ):
-            best = plan
-    return best
-
-
-def _candidates(parts: Sequence[Part], costs: CostModel, limits: Mapping[int, int]) -> Iterator[tuple[int, ...]]:
-    """Candidate plans: consecutive layers on each device, or feed-forward networks separate from attention."""
-    count = len(costs.devices)
-    devices = range(count)
-    orders = list(permutations(devices)) if count <= _MAX_ORDERED else [tuple(devices), tuple(reversed(devices))]
-    for order in orders:
-        for num_devices in range(1, count + 1):
-            yield from _contiguous_plans(parts, order[:num_devices], limits)
-    layers = [part for part in parts if part.name == "ffn"]
-    for first, second in permutations(devices, 2):
-        for first_on_second in range(len(layers)):
-            yield tuple(second if part.name == "ffn" and part.layer >= first_on_second else first for part in parts)
-
-
-def _contiguous_plans(
-    parts: Sequence[Part], order: Sequence[int], limits: Mapping[int, int]
-) -> Iterator[tuple[int, ...]]:
-    """Plans with consecutive layers: every cut for two devices; for more, each device takes the layers that fit."""
-    if len(order) == 2:
-        cuts = [index for index, part in enumerate(parts) if part.name in ("attn", "output")]
-        for cut in cuts:
-            yield tuple(order[index >= cut] for index in range(len(parts)))
-        return
-    devices, position, resident = [], 0, 0.0
-    for index, part in enumerate(parts):
-        device = order[position]
-        layer_parts = parts[index : index + 2] if part.name == "attn" else [part]
-        needed = sum(layer_part.resident_bytes[device] for layer_part in layer_parts)
-        if part.name != "ffn" and resident + needed > limits.get(device, math.inf) and position + 1 < len(order):
-            position, resident = position + 1, 0.0
-        resident += part.resident_bytes[order[position]]
-        devices.append(order[position])
-    yield tuple(devices)
-
-
-def _plan(parts: Sequence[Part], devices: tuple[int, ...], costs: CostModel, row_bytes: int) -> LayerPlan:
-    seconds, previous = 0.0, costs.host
-    for part, device in zip(parts, devices, strict=True):
-        seconds += _part_seconds(part, device, costs)
-        if device != previous and (previous, device) in costs.links:
-            link = costs.links[previous, device]
-            seconds += link.latency + row_bytes / link.bandwidth
-        previous = device
-    return LayerPlan(devices, seconds, _plan_bytes(parts, devices))
-
-
-def _part_seconds(part: Part, device: int, costs: CostModel) -> float:
-    """Time of a part for a token."""
-    cost = costs.devices[device]
-    return part.read[device] / cost.bandwidth + _KERNELS_PER_PART[part.name] * cost.launch
+    return resident_bytes_of(parts, (device,) * len(parts))[device]

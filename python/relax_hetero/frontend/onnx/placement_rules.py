@@ -54,7 +54,7 @@ def assign_devices(
         If a device is not among `vdevices`.
     """
     pairs = [(pattern, lookup(device, vdevices)) for pattern, device in rule_pairs(rules)]
-    patterns = _Patterns(pattern for pattern, _ in pairs)
+    patterns = Patterns(pattern for pattern, _ in pairs)
     all_nodes = list(walk_nodes(nodes))
     matched: set[int] = set()
     devices: dict[str, tvm.relax.VDevice] = {}
@@ -71,7 +71,7 @@ def assign_devices(
 def matching_patterns(nodes: list[NodeInfo], rules: PlacementRules) -> dict[str, str]:
     """Unique node name -> the first pattern that matches it, for nodes that match any."""
     texts = [pattern for pattern, _ in rule_pairs(rules)]
-    patterns = _Patterns(texts)
+    patterns = Patterns(texts)
     deciding: dict[str, str] = {}
     for node in walk_nodes(nodes):
         hits = patterns.matching((node.name, *node.aliases))
@@ -97,28 +97,33 @@ def rule_pairs(rules: PlacementRules) -> list[tuple[str, VDeviceSpec]]:
     return [(pattern, device) for pattern, device in pairs]
 
 
-class _Patterns:
+class Patterns:
     """Patterns, matched as globs or literally.
 
-    Patterns without wildcards are looked up in a dict, since a placement may name each of thousands of nodes.
+    Patterns are looked up by their text before the first wildcard, since a placement may name each of thousands of
+    nodes.
     """
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._exact: dict[str, set[int]] = {}
-        self._globs: list[tuple[int, re.Pattern[str]]] = []
+        self._globs: dict[str, list[tuple[int, re.Pattern[str]]]] = {}
         for index, pattern in enumerate(patterns):
             self._exact.setdefault(pattern, set()).add(index)
             if _WITHOUT_WILDCARD.fullmatch(pattern):
                 self._exact.setdefault(_BRACKETED_CHARACTER.sub(r"\1", pattern), set()).add(index)
             else:
-                self._globs.append((index, re.compile(translate(pattern))))
+                prefix = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+                self._globs.setdefault(prefix, []).append((index, re.compile(translate(pattern))))
+        self._lengths = sorted({len(prefix) for prefix in self._globs})
 
     def matching(self, names: Iterable[str]) -> set[int]:
         """The indices of the patterns that match any of these names."""
         matches: set[int] = set()
         for name in names:
             matches |= self._exact.get(name, set())
-            matches.update(index for index, glob in self._globs if glob.match(name))
+            for length in self._lengths:
+                candidates = self._globs.get(name[:length], ())
+                matches.update(index for index, glob in candidates if glob.match(name))
         return matches
 
 

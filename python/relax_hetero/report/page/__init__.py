@@ -20,7 +20,7 @@ _FOLDER = Path(__file__).parent
 # In order of execution: each adds to the object of the first.
 _SCRIPTS = (
     *("base", "words", "tiles", "layers", "model", "picture", "view", "graph", "panel", "search", "overview"),
-    *("charts", "timeline", "memory", "roofline", "tables", "passes", "timings", "token", "compare", "start"),
+    *("charts", "timeline", "memory", "roofline", "tables", "passes", "timings", "token", "plan", "compare", "start"),
 )
 # Data that a notebook shows of an executable.
 _FRAGMENT_KEYS = frozenset(
@@ -108,7 +108,7 @@ def _libraries(data: dict[str, Any], previous: dict[str, Any] | None) -> list[st
     if data.get("nodes"):
         used += ["cytoscape.min.js", "d3-dag.min.js"]
     is_timed = any(group.get("seconds") for group in data.get("groups") or ())
-    if is_timed or any(data.get(part) for part in ("timeline", "memory", "profile", "token", "bench", "chat")):
+    if is_timed or any(data.get(part) for part in ("timeline", "memory", "profile", "token", "plan", "bench", "chat")):
         used += ["echarts.min.js"] if set(data) - _FRAGMENT_KEYS else []
     if any(data.get(part) for part in ("tables", "profile", "bench", "chat")) or previous is not None:
         used += ["tabulator.min.js", "tabulator.min.css"]

@@ -23,8 +23,9 @@ from .block_spec import PanelProduct, RowBlock
 PANEL_ROWS = 8
 """Time of reading and unpacking a panel, in rows that are multiplied by it."""
 
-TOKEN_BLOCK = 512
-"""Number of tokens that are sorted together: more give more rows of each expert, and take more memory."""
+TOKEN_BLOCK = 4096
+"""Number of tokens that are sorted together: more give more rows of each expert, whose weights are unpacked once for
+all of them, and take more memory."""
 
 
 def emit_loops(product: PanelProduct, cpu: CpuTarget, index: OperandView | None) -> None:

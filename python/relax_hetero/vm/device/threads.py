@@ -20,7 +20,7 @@ from tvm import runtime
 
 from ...artifact.metadata import CPU, DeviceSpec
 from ...errors import HeteroError
-from ...target.cpu_cores import num_cores
+from ...target.cpu_cores import configured_threads, num_cores
 from . import workers
 
 CALLS_BEFORE_WIDENING = 32
@@ -104,7 +104,7 @@ def attach_threads(devices: Sequence[DeviceSpec], module: runtime.Module) -> Thr
 
 def threads_for(devices: Sequence[DeviceSpec]) -> int:
     """The number of threads for code of these devices, including the caller."""
-    configured = _configured_threads()
+    configured = configured_threads()
     if configured:
         return configured
     compiled = [device.num_cores for device in devices if device.device_type == CPU]
@@ -119,13 +119,8 @@ def threads_of_queues(cores: Sequence[int]) -> list[int]:
     cores : sequence of int
         Number of cores that each device's code was compiled for; 0 if unspecified.
     """
-    share = max(1, (_configured_threads() or num_cores()) // max(1, len(cores)))
+    share = max(1, (configured_threads() or num_cores()) // max(1, len(cores)))
     return [min(share, count or share) for count in cores]
-
-
-def _configured_threads() -> int:
-    text = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
-    return int(text) if text.isdigit() else 0
 
 
 def reserve_threads(threads: Threads) -> None:

@@ -144,7 +144,7 @@ def test_measured(monkeypatch, tmp_path):
     monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path))
     vdevices = parse_vdevices(["llvm", "llvm"])
     device = measure_devices._measure_device(vdevices[0])
-    assert set(device.products) == set(measure_devices.TYPES)
+    assert set(device.products) == {*measure_devices.TYPES, "quantized"}
     assert all(1e9 < rate < 1e15 for rate in device.products.values())
     assert 1e8 < device.bandwidth < 1e13 and 1e-8 <= device.launch < 1e-2 and 0 < device.call < 1
     for link in measure_devices._measure_links(*vdevices):

@@ -201,4 +201,6 @@ def test_the_command_line(tmp_path):
     assert explain("--place-auto", "--memory-limit", "llvm=1GB")[0] == 0
     code, output = explain("--place-auto", "--memory-limit", "llvm:0=10")
     assert code == 1 and "no placement within memory_limit" in output
-    assert explain("--memory-limit", "llvm:0=10")[0] == 2 and explain("--place-auto", "--memory-limit", "10")[0] == 2
+    assert explain("--memory-limit", "llvm:0=10") == (code, output)
+    assert explain("--place", "*=llvm", "--memory-limit", "llvm:0=10")[0] == 2
+    assert explain("--place-auto", "--memory-limit", "10")[0] == 2

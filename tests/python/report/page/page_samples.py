@@ -180,3 +180,29 @@ def chat_data() -> dict[str, Any]:
     answer |= {"tokens": 3, "tokens_per_second": 40.0, "pieces": pieces}
     short = answer | {"tokens": 1, "tokens_per_second": None, "pieces": pieces[:1]}
     return {"schema": 1, "kind": "chat", "title": "a chat", "chat": {"answers": [answer, answer, short]}}
+
+
+def plan_data() -> dict[str, Any]:
+    """The plan of a mixture of four layers, two of whose experts are on the CPU."""
+    gib = 1 << 30
+    figures = {"weights": gib, "cache": 0, "seconds": 1e-3, "reason": "auto, no device is faster"}
+    parts = [{"name": "embd", "layer": None, "device": "llvm:0", **figures}]
+    for layer in range(4):
+        experts = "llvm:0" if layer < 2 else "cuda:0"
+        for name, device in (("attn", "cuda:0"), ("router", "cuda:0"), ("experts", experts)):
+            parts.append({"name": name, "layer": layer, "device": device, **figures})
+    parts.append({"name": "output", "layer": None, "device": "cuda:0", **figures})
+    use = {"working": 0, "cache": 0, "weights": 2 * gib, "seconds": 1e-3}
+    return {
+        **{"schema": 1, "kind": "plan", "title": "mixture", "devices": [{"name": "llvm:0"}, {"name": "cuda:0"}]},
+        "notes": ["a sentence"],
+        "plan": {
+            **{"layers": 4, "experts": 8, "cached": 2048, "is_auto": True, "parts": parts},
+            "devices": [
+                {"name": "llvm:0", "limit": None, "left": None, **use},
+                {"name": "cuda:0", "limit": 3 * gib, "left": gib, **use},
+            ],
+            "speeds": [{"work": "decode", "tokens": 1, "tokens_per_second": 273.1}],
+            "curves": {"cuda:0": [[0, None], [2 * gib, 100.0], [4 * gib, 300.0]]},
+        },
+    }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from relax_hetero.report.page import fragment_of, page_of
-from report.page.page_samples import chat_data, report_data, timed_data
+from report.page.page_samples import chat_data, plan_data, report_data, timed_data
 
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright")
 
@@ -258,6 +258,20 @@ def test_a_benchmark_and_a_token_are_drawn(opened, tmp_path):
     for part in ("relax-hetero", "2.00 ms", "ValueError: <no op>"):
         assert part in text
     assert "relax-hetero 2.00 ms, ONNX Runtime 4.00 ms" in page.locator("#bench [role=img]").get_attribute("aria-label")
+    page.close()
+
+
+def test_a_plan_is_drawn(opened, tmp_path):
+    path = tmp_path / "plan.html"
+    path.write_text(page_of(plan_data()))
+    page = opened(where=path.as_uri())
+    drawn(page, "plan")
+    assert page.locator("#plan .cards b").first.inner_text() == "273"
+    words = [page.locator("#plan .chart").nth(index).get_attribute("aria-label") for index in range(3)]
+    assert "attention 0 on llvm:0, 4 on cuda:0; router, norms 0 on llvm:0, 4 on cuda:0; experts 2 on llvm:0" in words[0]
+    assert "cuda:0 weights 2.00 GiB" in words[1] and "left 1.00 GiB" in words[1]
+    assert words[2].endswith("cuda:0 2.00 GiB 100, 4.00 GiB 300.")
+    assert page.locator("#plan canvas").count() == 3
     page.close()
 
 

@@ -52,7 +52,7 @@
       const known = cards.filter(([, value]) => value !== null);
       if (known.length) body.append(make("ul", { class: "cards" }, known.map(([name, value]) => make("li", {}, make("b", {}, value), report.word(name)))));
       if (data.profile || (data.suggestions || []).length) body.append(make("div", { class: "pair" }, whereTimeGoes(), whatToChange()));
-      if (devices.length) {
+      if (devices.some((device) => report.known(device.ops))) {
         const most = Math.max(1, ...devices.map((device) => device.ops || 0));
         const head = ["Device", "Target", "Ops", "Weights", "Transfers in", "Memory speed"];
         const rows = devices.map((device) => [make("span", { class: "named" }, report.dot(device.name), device.name), make("code", { class: "target", title: device.target }, briefly(device.target || "")),

@@ -25,6 +25,7 @@
   if (charts) report.drawRoofline();
   if (has("profile")) report.drawProfile();
   if (has("token") && charts) report.drawToken();
+  if (has("plan") && charts) report.drawPlan();
   if (has("bench")) report.drawBench();
   if (has("chat") && charts) report.drawChat();
   if (has("passes")) report.drawPasses();

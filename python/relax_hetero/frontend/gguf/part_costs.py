@@ -1,0 +1,153 @@
+"""Units of placement of a language model, and the time that a device takes for one.
+
+A part reads weights and cached keys and values, and multiplies. It takes the longer of both, and the launches of its
+kernels. Rows of a mixture of experts choose experts independently of each other: a prompt of many tokens reads nearly
+all, a token the few that it chose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...transform.record.form_mailboxes import MAX_BYTES
+from ..auto.cost_model import CostModel
+
+_KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "router": 4, "experts": 6, "output": 2}
+"""Approximate number of kernels of a part."""
+
+_OPERATIONS = 2.0
+"""Operations of a multiply-add."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """Call of a language model.
+
+    Attributes
+    ----------
+    rows : int
+        Consecutive tokens of one sequence: 1, or those of a prefill chunk.
+    cached : int
+        Tokens of the sequence before them.
+    """
+
+    rows: int
+    cached: int
+
+
+def prefill_steps(tokens: int, chunk: int) -> list[Step]:
+    """Calls for a prompt; the last chunk is computed whole."""
+    return [Step(chunk, begin) for begin in range(0, tokens, chunk)]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Unit of placement: embeddings, the output, or a part of a layer.
+
+    Attributes
+    ----------
+    name : str
+        "embd"; "attn": attention; "ffn": the rest of a layer without experts; "experts": those that tokens choose;
+        "router": the rest of a layer with experts (norms, shared experts); "output".
+    layer : int
+    resident_bytes : tuple of float
+        Bytes of weights and cache on each device.
+    weights_read : tuple of float
+        Bytes of weights that many rows read on each device, infinite on devices without a kernel.
+    share : float
+        Fraction of them that one row reads.
+    products : mapping from str to float
+        Multiply-adds of a row by the type of the weights (`DeviceCost.products`).
+    cache_bytes : float
+        Bytes of keys and values of a position.
+    window : int
+        Maximum number of positions that a row attends to; 0: all.
+    scores : float
+        Multiply-adds of a row for each position.
+    shared : tuple of bool
+        For the embeddings, True for each device on which the output product reads the same bytes.
+    resident_cache : float
+        Bytes of the cache in `resident_bytes`.
+    """
+
+    name: str
+    layer: int
+    resident_bytes: tuple[float, ...]
+    weights_read: tuple[float, ...]
+    share: float = 1.0
+    products: Mapping[str, float] = field(default_factory=dict)
+    cache_bytes: float = 0.0
+    window: int = 0
+    scores: float = 0.0
+    shared: tuple[bool, ...] = ()
+    resident_cache: float = 0.0
+
+    def touched(self, rows: int) -> float:
+        """Expected fraction of the weights that rows read, which choose experts independently of each other."""
+        return 1.0 - (1.0 - self.share) ** rows
+
+    def read_bytes(self, device: int, step: Step) -> float:
+        """Bytes that a step reads on a device."""
+        return self.weights_read[device] * self.touched(step.rows) + self.cache_bytes * self._positions(step)
+
+    def seconds(self, device: int, costs: CostModel, step: Step) -> float:
+        """Time of a step on a device."""
+        cost = costs.devices[device]
+        rows = 1 if self.name == "output" else step.rows  # prefill returns the logits of one row
+        compute = sum(rows * count / cost.products.get(kind, cost.flops) for kind, count in self.products.items())
+        # Attention multiplies 16-bit floats where that is faster, as on GPUs.
+        compute += rows * self.scores * self._positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
+        compute *= _OPERATIONS
+        return max(self.read_bytes(device, step) / cost.bandwidth, compute) + _KERNELS[self.name] * cost.launch
+
+    def _positions(self, step: Step) -> float:
+        """Mean number of positions that a row attends to."""
+        positions = step.cached + (step.rows + 1) / 2
+        return min(positions, self.window or positions)
+
+
+def crossings(parts: Sequence[Part], devices: Sequence[int], host: int) -> Iterator[tuple[int, int]]:
+    """Source and destination of each transfer of activations.
+
+    Rows follow the parts; those of experts come back, because the rest of the layer adds their result.
+    """
+    previous = host
+    for part, device in zip(parts, devices, strict=True):
+        if device == previous:
+            continue
+        yield previous, device
+        if part.name == "experts":
+            yield device, previous
+        else:
+            previous = device
+
+
+def crossing_seconds(costs: CostModel, source: int, destination: int, size: float) -> float:
+    """Time of a transfer of activations; 0 from an implicit host without links."""
+    link = costs.links.get((source, destination))
+    if link is None or source == destination:
+        return 0.0
+    latency = link.latency if link.mailbox is None or size > MAX_BYTES else link.mailbox
+    return latency + size / link.bandwidth
+
+
+def step_seconds(
+    parts: Sequence[Part], devices: Sequence[int], costs: CostModel, row_bytes: float, step: Step
+) -> float:
+    """Time of a step whose parts run one after the other; `row_bytes` are those of a row of activations."""
+    seconds = sum(part.seconds(device, costs, step) for part, device in zip(parts, devices, strict=True))
+    size = row_bytes * step.rows
+    return seconds + sum(
+        crossing_seconds(costs, source, destination, size)
+        for source, destination in crossings(parts, devices, costs.host)
+    )
+
+
+def resident_bytes_of(parts: Sequence[Part], devices: Sequence[int]) -> dict[int, float]:
+    """Bytes on each device; a table that embeddings and output share counts once."""
+    resident = dict.fromkeys(devices, 0.0)
+    for part, device in zip(parts, devices, strict=True):
+        if not (part.shared and part.shared[device] and devices[-1] == device):
+            resident[device] += part.resident_bytes[device]
+    return resident

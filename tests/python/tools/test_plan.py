@@ -1,0 +1,216 @@
+"""``relax-hetero explain`` of a GGUF file: its plan before anything is compiled."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
+from relax_hetero.display.console import show
+from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
+from relax_hetero.frontend.from_gguf import hyperparameters_of
+from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.model_plan import ModelPlan, plan_model
+from relax_hetero.report.page import data_of
+from relax_hetero.report.text.plan_tables import lines, plan_tables
+from relax_hetero.target.make_vdevice import parse_vdevices
+
+from .conftest import parsed
+
+GPU = {"kind": "cuda", "arch": "sm_90a"}
+ON_BOTH = ["--vdevice", "llvm", "--vdevice", json.dumps(GPU)]
+# A CPU of 100 GB/s and a GPU of 2 TB/s.
+COSTS = CostModel(
+    [
+        DeviceCost(1e12, 100e9, 1e-6, {"quantized": 4e12, "float16": 1e12}),
+        DeviceCost(40e12, 2e12, 2e-6, {"quantized": 400e12, "float16": 400e12}),
+    ],
+    {(0, 1): LinkCost(20e9, 10e-6), (1, 0): LinkCost(20e9, 10e-6)},
+    0,
+)
+GIB = 1 << 30
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Qwen 3 30B-A3B in 4 bits, without its numbers."""
+    return write_gguf(tmp_path_factory.mktemp("large") / "model.gguf", QWEN3_30B, FOUR_BITS, sparse=True)
+
+
+@pytest.fixture(scope="module")
+def planned(large: Path) -> Callable[..., ModelPlan]:
+    """Plan the model on a CPU and a GPU."""
+    file = read_gguf(large)
+    model, vdevices = hyperparameters_of(file), parse_vdevices(["llvm", GPU])
+    cache = PagedCache((1, 8), (32, 256), None, 4096)
+
+    def plan(placement="auto", limit: int | None = None) -> ModelPlan:
+        return plan_model(file, model, cache, vdevices, placement, COSTS, {} if limit is None else {1: limit})
+
+    return plan
+
+
+def test_a_file_is_planned_from_its_metadata(invoke: Callable[..., Result], large: Path):
+    """A 17 GB file without weights."""
+    assert large.stat().st_size > 17e9
+    result = invoke("explain", large, *ON_BOTH, "--memory-limit", "cuda=12GiB")
+    assert result.exit_code == 0, result.output
+    text = " ".join(result.stdout.split())
+    for pattern in (r"attention │ \d+-47 │ cuda:0", r"experts │ 0-\d+ │ llvm:0 .* the memory of cuda:0 is too small"):
+        assert re.search(pattern, text)
+    assert "prefill of 4,096 tokens, in chunks of 256" in text and "Nothing was compiled" in text
+    assert "One GiB more on cuda:0: " in text and "Copies of experts of a layer from llvm:0 to cuda:0" in text
+
+
+def test_a_plan_has_each_part_and_all_bytes(planned, large: Path):
+    plan = planned(limit=12 * GIB)
+    assert [part.name for part in plan.parts] == ["embd", *["attn", "router", "experts"] * 48, "output"]
+    cpu, gpu = plan.devices
+    assert 0 <= gpu.left < GIB
+    assert gpu.left == 12 * GIB - gpu.weights - gpu.cache - gpu.working
+    # Keys and values of 4 heads of 128 numbers, 2 bytes each, for 8 sequences in 48 layers.
+    assert cpu.cache + gpu.cache == 8 * 4096 * 48 * 2 * 4 * 128 * 2
+    for use in plan.devices:
+        own = [part for part in plan.parts if part.device == use.name]
+        assert use.weights == pytest.approx(sum(part.weights for part in own), abs=200)
+        assert use.seconds == sum(part.seconds for part in own)
+    # A token also waits for activations on their way.
+    assert plan.speeds[0].seconds > cpu.seconds + gpu.seconds
+    assert cpu.left is None and cpu.limit is None
+
+
+def test_more_memory_brings_what_a_plan_for_it_has(planned):
+    plan, more = planned(limit=12 * GIB), planned(limit=13 * GIB)
+    assert plan.more[0].device == "cuda:0"
+    assert plan.more[0].tokens_per_second == pytest.approx(more.speeds[0].tokens_per_second)
+    assert plan.more[0].parts["experts"] > 0
+    rates = [rate for _, rate in plan.curves["cuda:0"]]
+    assert rates == sorted(rates)
+    below = max(point for point in plan.curves["cuda:0"] if point[0] <= 12 * GIB)
+    assert below[1] <= plan.speeds[0].tokens_per_second * 1.01
+    whole = planned(limit=48 * GIB)
+    assert plan.curves["cuda:0"][-1][1] == pytest.approx(whole.speeds[0].tokens_per_second)
+    assert "One GiB more on cuda:0 brings nothing." in list(lines(whole))
+
+
+def test_experts_are_copied_for_long_chunks_only(planned):
+    streaming = planned({"blk.*_exps": "llvm", "*": "cuda"}).streaming
+    here, copied = streaming.seconds[4096]
+    assert copied < here
+    # All experts of a layer, as the GPU stores them, over the link.
+    layer = next(part for part in planned({"*": "cuda"}).parts if part.name == "experts")
+    assert copied == pytest.approx(layer.weights / 20e9, rel=0.01)
+    # A chunk of that length takes the CPU as long: 8 experts of 3 * 2048 * 768 weights a token, at 4 TFLOP/s.
+    assert streaming.rows == pytest.approx(copied * 4e12 / (2 * 8 * 3 * 2048 * 768), rel=0.1)
+    assert planned("auto").streaming is None  # all on the GPU
+    assert planned({"*": "llvm"}).streaming is None
+
+
+def test_rules_place_parts(planned):
+    plan = planned({"blk.*.ffn_*_exps": "llvm", "token_embd": "llvm", "*": "cuda"})
+    devices = {(part.name, part.device) for part in plan.parts}
+    assert devices == {
+        *(("embd", "llvm:0"), ("experts", "llvm:0")),
+        *(("attn", "cuda:0"), ("router", "cuda:0"), ("output", "cuda:0")),
+    }
+    assert {part.reason for part in plan.parts if part.name == "experts"} == {"rule 'blk.*.ffn_*_exps'"}
+    assert not plan.more and not plan.curves
+    assert {part.device for part in planned({}).parts} == {"llvm:0"}  # the default device
+    small = planned({"*": "cuda"}, limit=GIB)
+    assert small.devices[1].left < 0
+    assert any("The plan does not fit cuda:0: it exceeds the limit by" in line for line in lines(small))
+
+
+def test_the_text_of_a_plan(planned):
+    text = io.StringIO()
+    show(plan_tables(planned({"*": "llvm"})), text)
+    table = [line.rstrip() for line in text.getvalue().splitlines()]
+    assert [line for line in table if line and not set(line) & set("┏┃┡│└")] == [
+        "Plan",
+        "Devices",
+        "Expected speed",
+        "model.gguf: qwen3moe of 48 layers, 8 of 128 experts for a token; the cache has 8 sequences of 4,096 tokens. "
+        "Nothing was compiled.",
+        "Rates of memory, products and transfers are assumed (tables), not measured. Estimated, too, is other memory: "
+        "activations and, on GPUs, context and code.",
+    ]
+    assert [line.split("│")[1].strip() for line in table if line.startswith("│")] == [
+        *("embeddings", "attention", "router, norms", "experts", "output"),
+        *("llvm:0", "cuda:0"),
+        "decode, 1 text, after 2,048 tokens",
+        "prefill of 512 tokens, in chunks of 256",
+        "prefill of 4,096 tokens, in chunks of 256",
+    ]
+
+
+def test_prefill_reads_an_expert_once_for_a_chunk(planned):
+    """One row reads 8 of 128 experts, many rows all of them."""
+    plan = planned({"*": "llvm"})
+    decode, short, long = plan.speeds
+    assert (short.tokens, long.tokens) == (512, 4096)
+    assert 2 * decode.tokens_per_second < short.tokens_per_second
+    assert long.seconds > 8 * short.seconds  # attention reads more
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_architecture_is_planned(name, tmp_path, invoke):
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], sparse=True)
+    data = parsed(invoke("explain", path, *ON_BOTH, "--place-auto", "--json"))
+    assert data["layers"] == MODELS[name].layers and data["context"] == 512
+    assert data["speeds"][0]["tokens_per_second"] > 0
+    assert sum(part["layer"] is None for part in data["parts"]) == 2
+
+
+def test_a_page_shows_the_plan(invoke, tmp_path):
+    path, page = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], sparse=True), tmp_path / "plan.html"
+    options = ["--memory-limit", "cuda=600MiB", "--context", 256, "--slots", 2]
+    result = invoke("explain", path, *ON_BOTH, *options, "--html", page)
+    assert result.exit_code == 0 and not result.stdout, result.output
+    data = data_of(page.read_text())
+    assert (data["kind"], data["title"]) == ("plan", "model")
+    plan = data["plan"]
+    assert (plan["context"], plan["slots"], plan["is_auto"]) == (256, 2, True)
+    assert list(plan["curves"]) == ["cuda:0"] and plan["devices"][1]["limit"] == 600 << 20
+    assert 'data-library="echarts.min.js"' in page.read_text()
+    result = invoke("explain", path, "--html", tmp_path / "plan.json")
+    assert json.loads((tmp_path / "plan.json").read_text())["plan"]["devices"][0]["name"] == "llvm:0"
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "message"),
+    [
+        (["--memory-limit", "cuda=24GiB"], 1, "'cuda'"),
+        (
+            [*ON_BOTH, "--memory-limit", "cuda=100MiB", "--memory-limit", "llvm=1MiB"],
+            1,
+            "no split by layers or by parts",
+        ),
+        (["--vdevice", "nonsense"], 1, "nonsense"),
+        ([*ON_BOTH, "--place", "*=cuda:1"], 1, "cuda:1"),
+        ([*ON_BOTH, "--place", "*=cuda", "--memory-limit", "cuda=1GiB"], 2, "excludes --place"),
+        (["token", "--context", "256"], 2, "--context and --slots go with the plan"),
+        (["--compare", "{model}"], 2, "--compare goes with"),
+        (["--objective", "throughput", "--place-auto"], 2, "objective go with an ONNX file"),
+        (["--html", "absent/plan.html"], 1, "there is no folder absent"),
+        (["--html", "{model}"], 2, "is the model itself"),
+    ],
+)
+def test_mistakes_are_named(options, code, message, invoke, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], sparse=True)
+    result = invoke("explain", path, *(text.replace("{model}", str(path)) for text in options))
+    assert result.exit_code == code, result.output
+    assert message in " ".join(result.output.split())
+
+
+def test_a_file_that_is_none_is_refused(invoke, tmp_path):
+    path = tmp_path / "model.gguf"
+    path.write_bytes(b"nothing of the kind")
+    result = invoke("explain", path, *ON_BOTH, "--memory-limit", "cuda=24GiB")
+    assert result.exit_code == 1
+    assert "is not a readable GGUF file: it begins with b'noth', expected b'GGUF'" in " ".join(result.output.split())
