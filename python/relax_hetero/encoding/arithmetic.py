@@ -32,7 +32,8 @@ def operations(problem: Any) -> int:
     if isinstance(problem, ConvProblem):
         return 2 * _count(*problem.result.shape, *problem.weight.shape[1:])
     if isinstance(problem, QuantizedMatmulProblem):
-        return 2 * _count(*problem.result.shape, problem.depth)
+        used = 1 if problem.shares is None else problem.shares.shape[1]
+        return 2 * problem.products * _count(*problem.result.shape, used, problem.depth)
     if isinstance(problem, AttentionProblem):
         sizes = dict(problem.sizes)
         scores = _count(*(sizes[name] for name in ("b", "h", "m", "n")))
@@ -59,7 +60,7 @@ def precision(problem: Any) -> str:
     if isinstance(problem, QuantizedMatmulProblem):
         form = problem.form
         weight = form.name if form is not None and form.superblock_bytes else f"int{problem.bits}"
-        return f"{weight}*{short_name(problem.lhs.dtype)}"
+        return f"{weight}*{short_name(problem.lhs_type)}"
     if isinstance(problem, AttentionProblem):
         return _product(problem.query.dtype, problem.key.dtype, "float32")
     if isinstance(problem, CachedAttentionProblem) and problem.rows != APPEND:

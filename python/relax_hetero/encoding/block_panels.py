@@ -174,6 +174,10 @@ class Panels:
         """Return whether kernels multiply weights of a format."""
         return PanelPlan(form, depth, self.columns).fits()
 
+    def multiplies(self, form: BlockFormat, dtype: str) -> bool:
+        """Return whether kernels multiply a left operand of a type by weights that `fits` accepts."""
+        return dtype in self.lhs_types
+
     def fits_matrices(self, n: int) -> bool:
         """Return whether kernels multiply each row by one of several matrices of n columns."""
         return n > 0

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from ..target.cpu_target import CpuTarget
+from ..target.element_types import bytes_of
 from ..target.tiles import tile_columns
-from .block_formats import BlockFormat, read_block_weights, split_numpy_rows
+from .block_formats import BlockFormat, split_numpy_rows
 from .block_panels import BlockSource, PanelPlan, Panels, Zeros, in_chunks, padded_to
 
 GROUP = 8
@@ -33,9 +35,17 @@ def bytes_of_row(depth: int, bits: int) -> int:
 
 
 def chunk_of(bits: int) -> int:
-    """Extent of k in a fragment block of 16 columns by 32 lanes: a lane's 16 bytes are 32 weights of 4 bits."""
-    return 256 // bits
+    """Extent of k in a fragment block of 16 columns by 32 lanes: 16 bytes of a lane, and its plane of high bits."""
+    return 64 if bits < 8 else 256 // bits
 
+
+def lane_words(bits: int) -> int:
+    """Words of a lane in a fragment block: four, and one or two of the high bits of 5 or 6."""
+    return chunk_of(bits) * bits // 64
+
+
+MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS = 255, 16
+"""Maximum pairs of a token and an expert, and experts of a token, of kernels of two products and of weighted sums."""
 
 FRAGMENT_COLUMNS = 16
 """Columns in a fragment block."""
@@ -65,6 +75,46 @@ def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> n
     """
     weights = np.stack([data & 15, data >> 4], axis=-1).reshape(len(data), 2 * data.shape[1]) if bits == 4 else data
     return _fragments(weights[:, :depth], block, bits)
+
+
+def _fragments_of_quants(quants: np.ndarray, block: int, bits: int) -> np.ndarray:
+    """Fragments from one byte for each weight, (n, depth), of 4, 5, 6 or 8 bits.
+
+    The last axis of a chunk of 5 or 6 bits is one in name only: the low 4 bits of all lanes come first, as for 4 bits,
+    then their high bits, a word or two of each lane: bits 0 and 16 (0-1 and 16-17) are the first two weights of the
+    first column, the next those of the second, then the next two, as the instructions read them.
+    """
+    if bits in (4, 8):
+        return _fragments(quants, block, bits)
+    low, high = _fragments(quants & np.uint8(15), block, 4), _high_bits(quants >> np.uint8(4), block, bits - 4)
+    planes = [plane.reshape(*plane.shape[:2], -1) for plane in (low, high)]
+    return np.concatenate(planes, 2).reshape(*low.shape[:3], lane_words(bits))
+
+
+def _high_bits(values: np.ndarray, block: int, bits: int) -> np.ndarray:
+    """Words of one or two high bits, (tiles, chunks, 32, bits); see `_fragments_of_quants`."""
+    (rows, depth), chunk = values.shape, chunk_of(4)
+    tiles, chunks, run = -(-rows // FRAGMENT_COLUMNS), -(-depth // chunk), int(np.gcd(block, chunk))
+    padded = padded_to(values, tiles * FRAGMENT_COLUMNS, chunks * chunk, "uint8")
+    # Axes: tile, half of the columns, column, chunk, run, quarter, step, pair, weight of the pair.
+    split = padded.reshape(tiles, 2, 8, chunks, chunk // run, 4, run // 16, 2, 2)
+    if bits == 1:
+        ordered = split.transpose(0, 3, 2, 5, 8, 4, 6, 7, 1).reshape(tiles, chunks, 32, 32)
+        return np.packbits(ordered, axis=-1, bitorder="little").view("<i4")
+    ordered = split.transpose(0, 3, 2, 5, 4, 6, 8, 7, 1).reshape(tiles, chunks, 32, 2, 2, 2, 4)
+    fours = np.ascontiguousarray(ordered.swapaxes(4, 5)).view("<u4")[..., 0]
+    pairs = fours | fours >> np.uint32(6)
+    return (pairs | pairs >> np.uint32(12)).astype(np.uint8).reshape(tiles, chunks, 32, 8).view("<i4")
+
+
+def _plain_fragments(numbers: np.ndarray) -> np.ndarray:
+    """Fragments of 16-bit floats, (n, depth) of uint16: words are the registers of an instruction."""
+    (rows, depth), chunk = numbers.shape, chunk_of(16)
+    tiles, chunks = -(-rows // FRAGMENT_COLUMNS), -(-depth // chunk)
+    padded = padded_to(numbers, tiles * FRAGMENT_COLUMNS, chunks * chunk, "uint16")
+    # Axes: tile, half of the columns, column, chunk, quarter, pair.
+    words = np.ascontiguousarray(padded).view("<i4").reshape(tiles, 2, 8, chunks, 4, 2)
+    return words.transpose(0, 3, 2, 4, 5, 1).reshape(tiles, chunks, 32, 4)
 
 
 def _fragments(weights: np.ndarray, block: int, bits: int) -> np.ndarray:
@@ -99,12 +149,17 @@ _MAX_ZERO_POINT = 127
 """The highest zero point that kernels subtract from 4-bit weights before they multiply."""
 
 
+_PART_TYPES = {"float16": "float16", "e8m0": "uint8", "int8": "int8"}
+"""Element types of scales in fragments, by their kinds in a file."""
+
+
 @dataclass(frozen=True)
 class Fragments:
-    """Weights in fragments of GPUs' tensor cores; scales and minimums are float16 where that is exact.
+    """Weights in fragments of GPUs' tensor cores, in as many bits as a file has.
 
-    Formats of 4 bits stay 4 bits; codes of 5, 6 and 8 bits, and codes of tables except those of fp4, are stored as
-    bytes, code + 128. Scales and minimums of K formats are float32: products of their integers and float16.
+    Scales and minimums are those of the file: float16, or bytes of e8m0. Those of K formats stay integers, (blocks, 8,
+    2 or 4), a lane's scales and then minimums, beside the factors of superblocks, float16, in the same form; minimums'
+    are negative. Scales of separate arrays are float16 where that is exact. Plain numbers have none.
     """
 
     lhs_types = ("float32", "float16", "bfloat16")
@@ -114,8 +169,14 @@ class Fragments:
 
     def fits(self, form: BlockFormat, depth: int) -> bool:
         """Return whether kernels multiply weights of a format."""
+        if form.is_plain:
+            return True
         bits = (4, 5, 6, 8) if form.superblock_bytes else (4, 8)
-        return form.bits in bits and form.block % 16 == 0
+        return form.bits in bits and form.block % 16 == 0 and (form.is_float4 or not form.codes)
+
+    def multiplies(self, form: BlockFormat, dtype: str) -> bool:
+        """Return whether kernels multiply a left operand of a type by weights that `fits` accepts."""
+        return not form.is_plain or dtype in PLAIN_LHS_TYPES[form.name]
 
     def fits_matrices(self, n: int) -> bool:
         """Return whether kernels multiply each row by one of several matrices of n columns."""
@@ -140,6 +201,8 @@ class Fragments:
         return [fragments, *(_joined(parts, zeros) for parts in zip(*factors, strict=True))]
 
     def _pack_rows(self, source: BlockSource) -> list[np.ndarray]:
+        if source.form.is_plain:
+            return [_plain_fragments(source.arrays[0].view("<u2"))]
         if source.form.superblock_bytes:
             return _pack_superblocks(source)
         data, scales, *zeros = source.arrays
@@ -149,10 +212,28 @@ class Fragments:
         return [weights, *map(pack_fragment_blocks, [_as_float16_if_exact(scales), *zeros])]
 
     def shapes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> list[list[int]]:
-        """Shapes of the weights, and of scales and zero points, of matrices with n columns each."""
+        """Shapes of the weights, and of scales and zero points or factors, of matrices with n columns each."""
         tiles = matrices * -(-n // FRAGMENT_COLUMNS)
+        weights = [tiles, -(-depth // chunk_of(form.bits)), 32, lane_words(form.bits)]
+        if form.is_plain:
+            return [weights]
         blocks = [tiles, -(-depth // form.block), 8, 2]
-        return [[tiles, -(-depth // chunk_of(stored_bits(form))), 32, 4], *[blocks] * (1 + bool(form.minimum))]
+        if form.scale == "int8":
+            blocks[-1] = 4 if form.minimum else 2
+            return [weights, blocks, [tiles, -(-depth // form.superblock_size), *blocks[2:]]]
+        return [weights, *[blocks] * (1 + bool(form.minimum))]
+
+    def packed_bytes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> int:
+        """Bytes of matrices of a file with n columns each."""
+        weights, *others = self.shapes(n, form, depth, matrices)
+        types = [_PART_TYPES.get(form.scale, ""), "float16"]
+        return 4 * prod(weights) + sum(
+            prod(shape) * bytes_of(dtype) for shape, dtype in zip(others, types, strict=False)
+        )
+
+
+PLAIN_LHS_TYPES = {"f16": ("float16",), "bf16": ("bfloat16", "float32")}
+"""Types of left operands that kernels multiply by 16-bit floats; float32 is a sum of bfloat16."""
 
 
 def _joined(parts: Sequence[np.ndarray], zeros: Zeros) -> np.ndarray:
@@ -161,24 +242,21 @@ def _joined(parts: Sequence[np.ndarray], zeros: Zeros) -> np.ndarray:
     return np.concatenate(parts, out=zeros(shape, str(np.result_type(*parts))))
 
 
-def stored_bits(form: BlockFormat) -> int:
-    """Bits of a weight of a format in fragments."""
-    return 4 if form.bits == 4 and (form.is_float4 or not form.codes) else 8
-
-
 def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
-    """Pack rows of a file's bytes as fragments, scales, and minimums where the format has them."""
-    form, depth = source.form, source.depth
-    weights = read_block_weights(source.arrays[0], form, depth)
-    assert weights.scales is not None, "plain numbers cannot be stored in fragments"
-    bits = stored_bits(form)
-    if form.is_float4:
-        quants = split_numpy_rows(source.arrays[0], form, depth).quants
-    else:
-        quants = weights.codes.view(np.uint8) - np.uint8((form.min_code if bits == 4 else -128) & 255)
-    factors = [array for array in (weights.scales, weights.minimums) if array is not None]
-    fragments = _fragments(quants, form.block, bits)
-    return [fragments, *(pack_fragment_blocks(_as_float16_if_exact(array)) for array in factors)]
+    """Pack rows of a file's bytes as fragments, scales, and minimums or factors where the format has them."""
+    form = source.form
+    rows = split_numpy_rows(source.arrays[0], form, source.depth)
+    fragments = _fragments_of_quants(rows.quants, form.block, form.bits)
+    if form.scale != "int8":
+        dtype = _PART_TYPES[form.scale]
+        parts = [array.astype(dtype) for array in (rows.scales, rows.minimums) if array is not None]
+        return [fragments, *map(pack_fragment_blocks, parts)]
+    scales, factors = [rows.scales.view(np.int8)], [rows.superblock_scales]
+    if rows.minimums is not None:
+        scales.append(rows.minimums.view(np.int8))
+        factors.append(-rows.superblock_minimums)
+    joined = [np.concatenate([*map(pack_fragment_blocks, arrays)], 3) for arrays in (scales, factors)]
+    return [fragments, joined[0], joined[1].astype("float16")]
 
 
 def _as_float16_if_exact(values: np.ndarray) -> np.ndarray:

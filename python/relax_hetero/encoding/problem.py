@@ -312,12 +312,17 @@ class RowsProblem:
         return [*self.operands, self.result]
 
 
+EXPERT_SUM = "expert_sum"
+"""Op of a `QuantizedMatmulProblem` with shares, in reports."""
+
+
 @dataclass(frozen=True)
 class QuantizedMatmulProblem:
     """A product with block-quantized weights: ``epilogue(sum over k of lhs * weight)``.
 
-    Parameters of its kernel, in order: lhs, weights, index if there is one, operands of the epilogue, result. The left
-    operand (float32; on GPUs also 16-bit floats) and the result are row-major over batch dimensions, m, and "k" or "n".
+    Parameters of its kernel, in order: lhs, weights, second weights, index, shares, biases, operands of the epilogue,
+    where there are any, result. The left operand (float32; on GPUs also 16-bit floats) and the result are row-major
+    over batch dimensions, m, and "k" or "n".
 
     Attributes
     ----------
@@ -340,6 +345,15 @@ class QuantizedMatmulProblem:
     rows : str
         Kind of the rows, "decode" or "chunk": all kernels of a kind add up a row in the same order, for any number of
         rows; "" for any order.
+    second : tuple of Operand
+        Weights, as `weights`, of a second product of the same rows: its sum is ``x1`` of the epilogue, ``x0`` that of
+        the first.
+    shares : Operand or None
+        Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share.
+    biases : tuple of Operand
+        Numbers over ``(experts, n)`` that are added to the sum of each product, if there are any.
+    rounded : str
+        16-bit float that a left operand of float32 is rounded to; empty for its own type.
     order : ExpertOrderProblem or None
         Problem whose result the kernel reads instead of the index.
     """
@@ -355,14 +369,29 @@ class QuantizedMatmulProblem:
     index: Operand | None = None
     activation_bits: int = 16
     rows: str = ""
+    second: tuple[Operand, ...] = ()
+    shares: Operand | None = None
+    biases: tuple[Operand, ...] = ()
+    rounded: str = ""
     order: ExpertOrderProblem | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
         epilogue = () if self.epilogue is None else self.epilogue.operands
-        index = self.index if self.order is None else self.order.result
-        return [self.lhs, *self.weights, *(() if index is None else (index,)), *epilogue, self.result]
+        routes = [self.index if self.order is None else self.order.result, self.shares]
+        present = [operand for operand in routes if operand is not None]
+        return [self.lhs, *self.weights, *self.second, *present, *self.biases, *epilogue, self.result]
+
+    @property
+    def lhs_type(self) -> str:
+        """Element type of the left operand in products."""
+        return self.rounded or self.lhs.dtype
+
+    @property
+    def products(self) -> int:
+        """Number of products of a row."""
+        return 2 if self.second else 1
 
     @property
     def has_row_per_expert(self) -> bool:
@@ -559,12 +588,12 @@ class CachedAttentionProblem:
 class BlockRowsProblem:
     """Gather of rows of block-quantized weights: ``result[i] = dequantized[index[i]]``.
 
-    Parameters of its kernel, in order: weight, index, result. An index out of range is clamped.
+    Parameters of its kernel, in order: weights, index, result. An index out of range is clamped.
 
     Attributes
     ----------
-    weight : Operand
-        Bytes, as `encoding.block_panels` packs them.
+    weights : tuple of Operand
+        As in `QuantizedMatmulProblem`.
     index : Operand
         One dimension, int32 or int64.
     result : Operand
@@ -574,7 +603,7 @@ class BlockRowsProblem:
         Number of rows of the weights.
     """
 
-    weight: Operand
+    weights: tuple[Operand, ...]
     index: Operand
     result: Operand
     form: BlockFormat
@@ -583,12 +612,12 @@ class BlockRowsProblem:
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
-        return [self.weight, self.index, self.result]
+        return [*self.weights, self.index, self.result]
 
     @cached_property
     def plan(self) -> PanelPlan:
         """Layout of a panel."""
-        return _panel_plan(self.form, _static(self.result.shape[-1]), self.weight)
+        return _panel_plan(self.form, _static(self.result.shape[-1]), self.weights[0])
 
 
 def _panel_plan(form: BlockFormat, depth: int, weight: Operand) -> PanelPlan:

@@ -15,6 +15,7 @@ from typing import Any
 from ..artifact.commands import DIRECT, SLOT, Dispatch, KernelSpec, Reference, RegionSpec, SingleCall
 from ..display.text import text_table
 from ..encoding.pages import PAGE, TABLES
+from ..encoding.problem import EXPERT_SUM
 from ..target.element_types import bytes_of
 from ..vm.profile import TO_DEVICE, Profile
 
@@ -345,7 +346,7 @@ class _Reader:
 
     def _weights(self, command: Dispatch, kernel: KernelSpec, index: int) -> int:
         size, shape = int(command.operands[index].length), kernel.tensors[index].shape
-        if _EXPERTS.search(command.variable):
+        if _EXPERTS.search(command.variable) or EXPERT_SUM in kernel.ops:
             return int(size * min(1.0, self._rows * self._info.expert_share))
         if _GATHERS & set(kernel.ops) and shape and isinstance(shape[0], int) and shape[0] > self._rows:
             return size * self._rows // (self._info.vocabulary or shape[0])

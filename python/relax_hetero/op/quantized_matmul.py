@@ -30,8 +30,8 @@ ROWS = ("", "decode", "chunk")
 """Kinds of rows of the other operand, as in `cached_attention`; empty for any."""
 
 _ZERO_POINT_TYPES = ("uint8", "float32")
-_MINIMUM_TYPES = ("float16", "float32")
-_SCALE_TYPES = ("float32", "float16")
+_FACTOR_TYPES = ("float16",)
+_SCALE_TYPES = ("float32", "float16", "int8", "uint8")
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.DequantizeBlocksAttrs")
@@ -59,6 +59,10 @@ class BlockMatmulAttrs(tvm.ir.Attrs):
     experts: int = 0
     activation_bits: int = 16
     rows: str = ""
+    products: int = 1
+    shares: bool = False
+    biases: bool = False
+    rounded: str = ""
 
 
 def dequantize_blocks(
@@ -134,6 +138,10 @@ def block_matmul(
     experts: int = 0,
     activation_bits: int = 16,
     rows: str = "",
+    products: int = 1,
+    shares: bool = False,
+    biases: bool = False,
+    rounded: str = "",
 ) -> relax.Call:
     """A product with block-quantized weights: ``expression(x * weights, ...)``, dequantized as by dequantize_blocks.
 
@@ -164,6 +172,17 @@ def block_matmul(
         8: `x` is rounded to integers of 8 bits with a scale for each 32; 16: it is not.
     rows : str
         See `dequantize_blocks`.
+    products : int
+        2: the weights are followed by those of a second product of the same rows, with experts in fragments; the
+        expression's ``x0`` is the sum of the first, ``x1`` that of the second, and ``x2``, ... are operands.
+    shares : bool
+        Whether the indices of experts are followed by an operand (tokens, used) of float32: products of a token are
+        multiplied by its shares and added up, in order. The result then has the shape (tokens, columns).
+    biases : bool
+        Whether an operand (experts, columns) of float32 for each product follows, of experts in fragments: the bias of
+        the row's expert is added to the sum.
+    rounded : str
+        With experts in fragments, "float16" or "bfloat16" that `x`, of float32, is rounded to.
 
     Raises
     ------
@@ -176,7 +195,9 @@ def block_matmul(
         form = block_format(format)
         block, bits = form.block, form.bits
     _check(activation_bits, rows, BLOCK_MATMUL)
-    attrs = BlockMatmulAttrs(columns, block, bits, zeros, text, format, experts, activation_bits, rows)
+    attrs = BlockMatmulAttrs(
+        columns, block, bits, zeros, text, format, experts, activation_bits, rows, products, shares, biases, rounded
+    )
     return make_call(BLOCK_MATMUL, [x, *operands], attrs)
 
 
@@ -189,15 +210,13 @@ class BlockRowsAttrs(tvm.ir.Attrs):
     format: str
 
 
-def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, format: str) -> relax.Call:
-    """Gather rows of weights in panels as float32; indices out of range are clamped.
+def block_rows(*operands: relax.Expr, rows: int, depth: int, format: str) -> relax.Call:
+    """Gather rows of weights as float32; indices out of range are clamped.
 
     Parameters
     ----------
-    weight : relax.Expr
-        Bytes, as `relax_hetero.encoding.block_panels` packs them.
-    index : relax.Expr
-        (m,) of int32 or int64.
+    operands : relax.Expr
+        The weights as in `block_matmul`, then the indices, (m,) of int32 or int64.
     rows, depth : int
         Extents of the weights; the result has the shape (m, depth).
     format : str
@@ -208,7 +227,7 @@ def block_rows(weight: relax.Expr, index: relax.Expr, *, rows: int, depth: int, 
     EncodingError
         If an operand is not a Relax expression.
     """
-    return make_call(BLOCK_ROWS, [weight, index], BlockRowsAttrs(rows, depth, format))
+    return make_call(BLOCK_ROWS, list(operands), BlockRowsAttrs(rows, depth, format))
 
 
 def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
@@ -216,13 +235,31 @@ def infer_block_rows(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tensor
     check_attrs(call, BlockRowsAttrs)
     _check_call(call, BlockRowsAttrs, 2)
     form, depth = block_format(str(call.attrs.format)), int(call.attrs.depth)
-    weight, index = _tensor(call, 0, ("uint8",)), _tensor(call, 1, ("int32", "int64"))
-    if len(weight) != 2 or not all(isinstance(extent, int) and extent > 0 for extent in weight):
-        raise EncodingError(f"{BLOCK_ROWS}: operand 0 has shape {weight}, expected packed weights")
-    _expect_shape(call, 0, weight, layout_of(weight, form, depth).shapes(int(call.attrs.rows), form, depth)[0])
+    weight = _packed_weight(call, 0)
+    layout = layout_of(weight, form, depth)
+    shapes = layout.shapes(int(call.attrs.rows), form, depth)
+    _check_call(call, BlockRowsAttrs, len(shapes) + 1)
+    _check_weights(call, 0, shapes, layout)
+    index = _tensor(call, len(shapes), ("int32", "int64"))
     if len(index) != 1:
-        raise EncodingError(f"{BLOCK_ROWS}: operand 1 has shape {index}, expected one dimension")
+        raise EncodingError(f"{BLOCK_ROWS}: operand {len(shapes)} has shape {index}, expected one dimension")
     return relax.TensorType([index[0], depth], "float32", call.args[0].ty.vdevice)
+
+
+def _packed_weight(call: relax.Call, index: int) -> list[int]:
+    """Shape of the operand with the quants of packed weights."""
+    weight = _tensor(call, index, ("int32", "uint8"))
+    if len(weight) not in (2, 4) or not all(isinstance(extent, int) and extent > 0 for extent in weight):
+        raise EncodingError(f"{call.op.name}: operand {index} has shape {weight}, expected packed weights")
+    return weight
+
+
+def _check_weights(call: relax.Call, first: int, shapes: list[list[int]], layout: BlockLayout) -> None:
+    """Check types and shapes of the operands of weights, from number `first` on."""
+    last_types = _FACTOR_TYPES if call.attrs.format else _ZERO_POINT_TYPES
+    dtypes = [(layout.weight_type,), _SCALE_TYPES, last_types]
+    for index, shape in enumerate(shapes):
+        _expect_shape(call, first + index, _tensor(call, first + index, dtypes[index]), shape)
 
 
 def _tensor(call: relax.Call, index: int, dtypes: tuple[str, ...]) -> list[Any]:
@@ -276,26 +313,45 @@ def infer_block_matmul(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.Tens
     if not call.attrs.format:
         _check_block(call, int(call.attrs.block))
     form = form_of(call)
-    weight = _tensor(call, 1, ("int32", "uint8"))
-    if len(weight) not in (2, 4) or not all(isinstance(extent, int) and extent > 0 for extent in weight):
-        raise EncodingError(f"{BLOCK_MATMUL}: operand 1 has shape {weight}, expected packed weights")
+    weight = _packed_weight(call, 1)
     x = _tensor(call, 0, Fragments.lhs_types)
     if len(x) < 2 or not isinstance(x[-1], int):
         raise EncodingError(f"{BLOCK_MATMUL}: operand 0 has shape {x}, expected (..., m, k) with a number k")
     layout = layout_of(weight, form, x[-1])
     _tensor(call, 0, layout.lhs_types)
+    dtype, rounded = str(call.args[0].ty.dtype), str(call.attrs.rounded)
+    if rounded and not (call.attrs.experts and dtype == "float32" and rounded in layout.lhs_types[1:]):
+        raise EncodingError(
+            f"{BLOCK_MATMUL}: found {dtype} that is rounded to {rounded}, expected float32 to float16 or bfloat16 of "
+            "experts in fragments"
+        )
+    dtype = rounded or dtype
+    if not layout.multiplies(form, dtype):
+        raise EncodingError(f"{BLOCK_MATMUL}: operand 0 is of {dtype}, which kernels do not multiply by {form.name}")
+    products, experts = int(call.attrs.products), int(call.attrs.experts)
+    has_shares, has_biases = bool(call.attrs.shares), bool(call.attrs.biases)
+    is_special = products > 1 or has_shares or has_biases
+    if products not in (1, 2) or (is_special and not (experts and isinstance(layout, Fragments))):
+        parts = f"{' and shares' * has_shares}{' and biases' * has_biases}"
+        raise EncodingError(
+            f"{BLOCK_MATMUL}: found {products} products{parts} of {experts} experts, expected one product, or two "
+            "products, shares or biases of experts in fragments"
+        )
     shapes = _weight_shapes(call, layout, form, x[-1])
-    leading_dims = _expert_dims(call, layout, x) if call.attrs.experts else x[:-1]
-    _check_call(call, BlockMatmulAttrs, 1 + len(shapes))
-    minimum_types = _MINIMUM_TYPES if call.attrs.format else _ZERO_POINT_TYPES
-    dtypes = [(layout.weight_type,), _SCALE_TYPES, minimum_types]
-    for index, expected in enumerate(shapes, 1):
-        _expect_shape(call, index, _tensor(call, index, dtypes[index - 1]), expected)
+    leading_dims = _expert_dims(call, layout, x) if experts else x[:-1]
+    first = 1 + len(shapes) * products
+    _check_call(call, BlockMatmulAttrs, first)
+    for begin in range(1, first, len(shapes)):
+        _check_weights(call, begin, shapes, layout)
     expression = Expression.parse(call.attrs.expression)
-    epilogue_operands = list(call.args[1 + len(shapes) + bool(call.attrs.experts) :])
-    if expression.num_operands > 1 + len(epilogue_operands):
-        raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - 1} more operands")
-    dtype = expression.dtype(["float32", *(str(operand.ty.dtype) for operand in epilogue_operands)])
+    first += bool(experts) + has_shares
+    _check_call(call, BlockMatmulAttrs, first + has_biases * products)
+    for index in range(first, first + has_biases * products):
+        _expect_shape(call, index, _tensor(call, index, ("float32",)), [experts, columns])
+    epilogue_operands = list(call.args[first + has_biases * products :])
+    if expression.num_operands > products + len(epilogue_operands):
+        raise EncodingError(f"{BLOCK_MATMUL}: {expression} needs {expression.num_operands - products} more operands")
+    dtype = expression.dtype([*["float32"] * products, *(str(operand.ty.dtype) for operand in epilogue_operands)])
     return relax.TensorType([*leading_dims, columns], dtype, call.args[0].ty.vdevice)
 
 
@@ -317,7 +373,11 @@ def _expert_dims(call: relax.Call, layout: BlockLayout, x: list[Any]) -> list[An
             f"{BLOCK_MATMUL}: operands 0 and {place} have shapes {x} and {index}, expected (tokens, 1 or used, 1, k) "
             "and (tokens, used)"
         )
-    return [*index, 1]
+    if not call.attrs.shares:
+        return [*index, 1]
+    _check_call(call, BlockMatmulAttrs, 2 + place)
+    _expect_shape(call, place + 1, _tensor(call, place + 1, ("float32",)), index)
+    return index[:1]
 
 
 def form_of(call: relax.Call) -> BlockFormat:
@@ -331,7 +391,7 @@ def weight_operands(call: relax.Call) -> int:
     """Number of operands of a call to block_matmul that are weights; they follow the first operand."""
     depth = int(call.args[0].ty.shape.values[-1])
     form, weight = form_of(call), [int(extent) for extent in call.args[1].ty.shape.values]
-    return len(_weight_shapes(call, layout_of(weight, form, depth), form, depth))
+    return int(call.attrs.products) * len(_weight_shapes(call, layout_of(weight, form, depth), form, depth))
 
 
 def _check_call(call: relax.Call, attrs: type, operands: int) -> None:

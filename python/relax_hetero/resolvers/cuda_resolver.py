@@ -21,6 +21,7 @@ from ..encoding.encoding import DYNAMIC, LHS, RHS, Encoding
 from ..encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES, PackedLayout, tiled
 from ..encoding.problem import (
     AttentionProblem,
+    BlockRowsProblem,
     BlockUnpackProblem,
     CachedAttentionProblem,
     ConvProblem,
@@ -122,7 +123,7 @@ class CudaResolver(EncodingResolver):
     """Packed constant right operands of tensor cores, channels-last feature maps, other tensors row-major."""
 
     name = "cuda"
-    problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, CachedAttentionProblem)
+    problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
@@ -195,6 +196,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     from ..tir.cuda.attention.cuda_attention import cuda_attention_kernel, cuda_cached_attention_kernel
     from ..tir.cuda.conv.cuda_convolution import cuda_conv_kernel
     from ..tir.cuda.cuda_elementwise import elementwise_kernel
+    from ..tir.cuda.matmul.block_gather import block_rows_kernel
     from ..tir.cuda.matmul.block_unpack import block_unpack_kernel
     from ..tir.cuda.matmul.cuda_matmul import cuda_matmul_kernel
     from ..tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
@@ -206,6 +208,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
         ConvProblem: cuda_conv_kernel,
         QuantizedMatmulProblem: quantized_matmul_kernel,
         BlockUnpackProblem: block_unpack_kernel,
+        BlockRowsProblem: block_rows_kernel,
         ExpertOrderProblem: expert_order_kernel,
         AttentionProblem: cuda_attention_kernel,
         CachedAttentionProblem: cuda_cached_attention_kernel,

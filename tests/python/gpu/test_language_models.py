@@ -35,6 +35,15 @@ def test_blocks_on_a_gpu(kind, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "kind"),
+    [("qwen3moe", "Q4_K"), ("qwen3moe", "BF16"), ("qwen2moe", "Q6_K"), ("olmoe", "Q5_1"), ("gpt-oss", "MXFP4")],
+)
+def test_experts_of_formats_on_a_gpu(name, kind, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], {"*exps*": kind, "*": "Q8_0"})
+    check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16", activations="float32"))
+
+
+@pytest.mark.parametrize(
     "placement",
     [{"blk.0.*": "cuda"}, {"blk.*.ffn*": "cuda"}, {"blk.*.attn*": "cuda"}, {"blk.1.*": "cuda", "output*": "cuda"}],
     ids=["first", "feed-forward", "attention", "last"],

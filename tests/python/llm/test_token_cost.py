@@ -3,8 +3,9 @@
 import pytest
 from click.testing import CliRunner
 
-from llm.gguf_files import Sizes, write_gguf
-from relax_hetero.llm.token_cost import StepTime, part_of
+import relax_hetero as rh
+from llm.gguf_files import MODELS, Sizes, write_gguf
+from relax_hetero.llm.token_cost import ModelInfo, StepTime, part_of, token_cost
 from relax_hetero.tools.cli import cli
 
 SIZES = Sizes("llama", layers=2, width=128, feed_forward=192, heads=4, kv_heads=2, size=32, vocabulary=300)
@@ -35,6 +36,22 @@ def test_the_share_outside_of_kernels():
 )
 def test_parts_by_name(variable, part):
     assert part_of(variable) == part
+
+
+def test_a_token_reads_its_experts_on_a_gpu(tmp_path):
+    """Also those of the kernel that adds up a token's experts, whose variable is the residual sum."""
+    sizes = MODELS["qwen3moe"]
+    path = write_gguf(tmp_path / "model.gguf", sizes, "Q8_0")
+    mod = rh.from_gguf(path, [{"kind": "cuda", "arch": "sm_90a"}], chunks=(16,), context=256)
+    donated = [f"pages_{layer}" for layer in range(sizes.layers)]
+    metadata = rh.compile(mod, donate={"decode_1": donated, "prefill_16": donated}).metadata
+    share = sizes.experts_used / sizes.experts
+    info = ModelInfo(expert_share=share, vocabulary=sizes.vocabulary)
+    cost = token_cost(metadata.regions, metadata.kernels, ["cuda:0"], metadata.placement, info=info)
+    weights = {part.part: part.weights for part in cost.parts}
+    experts = sizes.layers * 3 * sizes.experts * sizes.expert_width * sizes.width * 34 / 32
+    assert 0 <= weights["feed-forward"] - share * experts < 0.1 * share * experts
+    assert weights["embedding"] == sizes.width * 34 // 32
 
 
 def test_explain_shows_a_token(path):

@@ -89,12 +89,48 @@ def test_products_by_experts_have_a_row_for_each_that_is_chosen():
         ([X4, EXPERT_PANELS, ((4, 2), "int32")], r"\[5, 1, 1, 96\] and \[4, 2\], expected \(tokens, 1 or used, 1, k\)"),
         ([((5, 3, 1, 96), "float32"), EXPERT_PANELS, INDEX], r"\[5, 3, 1, 96\] and \[5, 2\], expected"),
         ([((5, 96), "float32"), EXPERT_PANELS, INDEX], r"\[5, 96\] and \[5, 2\], expected"),
-        ([X4, ((5, 2, 32, 4), "int32"), FRAGMENT_SCALES], "found 3 experts, expected some, in panels of columns"),
+        ([X4, ((5, 2, 32, 4), "int32"), FRAGMENT_SCALES], "found 3 experts with 70 columns, expected whole fragments"),
     ],
 )
 def test_experts_that_do_not_fit(types, message):
     with pytest.raises(EncodingError, match=message):
         infer(rh.op.block_matmul, *types, columns=70, block=32, experts=3)
+
+
+ROWS, EXPERT_SCALES = ((5, 1, 1, 96), "float16"), ((12, 3, 8, 2), "float16")
+EXPERT_FRAGMENTS, SHARES = ((12, 2, 32, 4), "int32"), ((5, 2), "float32")
+WEIGHTS = [EXPERT_FRAGMENTS, EXPERT_SCALES]
+
+
+def test_two_products_and_weighted_sums_of_experts():
+    attributes = {"columns": 64, "block": 32, "experts": 3}
+    pair = infer(
+        rh.op.block_matmul, ROWS, *WEIGHTS, *WEIGHTS, INDEX, products=2, expression="add(x0, x1)", **attributes
+    )
+    assert [int(extent) for extent in pair.shape.values] == [5, 2, 1, 64]
+    total = infer(rh.op.block_matmul, ROWS, *WEIGHTS, INDEX, SHARES, shares=True, **attributes)
+    assert [int(extent) for extent in total.shape.values] == [5, 64]
+    infer(rh.op.block_matmul, X4, *WEIGHTS, INDEX, rounded="bfloat16", **attributes)
+
+
+@pytest.mark.parametrize(
+    ("types", "attributes", "message"),
+    [
+        ([ROWS, *WEIGHTS, INDEX], {"products": 2}, "found 4 operands, expected 6 at least"),
+        ([ROWS, *WEIGHTS, INDEX], {"products": 3}, "found 3 products of 3 experts, expected one product, or two"),
+        ([ROWS, *WEIGHTS, INDEX], {"experts": 0, "shares": True}, "found 1 products and shares of 0 experts"),
+        ([ROWS, *WEIGHTS, INDEX], {"shares": True}, "found 4 operands, expected 5 at least"),
+        ([ROWS, *WEIGHTS, INDEX, ((5, 3), "float32")], {"shares": True}, r"operand 4 has shape \[5, 3\], expected"),
+        ([ROWS, *WEIGHTS, INDEX], {"biases": True}, "found 4 operands, expected 5 at least"),
+        ([ROWS, *WEIGHTS, INDEX, ((3, 60), "float32")], {"biases": True}, r"operand 4 has shape \[3, 60\], expected"),
+        ([ROWS, *WEIGHTS, INDEX], {"rounded": "float16"}, "found float16 that is rounded to float16, expected float32"),
+        ([X4, *WEIGHTS, INDEX], {"rounded": "float8"}, "found float32 that is rounded to float8, expected float32 to"),
+        ([X4, ((12, 6, 32, 4), "int32"), INDEX], {"format": "f16"}, "float32, which kernels do not multiply by f16"),
+    ],
+)
+def test_products_of_experts_that_do_not_fit(types, attributes, message):
+    with pytest.raises(EncodingError, match=message):
+        infer(rh.op.block_matmul, *types, **{"columns": 64, "block": 32, "experts": 3, **attributes})
 
 
 X, PANELS, FRAGMENTS = ((4, 96), "float32"), ((3, 1920), "uint8"), ((5, 2, 32, 4), "int32")

@@ -364,9 +364,10 @@ class _Function:
         self, x: relax.Expr, ids: relax.Expr, name: str, experts: int, out_features: int, in_features: int
     ) -> relax.Expr:
         """The product of each row with the matrices of its experts, (rows, experts of a row, 1, out_features)."""
-        x = self._cast(self._cast(x, self.types.dtype_of(name)), "float32")
+        dtype = self.types.dtype_of(name)
+        x = self._cast(self._cast(x, dtype), "float32")
         shape = [experts, out_features, in_features]
-        stacked = self.emit(relax.op.reshape(self._matrix(name, shape), shape), f"{name}.stacked")
+        stacked = self.emit(relax.op.reshape(self._matrix(name, shape, dtype=dtype), shape), f"{name}.stacked")
         selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")
         transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
         result = self.emit(relax.op.matmul(x, transposed), name)
@@ -402,12 +403,14 @@ class _Function:
         normal = self.emit(relax.op.multiply(x, inverse), f"{name}.normal")
         return self.emit(relax.op.multiply(normal, weight), name)
 
-    def _matrix(self, tensor: str, shape: Sequence[int], name: str = "") -> relax.Expr:
+    def _matrix(self, tensor: str, shape: Sequence[int], name: str = "", dtype: str = "float32") -> relax.Expr:
         """A matrix as float32, (rows, shape[-1]), with all other dimensions flattened into rows.
+
+        Unquantized numbers are rounded to `dtype`.
 
         Each use dequantizes into a variable of its own, because uses may be on different devices.
         """
-        data, block_format = self.weights.matrix(f"{tensor}.weight", shape)
+        data, block_format = self.weights.matrix(f"{tensor}.weight", shape, dtype)
         if not block_format:
             return data
         bits, rows = self.activation_bits, self.row_kind

@@ -5,10 +5,10 @@ between devices, which work one after the other (`part_costs`). The plan with th
 (`plan_layers`): all on the fastest device; consecutive layers on each device, as in llama.cpp; or experts, of which a
 token reads a few, on another device than the rest (KTransformers); or anything between.
 
-The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores 5-
-and 6-bit quants in bytes, has its own scales and minimums, and keeps unquantized matrices as 16-bit floats and experts
-as float32. Matrices of heads (`attn_k_b`, `attn_v_b`) are no experts. Besides weights and cache, a device needs memory
-for activations, and a GPU for its context and code (`working_bytes`).
+The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores
+the 6-bit scales of K formats in bytes, and keeps unquantized matrices as 16-bit floats. Matrices of heads
+(`attn_k_b`, `attn_v_b`) are no experts. Besides weights and cache, a device needs memory for activations, and a GPU for
+its context and code (`working_bytes`).
 """
 
 from __future__ import annotations
@@ -49,18 +49,14 @@ def layouts_of(vdevices: Sequence[tvm.relax.VDevice]) -> list[BlockLayout | None
 
 def resident_bytes(tensor: FileTensor, layout: BlockLayout | None) -> float:
     """Bytes of a tensor on a device with a layout."""
-    shape, is_unquantized = tensor.shape, tensor.type == "F32" or is_plain(tensor.type)
-    if isinstance(layout, Fragments) and is_unquantized and (len(shape) == 2 or _is_of_heads(tensor)):
-        return 2.0 * prod(shape)
-    form = _kept_format(tensor, layout)
+    shape, form = tensor.shape, _kept_format(tensor, layout)
     if form is None or layout is None:
         return 4.0 * prod(shape)
-    words, *others = layout.shapes(shape[-2], form, shape[-1], prod(shape[:-2]))
     if isinstance(layout, Panels):
-        return float(prod(words))
-    # Scales of K types are products of two scales, which float16 cannot represent.
-    size = 4 if form.scale == "int8" else 2
-    return float(4 * prod(words) + size * sum(map(prod, others)))
+        return float(prod(layout.shapes(shape[-2], form, shape[-1], prod(shape[:-2]))[0]))
+    if form.is_plain and (len(shape) == 2 or _is_of_heads(tensor)):
+        return 2.0 * prod(shape)
+    return float(layout.packed_bytes(shape[-2], form, shape[-1], prod(shape[:-2])))
 
 
 def _is_of_heads(tensor: FileTensor) -> bool:
@@ -68,8 +64,10 @@ def _is_of_heads(tensor: FileTensor) -> bool:
 
 
 def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat | None:
-    """Format of a tensor whose weights stay in it on a device; None if they become float32."""
-    form, shape = FILE_FORMATS.get(tensor.type.lower()), tensor.shape
+    """Format of a tensor on a device; None for float32, as rows of embeddings are gathered, and in routers."""
+    is_float32 = tensor.name.endswith(("token_embd.weight", "ffn_gate_inp.weight"))
+    is_half = isinstance(layout, Fragments) and tensor.type == "F32" and not is_float32
+    form, shape = FILE_FORMATS.get("f16" if is_half else tensor.type.lower()), tensor.shape
     if form is None or len(shape) < 2 or layout is None or not layout.fits(form, shape[-1]):
         return None
     return form if len(shape) == 2 or layout.fits_matrices(shape[-2]) else None
@@ -265,7 +263,10 @@ def parts_of(
         )
 
     table, is_tied = file.tensors["token_embd.weight"], "output.weight" not in file.tensors
-    is_shared = tuple(is_tied and isinstance(layout, Panels) for layout in layouts)
+    is_plain_table = table.type == "F32" or is_plain(table.type)  # which GPUs multiply in a layout of its own
+    is_shared = tuple(
+        is_tied and (isinstance(layout, Panels) or (layout is not None and not is_plain_table)) for layout in layouts
+    )
     # A row of the table is read, which takes no time.
     parts = [replace(make("embd", 0, [table]), weights_read=(0.0,) * len(layouts), products={}, shared=is_shared)]
     page = page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values)
@@ -282,7 +283,8 @@ def parts_of(
         parts.append(make("router" if experts else "ffn", layer, rest))
         if experts:
             parts.append(make("experts", layer, experts, model.experts_used / model.experts))
-    return [*parts, make("output", 0, [table if is_tied else file.tensors["output.weight"]])]
+    output = replace(table, name="output.weight") if is_tied else file.tensors["output.weight"]
+    return [*parts, make("output", 0, [output])]
 
 
 def _product_type(tensor: FileTensor) -> str:

@@ -114,10 +114,10 @@ class Weights:
         """A vector, or an array of vectors, of float32."""
         return self._constant(name, lambda: self.numbers(name, shape))
 
-    def matrix(self, name: str, shape: Sequence[int]) -> tuple[relax.Expr, str]:
+    def matrix(self, name: str, shape: Sequence[int], dtype: str = "float32") -> tuple[relax.Expr, str]:
         """A matrix as a constant, and the block format of its bytes ("" for float32).
 
-        Axes before the last become one axis of rows.
+        Axes before the last become one axis of rows. Unquantized numbers become `dtype`, unless that is float32.
 
         Raises
         ------
@@ -125,6 +125,9 @@ class Weights:
             If the tensor is missing, or has another shape or an unknown type.
         """
         tensor = self.tensor(name, shape)
+        half = _HALF_FORMATS.get(dtype)
+        if half and _is_unquantized(tensor) and tensor.type.lower() != half:
+            return self._constant(f"{name}.{dtype}", lambda: _half_bytes(tensor, dtype, shape)), half
         if tensor.type == "F32":
             return self._constant(name, lambda: self.numbers(name, shape).reshape(-1, shape[-1])), ""
         form = _format_of(tensor, self._file)
@@ -138,10 +141,9 @@ class Weights:
     def unquantized_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
         """An unquantized matrix as a constant of a 16-bit float type; None for block-quantized weights or float32."""
         tensor = self.tensor(name, shape)
-        if dtype == "float32" or not (tensor.type == "F32" or is_plain(tensor.type)):
+        if dtype == "float32" or not _is_unquantized(tensor):
             return None
-        element_type = numpy_dtype(dtype)
-        return self._constant(f"{name}.{dtype}", lambda: _plain_numbers(tensor).reshape(shape).astype(element_type))
+        return self._constant(f"{name}.{dtype}", lambda: _half_numbers(tensor, dtype).reshape(shape))
 
     def _constant(self, name: str, make: Callable[[], np.ndarray]) -> relax.Expr:
         if name not in self._constants:
@@ -168,10 +170,25 @@ def is_plain(type_name: str) -> bool:
     return block_format is not None and block_format.is_plain
 
 
-def _plain_numbers(tensor: FileTensor) -> np.ndarray:
+_HALF_FORMATS = {"float16": "f16", "bfloat16": "bf16"}
+"""Block formats of 16-bit floats."""
+
+
+def _is_unquantized(tensor: FileTensor) -> bool:
+    return tensor.type == "F32" or is_plain(tensor.type)
+
+
+def _half_numbers(tensor: FileTensor, dtype: str) -> np.ndarray:
+    """Numbers of an unquantized tensor as 16-bit floats."""
+    numbers = np.asarray(tensor.data)
     if tensor.type == "BF16":
-        return np.ascontiguousarray(tensor.data).view(numpy_dtype("bfloat16"))
-    return np.asarray(tensor.data)
+        numbers = np.ascontiguousarray(numbers).view(numpy_dtype("bfloat16"))
+    return numbers.astype(numpy_dtype(dtype))
+
+
+def _half_bytes(tensor: FileTensor, dtype: str, shape: Sequence[int]) -> np.ndarray:
+    """Bytes of the 16-bit floats, with one axis of rows."""
+    return _half_numbers(tensor, dtype).reshape(-1, shape[-1]).view("uint8")
 
 
 def _float32_numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:

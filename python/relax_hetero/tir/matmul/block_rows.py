@@ -17,7 +17,7 @@ def block_rows_kernel(problem: BlockRowsProblem, cpu: CpuTarget) -> tirx.PrimFun
     """The kernel that dequantizes the rows of some indices, parallel over the CPU's cores; see `BlockRowsProblem`."""
     function = Function("block_rows")
     with function:
-        weight = OperandView(function, "weight", problem.weight)
+        weight = OperandView(function, "weight", problem.weights[0])
         index = OperandView(function, "index", problem.index)
         result = OperandView(function, "result", problem.result)
         with function.body():

@@ -20,6 +20,7 @@ from ...encoding.expression import Expression
 from ...encoding.packed_layout import PackedLayout
 from ...encoding.problem import (
     APPEND,
+    EXPERT_SUM,
     AttentionProblem,
     BlockUnpackProblem,
     CachedAttentionProblem,
@@ -293,7 +294,8 @@ class EncodingKernels:
     ) -> tvm.ir.GlobalVar:
         """The kernel of a product with block-quantized weights."""
         target = target_of(result.vdevice)
-        epilogue = _op_names(problem.epilogue.expression if problem.epilogue else None)
+        epilogue = [EXPERT_SUM] if problem.shares else []
+        epilogue += _op_names(problem.epilogue.expression if problem.epilogue else None)
         sizes = [*problem.result.shape, problem.depth]
         name = "_".join(["block_matmul", shape_text(sizes), self._names.device(target), *epilogue[:_MAX_NAMED_OPS]])
         return self._kernel(problem, target, name, ["block_matmul", *epilogue], op_text)

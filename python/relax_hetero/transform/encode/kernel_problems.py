@@ -12,7 +12,7 @@ from tvm import relax
 
 from ...encoding.block_formats import block_format
 from ...encoding.block_panels import Panels
-from ...encoding.block_weights import layout_of, stored_bits
+from ...encoding.block_weights import layout_of
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding, IndexMap
 from ...encoding.expression import Expression
 from ...encoding.heads import NAMES, Heads
@@ -262,48 +262,54 @@ def cached_attention_problem(call: relax.Call, out: relax.TensorType, order: str
 
 def quantized_matmul_problem(call: relax.Call, result: relax.TensorType) -> QuantizedMatmulProblem:
     """Problem of a call to `R.hetero.block_matmul`."""
-    symbols = Symbols()
-    names = (*(f"b{axis}" for axis in range(len(extents_of(result)) - 2)), "m", "n")
+    symbols, attrs = Symbols(), call.attrs
+
+    def names_of(ty: relax.TensorType, last: str) -> tuple[str, ...]:
+        return (*(f"b{axis}" for axis in range(len(extents_of(ty)) - 2)), "m", last)
+
     stored = [Stored.plain(arg.ty) for arg in call.args]
     end, form = 1 + weight_operands(call), form_of(call)
-    shape, epilogue = extents_of(result), None
-    lhs = stored[0].operand(symbols, (*names[:-1], "k"))
+    shape, epilogue, lhs_names = extents_of(result), None, names_of(stored[0].ty, "k")
+    lhs = stored[0].operand(symbols, lhs_names)
     layout = layout_of([int(extent) for extent in extents_of(stored[1].ty)], form, int(extents_of(stored[0].ty)[-1]))
     weights = tuple(weight.operand(symbols, layout.index_map) for weight in stored[1:end])
-    experts, index = int(call.attrs.experts), None
-    if experts:
-        index = stored[end].operand(symbols, names[:-2])
-        end += 1
-    expression = Expression.parse(call.attrs.expression)
+    count = len(weights) // int(attrs.products)
+    routes = stored[end : end + bool(attrs.experts) + bool(attrs.shares)]
+    index, shares, *_ = [*(operand.operand(symbols, lhs_names[:-2]) for operand in routes), None, None]
+    end += len(routes)
+    biases = stored[end : end + bool(attrs.biases) * int(attrs.products)]
+    others, names = stored[end + len(biases) :], names_of(result, "n")
+    expression = Expression.parse(attrs.expression)
     if expression != Expression.operand(0):
-        maps = [names if same_shape(extents_of(x.ty), shape) else _column_map(x, shape[-1]) for x in stored[end:]]
-        operands = (x.operand(symbols, index_map) for x, index_map in zip(stored[end:], maps, strict=True))
+        maps = [names if same_shape(extents_of(x.ty), shape) else _column_map(x, shape[-1]) for x in others]
+        operands = (x.operand(symbols, index_map) for x, index_map in zip(others, maps, strict=True))
         epilogue = Epilogue(expression, tuple(operands))
-    out = Stored.plain(result).operand(symbols, names)
-    in_panels = isinstance(layout, Panels)
-    bits = form.bits if in_panels else stored_bits(form)
-    problem_form = form if in_panels or form.superblock_bytes else None
     return QuantizedMatmulProblem(
         lhs,
-        weights,
-        out,
+        weights[:count],
+        Stored.plain(result).operand(symbols, names),
         form.block,
         epilogue,
-        bits,
-        problem_form,
-        experts,
+        form.bits,
+        form if isinstance(layout, Panels) or form.superblock_bytes else None,
+        int(attrs.experts),
         index,
-        int(call.attrs.activation_bits),
-        str(call.attrs.rows),
+        int(attrs.activation_bits),
+        str(attrs.rows),
+        weights[count:],
+        shares,
+        tuple(bias.operand(symbols, ("e", "n")) for bias in biases),
+        str(attrs.rounded),
     )
 
 
 def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsProblem:
     """Problem of a call to `R.hetero.block_rows`."""
     symbols = Symbols()
-    weight, index = (Stored.plain(arg.ty) for arg in call.args)
+    *weights, index = (Stored.plain(arg.ty) for arg in call.args)
+    layout = layout_of(extents_of(weights[0].ty), block_format(str(call.attrs.format)), int(call.attrs.depth))
     return BlockRowsProblem(
-        weight.operand(symbols, Panels.index_map),
+        tuple(weight.operand(symbols, layout.index_map) for weight in weights),
         index.operand(symbols, ("m",)),
         Stored.plain(result).operand(symbols, ("m", "k")),
         block_format(str(call.attrs.format)),

@@ -19,7 +19,10 @@ device reads weights in panels::
     y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))    # x: (m, 1, 1, 2048)
 
 becomes ``R.hetero.block_matmul(x, packed, index, columns=768, experts=128, format="q4_k")``, without a copy of a
-matrix.
+matrix. On GPUs, where each launch counts, two such products of a few rows, whose results are multiplied, become one,
+as do a product and the weighted sum of a token's rows::
+
+    z = R.sum(R.multiply(R.reshape(y, (m, 8, 2048)), shares), axis=[1])    # shares: (m, 8, 1)
 
 The constants are packed as the device's kernel reads them. Elementwise ops after the product, each the only user of the
 one before, become part of the op. Without a kernel, or with weights that are not constant or have other users, plain
@@ -31,7 +34,7 @@ Assumes a placed module (RealizeVDevice). A second run changes nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -40,8 +43,8 @@ import tvm
 from tvm import relax
 
 from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
-from ...encoding.block_panels import BlockSource, Panels
-from ...encoding.block_weights import BlockLayout, middle_of
+from ...encoding.block_panels import BlockSource
+from ...encoding.block_weights import BlockLayout, Fragments, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
 from ...encoding.resolver import resolver_or_default
@@ -49,7 +52,6 @@ from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, 
 from ...vm.device.huge_pages import WeightMemory
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
-from ..encode.epilogues import may_write
 from ..ir.axes import permutation
 from ..ir.blocks import (
     Block,
@@ -68,6 +70,16 @@ from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
+from .block_products import (
+    Product,
+    fuse_bias,
+    fuse_factor,
+    fuse_joined,
+    fuse_rounding,
+    fuse_shares,
+    has_few_rows,
+    has_writes,
+)
 
 # Plain ops that dequantize weights, for devices without a kernel, and for weights that are not constant.
 
@@ -245,45 +257,6 @@ _MAX_OPS = 32
 """Maximum number of elementwise ops that are fused into a product."""
 
 
-@dataclass
-class _Product:
-    """A product with block-quantized weights, and the elementwise ops after it.
-
-    Attributes
-    ----------
-    lhs : relax.Expr
-    weight : relax.Call
-        Call of dequantize_blocks.
-    layout : BlockLayout
-        Layout in which the device's kernel reads the weight.
-    inside : list of int
-        Indices of the bindings before the last one.
-    end : int
-    expression : Expression
-    operands : list of relax.Expr
-        Operands ``x1``, ``x2``, ...
-    experts : int
-        Number of matrices of the weight; 0: one for all rows.
-    index : relax.Expr or None
-        Indices of the experts that each row is multiplied by.
-    """
-
-    lhs: relax.Expr
-    weight: relax.Call
-    layout: BlockLayout
-    inside: list[int]
-    end: int
-    expression: Expression
-    operands: list[relax.Expr] = field(default_factory=list)
-    experts: int = 0
-    index: relax.Expr | None = None
-
-    @property
-    def columns(self) -> int:
-        """Number of columns of one matrix."""
-        return int(self.weight.ty.shape.values[0]) // max(1, self.experts)
-
-
 def form_quantized_matmuls(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring; it returns the same module if nothing changes."""
     packer = _Packer()
@@ -297,14 +270,23 @@ def _form(block: Block, packer: _Packer) -> list[relax.Binding] | None:
     if not any(op_name(binding.value) == DEQUANTIZE_BLOCKS for binding in block.bindings):
         return None
     block = _with_block_rows(block, packer)
-    products: dict[int, _Product] = {}
+    products: dict[int, Product] = {}
     claimed: set[int] = set()
     for index in reversed(range(len(block.bindings))):
         product = _match_product(block, index)
         if product is not None and index not in claimed:
-            _fuse_elementwise(block, product, claimed, [later.lhs for later in products.values()])
+            needed = [later.lhs for later in products.values()]
+            if has_few_rows(product):
+                fuse_bias(block, product, claimed)
+            _fuse_elementwise(block, product, claimed, needed)
+            if has_few_rows(product) and fuse_shares(block, product, claimed):
+                _fuse_elementwise(block, product, claimed, needed)
             products[product.end] = product
             claimed.update([*product.inside, product.end])
+    for product in list(products.values()):
+        fuse_factor(block, product, products)
+    for product in products.values():
+        fuse_rounding(block, product)
     bindings = with_regions(block, products, lambda emitter, product, var: _write(emitter, product, var, packer))
     emitter = Emitter(block.is_dataflow)
     for binding in without_unused(bindings or block.bindings, block, _is_weight):
@@ -344,14 +326,14 @@ def _write_rows(emitter: Emitter, weight: relax.Call, binding: relax.Binding, pa
     ty = tensor_type([rows, depth], "float32", var.ty)
     numbers = type(var)(f"{var.name}_rows", ty) if len(extents) != 1 else var
     if (
-        isinstance(layout, Panels)
+        layout is not None
         and BlockRowsProblem in resolver_or_default(target).problems
         and is_constant
         and layout.fits(form_of(weight), depth)
     ):
-        (packed,) = packer.pack(weight, layout, var.ty.vdevice)
+        packed = packer.pack(weight, layout, var.ty.vdevice)
         count = int(weight.ty.shape.values[0])
-        call = block_rows(packed, flat, rows=count, depth=depth, format=form_of(weight).name)
+        call = block_rows(*packed, flat, rows=count, depth=depth, format=form_of(weight).name)
         emitter.bind(numbers, relax.Call(call.op, list(call.args), call.attrs, ret_ty=ty))
     else:
         operands = [_take_rows(emitter, arg, flat, rows, var) for arg in weight.args]
@@ -370,7 +352,7 @@ def _is_weight(value: relax.Expr) -> bool:
     return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST, RESHAPE, "relax.take")
 
 
-def _match_product(block: Block, index: int) -> _Product | None:
+def _match_product(block: Block, index: int) -> Product | None:
     """The product of a binding; None without block-quantized weights, or without a kernel of the device for them."""
     binding = block.bindings[index]
     if op_name(binding.value) != "relax.matmul" or shape_of(binding.var) is None:
@@ -395,12 +377,14 @@ def _match_product(block: Block, index: int) -> _Product | None:
     layout = _block_layout(binding.var)
     if not is_constant or "float64" in dtypes or layout is None or not _fits(layout, weight):
         return None
+    if isinstance(layout, Fragments) and form_of(weight).is_plain:  # a product of tensor cores is faster
+        return None
     lhs = _narrow(block, lhs, layout)
     weight = _with_definitions(block, weight)
     sums = Expression.operand(0)
     if dtypes[1] != "float32":
         sums = Expression(Term("cast", (sums.term,), (dtypes[1],)))
-    return _Product(lhs, weight, layout, [], index, sums)
+    return Product(lhs, weight, layout, [], index, sums)
 
 
 def _narrow(block: Block, lhs: relax.Expr, layout: BlockLayout) -> relax.Expr:
@@ -415,7 +399,7 @@ def _block_layout(result: relax.Var) -> BlockLayout | None:
     return resolver_or_default(target).block_layout(target)
 
 
-def _match_expert_product(block: Block, index: int) -> _Product | None:
+def _match_expert_product(block: Block, index: int) -> Product | None:
     """The product of a binding of rows by matrices that are taken from a table of experts; None for any other."""
     var, (lhs, rhs) = block.bindings[index].var, block.bindings[index].value.args
     transposed = block.definition(rhs)
@@ -447,7 +431,9 @@ def _match_expert_product(block: Block, index: int) -> _Product | None:
     if not (fits and is_constant and is_float):
         return None
     weight, sums, lhs = _with_definitions(block, weight), Expression.operand(0), _narrow(block, lhs, layout)
-    return _Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
+    if not layout.multiplies(form_of(weight), str(lhs.ty.dtype)):
+        return None
+    return Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
 
 
 def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
@@ -459,19 +445,19 @@ def _with_definitions(block: Block, weight: relax.Call) -> relax.Call:
     return relax.Call(weight.op, [block.definition(arg) for arg in weight.args], weight.attrs, ret_ty=weight.ty)
 
 
-def _fuse_elementwise(block: Block, product: _Product, claimed: set[int], needed: list[relax.Expr]) -> None:
+def _fuse_elementwise(block: Block, product: Product, claimed: set[int], needed: list[relax.Expr]) -> None:
     """Fuse elementwise ops after a product, as long as each is the only user of the one before.
 
     Values of `needed` are not fused: later products read them directly, instead of the cast that is their user.
     """
     for _ in range(_MAX_OPS):
         last = block.bindings[product.end].var
-        index = None if any(last.same_as(value) for value in needed) else block.sole_user(last)
-        if (
-            index is None
-            or index in claimed
-            or any(may_write(b.value) for b in block.bindings[product.end + 1 : index])
-        ):
+        if any(last.same_as(value) for value in needed):
+            return
+        index = block.sole_user(last)
+        if index is None and has_few_rows(product) and fuse_joined(block, product, claimed):
+            continue
+        if index is None or index in claimed or has_writes(block, product.end, index):
             return
         binding = block.bindings[index]
         parsed = to_expression(binding.value) if isinstance(binding, relax.VarBinding) else None
@@ -504,8 +490,11 @@ def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:
     )
 
 
-def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer) -> None:
+def _write(emitter: Emitter, product: Product, var: relax.Var, packer: _Packer) -> None:
     lhs = product.lhs
+    if product.rounded:
+        shape = [(shape_of(lhs) or [])[0], 1, 1, int(product.weight.attrs.depth)]
+        lhs = emitter.emit(relax.op.reshape(lhs, shape), tensor_type(shape, "float32", lhs.ty), f"{var.name}_lhs")
     if str(lhs.ty.dtype) not in product.layout.lhs_types:
         ty = tensor_type(shape_of(lhs) or [], "float32", lhs.ty)
         lhs = emitter.emit(relax.op.astype(lhs, "float32"), ty, f"{var.name}_lhs")
@@ -516,11 +505,16 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
             ty = tensor_type(shape[-1:], str(operand.ty.dtype), operand.ty)
             operand = emitter.emit(relax.op.reshape(operand, shape[-1:]), ty, f"{var.name}_x{index}")
         operands.append(operand)
-    weights = packer.pack(product.weight, product.layout, var.ty.vdevice, product.experts)
+    weights: list[relax.Expr] = []
+    for weight in (product.weight, product.second):
+        if weight is not None:
+            weights += packer.pack(weight, product.layout, var.ty.vdevice, product.experts)
+    routes = [route for route in (product.index, product.shares) if route is not None]
     call = block_matmul(
         lhs,
         *weights,
-        *([] if product.index is None else [product.index]),
+        *routes,
+        *product.biases,
         *operands,
         columns=product.columns,
         block=int(product.weight.attrs.block),
@@ -531,6 +525,10 @@ def _write(emitter: Emitter, product: _Product, var: relax.Var, packer: _Packer)
         experts=product.experts,
         activation_bits=int(product.weight.attrs.activation_bits),
         rows=str(product.weight.attrs.rows),
+        products=1 if product.second is None else 2,
+        shares=product.shares is not None,
+        biases=bool(product.biases),
+        rounded=product.rounded,
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
 

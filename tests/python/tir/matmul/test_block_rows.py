@@ -21,7 +21,7 @@ def check(weights, index, name, folder, count=None):
     (packed,) = weights.packed(panel)
     rows = len(index) if count is None else count
     problem = BlockRowsProblem(
-        plain(packed.shape, "uint8", Panels.index_map),
+        (plain(packed.shape, "uint8", Panels.index_map),),
         plain((rows,), str(index.dtype), ("m",)),
         plain((rows, depth), "float32", ("m", "k")),
         weights.form,

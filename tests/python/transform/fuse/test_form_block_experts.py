@@ -10,7 +10,11 @@ from encoding.random_blocks import random_rows
 from modules import check_pass, ir_module, ops_of
 from relax_hetero.encoding.block_formats import block_format, dequantize_rows
 from relax_hetero.encoding.block_panels import BlockSource, Panels
+from relax_hetero.encoding.block_weights import Fragments
+from relax_hetero.op.quantized_matmul import BLOCK_MATMUL
 from relax_hetero.transform import FormQuantizedMatmuls, RealizeVDevice
+from relax_hetero.transform.fuse import block_products
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from seeds import fresh_rng
 
 V4 = {"kind": "llvm", "mcpu": "x86-64-v4"}
@@ -94,6 +98,188 @@ def Ragged(x: R.Tensor((4, 1, 1, 64), "float32"), index: R.Tensor((4, 2), "int32
 def test_matrices_of_whole_fragments_stay_in_bits_on_gpus(module, rows, is_formed):
     after = FormQuantizedMatmuls()(RealizeVDevice()(bound(module, raw=random_rows("q8_0", rows, K))))
     assert ("relax.hetero.block_matmul" in ops_of(after)) == is_formed
+
+
+GATE, UP, DOWN = (random_rows("q8_0", 3 * 64, K, seed) for seed in (3, 4, 5))
+
+
+@ir_module(GPU)
+def Layer(
+    x: R.Tensor((2, 64), "float32"),
+    index: R.Tensor((2, 2), "int32"),
+    shares: R.Tensor((2, 2), "float32"),
+    residual: R.Tensor((2, 64), "float32"),
+    gate: R.Tensor((192, 68), "uint8"),
+    up: R.Tensor((192, 68), "uint8"),
+    down: R.Tensor((192, 68), "uint8"),
+):
+    with R.dataflow():
+        wide = R.astype(R.reshape(R.astype(x, "float16"), R.shape([2, 1, 1, 64])), "float32")
+        gates = R.reshape(R.hetero.dequantize_blocks(gate, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        gate_rows = R.matmul(wide, R.permute_dims(R.take(gates, index, axis=0), axes=[0, 1, 3, 2]))
+        active = R.nn.silu(gate_rows)
+        ups = R.reshape(R.hetero.dequantize_blocks(up, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        up_rows = R.matmul(wide, R.permute_dims(R.take(ups, index, axis=0), axes=[0, 1, 3, 2]))
+        gated = R.multiply(active, up_rows)
+        narrow = R.astype(gated, "float16")
+        again = R.astype(narrow, "float32")
+        downs = R.reshape(R.hetero.dequantize_blocks(down, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        down_rows = R.matmul(again, R.permute_dims(R.take(downs, index, axis=0), axes=[0, 1, 3, 2]))
+        flat = R.reshape(down_rows, R.shape([2, 2, 64]))
+        weighted = R.multiply(flat, R.reshape(shares, R.shape([2, 2, 1])))
+        total = R.sum(weighted, axis=[1])
+        y = R.add(residual, total)
+        R.output(y)
+    return y
+
+
+WEIGHTS_OF_LAYER = {"gate": GATE, "up": UP, "down": DOWN}
+
+
+def test_a_layer_of_few_rows_is_two_products_on_gpus():
+    @ir_module(GPU)
+    def Expected(
+        x: R.Tensor((2, 64), "float32"),
+        index: R.Tensor((2, 2), "int32"),
+        shares: R.Tensor((2, 2), "float32"),
+        residual: R.Tensor((2, 64), "float32"),
+        gate: R.Tensor((12, 2, 32, 4), "int32"),
+        gate_scales: R.Tensor((12, 2, 8, 2), "float16"),
+        up: R.Tensor((12, 2, 32, 4), "int32"),
+        up_scales: R.Tensor((12, 2, 8, 2), "float16"),
+        down: R.Tensor((12, 2, 32, 4), "int32"),
+        down_scales: R.Tensor((12, 2, 8, 2), "float16"),
+    ):
+        with R.dataflow():
+            rows = R.reshape(x, R.shape([2, 1, 1, 64]))
+            narrow = R.hetero.block_matmul(
+                rows,
+                gate,
+                gate_scales,
+                up,
+                up_scales,
+                index,
+                columns=64,
+                expression='cast(multiply(silu(x0), x1), "float16")',
+                format="q8_0",
+                experts=3,
+                products=2,
+                rounded="float16",
+            )
+            y = R.hetero.block_matmul(
+                narrow,
+                down,
+                down_scales,
+                index,
+                shares,
+                residual,
+                columns=64,
+                expression="add(x1, x0)",
+                format="q8_0",
+                experts=3,
+                shares=True,
+            )
+            R.output(y)
+        return y
+
+    packed = {}
+    for name, raw in WEIGHTS_OF_LAYER.items():
+        arrays = Fragments().pack(BlockSource((raw,), block_format("q8_0"), K), 3)
+        packed |= {name: arrays[0], f"{name}_scales": arrays[1]}
+    placed = RealizeVDevice()(bound(Layer, **WEIGHTS_OF_LAYER))
+    after = FormQuantizedMatmuls()(placed)
+    check_pass(FormQuantizedMatmuls(), placed, RealizeVDevice()(bound(Expected, **packed)), map_free_vars=True)
+    assert FormQuantizedMatmuls()(after).same_as(after)
+
+
+@ir_module(GPU)
+def Clamped(
+    x: R.Tensor((2, 1, 1, 64), "float16"),
+    index: R.Tensor((2, 2), "int32"),
+    bias: R.Tensor((3, 64), "float32"),
+    gate: R.Tensor((192, 68), "uint8"),
+):
+    with R.dataflow():
+        gates = R.reshape(R.hetero.dequantize_blocks(gate, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        rows = R.matmul(R.astype(x, "float32"), R.permute_dims(R.take(gates, index, axis=0), axes=[0, 1, 3, 2]))
+        biased = R.add(rows, R.reshape(R.take(bias, index, axis=0), R.shape([2, 2, 1, 64])))
+        clamped = R.minimum(biased, R.const(7.0, "float32"))
+        sigmoid = R.sigmoid(R.multiply(clamped, R.const(2.0, "float32")))
+        y = R.multiply(clamped, sigmoid)
+        R.output(y)
+    return y
+
+
+def test_biases_of_experts_and_values_that_join():
+    @ir_module(GPU)
+    def Expected(
+        x: R.Tensor((2, 1, 1, 64), "float16"),
+        index: R.Tensor((2, 2), "int32"),
+        bias: R.Tensor((3, 64), "float32"),
+        gate: R.Tensor((12, 2, 32, 4), "int32"),
+        scales: R.Tensor((12, 2, 8, 2), "float16"),
+    ):
+        with R.dataflow():
+            y = R.hetero.block_matmul(
+                x,
+                gate,
+                scales,
+                index,
+                bias,
+                columns=64,
+                expression="multiply(minimum(x0, 7.0), sigmoid(multiply(minimum(x0, 7.0), 2.0)))",
+                format="q8_0",
+                experts=3,
+                biases=True,
+            )
+            R.output(y)
+        return y
+
+    gate, scales = Fragments().pack(BlockSource((GATE,), block_format("q8_0"), K), 3)
+    placed = RealizeVDevice()(bound(Clamped, gate=GATE))
+    expected = RealizeVDevice()(bound(Expected, gate=gate, scales=scales))
+    check_pass(FormQuantizedMatmuls(), placed, expected, map_free_vars=True)
+
+
+def counts_of(mod):
+    """Products and shares of a module's calls of block_matmul."""
+    calls = (binding.value for binding in walk_bindings(FormQuantizedMatmuls()(mod)["main"]))
+    attributes = [call.attrs for call in calls if op_name(call) == BLOCK_MATMUL]
+    return [(int(attrs.products), bool(attrs.shares)) for attrs in attributes]
+
+
+def test_products_of_many_rows_stay_apart(monkeypatch):
+    placed = RealizeVDevice()(bound(Layer, **WEIGHTS_OF_LAYER))
+    assert counts_of(placed) == [(2, False), (1, True)]
+    monkeypatch.setattr(block_products, "MAX_SUMMED_EXPERTS", 1)
+    assert counts_of(placed) == [(1, False)] * 3
+    monkeypatch.setattr(block_products, "MAX_FUSED_PAIRS", 3)
+    assert counts_of(placed) == [(1, False)] * 3
+
+
+@ir_module(GPU)
+def Apart(
+    x: R.Tensor((2, 1, 1, 64), "float16"),
+    z: R.Tensor((2, 1, 1, 64), "float16"),
+    index: R.Tensor((2, 2), "int32"),
+    shares: R.Tensor((2, 2), "float32"),
+    gate: R.Tensor((192, 68), "uint8"),
+    up: R.Tensor((192, 68), "uint8"),
+):
+    with R.dataflow():
+        gates = R.reshape(R.hetero.dequantize_blocks(gate, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        of_x = R.matmul(R.astype(x, "float32"), R.permute_dims(R.take(gates, index, axis=0), axes=[0, 1, 3, 2]))
+        ups = R.reshape(R.hetero.dequantize_blocks(up, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        of_z = R.matmul(R.astype(z, "float32"), R.permute_dims(R.take(ups, index, axis=0), axes=[0, 1, 3, 2]))
+        product = R.multiply(of_x, of_z)
+        of_columns = R.sum(R.multiply(R.reshape(product, R.shape([2, 2, 64])), R.reshape(shares, (2, 2, 1))), axis=[2])
+        y = (of_columns, product)
+        R.output(y)
+    return y
+
+
+def test_products_of_other_rows_and_other_sums_stay_apart():
+    assert counts_of(RealizeVDevice()(bound(Apart, gate=GATE, up=UP))) == [(1, False)] * 2
 
 
 @pytest.mark.parametrize("is_constant", [True, False])

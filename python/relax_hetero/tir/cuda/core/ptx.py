@@ -463,8 +463,8 @@ def permute_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
 
 
 def load_global_streaming(registers: Sequence[Expr], address: Expr) -> None:
-    """Load four neighbouring values of 32 bits of a constant that is read once, without L1 allocation."""
-    _emit("ld.global.nc.L1::no_allocate.v4.u32", *registers, address)
+    """Load one, two or four neighbouring values of 32 bits of a constant that is read once, without L1 allocation."""
+    _emit(f"ld.global.nc.L1::no_allocate.{_vector(len(registers))}u32", *registers, address)
 
 
 # Approximate functions of float32 (expressions) for 16-bit results: branchless, denormals flushed to zero.

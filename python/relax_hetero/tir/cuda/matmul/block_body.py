@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import partial
-from operator import getitem
 from typing import Any
 
 from tvm import tirx
@@ -21,6 +20,7 @@ from ..tile.epilogue import EpilogueWriter
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, BlockPlan, BlockWork
 from .block_rows import LeftRows, RowSource
+from .weight_parts import point_registers
 
 
 class BlockBody:
@@ -62,9 +62,7 @@ class BlockBody:
     def prepare(self, row_tiles: Expr, blocks_per_sm: int) -> None:
         """Distribute the work among blocks; parameters as in `BlockWork.share`."""
         self.row_tiles = row_tiles
-        zeros = self.packed[2:]
-        has_points = 0 if not zeros else 2 if zeros[0].nominal == "float32" else 1
-        self.work.share(self.gpu, row_tiles, blocks_per_sm, has_points)
+        self.work.share(self.gpu, row_tiles, blocks_per_sm, point_registers(self.work.problem))
 
     def emit(self, place: Place, shared: SharedMemory) -> None:
         """Write the block's code."""
@@ -73,7 +71,7 @@ class BlockBody:
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
         self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.row_step)
-        self.warp = T.bind(tirx.floordiv(place.thread, WARP))
+        self.warp = self.k_warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
         self.lane = lane
@@ -96,7 +94,7 @@ class BlockBody:
         """Loads of the block's left rows, from row `first` of `lhs` on."""
         work = self.work
         is_whole = isinstance(work.m, int) and work.held_rows == work.m and work.problem.depth % work.chunk == 0
-        copies = self.gpu.bulk_copies and is_whole and work.parts == 1
+        copies = self.gpu.bulk_copies and is_whole and work.parts == 1 and not work.problem.rounded
         return LeftRows(work, lhs, self.shared, self.thread, (self.low, self.high), first, copies)
 
     def _work(self) -> None:
@@ -141,12 +139,16 @@ class BlockBody:
         iterations = -(-work.own // plan.ahead)
         tile = T.bind(self.first_block + index * work.stride)
         for number in range(plan.fragments * plan.groups * 4):
-            T.buffer_store(self.totals, T.float32(0), [number])
+            T.buffer_store(self.totals, self._initial(number, tile), [number])
         with T.serial(int64(iterations)) as number:
             for slot in range(plan.ahead):
                 self._chunk(slot, number * plan.ahead + slot)
                 self._load_next(slot, (number, iterations), tile, index + 1 < num_tiles)
         self._stage_sums(index_in_batch)
+
+    def _initial(self, number: int, tile: Expr) -> Expr:
+        """Initial value of an accumulator of a column tile."""
+        return T.float32(0)
 
     def _load_next(self, slot: int, progress: tuple[Expr, int], tile: Expr, more: Expr) -> None:
         """Load the next chunk of a slot, of this tile or of the block's next one."""
@@ -160,14 +162,14 @@ class BlockBody:
 
     def _chunk_of(self, index: Expr) -> Expr:
         """Chunk of a warp; those of a block's warps are contiguous."""
-        return int64(index) * self.work.plan.warps + self.warp
+        return int64(index) * self.work.plan.k_warps + self.k_warp
 
     def _exists(self, index: Expr) -> Expr | None:
         """Predicate of a warp's chunk; None if it is known to exist."""
         plan, chunks = self.work.plan, self.work.chunks
         # A warp's last iteration loads as many chunks as the others, even if fewer are left.
         last = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
-        if (last + 1) * plan.warps <= chunks:
+        if (last + 1) * plan.k_warps <= chunks:
             return None
         return self._chunk_of(index) < chunks
 
@@ -199,6 +201,9 @@ class BlockBody:
     def _multiply_fragment(self, slot: int, fragment: int, loaded_k: Expr | None = None) -> None:
         """Accumulate the products of a fragment of columns; load the left operand from `loaded_k` on, if given."""
         work = self.work
+        if work.is_plain:
+            self._multiply_plain(slot, fragment, loaded_k)
+            return
         for number in range(work.scaled):
             if loaded_k is not None:
                 self.left.load_held(loaded_k, [number])
@@ -206,6 +211,15 @@ class BlockBody:
             for step in range(work.steps):
                 self._multiply(slot, fragment, number * work.steps + step, step > 0)
             self._add_scaled(slot, fragment, number)
+
+    def _multiply_plain(self, slot: int, fragment: int, loaded_k: Expr | None) -> None:
+        if loaded_k is not None:
+            self.left.load_held(loaded_k, [0])
+        left, groups = self.weights.unpack(slot, fragment, 0), self.work.plan.groups
+        for group in range(groups):
+            totals = [self.totals[(fragment * groups + group) * 4 + i] for i in range(4)]
+            types = (self.work.type, self.work.type)
+            ptx.multiply_fragments(totals, left, self.left.fragment(group, 0), types, True)
 
     def _multiply(self, slot: int, fragment: int, step: int, adds: bool) -> None:
         left = self.weights.unpack(slot, fragment, step)
@@ -272,7 +286,7 @@ class BlockBody:
     def _finish(self, first_index: Expr, count: Expr) -> None:
         """Reduce and store `count` column tiles, after all warps have stored their accumulators."""
         work, plan = self.work, self.work.plan
-        columns = plan.columns
+        columns = work.product_columns
         vector = min(4, self.writer.result.vector("n"))
         rows = min(work.rows, work.m) if isinstance(work.m, int) else work.rows
         per_tile, threads = rows * columns // vector, plan.warps * WARP
@@ -295,10 +309,14 @@ class BlockBody:
                 registers = self.writer.registers(1, vector) if is_whole else None
                 if registers is not None:
                     self.writer.load(registers, vector_index, at, vector)
-                totals = self._reduce_sums(index_in_batch * work.sums, row, column, vector)
+                totals = [
+                    self._reduce_sums(index_in_batch * work.sums, row, product * columns + column, vector)
+                    for product in range(work.problem.products)
+                ]
                 end = None if is_whole else int64(work.problem.columns)
                 loaded = None if registers is None else (registers, vector_index)
-                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, loaded)
+                reads = [partial(_element, totals, i) for i in range(vector)]
+                self.writer.write(reads, at, "n", [], end, loaded)
         if work.is_persistent:
             self._barrier()
 
@@ -329,3 +347,8 @@ class BlockBody:
                 for i in range(vector):
                     T.buffer_store(totals, totals[i] + part_sums[i], [i])
         return totals
+
+
+def _element(products: list[Any], i: int) -> tuple[Expr, ...]:
+    """Accumulators of a column, of each product."""
+    return tuple(totals[i] for totals in products)

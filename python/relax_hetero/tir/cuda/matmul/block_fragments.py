@@ -1,26 +1,26 @@
-"""Dequantization of weights of 4 or 8 bits to fragments of tensor cores, in registers.
+"""Dequantization of weights of 4, 5, 6 or 8 bits to fragments of tensor cores, in registers.
 
 The bits of a weight w are inserted into the mantissa of a power of two, which is subtracted together with the zero
 point: the float16 1024 with the bits of w in its lowest bits is 1024 + w. The bits of an fp4 number are those of a
-16-bit float, the exponent's lowest bits, and are multiplied by the difference of the exponents' biases.
+16-bit float, the exponent's lowest bits, and are multiplied by the difference of the exponents' biases. 16-bit floats
+are fragments as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS, middle_of
-from ....target.element_types import bytes_of
+from ....encoding.block_weights import middle_of
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, int64, minimum
 from ..core import ptx
 from ..core.launch import SharedMemory, local
 from ..core.operand import GpuOperand
-from .block_plan import STEP, BlockWork
+from .block_plan import BlockWork
+from .weight_parts import has_factors
 
 _ONES_PAIR = {"float16": 0x3C003C00, "bfloat16": 0x3F803F80}
 """A pair of ones."""
@@ -40,7 +40,8 @@ class WeightFragments:
     ----------
     work : BlockWork
     packed : list of GpuOperand
-        Weights, scales and perhaps zero points, opened.
+        Weights, scales and perhaps zero points or factors, opened; those of several products follow each other, which
+        have equal numbers of the block's fragments.
     lane, high : PrimExpr
         Index of the lane in its warp, and of its column among eight.
     """
@@ -48,14 +49,14 @@ class WeightFragments:
     def __init__(self, work: BlockWork, packed: list[GpuOperand], lane: Expr, high: Expr) -> None:
         self.work, self.lane, self.high = work, lane, high
         self.type, self.is_bytes = work.type, work.problem.bits == 8
-        self.weight, self.scales = packed[0].data, packed[1].data
-        self.zeros = packed[2].data if len(packed) > 2 else None
+        count = len(packed) // work.problem.products
+        self.products = [[view.data for view in packed[i : i + count]] for i in range(0, len(packed), count)]
+        self.weight, *self.part_data = self.products[0]
         num_fragments = work.plan.ahead * work.plan.fragments
-        self.bits = local(num_fragments * 4, "uint32")
-        self.scale_bits = local(num_fragments * work.scaled * 2, str(self.scales.dtype))
-        self.point_bits: Any = None
-        if self.zeros is not None:
-            self.point_bits = local(num_fragments * work.scaled * 2, str(self.zeros.dtype))
+        self.bits = local(num_fragments * work.lane_words, "uint32")
+        self.part_words = [
+            local(num_fragments * work.units_of_chunk(part) * part.words, part.word_type) for part in work.part_list
+        ]
         self.fragment, self.points, self.wide = local(4, "uint32"), local(4, "uint32"), local(2, "float32")
 
     @property
@@ -73,7 +74,12 @@ class WeightFragments:
     @property
     def has_any_points(self) -> bool:
         """True if zero points, or minimums, are arbitrary numbers: they are multiplied by sums of the left operand."""
-        return self.zeros is not None and str(self.zeros.dtype) != "uint8"
+        return self.has_minimums or self._has_zeros("float32")
+
+    def _has_zeros(self, dtype: str) -> bool:
+        """True if there are zero points of a type."""
+        parts = self.work.part_list
+        return self.work.problem.form is None and len(parts) > 1 and parts[1].dtype == dtype
 
     @property
     def ones(self) -> list[Expr]:
@@ -81,42 +87,64 @@ class WeightFragments:
         return [T.uint32(_ONES_PAIR[self.type])] * 4
 
     def load(self, slot: int, tile_of_block: Expr, chunk: Expr) -> None:
-        """Load the weights of a chunk, their scales and zero points."""
+        """Load the weights of a chunk, their scales, and zero points or factors."""
         work = self.work
         for fragment in range(work.plan.fragments):
-            tile = tile_of_block * work.plan.fragments + fragment
-            if work.tiles % work.plan.fragments:
+            product, of_product = divmod(fragment, work.product_fragments)
+            weight, *part_data = self.products[product]
+            tile = tile_of_block * work.product_fragments + of_product
+            if work.tiles % work.product_fragments:
                 tile = minimum(tile, int64(work.tiles - 1))
-            offset = ((tile * work.chunks + chunk) * WARP + self.lane) * 4
-            number_of_fragment = slot * work.plan.fragments + fragment
-            targets = [self.bits[number_of_fragment * 4 + i] for i in range(4)]
-            ptx.load_global_streaming(targets, T.address_of(self.weight[offset]))
-            for number in range(work.scaled):
-                scale = tirx.floordiv(chunk * work.chunk + number * work.steps * STEP, work.problem.block)
-                if work.chunks * work.chunk > work.blocks * work.problem.block:
-                    scale = minimum(scale, int64(work.blocks - 1))
-                offset = ((tile * work.blocks + scale) * (FRAGMENT_COLUMNS // 2) + self.high) * 2
-                first = (number_of_fragment * work.scaled + number) * 2
-                for target, data in ((self.scale_bits, self.scales), (self.point_bits, self.zeros)):
-                    if data is not None:
-                        registers = T.ramp(tirx.const(first, "int32"), 1, 2)
-                        T.buffer_store(target, data[T.ramp(offset, int64(1), 2)], [registers])
+            number = slot * work.plan.fragments + fragment
+            begin = T.bind((tile * work.chunks + chunk) * (WARP * work.lane_words))
+            for first, count in work.planes:
+                targets = [self.bits[number * work.lane_words + first + i] for i in range(count)]
+                address = T.address_of(weight[begin + (first * WARP + self.lane * count)])
+                ptx.load_global_streaming(targets, address)
+            for data, part, words in zip(part_data, work.part_list, self.part_words, strict=True):
+                units = work.units_of_chunk(part)
+                for of_chunk in range(units):
+                    unit = tirx.floordiv(chunk * work.chunk + of_chunk * (work.chunk // units), part.unit)
+                    if work.chunks * work.chunk > part.units * part.unit:
+                        unit = minimum(unit, int64(part.units - 1))
+                    first = (number * units + of_chunk) * part.words
+                    address = T.address_of(data[((tile * part.units + unit) * 8 + self.high) * part.width])
+                    ptx.load_global([words[first + i] for i in range(part.words)], address, part.load_type)
+
+    def _number(self, part: int, slot: int, fragment: int, number: int, index: int) -> Expr:
+        """Number `index` of a lane, of the part's unit at scale `number` of a chunk, in the part's type."""
+        of_part, work = self.work.part_list[part], self.work
+        units = work.units_of_chunk(of_part)
+        unit = (slot * work.plan.fragments + fragment) * units + number * units // work.scaled
+        return of_part.number(self.part_words[part], unit * of_part.words, index)
 
     def scale(self, slot: int, fragment: int, number: int, half: int) -> Expr:
         """Scale `number` of a chunk for one of a lane's two columns, float32."""
-        return T.bind(T.cast(self._scale(self._scale_index(slot, fragment, number) + half), "float32"))
+        value, form = self._number(0, slot, fragment, number, half), self.work.problem.form
+        if form is not None and form.scale == "e8m0":
+            # Scales of 2 ** -127 and less become 0.
+            exponent = T.max(T.Cast("int32", value) - 1, 0)
+            return T.bind(T.reinterpret("float32", exponent << T.int32(23)))
+        return T.bind(self._times_factor(value, slot, fragment, number, half))
+
+    def _times_factor(self, value: Expr, slot: int, fragment: int, number: int, index: int) -> Expr:
+        """A scale or minimum as float32, times the factor of its superblock if there are factors."""
+        value = T.cast(value, "float32")
+        if not has_factors(self.work.problem):
+            return value
+        return value * T.cast(self._number(1, slot, fragment, number, index), "float32")
 
     def point(self, slot: int, fragment: int, number: int, half: int) -> Expr:
         """Arbitrary zero point, less the middle that `unpack` subtracts."""
-        point = self._point(self._scale_index(slot, fragment, number) + half)
-        return point - T.float32(middle_of(self.work.problem.bits))
+        return self._number(1, slot, fragment, number, half) - T.float32(middle_of(self.work.problem.bits))
 
     def minimum(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr:
         """Minimum of a block of weights, corrected for the middle that `unpack` subtracts from the quants."""
         form, bits = self.work.problem.form, self.work.problem.bits
         assert form is not None, "only GGUF formats have minimums"
-        value = T.cast(self._point(self._scale_index(slot, fragment, number) + half), "float32")
-        lowest = middle_of(bits) + form.min_code if bits == form.bits else 0
+        part, index = (0, 2 + half) if has_factors(self.work.problem) else (1, half)
+        value = self._times_factor(self._number(part, slot, fragment, number, index), slot, fragment, number, index)
+        lowest = middle_of(bits) + form.min_code
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
     def addend(self, slot: int, fragment: int, number: int, half: int, scale: Expr) -> Expr | None:
@@ -127,27 +155,22 @@ class WeightFragments:
             return T.bind(T.float32(0) - self.point(slot, fragment, number, half) * scale)
         return None
 
-    def _scale_index(self, slot: int, fragment: int, number: int) -> int:
-        return ((slot * self.work.plan.fragments + fragment) * self.work.scaled + number) * 2
-
-    def _scale(self, index: int) -> Expr:
-        """Loaded scale, in its own type."""
-        return self.scale_bits[index]
-
-    def _point(self, index: int) -> Expr:
-        """Loaded zero point or minimum, in its own type."""
-        return self.point_bits[index]
+    def number(self, pair: Expr, i: int) -> Expr:
+        """First or second number of a register of `unpack`, float32."""
+        bits = T.Cast("uint16", pair >> T.uint32(16)) if i else T.Cast("uint16", pair & T.uint32(0xFFFF))
+        if self.type == "float16":
+            return T.Cast("float32", T.reinterpret("float16", bits))
+        return T.reinterpret("float32", T.Cast("uint32", bits) << T.uint32(16))
 
     def begin(self, slot: int, fragment: int, number: int) -> None:
         """Compute the addend of `unpack` for both columns of a lane: minus the power of two and the zero point."""
-        if self.is_float4:
+        if self.is_float4 or self.work.is_plain:
             return
         middle, is_half = middle_of(self.work.problem.bits), self.type == "float16"
-        index = self._scale_index(slot, fragment, number)
         for half in range(2):
             point: Expr = T.uint32(middle)
-            if self.zeros is not None and not self.has_any_points:
-                point = T.cast(self._point(index + half), "uint32")
+            if self._has_zeros("uint8"):
+                point = T.cast(self._number(1, slot, fragment, number, half), "uint32")
             if self.is_bytes and not is_half:
                 T.buffer_store(self.points, T.uint32(_MINUS_BYTE_POWER) | point, [half])
                 continue
@@ -159,13 +182,24 @@ class WeightFragments:
     def unpack(self, slot: int, fragment: int, step: int) -> list[Expr]:
         """Fragment of a lane's eight weights of a step, for both columns, less their zero points."""
         work = self.work
-        first = (slot * work.plan.fragments + fragment) * 4 + step * work.words
-        words = [self.bits[first + i] for i in range(work.words)]
-        self.unpack_words(words if self.is_bytes else words * 2, (0, 0) if self.is_bytes else (0, 8))
+        begin = (slot * work.plan.fragments + fragment) * work.lane_words
+        words = [self.bits[begin + step * work.words + i] for i in range(work.words)]
+        if work.is_plain:
+            return words
+        high = []
+        if work.high_bits:
+            first = [(4 * step + 2 * pair) * work.high_bits for pair in range(2)]
+            high = [(self.bits[begin + 4 + bit // 16], bit % 16) for bit in first]
+        self.unpack_words(words if self.is_bytes else words * 2, (0, 0) if self.is_bytes else (0, 8), high)
         return [self.fragment[i] for i in range(4)]
 
-    def unpack_words(self, words: Sequence[Expr], bits: Sequence[int], begin: int = 0) -> None:
-        """Unpack weights of two pairs of k, each in a word from a bit on, to registers from `begin` on."""
+    def unpack_words(
+        self, words: Sequence[Expr], bits: Sequence[int], high: Sequence[tuple[Expr, int]] = (), begin: int = 0
+    ) -> None:
+        """Unpack weights of two pairs of k, each in a word from a bit on, to registers from `begin` on.
+
+        `high` has the word and the first bit of each pair's high bits, if weights have 5 or 6.
+        """
         for i in range(4):
             half, pair = i % 2, i // 2
             word, at = words[pair], bits[pair]
@@ -177,14 +211,20 @@ class WeightFragments:
                 # Nibbles of the second column are not shifted down: 1024 + 16 w is multiplied by 1/16 to 64 + w.
                 if half == 0:
                     shifted = T.bind(word >> T.uint32(at)) if at else word
-                self._unpack_nibbles(begin + i, shifted, 0x00F000F0 if half else 0x000F000F, half + 2 if half else 0)
+                self._unpack_nibbles(begin + i, shifted, 4 * half, half + 2 if half else 0, high[pair : pair + 1])
             else:
                 at += 4 * half
-                self._unpack_nibbles(begin + i, word >> T.uint32(at) if at else word, 0x000F000F, half)
+                self._unpack_nibbles(begin + i, word >> T.uint32(at) if at else word, 0, half, high[pair : pair + 1])
 
-    def _unpack_nibbles(self, i: int, word: Expr, mask: int, point: int) -> None:
-        target, factor = self.fragment[i], _ONES_PAIR[self.type] if mask == 0x000F000F else _SIXTEENTH
-        ptx.and_or(target, word, mask, _POWER_PAIR[self.type])
+    def _unpack_nibbles(self, i: int, word: Expr, at: int, point: int, high: Sequence[tuple[Expr, int]]) -> None:
+        """Two weights whose low bits are at bits `at` of both halves of a word, and perhaps their high bits."""
+        target, factor = self.fragment[i], _SIXTEENTH if at else _ONES_PAIR[self.type]
+        ptx.and_or(target, word, 0x000F000F << at, _POWER_PAIR[self.type])
+        count = self.work.high_bits
+        for high_word, first in high:
+            shifted = _shifted(high_word, at + 4 - first - i % 2 * count)
+            mask = ((1 << count) - 1) * 0x00100010 << at
+            T.buffer_store(self.fragment, T.bitwise_or(target, T.bitwise_and(shifted, T.uint32(mask))), [i])
         ptx.multiply_add_pair(target, target, T.uint32(factor), self.points[point], self.type)
 
     def _unpack_float4(self, i: int, word: Expr, at: int) -> None:
@@ -216,15 +256,6 @@ def _shifted(word: Expr, bits: int) -> Expr:
 class StagedFragments(WeightFragments):
     """Writer of loads of a chunk's weights from a stage in shared memory; `ahead` is 1."""
 
-    def __init__(self, work: BlockWork, packed: list[GpuOperand], lane: Expr, high: Expr) -> None:
-        super().__init__(work, packed, lane, high)
-        self.types = [operand.nominal for operand in packed[1:]]
-        count = work.plan.fragments * work.scaled
-        self.words = [
-            local(count * max(1, bytes_of(dtype) // 2), "uint32" if bytes_of(dtype) > 1 else "uint16")
-            for dtype in self.types
-        ]
-
     def load_staged(self, shared: SharedMemory, fragment: int, weights: Expr, parts: Sequence[Sequence[Expr]]) -> None:
         """Load a fragment of a chunk.
 
@@ -233,37 +264,22 @@ class StagedFragments(WeightFragments):
         weights : PrimExpr
             Offset in shared memory of the chunk's weights.
         parts : sequence of sequences of PrimExpr
-            Offsets of the scales, and of the zero points, of 16 columns: one per scale of the chunk.
+            Offsets of the scales, and of the zero points or factors, of 16 columns: one per unit of the chunk.
         """
-        ptx.load_shared([self.bits[fragment * 4 + i] for i in range(4)], shared.at(weights + self.lane * 16))
+        work = self.work
+        for first, count in work.planes:
+            targets = [self.bits[fragment * work.lane_words + first + i] for i in range(count)]
+            ptx.load_shared(targets, shared.at(weights + (first * WARP + self.lane * count) * 4))
         self.load_parts(shared, fragment, parts)
 
     def load_parts(
         self, shared: SharedMemory, fragment: int, parts: Sequence[Sequence[Expr]], first_scale: int = 0
     ) -> None:
-        """Load scales, and zero points, of a fragment of a chunk; `parts` as in `load_staged`, from a scale on."""
-        scaled = self.work.scaled
-        for words, dtype, offsets in zip(self.words, self.types, parts, strict=True):
-            size = bytes_of(dtype)
-            words_per_value = max(1, size // 2)
-            for number, offset in enumerate(offsets, first_scale):
-                first = (fragment * scaled + number) * words_per_value
-                targets = [words[first + i] for i in range(words_per_value)]
-                address = shared.at(offset + self.high * (2 * size))
-                ptx.load_shared(targets, address, "u16" if size == 1 else "u32")
-
-    def _loaded_value(self, part: int, index: int) -> Expr:
-        dtype, words = self.types[part], self.words[part]
-        if bytes_of(dtype) == 4:
-            return T.reinterpret(dtype, words[index])
-        word, half = words[index // 2], index % 2
-        if bytes_of(dtype) == 1:
-            return T.Cast("uint8", word >> T.uint16(8)) if half else T.Cast("uint8", word & T.uint16(255))
-        bits = T.Cast("uint16", word >> T.uint32(16)) if half else T.Cast("uint16", word & T.uint32(0xFFFF))
-        return T.reinterpret(dtype, bits)
-
-    def _scale(self, index: int) -> Expr:
-        return self._loaded_value(0, index)
-
-    def _point(self, index: int) -> Expr:
-        return self._loaded_value(1, index)
+        """Load scales, zero points and factors of a chunk's fragment; `parts` as in `load_staged`, from a scale on."""
+        work = self.work
+        for words, part, offsets in zip(self.part_words, work.part_list, parts, strict=True):
+            units = work.units_of_chunk(part)
+            for number, offset in enumerate(offsets, first_scale if units > 1 else 0):
+                begin = (fragment * units + number) * part.words
+                targets = [words[begin + i] for i in range(part.words)]
+                ptx.load_shared(targets, shared.at(offset + self.high * part.lane_bytes), part.load_type)

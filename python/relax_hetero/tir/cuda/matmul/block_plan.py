@@ -1,21 +1,18 @@
-"""Distribution of quantized matrix products (weights of 4 or 8 bits) among blocks and warps."""
+"""Distribution of quantized matrix products among blocks and warps."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
+from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of, lane_words
 from ....encoding.problem import QuantizedMatmulProblem
-from ....target.element_types import bytes_of
-from ....target.gpu_target import GpuTarget
+from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr
+from .weight_parts import Part, parts_of, point_registers
 
 STEP = 16
 """Extent of k of one mma instruction."""
-
-FRAGMENT_BYTES = 512
-"""Bytes of a chunk of weights of 16 columns."""
 
 GROUP_COLUMNS = 8
 """Rows of the left operand (or their bfloat16 parts) that one mma instruction multiplies: its n dimension."""
@@ -77,16 +74,39 @@ class BlockPlan:
         """Number of columns of a block."""
         return self.fragments * FRAGMENT_COLUMNS
 
+    @property
+    def k_warps(self) -> int:
+        """Number of warps that split k."""
+        return self.warps
+
+
+@dataclass(frozen=True)
+class SumPlan(BlockPlan):
+    """Plan of a block that adds up the rows of a token's experts: each has as many of its warps.
+
+    Attributes
+    ----------
+    used : int
+        Number of experts of a token.
+    """
+
+    used: int = 1
+
+    @property
+    def k_warps(self) -> int:
+        """See `BlockPlan.k_warps`."""
+        return self.warps // self.used
+
 
 def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPlan]:
     """Plan of a problem; two plans, for few and for more rows, if their number is symbolic."""
     extents = problem.result.shape[:-1]
-    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs_type]
     if all(isinstance(extent, int) for extent in extents):
         plan = _plan_of(problem, prod(extent for extent in extents if isinstance(extent, int)))
         tiles = -(-problem.columns // FRAGMENT_COLUMNS)
-        has_points = len(problem.weights) > 2
-        if plan.groups == 1 and not has_points and tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps):
+        is_wide = tiles > gpu.multiprocessors * (FEW_ROWS_WARPS // plan.warps)
+        if plan.groups == 1 and is_wide and not point_registers(problem):
             plan = _plan_of(problem, 1, FEW_ROWS_WARPS)
         return [plan]
     # Both are code of one kernel, and share its register limit of two blocks per multiprocessor.
@@ -105,11 +125,18 @@ def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
     def fits(fragments: int) -> bool:
         return tiles % fragments == 0 and pairs * tiles >= fragments * gpu.multiprocessors
 
+    if problem.shares is not None:
+        used = problem.shares.shape[1]
+        assert isinstance(used, int), "a token has a known number of experts"
+        plan = _plan_of(problem, 1, FEW_ROWS_WARPS // used, 1)
+        return SumPlan(1, 1, plan.warps * used, plan.ahead, used)
+    if problem.second:
+        return _plan_of(problem, 1, fragments=2)
     return _plan_of(problem, 1, fragments=next((count for count in (4, 2) if fits(count)), 1))
 
 
 def _plan_of(problem: QuantizedMatmulProblem, rows: int, max_warps: int = MAX_WARPS, fragments: int = 0) -> BlockPlan:
-    in_group = GROUP_COLUMNS // PARTS[problem.lhs.dtype]
+    in_group = GROUP_COLUMNS // PARTS[problem.lhs_type]
     groups = min(4, max(1, -(-rows // in_group)))
     # Fragments share loads of the left operand.
     fragments = fragments or {1: 1, 2: 2}.get(groups, 4)
@@ -130,14 +157,18 @@ class BlockWork:
 
     Attributes
     ----------
+    product_fragments, product_columns : int
+        Fragments and columns of a block in each product of its rows.
     parts : int
         Rows of 16-bit floats (of element type `type`) per row of the left operand.
     chunk : int
         Extent of k of a chunk; k has `chunks`, and a warp `own` of them.
     steps : int
         Instructions of a chunk that share a scale; a chunk has `scaled` scales per column.
-    words : int
-        Words of a lane's weights per instruction.
+    words, lane_words : int
+        Words of a lane's weights per instruction, without high bits, and of a chunk, with them.
+    planes : list of (int, int)
+        First word and number of words of a lane's neighbours in memory: all of them, or the low bits and the high ones.
     tiles : int
         Fragments of columns.
     rows : int
@@ -146,25 +177,30 @@ class BlockWork:
         Column tiles of a block whose accumulators are reduced together.
     sum_rows : int
         Rows, or parts of them, whose accumulators are reduced over warps.
-    part_sizes : list of int
-        Bytes of the scales, and of the zero points, of a block of 16 columns.
+    high_bits : int
+        Bits of a weight beyond 4, if they are in a plane of their own.
+    part_list : list of Part
+        Scales, and zero points or factors of superblocks.
     held_rows : int
         Rows of 16-bit floats in shared memory, `pitch` words each; 0 if they are loaded from global memory.
     """
 
     def __init__(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> None:
         self.problem, self.plan, self.m = problem, plan, m
-        self.parts = PARTS[problem.lhs.dtype]
-        self.type = "float16" if problem.lhs.dtype == "float16" else "bfloat16"
+        self.parts = PARTS[problem.lhs_type]
+        self.type = "float16" if problem.lhs_type == "float16" else "bfloat16"
         self.chunk = chunk_of(problem.bits)
-        self.words = problem.bits // 4
+        self.is_plain = problem.bits == 16
+        self.words, self.lane_words = problem.bits // 4, lane_words(problem.bits)
+        self.planes = [(0, 4), *([(4, self.lane_words - 4)] if self.lane_words > 4 else [])]
+        self.high_bits = max(0, problem.bits - 4) if problem.bits < 8 else 0
+        self.chunk_bytes = WARP * self.lane_words * 4
         self.chunks = -(-problem.depth // self.chunk)
-        self.blocks = -(-problem.depth // problem.block)
-        self.steps = gcd(problem.block, self.chunk) // STEP
+        self.steps = 1 if self.is_plain else gcd(problem.block, self.chunk) // STEP
         self.scaled = self.chunk // STEP // self.steps
         self.tiles = -(-problem.columns // FRAGMENT_COLUMNS)
         self.rows = plan.groups * (GROUP_COLUMNS // self.parts)
-        self.own = -(-self.chunks // plan.warps)
+        self.own = -(-self.chunks // plan.k_warps)
         self.pitch = self.chunks * self.chunk // 2 + _PAD_WORDS
         rows = min(m, self.rows) if isinstance(m, int) else self.rows
         self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= MAX_LEFT_BYTES else 0
@@ -173,9 +209,15 @@ class BlockWork:
         self.sum_rows = plan.groups * GROUP_COLUMNS
         if self.parts == 1 and isinstance(m, int):
             self.sum_rows = min(m, self.sum_rows)
-        self.column_tiles = -(-self.tiles // plan.fragments)
-        self.part_sizes = [FRAGMENT_COLUMNS * bytes_of(operand.dtype) for operand in problem.weights[1:]]
+        self.product_fragments = plan.fragments // problem.products
+        self.product_columns = self.product_fragments * FRAGMENT_COLUMNS
+        self.column_tiles = -(-self.tiles // self.product_fragments)
+        self.part_list = parts_of(problem)
         self.sums = plan.warps * plan.fragments * self.sum_rows * FRAGMENT_COLUMNS
+
+    def units_of_chunk(self, part: Part) -> int:
+        """Units of a part that a chunk reads: one for each scale, if it has more than one unit."""
+        return self.scaled if part.unit % self.chunk else 1
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """Distribute the work among blocks.

@@ -87,11 +87,14 @@ class LeftRows:
             with T.If(item < items), T.Then():
                 row, k = T.bind(tirx.floordiv(item, per_row)), T.bind(tirx.floormod(item, per_row) * unit)
                 row_index, k_index = self.first + T.Cast("int64", row), T.Cast("int64", k)
-                if work.parts == 1:
-                    self._load_halves(registers, row_index, k_index, row_index < work.m, 0, unit)
+                if work.problem.rounded:
+                    self._load_rounded(registers, row_index, k_index, row_index < self._num_rows)
+                    self._store_held(registers, row, k, 4)
+                elif work.parts == 1:
+                    self._load_halves(registers, row_index, k_index, row_index < self._num_rows, 0, unit)
                     self._store_held(registers, row, k, 4)
                 else:
-                    self._load_wide(row_index, k_index, row_index < work.m)
+                    self._load_wide(row_index, k_index, row_index < self._num_rows)
                     for part in range(work.parts):
                         part_bits = [T.bind(_bfloat16_part(self.wide[i], tirx.const(part, "int32"))) for i in range(4)]
                         for i in range(2):
@@ -125,6 +128,21 @@ class LeftRows:
         offset = self.work.held_at + (row * self.work.pitch + tirx.floordiv(k, 2)) * 4
         ptx.store_shared(self.shared.at(offset), [registers[i] for i in range(words)])
 
+    @property
+    def _num_rows(self) -> Expr:
+        """Number of rows of the left operand."""
+        return self.work.m
+
+    @property
+    def _first_held(self) -> Expr:
+        """First row in shared memory that the warp multiplies."""
+        return 0
+
+    @property
+    def _rows_of_lanes(self) -> int:
+        """Number of rows in shared memory that the warp multiplies."""
+        return self.work.held_rows
+
     def load_held(self, k: Expr, numbers: Sequence[int]) -> None:
         """Load fragments of some scales of a chunk from shared memory."""
         work = self.work
@@ -132,10 +150,10 @@ class LeftRows:
         width = min(4, words)
         for group in range(work.plan.groups):
             row = self.high + group * GROUP_COLUMNS
-            with T.If(row < work.held_rows), T.Then():
+            with T.If(row < self._rows_of_lanes), T.Then():
                 for number in numbers:
                     in_row = T.Cast("int32", tirx.floordiv(k, 2)) + (number * 4 + self.low) * words
-                    first = row * work.pitch + in_row
+                    first = (self._first_held + row) * work.pitch + in_row
                     for i in range(0, words, width):
                         begin = group * self.steps * 2 + number * words + i
                         targets = [self.words[begin + j] for j in range(width)]
@@ -188,6 +206,14 @@ class LeftRows:
                     ptx.load_global([halfword[0]], address, "u16", is_constant=False)
                     value = T.cast(halfword[0], "uint32") << T.uint32(16 * (offset % 2))
                     T.buffer_store(target, target[word] | value, [word])
+
+    def _load_rounded(self, target: Expr, row: Expr, at: Expr, exists: Expr) -> None:
+        """Load eight float32 values and round them to pairs of 16 bits."""
+        for half in range(2):
+            self._load_wide(row, at + 4 * half, exists)
+            for i in range(2):
+                low, high = (T.reinterpret("float32", self.wide[2 * i + j]) for j in range(2))
+                ptx.pack_pair(target[2 * half + i], low, high, self.work.type)
 
     def _load_parts(self, row: Expr, at: Expr, exists: Expr, begin: int, run: int) -> None:
         part = tirx.floormod(self.high, self.work.parts)

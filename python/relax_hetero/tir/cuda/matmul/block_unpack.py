@@ -108,11 +108,7 @@ class _Kernel:
     def _scale(self, index: int, pair: Expr, scale: Expr, addend: Expr | None) -> None:
         """Scale two 16-bit weights of `unpack`."""
         for i in range(2):
-            bits = T.Cast("uint16", pair >> T.uint32(16)) if i else T.Cast("uint16", pair & T.uint32(0xFFFF))
-            if self.work.type == "float16":
-                value = T.Cast("float32", T.reinterpret("float16", bits))
-            else:
-                value = T.reinterpret("float32", T.Cast("uint32", bits) << T.uint32(16))
+            value = self.weights.number(pair, i)
             T.buffer_store(self.values, value * scale if addend is None else value * scale + addend, [i])
         ptx.pack_pair(self.packed_pairs[index], self.values[0], self.values[1], self.work.type)
 

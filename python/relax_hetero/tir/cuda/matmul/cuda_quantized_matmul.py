@@ -1,6 +1,6 @@
-"""Quantized matrix products (weights of 4 or 8 bits) on tensor cores, dequantized to fragments in registers.
+"""Quantized matrix products (weights of 4 to 8 bits, and 16 for experts) on tensor cores, dequantized in registers.
 
-A lane loads 16 bytes, its part of 16 columns and 64 k (32 with 8 bits), in fragment order
+A lane loads 16 bytes, its part of 16 columns and 64 k (32 with 8 bits), and perhaps high bits, in fragment order
 (`encoding.block_weights.pack_fragments`): a fragment of ``mma.sync`` per 16 k. Operands are swapped: columns are the
 instruction's m dimension and rows of the left operand its n dimension, so that one to eight rows cost the same. Scales
 are applied to the accumulators of a block of weights.
@@ -45,25 +45,29 @@ def quantized_matmul_kernel(
     Raises
     ------
     EncodingError
-        If the GPU lacks tensor cores for 16-bit floats, or blocks are not a multiple of 16.
+        If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, or 16-bit floats as weights do
+        not fit the left operand.
     """
-    dtype = problem.lhs.dtype
+    dtype = problem.lhs_type
     if gpu.tensor == "" or dtype not in PARTS:
         raise EncodingError(f"block_matmul: found a left operand of {dtype} on {gpu.arch}, which no kernel multiplies")
-    if problem.block % STEP:
+    if problem.bits < 16 and problem.block % STEP:
         raise EncodingError(f"block_matmul: found blocks of {problem.block}, expected a multiple of {STEP}")
     function = Function("block_product", registers="local")
     with function:
         lhs = GpuOperand(function, "lhs", problem.lhs)
         packed = [
-            GpuOperand(function, name, operand)
-            for name, operand in zip(("weight", "scales", "zeros"), problem.weights, strict=False)
+            GpuOperand(function, f"{prefix}{name}", operand)
+            for prefix, operands in (("", problem.weights), ("second_", problem.second))
+            for name, operand in zip(("weight", "scales", "zeros"), operands, strict=False)
         ]
         order = None if problem.order is None else GpuOperand(function, "order", problem.order.result)
         index = None if order or problem.index is None else GpuOperand(function, "index", problem.index)
+        shares = None if problem.shares is None else GpuOperand(function, "shares", problem.shares)
+        biases = [GpuOperand(function, f"bias{i}", operand) for i, operand in enumerate(problem.biases)]
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, "float32")
-        for name in reversed([name for name in writer.result.index_map if name.startswith("b")]):
-            for view in (lhs, *writer.operands):
+        for name in reversed([name for name in lhs.index_map if name.startswith("b")]):
+            for view in (lhs, *(view for view in writer.operands if view.runs_along(name))):
                 view.merge(name, "m")
         with function.body():
             lhs.open(raw=True)
@@ -75,11 +79,12 @@ def quantized_matmul_kernel(
                 ExpertProduct(problem, gpu, tiling, lhs, packed, order, writer).emit()
             else:
                 assert not isinstance(plan, ExpertTiling), "pairs are not sorted"
-                _emit(problem, gpu, plan, lhs, packed, writer, index)
+                routes = [view for view in (index, shares) if view is not None]
+                _emit(problem, gpu, plan, lhs, packed, writer, routes, biases)
     if not gpu.overlaps_launches:
         return function.result
     # Which weights are read follows from the order, which an earlier launch writes.
-    return enable_pdl(function.result, [] if order else range(1, 1 + len(problem.weights)))
+    return enable_pdl(function.result, [] if order else range(1, 1 + len(packed)))
 
 
 def _emit(
@@ -89,13 +94,13 @@ def _emit(
     lhs: GpuOperand,
     packed: list[GpuOperand],
     writer: EpilogueWriter,
-    index: GpuOperand | None,
+    routes: list[GpuOperand],
+    biases: list[GpuOperand],
 ) -> None:
-    for view in writer.operands:
+    for view in (*writer.operands, *routes, *biases):
         view.open_for_gpu()
-    if index is not None:
-        index.open()
-        _launch([expert_body(problem, gpu, plan, lhs, packed, writer, index)])
+    if routes:
+        _launch([expert_body(problem, gpu, plan, lhs, packed, writer, routes, biases)])
         return
     one = plan or ring_plan(problem, gpu) or staged_plan(problem, gpu)
     plans = [one] if one else block_plans(problem, gpu)

@@ -14,6 +14,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ....encoding.block_weights import FRAGMENT_COLUMNS
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, int64, when
@@ -25,7 +26,8 @@ from ..tile.epilogue import EpilogueWriter
 from ..tile.register_tile import add_lanes_before, reduce_lanes
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
-from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, expert_plan
+from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
+from .block_rows import LeftRows, RowSource
 
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
@@ -38,14 +40,15 @@ def expert_body(
     lhs: GpuOperand,
     packed: list[GpuOperand],
     writer: EpilogueWriter,
-    index: GpuOperand,
+    routes: list[GpuOperand],
+    biases: list[GpuOperand],
 ) -> ExpertBody:
-    """Body of a product with experts; the plan of `expert_plan` by default."""
+    """Body of a product with experts; the plan of `expert_plan` by default. Routes are the index and perhaps shares."""
     pairs = extent_of([writer.result], "m")
     # A row of float32 takes three of the instruction's eight.
-    is_grouped = PARTS[problem.lhs.dtype] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
-    kind = GroupedBody if is_grouped else ExpertBody
-    return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, index=index)
+    is_grouped = PARTS[problem.lhs_type] == 1 and isinstance(pairs, int) and pairs >= MIN_GROUPED_PAIRS
+    kind = SumBody if problem.shares is not None else GroupedBody if is_grouped and not problem.second else ExpertBody
+    return kind(problem, gpu, plan or expert_plan(problem, gpu), lhs, packed, writer, routes=routes, biases=biases)
 
 
 class _Rows:
@@ -62,9 +65,9 @@ class _Rows:
 class ExpertBody(BlockBody):
     """Writer of the code of a block with one pair."""
 
-    def __init__(self, *arguments: Any, index: GpuOperand) -> None:
+    def __init__(self, *arguments: Any, routes: list[GpuOperand], biases: list[GpuOperand]) -> None:
         super().__init__(*arguments)
-        self._index = index
+        self._index, self._shares, self._biases = routes[0], routes[-1], biases
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         self._pairs = m
@@ -111,8 +114,86 @@ class ExpertBody(BlockBody):
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
         self.left = self._left_rows(_Rows(self), int64(0))
 
+    def _initial(self, number: int, tile: Expr) -> Expr:
+        """The bias of the row's expert, of the first of the warps that split k, and of the first part of the row."""
+        if not self._biases:
+            return super()._initial(number, tile)
+        work, i = self.work, number % 4
+        product, fragment = divmod(number // (work.plan.groups * 4), work.product_fragments)
+        column = tile * work.product_columns + T.Cast("int64", fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2))
+        columns = work.problem.columns
+        bias = self._biases[product].data[self._expert * columns + T.min(column, int64(columns - 1))]
+        conditions = [tirx.EQ(self.k_warp, 0)]
+        if work.parts > 1:
+            conditions.append(tirx.EQ(self.low, 0) if i % 2 == 0 else tirx.const(False))
+        return T.Select(tirx.all(*conditions), bias, T.float32(0))
+
     def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
         super()._load(slot, self._first_tile + tile_of_block, index)
+
+
+class SumWork(BlockWork):
+    """`BlockWork` of a token, with a row in shared memory for each of its experts."""
+
+    plan: SumPlan
+
+    def __init__(self, problem: QuantizedMatmulProblem, plan: SumPlan) -> None:
+        super().__init__(problem, plan, 1)
+        self.held_rows = plan.used * self.parts
+
+
+class _ExpertRows(LeftRows):
+    """Rows of a token's experts, of which a warp multiplies one."""
+
+    work: SumWork
+    expert: Expr
+
+    @property
+    def _num_rows(self) -> Expr:
+        return self.work.plan.used
+
+    @property
+    def _first_held(self) -> Expr:
+        return self.expert * self.work.parts
+
+    @property
+    def _rows_of_lanes(self) -> int:
+        return self.work.parts
+
+
+class SumBody(ExpertBody):
+    """Writer of the code of a block with the pairs of a token, whose products it adds up, times their shares.
+
+    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps.
+    """
+
+    work: SumWork
+
+    def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
+        assert isinstance(plan, SumPlan), "warps belong to experts"
+        self._pairs = m  # of tokens and column tiles
+        return SumWork(problem, plan)
+
+    def _pair(self, row: Expr) -> Expr:
+        return self.first_row * self.work.plan.used + row
+
+    def _emit_tile(self) -> None:
+        plan = self.work.plan
+        self.own = T.bind(tirx.floordiv(self.warp, plan.k_warps))
+        self.k_warp = T.bind(tirx.floormod(self.warp, plan.k_warps))
+        pair = T.bind(self._pair(self.own))
+        self._expert, self._share = T.bind(self._expert_of(pair)), T.bind(self._shares.data[pair])
+        BlockBody._emit_block(self)
+
+    def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
+        rows = _ExpertRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
+        rows.expert = self.own
+        return rows
+
+    def _stage_sums(self, index_in_batch: Expr) -> None:
+        for number in range(4):
+            T.buffer_store(self.totals, self.totals[number] * self._share, [number])
+        super()._stage_sums(index_in_batch)
 
 
 class GroupedWork(BlockWork):

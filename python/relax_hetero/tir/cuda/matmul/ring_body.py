@@ -22,7 +22,7 @@ from math import prod
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
+from ....encoding.block_weights import chunk_of
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, when
@@ -31,7 +31,8 @@ from ..core.launch import SharedMemory
 from ..tile.ring import BARRIER_BYTES, Ring
 from .block_body import BlockBody
 from .block_fragments import StagedFragments
-from .block_plan import FRAGMENT_BYTES, PARTS, BlockPlan, BlockWork
+from .block_plan import PARTS, BlockPlan, BlockWork
+from .weight_parts import parts_of
 
 _WARPS, _MAX_ROWS, _RUN = 16, 2, 2
 _EARLY_STAGES = 2
@@ -65,7 +66,7 @@ def ring_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> RingPlan | Non
     if not (is_known and fits) or problem.depth % chunk or problem.depth < chunk * _WARPS:
         return None
     run = min(_RUN, problem.depth // (chunk * _WARPS))
-    if _WARPS * run * chunk % problem.block:
+    if problem.bits == 16 or any(_WARPS * run * chunk % part.unit for part in parts_of(problem)):
         return None
     work = RingWork(problem, RingPlan(1, 1, _WARPS, 1, run, 0), rows)
     work.share(gpu, 1, 0, 0)
@@ -83,8 +84,10 @@ class RingWork(BlockWork):
 
     Attributes
     ----------
-    stage_chunks, stage_blocks : int
-        Chunks and blocks of weights of a column, in a stage.
+    stage_chunks : int
+        Chunks of a column in a stage.
+    stage_units : list of int
+        Units of each part of a column in a stage.
     pieces : int
         Stages of a column tile; the last one may have fewer chunks.
     """
@@ -93,13 +96,12 @@ class RingWork(BlockWork):
         super().__init__(problem, plan, m)
         self.stages, self.run, self.held_rows = plan.stages, plan.run, m
         self.stage_chunks = plan.warps * plan.run
-        self.stage_blocks = self.stage_chunks * self.chunk // problem.block
+        self.stage_units = [self.stage_chunks * self.chunk // part.unit for part in self.part_list]
         self.pieces = -(-self.chunks // self.stage_chunks)
-        weight_bytes = self.stage_chunks * FRAGMENT_BYTES
-        self.part_offsets = [
-            weight_bytes + self.stage_blocks * sum(self.part_sizes[:part]) for part in range(len(self.part_sizes))
-        ]
-        self.stage_bytes = weight_bytes + self.stage_blocks * sum(self.part_sizes)
+        self.part_offsets, self.stage_bytes = [], self.stage_chunks * self.chunk_bytes
+        for part, units in zip(self.part_list, self.stage_units, strict=True):
+            self.part_offsets.append(self.stage_bytes)
+            self.stage_bytes += units * part.unit_bytes
 
     def share(self, gpu: GpuTarget, row_tiles: Expr, blocks_per_sm: int, has_points: int) -> None:
         """See `BlockWork.share`."""
@@ -184,16 +186,17 @@ class RingBody(BlockBody):
                 return tirx.const(of_stage, "int32")
             return T.bind(T.Select(tirx.EQ(piece, work.pieces - 1), last, of_stage))
 
-        chunks, blocks = extent(work.stage_chunks, work.chunks), extent(work.stage_blocks, work.blocks)
-        ptx.barrier_expect(barrier, chunks * FRAGMENT_BYTES + blocks * sum(work.part_sizes))
-        first = T.bind((tile * work.chunks + piece * work.stage_chunks) * (FRAGMENT_BYTES // 4))
+        parts = list(zip(work.part_list, work.stage_units, work.part_offsets, self.weights.part_data, strict=True))
+        chunks = extent(work.stage_chunks, work.chunks)
+        units = [extent(of_stage, part.units) for part, of_stage, _, _ in parts]
+        sizes = [count * part.unit_bytes for count, (part, *_) in zip(units, parts, strict=True)]
+        ptx.barrier_expect(barrier, sum(sizes, chunks * work.chunk_bytes))
+        first = T.bind((tile * work.chunks + piece * work.stage_chunks) * (work.chunk_bytes // 4))
         source = T.address_of(self.weights.weight[first])
-        ptx.bulk_load(self.shared.at(begin), source, chunks * FRAGMENT_BYTES, barrier, evicts_first=True)
-        first = T.bind((tile * work.blocks + piece * work.stage_blocks) * FRAGMENT_COLUMNS)
-        parts = zip(work.part_offsets, work.part_sizes, (self.weights.scales, self.weights.zeros), strict=False)
-        for offset, size, data in parts:
-            source = T.address_of(data[first])
-            ptx.bulk_load(self.shared.at(begin + offset), source, blocks * size, barrier, evicts_first=True)
+        ptx.bulk_load(self.shared.at(begin), source, chunks * work.chunk_bytes, barrier, evicts_first=True)
+        for size, (part, of_stage, offset, data) in zip(sizes, parts, strict=True):
+            source = T.address_of(data[T.bind((tile * part.units + piece * of_stage) * (8 * part.width))])
+            ptx.bulk_load(self.shared.at(begin + offset), source, size, barrier, evicts_first=True)
 
     def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
         work, plan = self.work, self.work.plan
@@ -217,12 +220,9 @@ class RingBody(BlockBody):
     def _load_staged(self, stage: Expr, chunk: Expr) -> None:
         """Load a chunk of a complete stage, given its number in the stage."""
         work = self.work
-        blocks = [
-            tirx.floordiv(chunk * work.chunk + number * (work.chunk // work.scaled), work.problem.block)
-            for number in range(work.scaled)
-        ]
-        parts = [
-            [stage + (offset + block * size) for block in blocks]
-            for offset, size in zip(work.part_offsets, work.part_sizes, strict=True)
-        ]
-        self.weights.load_staged(self.shared, 0, stage + chunk * FRAGMENT_BYTES, parts)
+        parts = []
+        for part, offset in zip(work.part_list, work.part_offsets, strict=True):
+            units = work.units_of_chunk(part)
+            numbers = (tirx.floordiv(chunk * work.chunk + i * (work.chunk // units), part.unit) for i in range(units))
+            parts.append([stage + (offset + number * part.unit_bytes) for number in numbers])
+        self.weights.load_staged(self.shared, 0, stage + chunk * work.chunk_bytes, parts)

@@ -16,7 +16,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of
+from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of, lane_words
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, int64, minimum
@@ -24,7 +24,7 @@ from ..core import ptx
 from ..tile.epilogue import where
 from .block_body import BlockBody
 from .block_fragments import StagedFragments
-from .block_plan import FRAGMENT_BYTES, GROUP_COLUMNS, PARTS, STEP, BlockPlan, BlockWork
+from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork
 from .block_rows import LeftRows
 
 _COPY_BYTES = 16
@@ -57,14 +57,14 @@ def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan |
     extents = [extent for extent in problem.result.shape[:-1] if isinstance(extent, int)]
     rows, chunk = prod(extents), chunk_of(problem.bits)
     is_known = len(extents) == len(problem.result.shape) - 1 and MIN_STAGED_ROWS <= rows <= _MAX_ROWS
-    fits = gpu.overlaps_launches and PARTS[problem.lhs.dtype] == 1 and chunk % problem.block == 0
+    fits = gpu.overlaps_launches and PARTS[problem.lhs.dtype] == 1 and problem.bits < 16 and chunk % problem.block == 0
     if not (is_known and fits) or problem.depth % (chunk * _WARPS):
         return None
     tiles, groups = -(-problem.columns // FRAGMENT_COLUMNS), -(-rows // GROUP_COLUMNS)
 
     def bytes_read(fragments: int) -> int:
         waves = -(-tiles // (fragments * gpu.multiprocessors))
-        return waves * (fragments * FRAGMENT_BYTES + rows * chunk * 2)
+        return waves * (fragments * WARP * lane_words(problem.bits) * 4 + rows * chunk * 2)
 
     # Fragments share rows, which every block loads from L2. The largest number takes all registers for accumulators,
     # and reuses the stages' shared memory for them, so blocks cannot be persistent.
@@ -85,9 +85,9 @@ class StagedWork(BlockWork):
     def __init__(self, problem: QuantizedMatmulProblem, plan: StagedPlan, m: int) -> None:
         super().__init__(problem, plan, m)
         self.stages, self.staged_rows, self.held_rows = plan.stages, m, 0
-        self.part_bytes = [self.chunk // problem.block * size for size in self.part_sizes]
+        self.part_bytes = [self.units_of_chunk(part) * part.unit_bytes for part in self.part_list]
         self.row_bytes = self.chunk * 2  # of a chunk
-        self.fragment_bytes = FRAGMENT_BYTES + sum(self.part_bytes)
+        self.fragment_bytes = self.chunk_bytes + sum(self.part_bytes)
         self.rows_at = plan.fragments * self.fragment_bytes
         self.stage_bytes = self.rows_at + m * self.row_bytes
 
@@ -101,7 +101,7 @@ class StagedWork(BlockWork):
 
     def part_at(self, part: int) -> int:
         """Offset of scales (0) or zero points (1) of a fragment."""
-        return FRAGMENT_BYTES + sum(self.part_bytes[:part])
+        return self.chunk_bytes + sum(self.part_bytes[:part])
 
 
 class _StagedRows(LeftRows):
@@ -218,25 +218,27 @@ class StagedBody(BlockBody):
         tile = self.first_block + T.Cast("int64", tirx.floordiv(item, work.own)) * work.stride
         tile = T.bind(tile * plan.fragments)
         chunk = self._chunk_of_item(tirx.floormod(item, work.own))
-        block = T.bind(tirx.floordiv(chunk * work.chunk, work.problem.block))
         begin = T.bind(self._stage(stage))
         for fragment in range(plan.fragments):
-            offset = T.bind(
-                (self._tile_of(tile, fragment) * work.chunks + chunk) * (WARP * 4) + T.Cast("int64", self.lane * 4)
-            )
-            target = begin + fragment * work.fragment_bytes + self.lane * _COPY_BYTES
-            ptx.copy_async(self.shared.at(target), T.address_of(self.weights.weight[offset]), _COPY_BYTES)
-        parts = [self.weights.scales, self.weights.zeros]
-        for part, (data, size) in enumerate(zip(parts, work.part_bytes, strict=False)):
-            copies, element = size // _COPY_BYTES, size * work.problem.block // (work.chunk * FRAGMENT_COLUMNS)
+            for first, count in work.planes:
+                # Lanes copy 16 bytes each: of a plane of high bits, only the first lanes.
+                source = (self._tile_of(tile, fragment) * work.chunks + chunk) * (WARP * work.lane_words)
+                source = T.bind(source + T.Cast("int64", first * WARP + self.lane * 4))
+                target = begin + fragment * work.fragment_bytes + first * WARP * 4 + self.lane * _COPY_BYTES
+                with where([None if count == 4 else self.lane < WARP * count // 4]):
+                    ptx.copy_async(self.shared.at(target), T.address_of(self.weights.weight[source]), _COPY_BYTES)
+        parts = zip(work.part_list, work.part_bytes, self.weights.part_data, strict=True)
+        for number, (part, size, data) in enumerate(parts):
+            copies, unit = size // _COPY_BYTES, T.bind(tirx.floordiv(chunk * work.chunk, part.unit))
             for first in range(0, plan.fragments * copies, WARP):
-                number = first + self.lane
-                fragment, copy = tirx.floordiv(number, copies), tirx.floormod(number, copies)
-                with T.If(number < plan.fragments * copies), T.Then():
-                    offset = (self._tile_of(tile, T.Cast("int64", fragment)) * work.blocks + block) * FRAGMENT_COLUMNS
-                    source = T.address_of(data[T.bind(offset + T.Cast("int64", copy * (_COPY_BYTES // element)))])
-                    target = begin + (fragment * work.fragment_bytes + work.part_at(part) + copy * _COPY_BYTES)
-                    ptx.copy_async(self.shared.at(target), source, _COPY_BYTES)
+                index = first + self.lane
+                fragment, copy = tirx.floordiv(index, copies), tirx.floormod(index, copies)
+                with T.If(index < plan.fragments * copies), T.Then():
+                    of_tile = self._tile_of(tile, T.Cast("int64", fragment)) * part.units + unit
+                    elements = 8 * part.width * _COPY_BYTES // part.unit_bytes  # of a copy
+                    offset = T.bind(of_tile * (8 * part.width) + T.Cast("int64", copy * elements))
+                    target = begin + (fragment * work.fragment_bytes + work.part_at(number) + copy * _COPY_BYTES)
+                    ptx.copy_async(self.shared.at(target), T.address_of(data[offset]), _COPY_BYTES)
 
     def _tile_of(self, first: Expr, fragment: Expr) -> Expr:
         """Number of a fragment of 16 columns, clamped to the last one."""
@@ -268,7 +270,7 @@ class StagedBody(BlockBody):
         work = self.work
         begin = stage + fragment * work.fragment_bytes
         parts = []
-        for part, size in enumerate(work.part_sizes):
-            blocks = [number * work.steps * STEP // work.problem.block for number in range(work.scaled)]
-            parts.append([begin + (work.part_at(part) + block * size) for block in blocks])
+        for number, part in enumerate(work.part_list):
+            units = range(work.units_of_chunk(part))
+            parts.append([begin + (work.part_at(number) + unit * part.unit_bytes) for unit in units])
         self.weights.load_staged(self.shared, fragment, begin, parts)

@@ -37,7 +37,7 @@ from ..tile.fragment_store import STAGING_PAD, SWAPPED_COLUMNS, FragmentStore
 from ..tile.operand_tiles import PRODUCERS
 from ..tile.ring import Ring
 from .block_fragments import StagedFragments
-from .block_plan import FRAGMENT_BYTES, STEP, BlockPlan, BlockWork
+from .block_plan import STEP, BlockPlan, BlockWork
 
 TILE_PAIRS = 128
 """Maximum pairs of a tile."""
@@ -53,16 +53,19 @@ _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES  # of a row in a stage
 _LINES = PRODUCERS // _CHUNKS  # rows that producers copy at a time
 _MAX_STAGES = 8
 _STAGED_ROWS = 32  # of the result, that a warpgroup transposes at a time
+_LOW_BYTES = 512  # of a chunk, before its plane of high bits
 _MINUS_ZEROS = 0x80008000  # a pair of float16
 
 
 def expert_order_of(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> ExpertOrderProblem | None:
     """The order of pairs that `ExpertProduct` needs; None if it does not support a problem, or pairs are few."""
-    if problem.index is None or gpu.tensor != "wgmma" or problem.lhs.dtype not in HALF_TYPES:
+    is_special = problem.second or problem.shares or problem.biases or problem.rounded
+    if problem.index is None or is_special or gpu.tensor != "wgmma" or problem.lhs.dtype not in HALF_TYPES:
         return None
     extents, block = problem.index.shape, problem.block
     pairs = prod(extent if isinstance(extent, int) else 0 for extent in extents)
-    is_whole = problem.depth % STAGE_DEPTH == 0 and (block in (16, 32) or block % STAGE_DEPTH == 0)
+    has_whole_blocks = problem.bits == 16 or block in (16, 32) or block % STAGE_DEPTH == 0
+    is_whole = problem.depth % STAGE_DEPTH == 0 and has_whole_blocks
     if pairs < MIN_SORTED_PAIRS or not is_whole:
         return None
     return ExpertOrderProblem(problem.index, problem.experts, TILE_PAIRS)
@@ -111,9 +114,19 @@ class _OrderedFragments(StagedFragments):
         self._factors = local(4, "uint32")
         # Offsets are linear in the bits of a lane's place among the four that share a column.
         low = T.bind(lane % 4)
+        if work.is_plain:
+            self.lane_offset = _held((low // 2) * (8 * CHUNK_BYTES) + (low % 2) * 8 + high * CHUNK_BYTES)
+            return
         offsets = (low // 2) * self._word_at(4) + (low % 2) * self._word_at(2)
         self.lane_offset = _held(offsets + high * CHUNK_BYTES)
         self._shift = T.Cast("uint32", _held(low % 2 * 8))
+        self._high = None
+        if work.high_bits:
+            # A lane's high bits are in one word of a lane, of two runs of 32 or of four of 16.
+            is_long = work.steps * STEP >= 32
+            lanes, bits = (0, low * 2) if is_long else (low // 2, low % 2 * 2)
+            lane_bytes = 4 * work.high_bits
+            self._high = _held((high * 4 + lanes) * lane_bytes), T.Cast("uint32", _held(bits * work.high_bits))
 
     def allocate(self) -> None:
         """Allocate the registers of the fragments of two groups of steps."""
@@ -124,21 +137,27 @@ class _OrderedFragments(StagedFragments):
 
         The 16 bytes of lane l are at ``l % 4 * 8 + l // 4``, so that lanes of a warp read from different banks.
         """
-        run, per_word = self.work.steps * STEP, 16 // self.work.problem.bits
+        run, per_word = self.work.steps * STEP, 2 if self.is_bytes else 4
         quarter = run // 4
         lane, in_lane = divmod(k % run, quarter)
         return lane * 8 * CHUNK_BYTES + (k // run * (quarter // per_word) + in_lane // per_word) * 4
 
-    def load_scaled(
-        self, shared: SharedMemory, weights: Expr, parts: list[list[Expr]], steps: range, begin: int
-    ) -> None:
+    def load_scaled(self, shared: SharedMemory, chunk: Expr, parts: list[list[Expr]], steps: range, begin: int) -> None:
         """Load steps of a chunk, and write their scaled fragments to registers from `begin` on.
 
         Parameters
         ----------
-        weights, parts : PrimExpr, list of list of PrimExpr
-            Offsets of the chunk, `lane_offset` added, and of the scales of `steps`, as in `load_staged`.
+        chunk, parts : PrimExpr, list of list of PrimExpr
+            Offsets of the chunk, and of the scales of `steps`, as in `load_staged`.
         """
+        weights = _held(chunk + self.lane_offset)
+        if self.work.is_plain:  # chunks of a step each
+            for step in steps:
+                for pair in range(2):
+                    first = begin + (step - steps[0]) * 4 + 2 * pair
+                    address = shared.at(weights + (step * self.work.chunk_bytes + pair * 16 * CHUNK_BYTES))
+                    ptx.load_shared([self.fragment[first], self.fragment[first + 1]], address)
+            return
         work, words = self.work, local(2, "uint32")
         self.load_parts(shared, 0, parts, steps[0] // work.steps)
         for step in steps:
@@ -149,9 +168,27 @@ class _OrderedFragments(StagedFragments):
                 if not self.is_bytes:
                     T.buffer_store(words, words[pair] >> self._shift, [pair])
             first = begin + (step - steps[0]) * 4
-            self.unpack_words([words[0], words[1]], (0, 0), first)
+            self.unpack_words([words[0], words[1]], (0, 0), self._high_words(shared, chunk, step), first)
             for i in range(4):
                 self._scale_pair(first + i, i % 2)
+
+    def _high_words(self, shared: SharedMemory, chunk: Expr, step: int) -> list[tuple[Expr, int]]:
+        """Words with the high bits of both pairs of a step, shifted by the lane's own bits, and their first bits."""
+        if self._high is None:
+            return []
+        count, run = self.work.high_bits, self.work.steps * STEP
+        lane_offset, lane_shift = self._high
+        high = []
+        for pair in range(2):
+            k = step * STEP + 8 * pair
+            # Of the lane's words of low bits, the first of those that lanes of the same run read.
+            word = k // run * (run // 16)
+            lanes, bit = k % run // (run // 4), 4 * word * count
+            register = local(1, "uint32")
+            address = chunk + (_LOW_BYTES + lanes * 4 * count + bit // 16 * 4) + lane_offset
+            ptx.load_shared([register[0]], shared.at(address))
+            high.append((T.bind(register[0] >> lane_shift), bit % 16))
+        return high
 
     def _load_factors(self, number: int) -> None:
         """Convert a scale of both columns, and what is added, for `_scale_pair`."""
@@ -234,12 +271,11 @@ class ExpertProduct:
         self.steps = problem.depth // STAGE_DEPTH
         self.column_tiles = ceil_div(problem.columns, tiling.columns)
         self.fragments = tiling.columns // FRAGMENT_COLUMNS
-        # Of a stage: chunks of a fragment, blocks of weights, bytes of a fragment's scales and zero points.
+        # Of a stage: chunks of a fragment, bytes of a fragment's scales, zero points and factors.
         self.chunks = STAGE_DEPTH // self.work.chunk
-        self.scale_blocks = max(1, STAGE_DEPTH // problem.block)
-        self.part_bytes = [self.scale_blocks * size for size in self.work.part_sizes]
+        self.part_bytes = [max(1, STAGE_DEPTH // part.unit) * part.unit_bytes for part in self.work.part_list]
         self.row_bytes = self.tile * SWIZZLED_BYTES
-        self.weight_bytes = self.fragments * (self.chunks * FRAGMENT_BYTES + sum(self.part_bytes))
+        self.weight_bytes = self.fragments * (self.chunks * self.work.chunk_bytes + sum(self.part_bytes))
 
     def emit(self) -> None:
         """Write the launch."""
@@ -314,7 +350,7 @@ class ExpertProduct:
         chunk, line = T.bind(thread % _CHUNKS), T.bind(thread // _CHUNKS)
         row_target = T.bind(line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES)
         warp, lane = T.bind(thread // WARP), T.bind(thread % WARP)
-        weight_target = T.bind(warp * FRAGMENT_BYTES + (lane % 4 * 8 + lane // 4) * CHUNK_BYTES)
+        weight_target = T.bind(warp * work.chunk_bytes + (lane % 4 * 8 + lane // 4) * CHUNK_BYTES)
         # In units of copies, as 32 bits suffice for these.
         rows = local(self.tile // _LINES, "int32")
 
@@ -339,9 +375,14 @@ class ExpertProduct:
                 for i in range(self.fragments * self.chunks * WARP // PRODUCERS):
                     number = warp + i * (PRODUCERS // WARP)
                     fragment = fragment_of(number // self.chunks)
-                    source = (fragment * work.chunks + step * self.chunks + number % self.chunks) * WARP + lane
-                    target = weights_at + weight_target + i * (PRODUCERS // WARP * FRAGMENT_BYTES)
-                    self._copy(target, self.packed[0], source)
+                    source = fragment * work.chunks + step * self.chunks + number % self.chunks
+                    source = source * (work.chunk_bytes // CHUNK_BYTES) + lane
+                    copied = i * (PRODUCERS // WARP * work.chunk_bytes)
+                    self._copy(weights_at + weight_target + copied, self.packed[0], source)
+                    if work.high_bits:
+                        target = weights_at + T.bind(warp * work.chunk_bytes + _LOW_BYTES + lane * CHUNK_BYTES) + copied
+                        with when(lane < 8 * work.high_bits):
+                            self._copy(target, self.packed[0], source + WARP)
                 self._copy_parts(weights_at, step, fragment_of)
                 rows_at = T.bind(self.rows_at + stage * self.row_bytes + row_target)
                 for i in range(self.tile // _LINES):
@@ -361,21 +402,20 @@ class ExpertProduct:
 
     def _copy_parts(self, weights_at: Expr, step: Expr, fragment_of: Callable[[Expr], Expr]) -> None:
         """Copy scales and zero points of a stage."""
-        block = T.truncdiv(step * STAGE_DEPTH, self.problem.block)
-        for part, size in enumerate(self.part_bytes):
-            copies, element = size // CHUNK_BYTES, bytes_of(self.packed[1 + part].nominal)
+        for number_of_part, (part, size) in enumerate(zip(self.work.part_list, self.part_bytes, strict=True)):
+            copies, unit = size // CHUNK_BYTES, T.truncdiv(step * STAGE_DEPTH, part.unit)
             total = self.fragments * copies
             for begin in range(0, total, PRODUCERS):
                 number = T.bind(begin + self.thread)
                 with when(True if begin + PRODUCERS <= total else number < total):
-                    offset = fragment_of(number // copies) * self.work.blocks + block
-                    target = weights_at + self._part_at(part) + number * CHUNK_BYTES
-                    copies_of_block = FRAGMENT_COLUMNS * element // CHUNK_BYTES
-                    self._copy(target, self.packed[1 + part], offset * copies_of_block + number % copies)
+                    offset = fragment_of(number // copies) * part.units + unit
+                    target = weights_at + self._part_at(number_of_part) + number * CHUNK_BYTES
+                    source = offset * (part.unit_bytes // CHUNK_BYTES) + number % copies
+                    self._copy(target, self.packed[1 + number_of_part], source)
 
     def _part_at(self, part: int) -> int:
         """Offset of the scales (0) or zero points (1) of all fragments in a stage."""
-        return self.fragments * (self.chunks * FRAGMENT_BYTES + sum(self.part_bytes[:part]))
+        return self.fragments * (self.chunks * self.work.chunk_bytes + sum(self.part_bytes[:part]))
 
     def _copy(self, target: Expr, operand: GpuOperand, source: Expr) -> None:
         """Copy `CHUNK_BYTES` to an offset of shared memory, from an operand's offset in such units."""
@@ -471,14 +511,15 @@ class ExpertProduct:
         chunk, first = divmod(half * _GROUP_STEPS, work.chunk // STEP)
         steps = range(first, first + _GROUP_STEPS)
         scales = range(first // work.steps, steps[-1] // work.steps + 1)
-        blocks = [(chunk * work.chunk + scale * work.steps * STEP) // self.problem.block for scale in scales]
         parts = []
-        for part, size in enumerate(self.part_bytes):
-            scales_at = _held(stage_at + self._part_at(part) + fragment * size)
-            parts.append([scales_at + number * work.part_sizes[part] for number in blocks])
-        chunk_at = stage_at + (fragment * self.chunks + chunk) * FRAGMENT_BYTES
+        for number, (part, size) in enumerate(zip(work.part_list, self.part_bytes, strict=True)):
+            part_at = _held(stage_at + self._part_at(number) + fragment * size)
+            of_chunk = scales if work.units_of_chunk(part) > 1 else range(1)
+            units = [(chunk * work.chunk + scale * work.steps * STEP) // part.unit for scale in of_chunk]
+            parts.append([part_at + unit * part.unit_bytes for unit in units])
+        chunk_at = stage_at + (fragment * self.chunks + chunk) * work.chunk_bytes
         begin = half * _GROUP_STEPS * 4
-        weights.load_scaled(self.shared, _held(chunk_at + weights.lane_offset), parts, steps, begin)
+        weights.load_scaled(self.shared, chunk_at, parts, steps, begin)
         ptx.wgmma_fence()
         for step in range(half * _GROUP_STEPS, (half + 1) * _GROUP_STEPS):
             units = T.Cast("uint64", stage * (self.row_bytes // 16) + step * (ptx.CONTRACTION_BYTES // 16))

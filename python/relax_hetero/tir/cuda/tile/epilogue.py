@@ -101,7 +101,8 @@ class EpilogueWriter:
         Parameters
         ----------
         sums : sequence of callable
-            Functions that read the accumulator of each element; at most 16 bytes of results.
+            Functions that read the accumulator of each element, or several, which are the first operands of the
+            expression; at most 16 bytes of results.
         at : Coordinates
             Coordinates of the first element; along `along`, a multiple of their number.
         along : str
@@ -153,14 +154,15 @@ class EpilogueWriter:
     def _read(self) -> list[GpuOperand]:
         return self.operands[:-1]
 
-    def _value(self, total: Expr, loaded: list[Expr]) -> Expr:
-        dtypes = [self.acc_dtype, *(view.nominal for view in self.views)]
+    def _value(self, total: Expr | tuple[Expr, ...], loaded: list[Expr]) -> Expr:
+        totals = list(total) if isinstance(total, tuple) else [total]
+        dtypes = [*[self.acc_dtype] * len(totals), *(view.nominal for view in self.views)]
         if self.init:
-            wide = str(total.ty.dtype)
-            total = total + T.cast(self.init.typed(loaded[0]), wide)
+            wide = str(totals[0].ty.dtype)
+            totals[0] = totals[0] + T.cast(self.init.typed(loaded[0]), wide)
             loaded = loaded[1:]
-        total = T.cast(total, self.acc_dtype)
-        values = [total, *(view.typed(value) for view, value in zip(self.views, loaded, strict=True))]
+        sums = [T.cast(each, self.acc_dtype) for each in totals]
+        values = [*sums, *(view.typed(value) for view, value in zip(self.views, loaded, strict=True))]
         value = emit(self.expression, values, dtypes)
         return value if str(value.ty.dtype) == self.result.nominal else T.cast(value, self.result.nominal)
 

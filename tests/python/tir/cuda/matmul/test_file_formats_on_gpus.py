@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from tvm.target import Target
@@ -11,11 +13,13 @@ from gpu_interpreter import run
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
 from relax_hetero.encoding.block_panels import BlockSource
-from relax_hetero.encoding.block_weights import Fragments, stored_bits
+from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
+from relax_hetero.tir.cuda.matmul.ring_body import RingPlan
+from relax_hetero.tir.cuda.matmul.staged_body import StagedPlan
 from seeds import fresh_rng
 from tir.cuda.gpu_runs import needs_gpu, run_on_gpu
 
@@ -39,7 +43,7 @@ def case(name, m, n, depth, dtype):
         Operand((m, n), "float32", ("m", "n"), plain(2)),
         form.block,
         None,
-        stored_bits(form),
+        form.bits,
         form,
     )
     want = x.astype("float64") @ dequantize_rows(raw, form, depth).astype("float64").T
@@ -57,6 +61,17 @@ def test_formats(name, m, n, dtype):
     problem, arguments, want = case(name, m, n, 512, dtype)
     result = np.full((m, n), np.nan, "float32")
     run(quantized_matmul_kernel(problem, GPU), *arguments, result)
+    check(result, want, arguments[0])
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    ("m", "plan"), [(2, RingPlan(1, 1, 4, 1, run=2, stages=2)), (17, StagedPlan(2, 3, 4, 1, stages=2))]
+)
+def test_weights_through_shared_memory(name, m, plan):
+    problem, arguments, want = case(name, m, 40, 1024, "bfloat16")
+    result = np.full((m, 40), np.nan, "float32")
+    run(quantized_matmul_kernel(problem, dataclasses.replace(GPU, multiprocessors=1), plan), *arguments, result)
     check(result, want, arguments[0])
 
 
@@ -105,13 +120,10 @@ def test_on_a_gpu(name, m, dtype):
     check(actual, want, arguments[0])
 
 
-def test_bytes_of_weights():
-    """Bits per weight: as in the file, or a little more, except for K formats, whose scales are wider."""
-    bits = {}
+def test_weights_take_as_many_bytes_as_in_the_file():
+    """Scales of 6 bits take bytes, which is 3 % of the weights."""
     for name in FORMATS:
-        problem, arguments, _ = case(name, 1, 16, 512, "float16")
-        bits[name] = sum(array.nbytes for array in arguments[1:]) * 8 / (16 * 512)
-    assert bits == {
-        "q8_0": 8.5, "q4_0": 4.5, "q4_1": 5, "q5_0": 8.5, "q5_1": 9, "q4_k": 6, "q5_k": 10, "q6_k": 10,
-        "mxfp4": 4.5,
-    }  # fmt: skip
+        form, (_, (_, *packed), _) = FILE_FORMATS[name], case(name, 1, 16, 512, "float16")
+        size = sum(array.nbytes for array in packed)
+        assert size == Fragments().packed_bytes(16, form, 512)
+        assert size == (4736 if name == "q4_k" else 5760 if name == "q5_k" else 16 * form.row_bytes(512))

@@ -12,7 +12,7 @@ from gpu_interpreter import run
 from relax_hetero.encoding import Operand, PackedLayout
 from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
 from relax_hetero.encoding.block_panels import BlockSource
-from relax_hetero.encoding.block_weights import Fragments, stored_bits
+from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, ExpertOrderProblem, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
@@ -73,7 +73,7 @@ def case(form, sizes, dtype, result="float32", expression=""):
         operand((tokens, used, 1, n), result, (*PAIR, "n")),
         source.form.block,
         epilogue,
-        stored_bits(source.form) if form in FILE_FORMATS else form[0],
+        source.form.bits,
         source.form if form in FILE_FORMATS else None,
         experts,
         index_of(tokens, used),
@@ -153,7 +153,12 @@ def test_formats(form, few):
     check(form, (30, 2, 2, 48, 256, 1), "float16", tiling=SMALL)
 
 
-@pytest.mark.parametrize("form", ["q4_0", "q6_k", "mxfp4", (4, 32, "float32")], ids=str)
+def test_weights_of_16_bits(few):
+    check("f16", (30, 2, 2, 48, 192, 1), "float16", tiling=SMALL)
+    check("bf16", (30, 2, 2, 48, 128, 2), "bfloat16", tiling=ExpertTiling(2, (TILE_PAIRS,)))
+
+
+@pytest.mark.parametrize("form", ["q4_0", "q5_k", "q6_k", "mxfp4", (4, 32, "float32")], ids=str)
 def test_rows_of_bfloat16(form, few):
     check(form, (30, 2, 2, 32, 256, 2), "bfloat16", tiling=SMALL)
 
