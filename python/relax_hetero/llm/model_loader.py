@@ -154,6 +154,7 @@ def _load_file(
         mod = from_gguf(file, devices, placement, **options)
         executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
         del mod
+    file.release_pages()
     _release_memory()
     description = ModelDescription(
         name=str(file.fields.get("general.name", path.stem)),

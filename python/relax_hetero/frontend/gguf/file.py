@@ -224,11 +224,19 @@ class GgufFile:
         Metadata by key.
     tensors : dict
         Tensors by name.
+    mapped : mmap.mmap
+        The file's bytes, which tensors refer to.
     """
 
     path: Path
     fields: dict[str, Any]
     tensors: dict[str, FileTensor]
+    mapped: mmap.mmap
+
+    def release_pages(self) -> None:
+        """Let the system take back the memory of the file's bytes, which it reads again if they are used."""
+        if hasattr(self.mapped, "madvise"):
+            self.mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
@@ -264,7 +272,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     fields = {"GGUF.version": version, "GGUF.tensor_count": tensors, "GGUF.kv_count": keys}
     fields |= read_metadata(reader, keys)
     alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
-    return GgufFile(Path(path), fields, _read_tensors(reader, tensors, alignment))
+    return GgufFile(Path(path), fields, _read_tensors(reader, tensors, alignment), mapped)
 
 
 def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileTensor]:

@@ -168,3 +168,11 @@ def test_files_of_the_second_version_and_of_few_tensors(tmp_path):
     path.write_bytes(file([alignment], tensors, data=-len(head) % 64 + 192 + 4, version=2))
     shapes = {name: found.data.shape for name, found in read_gguf(path).tensors.items()}
     assert shapes == {"a": (3,), "b": (1,), "c": (), "d": (1, 1, 1, 1)}
+
+
+def test_released_pages_are_read_again(path: Path) -> None:
+    """A file takes no memory once its weights are packed, and its tensors keep their bytes."""
+    file = read_gguf(path)
+    before = {name: tensor.data.tobytes() for name, tensor in file.tensors.items()}
+    file.release_pages()
+    assert {name: tensor.data.tobytes() for name, tensor in file.tensors.items()} == before
