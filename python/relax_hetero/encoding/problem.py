@@ -339,7 +339,8 @@ class QuantizedMatmulProblem:
         Number of matrices, one after another, each in panels or fragments of its own; 0: one matrix for all rows.
     index : Operand or None
         Numbers of experts, ``(tokens, used)``: the matrix of each row of the result, whose batch dimensions these are.
-        The left operand has one row for a token, or one for each of its experts.
+        Rows of negative numbers are not written. The left operand has one row for a token, or one for each of its
+        experts.
     activation_bits : int
         8 or 16: the left operand may be rounded to integers of so many bits, with a scale for each block.
     rows : str
@@ -349,7 +350,8 @@ class QuantizedMatmulProblem:
         Weights, as `weights`, of a second product of the same rows: its sum is ``x1`` of the epilogue, ``x0`` that of
         the first.
     shares : Operand or None
-        Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share.
+        Factors like `index`: the result, ``(tokens, n)``, is the sum over the experts of a token, each times its share;
+        those of negative indices add nothing.
     biases : tuple of Operand
         Numbers over ``(experts, n)`` that are added to the sum of each product, if there are any.
     rounded : str
@@ -432,7 +434,7 @@ class ExpertOrderProblem:
     Attributes
     ----------
     index : Operand
-        Numbers of experts, ``(tokens, used)``; those out of range are clamped.
+        Numbers of experts, ``(tokens, used)``. Pairs of negative numbers are left out; numbers above are the last.
     experts : int
     tile : int
         Maximum pairs of a tile.

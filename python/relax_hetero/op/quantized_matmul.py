@@ -166,8 +166,9 @@ def block_matmul(
         Format of weights of a file, as in dequantize_blocks.
     experts : int
         Number of matrices of the weights; 0: one matrix for all rows. With experts, the weights are followed
-        by an operand (tokens, used) of int32 or int64, the matrices that each token is multiplied by; indices out of
-        range are clamped. The result then has the shape (tokens, used, 1, columns).
+        by an operand (tokens, used) of int32 or int64, the matrices that each token is multiplied by. The result then
+        has the shape (tokens, used, 1, columns); rows of negative indices are neither computed nor written, and indices
+        above the last matrix are clamped.
     activation_bits : int
         8: `x` is rounded to integers of 8 bits with a scale for each 32; 16: it is not.
     rows : str
@@ -177,7 +178,8 @@ def block_matmul(
         expression's ``x0`` is the sum of the first, ``x1`` that of the second, and ``x2``, ... are operands.
     shares : bool
         Whether the indices of experts are followed by an operand (tokens, used) of float32: products of a token are
-        multiplied by its shares and added up, in order. The result then has the shape (tokens, columns).
+        multiplied by its shares and added up, in order, except for those of negative indices. The result then has the
+        shape (tokens, columns).
     biases : bool
         Whether an operand (experts, columns) of float32 for each product follows, of experts in fragments: the bias of
         the row's expert is added to the sum.

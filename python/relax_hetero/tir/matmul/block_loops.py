@@ -6,7 +6,8 @@ If each row selects a matrix (mixture of experts), a row of the result is a pair
 Every task sorts all pairs by expert, which takes a few microseconds and saves a barrier; the pairs of an expert are
 then rows of a product like any other. A panel is read once for all rows of a block of its expert, and panels of unused
 experts are not read. A task has a contiguous range of the used experts' panels, which it reads sequentially, and all
-ranges take about the same time for any number of experts and tasks: `PANEL_ROWS` is the time of a panel itself.
+ranges take about the same time for any number of experts and tasks: `PANEL_ROWS` is the time of a panel itself. Pairs
+of a negative number, whose expert is on another device, are left out.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class _ExpertLoops:
             T.buffer_store(self.offsets, zero, [expert])
         with loop(count) as pair:
             expert = self._expert(materialize(first + pair))
-            T.buffer_store(self.offsets, self.offsets[expert + 1] + one, [expert + 1])
+            with when(expert >= 0):
+                T.buffer_store(self.offsets, self.offsets[expert + 1] + one, [expert + 1])
         with loop(self.experts) as expert:
             rows = materialize(tirx.Cast("int64", self.offsets[expert + 1]))
             T.buffer_store(self.offsets, tirx.Cast("int32", self.counters[end]), [expert + 1])
@@ -108,14 +110,14 @@ class _ExpertLoops:
             T.buffer_store(self.counters, self.counters[time] + self._panel_time(rows), [time])
         with loop(count) as pair:
             expert = self._expert(materialize(first + pair))
-            T.buffer_store(self.order, tirx.Cast("int32", pair), [tirx.Cast("int64", self.offsets[expert + 1])])
-            T.buffer_store(self.offsets, self.offsets[expert + 1] + one, [expert + 1])
+            with when(expert >= 0):
+                T.buffer_store(self.order, tirx.Cast("int32", pair), [tirx.Cast("int64", self.offsets[expert + 1])])
+                T.buffer_store(self.offsets, self.offsets[expert + 1] + one, [expert + 1])
         return materialize(self.counters[time] * self.panels)
 
     def _expert(self, pair: Expr) -> Expr:
-        """Expert of a pair, clamped to the existing ones."""
-        expert = tirx.Cast("int64", self.index.data[pair])
-        return materialize(T.max(T.min(expert, int64(self.experts - 1)), int64(0)))
+        """Expert of a pair, negative for none; numbers above are the last expert."""
+        return materialize(T.min(tirx.Cast("int64", self.index.data[pair]), int64(self.experts - 1)))
 
     def _panel_time(self, rows: Expr) -> Expr:
         """Time of a panel of an expert with so many rows; an expert without rows takes none."""

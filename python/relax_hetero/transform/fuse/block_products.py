@@ -16,11 +16,12 @@ from tvm import relax
 from ...encoding.block_weights import MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS, BlockLayout, Fragments
 from ...encoding.expression import Expression
 from ...op.quantized_matmul import form_of
+from ...vm.device.tensor_arrays import host_array
 from ..encode.epilogues import may_write
 from ..ir.blocks import Block, is_one, same_shape, shape_of
 from ..ir.op_names import CAST, RESHAPE
 from ..ir.relax_expressions import to_expression
-from ..ir.rewriting import op_name
+from ..ir.rewriting import is_tensor_constant, op_name
 
 _MAX_JOINED_OPS = 8
 """Maximum number of elementwise ops whose values join in one."""
@@ -148,18 +149,25 @@ def _is_float32(tensor: relax.Expr) -> bool:
 
 
 def fuse_shares(block: Block, product: Product, claimed: set[int]) -> bool:
-    """Fuse the weighted sum of a token's rows into a product of experts; returns whether there is one."""
+    """Fuse the weighted sum of a token's rows into a product of experts; returns whether there is one.
+
+    Rows of negative indices may be left out of the sum.
+    """
     if product.expression != Expression.operand(0):
         return False
     chain = [product.end]
-    for name in (RESHAPE, "relax.multiply", "relax.sum"):
+    for name in (RESHAPE, "relax.multiply", "relax.where", "relax.sum"):
         index = block.sole_user(block.bindings[chain[-1]].var)
+        if name == "relax.where" and index is not None and op_name(block.bindings[index].value) != name:
+            continue
         if index is None or index in claimed or op_name(block.bindings[index].value) != name:
             return False
         chain.append(index)
     if has_writes(block, chain[0], chain[-1]):
         return False
-    rows, weighted, total = (block.bindings[index].value for index in chain[1:])
+    rows, weighted, *masked, total = (block.bindings[index].value for index in chain[1:])
+    if any(not _leaves_out_negative(block, value, product.index) for value in masked):
+        return False
     tokens, used, _, columns = shape_of(block.bindings[product.end].var) or []
     first, second = weighted.args
     column = second if first.same_as(block.bindings[chain[1]].var) else first
@@ -178,6 +186,25 @@ def fuse_shares(block: Block, product: Product, claimed: set[int]) -> bool:
     product.inside += chain[:-1]
     product.end = chain[-1]
     return True
+
+
+def _leaves_out_negative(block: Block, where: relax.Call, index: relax.Expr | None) -> bool:
+    """Return whether an op puts 0 for the rows whose index is negative, and nothing else."""
+    mask, _, other = where.args
+    expanded = block.definition(mask)
+    condition = block.definition(expanded.args[0]) if op_name(expanded) == "relax.expand_dims" else None
+    return condition is not None and (
+        op_name(condition) == "relax.greater_equal"
+        and [int(axis) for axis in expanded.attrs.axis] == [2]
+        and index is not None
+        and condition.args[0].same_as(index)
+        and _is_zero(block.definition(condition.args[1]))
+        and _is_zero(block.definition(other))
+    )
+
+
+def _is_zero(value: relax.Expr) -> bool:
+    return is_tensor_constant(value) and not host_array(value.value).any()
 
 
 def fuse_factor(block: Block, product: Product, products: dict[int, Product]) -> None:

@@ -19,10 +19,13 @@ device reads weights in panels::
     y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0), axes=[0, 1, 3, 2]))    # x: (m, 1, 1, 2048)
 
 becomes ``R.hetero.block_matmul(x, packed, index, columns=768, experts=128, format="q4_k")``, without a copy of a
-matrix. On GPUs, where each launch counts, two such products of a few rows, whose results are multiplied, become one,
-as do a product and the weighted sum of a token's rows::
+matrix. With ``mode="nan"``, whose indices may be outside, rows of negative indices are left out: what is NaN before is
+undefined after. On GPUs, where each launch counts, two such products of a few rows, whose results are multiplied,
+become one, as do a product and the weighted sum of a token's rows::
 
     z = R.sum(R.multiply(R.reshape(y, (m, 8, 2048)), shares), axis=[1])    # shares: (m, 8, 1)
+
+and such a sum without the rows whose index is negative (``R.where(R.expand_dims(index >= 0, 2), ..., 0)``).
 
 The constants are packed as the device's kernel reads them. Elementwise ops after the product, each the only user of the
 one before, become part of the op. Without a kernel, or with weights that are not constant or have other users, plain
@@ -67,7 +70,7 @@ from ..ir.blocks import (
 )
 from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
-from ..ir.op_names import CAST, PERMUTE, RESHAPE
+from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
 from .block_products import (
@@ -408,6 +411,8 @@ def _match_expert_product(block: Block, index: int) -> Product | None:
     experts = block.definition(transposed.args[0])
     if op_name(experts) != "relax.take" or experts.attrs.axis is None or int(experts.attrs.axis) != 0:
         return None
+    if str(experts.attrs.mode) not in ("fast", "nan"):  # products leave out what is outside
+        return None
     table, index_expr = block.definition(experts.args[0]), experts.args[1]
     weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
     layout, sizes = _block_layout(var), shape_of(table) or []
@@ -470,7 +475,7 @@ def _fuse_elementwise(block: Block, product: Product, claimed: set[int], needed:
             if tensor.same_as(last):
                 terms.append(product.expression)
                 continue
-            if not _is_readable(tensor, last):
+            if not _is_readable(tensor, last) or _arrives_later(block, tensor, product.end):
                 return
             operand = next((i for i, x in enumerate(operands) if x.same_as(tensor)), len(operands))
             operands[operand:] = operands[operand:] or [tensor]
@@ -478,6 +483,12 @@ def _fuse_elementwise(block: Block, product: Product, claimed: set[int], needed:
         product.expression, product.operands = expression.substitute(terms), operands
         product.inside.append(product.end)
         product.end = index
+
+
+def _arrives_later(block: Block, tensor: relax.Expr, index: int) -> bool:
+    """Return whether a tensor comes from another device after a binding, whose kernel would wait for it."""
+    is_transfer = op_name(block.definition(tensor)) == TRANSFER
+    return is_transfer and any(binding.var.same_as(tensor) for binding in block.bindings[index:])
 
 
 def _is_readable(tensor: relax.Expr, result: relax.Var) -> bool:

@@ -73,7 +73,7 @@ _SPARE_CALLS = 32
 _TOKEN = ((1,), "int32")
 
 
-@dataclass(eq=False)
+@dataclass
 class _Mailbox:
     """Transfers that become one mailbox.
 
@@ -318,26 +318,27 @@ class _Writer:
         self, span: _Span, senders: dict[int, list[relax.Binding]], receivers: dict[int, list[relax.Binding]]
     ) -> None:
         ends: list[tuple[relax.Var, relax.Var]] = []
-        tokens: dict[relax.VDevice, relax.Var] = {}  # of the last sender on each device
-        sent: dict[_Mailbox, tuple[relax.Var, Values, MailboxSpec]] = {}
-        last = {mailbox.source: mailbox for mailbox in span.mailboxes}
-        # Before one binding, values are received first: a sender may follow that needs none of them.
+        tokens: dict[relax.VDevice, relax.Var] = {}
         events = [(mailbox.sent_at, 1, mailbox) for mailbox in span.mailboxes]
         events += [(mailbox.received_at, 0, mailbox) for mailbox in span.mailboxes]
-        for at, is_sender, mailbox in sorted(events, key=lambda event: event[:2]):
-            if is_sender:
-                values = _values(self._block.bindings[index].var.ty for index in mailbox.transfers)
-                spec, is_last = self._former.mailbox(values), last[mailbox.source] is mailbox
-                binding = self._sender(mailbox, values, spec, is_last)
-                senders.setdefault(at, []).append(binding)
-                tokens[mailbox.source] = binding.var
-                sent[mailbox] = binding.var, values, spec
-                self.kept += [binding.var] if is_last else []
+        last = {mailbox.source: mailbox for mailbox in span.mailboxes}
+        specs: dict[int, tuple[Values, MailboxSpec]] = {}
+        sent: dict[int, relax.Var] = {}
+        # A value may be received, and the next one sent, before the same binding.
+        for _, _, mailbox in sorted(events, key=lambda event: event[:2]):
+            if id(mailbox) not in sent:
+                types = [self._block.bindings[index].var.ty for index in mailbox.transfers]
+                values = _values(types)
+                specs[id(mailbox)] = values, self._former.mailbox(values)
+                binding = self._sender(mailbox, *specs[id(mailbox)], is_kept=last[mailbox.source] is mailbox)
+                senders.setdefault(mailbox.sent_at, []).append(binding)
+                tokens[mailbox.source] = sent[id(mailbox)] = binding.var
+                if last[mailbox.source] is mailbox:
+                    self.kept.append(binding.var)
             else:
-                sender, values, spec = sent[mailbox]
-                bindings = self._receiver(mailbox, values, spec, tokens.get(mailbox.target))
-                receivers.setdefault(at, []).extend(bindings)
-                pair = sender, bindings[0].var
+                bindings = self._receiver(mailbox, *specs[id(mailbox)], tokens.get(mailbox.target))
+                receivers.setdefault(mailbox.received_at, []).extend(bindings)
+                pair = sent[id(mailbox)], bindings[0].var
                 ends.append(pair if mailbox.source == span.gpu else pair[::-1])
         self.ends.append(ends)
 

@@ -98,18 +98,20 @@ def test_activations_of_few_bits(form):
 @pytest.mark.parametrize("rows", ["", "chunk"])
 @pytest.mark.parametrize(("tokens", "used"), [(70, 2), (9, 1)])
 def test_experts(tokens, used, rows):
-    """An expert with several pairs of tiles, one with a row, and one without; few rows of each take vectors."""
+    """An expert with several pairs of tiles, one with a row, one without, a row of none; few rows take vectors."""
     rng, experts, columns, depth = fresh_rng(), 4, 40, 96
     weights = of_file("q4_0", experts * columns, depth)
     problem = replace(experts_problem(weights, experts, tokens, used, PANEL), rows=rows, activation_bits=16)
     function, before = _kernel(problem), products_so_far()
     x = rng.standard_normal((tokens, 1, 1, depth), "float32")
     index = np.where(rng.random((tokens, used)) < 0.7, 2, 0).astype("int32")
-    index[-1] = 3
+    index[-1], index[1] = 3, -1
     want, size = expected(x, weights, experts, index)
     actual = call_experts(function, x, weights, experts, PANEL, index)
     takes_tiles = tokens > 9 or rows == "chunk"
-    np.testing.assert_array_less(np.abs(actual - want), TWO_TERMS * size)
+    own = index >= 0
+    assert np.isnan(actual[~own]).all()
+    np.testing.assert_array_less(np.abs(actual - want)[own], (TWO_TERMS * size)[own])
     assert (products_so_far() > before) == takes_tiles
 
 

@@ -46,6 +46,29 @@ def Chosen(
     return y
 
 
+@ir_module(V4)
+def MayBeOutside(
+    x: R.Tensor(("m", 1, 1, 64), "float32"), index: R.Tensor(("m", 2), "int32"), raw: R.Tensor((120, 44), "uint8")
+):
+    with R.dataflow():
+        table = R.reshape(R.hetero.dequantize_blocks(raw, depth=64, format="q5_0"), R.shape([3, 40, 64]))
+        y = R.matmul(x, R.permute_dims(R.take(table, index, axis=0, mode="nan"), axes=[0, 1, 3, 2]))
+        z = R.matmul(x, R.permute_dims(R.take(table, index, axis=0, mode="clip"), axes=[0, 1, 3, 2]))
+        R.output(y, z)
+    return y, z
+
+
+def test_rows_without_a_matrix_are_left_out():
+    """Rows of negative indices, if they are NaN, may have any numbers; clamped indices are not those of the op."""
+    mod = RealizeVDevice()(bound(MayBeOutside, raw=RAW))
+    assert ops_of(FormQuantizedMatmuls()(mod)).count("relax.hetero.block_matmul") == 1
+    x, index = fresh_rng().standard_normal((2, 1, 1, K), "float32"), np.array([[2, -1], [0, 1]], "int32")
+    left_out, clamped = rh.vm.VirtualMachine(rh.compile(mod))["main"](x, index)
+    sums = np.einsum("tk,tunk->tun", x[:, 0, 0].astype("float64"), NUMBERS[np.maximum(index, 0)])[:, :, None]
+    np.testing.assert_allclose(clamped.numpy(), sums, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(left_out.numpy()[index >= 0], sums[index >= 0], rtol=1e-4, atol=1e-4)
+
+
 def test_rows_by_the_matrices_that_they_choose():
     @ir_module(V4)
     def Expected(
@@ -280,6 +303,48 @@ def Apart(
 
 def test_products_of_other_rows_and_other_sums_stay_apart():
     assert counts_of(RealizeVDevice()(bound(Apart, gate=GATE, up=UP))) == [(1, False)] * 2
+
+
+@ir_module(GPU)
+def LeftOut(
+    x: R.Tensor((2, 2, 1, 64), "float16"),
+    index: R.Tensor((2, 2), "int32"),
+    shares: R.Tensor((2, 2), "float32"),
+    gate: R.Tensor((192, 68), "uint8"),
+):
+    with R.dataflow():
+        table = R.reshape(R.hetero.dequantize_blocks(gate, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        taken = R.take(table, index, axis=0, mode="nan")
+        product = R.matmul(R.astype(x, "float32"), R.permute_dims(taken, axes=[0, 1, 3, 2]))
+        weighted = R.multiply(R.reshape(product, R.shape([2, 2, 64])), R.reshape(shares, R.shape([2, 2, 1])))
+        is_own = R.expand_dims(R.greater_equal(index, R.const(0, "int32")), axis=2)
+        y = R.sum(R.where(is_own, weighted, R.const(0, "float32")), axis=[1])
+        R.output(y)
+    return y
+
+
+@ir_module(GPU)
+def Replaced(
+    x: R.Tensor((2, 2, 1, 64), "float16"),
+    index: R.Tensor((2, 2), "int32"),
+    shares: R.Tensor((2, 2), "float32"),
+    gate: R.Tensor((192, 68), "uint8"),
+):
+    with R.dataflow():
+        table = R.reshape(R.hetero.dequantize_blocks(gate, depth=64, format="q8_0"), R.shape([3, 64, 64]))
+        taken = R.take(table, index, axis=0, mode="nan")
+        product = R.matmul(R.astype(x, "float32"), R.permute_dims(taken, axes=[0, 1, 3, 2]))
+        weighted = R.multiply(R.reshape(product, R.shape([2, 2, 64])), R.reshape(shares, R.shape([2, 2, 1])))
+        is_own = R.expand_dims(R.greater_equal(index, R.const(0, "int32")), axis=2)
+        y = R.sum(R.where(is_own, weighted, R.const(1, "float32")), axis=[1])
+        R.output(y)
+    return y
+
+
+def test_weighted_sums_leave_out_rows_of_negative_indices():
+    """As a sum does that puts 0 for them, but no other number."""
+    assert counts_of(RealizeVDevice()(bound(LeftOut, gate=GATE))) == [(1, True)]
+    assert counts_of(RealizeVDevice()(bound(Replaced, gate=GATE))) == [(1, False)]
 
 
 @pytest.mark.parametrize("is_constant", [True, False])

@@ -7,6 +7,7 @@ has up to `GROUP_COLUMNS` of one expert, which the instruction multiplies at the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,6 +29,8 @@ from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
 from .block_rows import LeftRows, RowSource
+
+_LEFT_OUT = tirx.const(-math.inf, "float32")
 
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
@@ -94,9 +97,8 @@ class ExpertBody(BlockBody):
         return self.first_row + row
 
     def _expert_of(self, pair: Expr) -> Expr:
-        """Expert of a pair, int32."""
-        expert = T.Cast("int32", self._index.data[pair])
-        return T.max(T.min(expert, self.work.problem.experts - 1), 0)
+        """Expert of a pair, int32; negative for a pair that is not multiplied."""
+        return T.min(T.Cast("int32", self._index.data[pair]), self.work.problem.experts - 1)
 
     def _emit_block(self) -> None:
         if self.gpu.overlaps_launches:
@@ -107,7 +109,8 @@ class ExpertBody(BlockBody):
     def _emit_tile(self) -> None:
         """Write the code after the wait for the previous launch."""
         self._expert = T.bind(self._expert_of(self.first_row))
-        super()._emit_block()
+        with when(self._expert >= 0):
+            super()._emit_block()
 
     def _open(self) -> None:
         self._first_tile = T.bind(T.Cast("int64", self._expert) * self.work.column_tiles)
@@ -164,7 +167,8 @@ class _ExpertRows(LeftRows):
 class SumBody(ExpertBody):
     """Writer of the code of a block with the pairs of a token, whose products it adds up, times their shares.
 
-    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps.
+    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps. Pairs
+    of a negative index, whose rows may have any numbers, multiply the first expert, and add 0.
     """
 
     work: SumWork
@@ -182,7 +186,10 @@ class SumBody(ExpertBody):
         self.own = T.bind(tirx.floordiv(self.warp, plan.k_warps))
         self.k_warp = T.bind(tirx.floormod(self.warp, plan.k_warps))
         pair = T.bind(self._pair(self.own))
-        self._expert, self._share = T.bind(self._expert_of(pair)), T.bind(self._shares.data[pair])
+        expert = T.bind(self._expert_of(pair))
+        self._expert = T.bind(T.max(expert, 0))
+        # No share is negative: this one marks a pair that is left out, in the register that it has anyway.
+        self._share = T.bind(T.Select(expert < 0, _LEFT_OUT, self._shares.data[pair]))
         BlockBody._emit_block(self)
 
     def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
@@ -192,7 +199,8 @@ class SumBody(ExpertBody):
 
     def _stage_sums(self, index_in_batch: Expr) -> None:
         for number in range(4):
-            T.buffer_store(self.totals, self.totals[number] * self._share, [number])
+            weighted = self.totals[number] * self._share
+            T.buffer_store(self.totals, T.Select(tirx.EQ(self._share, _LEFT_OUT), T.float32(0), weighted), [number])
         super()._stage_sums(index_in_batch)
 
 
@@ -269,7 +277,9 @@ class GroupedBody(ExpertBody):
             self._store_word(work.pairs_at, self.thread, T.uint32(0xFFFFFFFF))
         ptx.block_barrier()
         with self._each(self._pairs) as pair:
-            ptx.add_shared(self.shared.at(work.counts_at + self._expert_of(pair) * 4), T.uint32(1))
+            expert = T.bind(self._expert_of(pair))
+            with when(expert >= 0):
+                ptx.add_shared(self.shared.at(work.counts_at + expert * 4), T.uint32(1))
         ptx.block_barrier()
 
     def _find_tile(self) -> Expr:

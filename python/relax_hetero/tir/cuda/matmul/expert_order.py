@@ -83,7 +83,10 @@ class _Kernel:
         T.buffer_store(self.order.data, value, [index])
 
     def _each_pair(self, body: Callable[[Expr, Expr], None]) -> None:
-        """Write `body` for each pair of a thread, given the pair and its expert, with several loads in flight."""
+        """Write `body` for each pair of a thread, given the pair and its expert, with several loads in flight.
+
+        Pairs of negative numbers are left out.
+        """
         pairs, experts = self.problem.pairs, local(_LOADS_IN_FLIGHT, "int32")
         step = _THREADS * _LOADS_IN_FLIGHT
 
@@ -93,11 +96,11 @@ class _Kernel:
         with T.serial(tirx.const(ceil_div(pairs, step), "int32")) as batch:
             with unrolled(_LOADS_IN_FLIGHT) as i:
                 number = T.Cast("int32", self.index.data[T.min(pair_of(batch, i), pairs - 1)])
-                T.buffer_store(experts, T.max(T.min(number, self.problem.experts - 1), 0), [i])
+                T.buffer_store(experts, T.min(number, self.problem.experts - 1), [i])
             with unrolled(_LOADS_IN_FLIGHT) as i:
                 pair = pair_of(batch, i)
-                with when(pair < pairs):
-                    body(pair, experts[i])
+                with when(tirx.all(pair < pairs, experts[i] >= 0)):
+                    body(pair, T.max(experts[i], 0))  # lanes without a pair compute the address, too
 
     def _write_tiles(self) -> None:
         """Write the first place of each expert, and the tiles, by a warp whose lanes have an expert each."""

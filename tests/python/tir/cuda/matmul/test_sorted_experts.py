@@ -90,9 +90,9 @@ def check(form, sizes, dtype, index=None, tiling=None, result="float32", express
     x = rng.standard_normal(problem.lhs.shape, "float32").astype(numpy_dtype(dtype))
     index = rng.integers(-1, experts + 1, (tokens, used)) if index is None else index
     index = index.astype("int32")
-    chosen, rows_of = np.clip(index, 0, experts - 1), np.broadcast_to(x[:, :, 0], (tokens, used, x.shape[-1]))
-    sums = np.empty((tokens, used, n))
-    size = np.empty((tokens, used, n))
+    chosen, rows_of = np.minimum(index, experts - 1), np.broadcast_to(x[:, :, 0], (tokens, used, x.shape[-1]))
+    # Pairs of negative numbers are left out: their results stay what they were, NaN.
+    sums, size = np.full((tokens, used, n), np.nan), np.full((tokens, used, n), np.nan)
     for expert in range(experts):
         own = chosen == expert
         values = rows_of[own].astype("float64")
@@ -108,7 +108,9 @@ def check(form, sizes, dtype, index=None, tiling=None, result="float32", express
     want = sums if not expression else evaluate(expression, sums, extra)
     # Weights are rounded once or twice, and so are the results.
     unit = 2.0 ** (-8 if "bfloat16" in (dtype, result) else -11)
-    np.testing.assert_array_less(np.abs(actual - want), 4 * unit * (size + np.abs(want)) + 1e-6)
+    own, tolerance = index >= 0, 4 * unit * (size + np.abs(want)) + 1e-6
+    assert np.isnan(actual[~own]).all()
+    np.testing.assert_array_less(np.abs(actual - want)[own], tolerance[own])
 
 
 def evaluate(expression, sums, extra):
@@ -125,15 +127,16 @@ def test_pairs_sorted_by_expert(tokens, used, experts, dtype):
     problem = ExpertOrderProblem(index_of(tokens, used, dtype), experts, 64)
     index = fresh_rng().integers(-2, experts + 2, (tokens, used)).astype(dtype)
     order = run_here(expert_order_kernel(problem, GPU), [index], problem.result.shape, "int32")
-    chosen, pairs = np.clip(index, 0, experts - 1).reshape(-1), order[problem.pairs_at :]
-    np.testing.assert_array_equal(np.sort(pairs), np.arange(tokens * used))
+    chosen, count_of_all = np.minimum(index, experts - 1).reshape(-1), (index >= 0).sum()
+    pairs = order[problem.pairs_at : problem.pairs_at + count_of_all]
+    np.testing.assert_array_equal(np.sort(pairs), np.flatnonzero(chosen >= 0))
     places = np.empty(0, int)
     sizes = []
     for expert, first, count, _ in order[4 : 4 + 4 * order[0]].reshape(-1, 4):
         assert 0 < count <= 64 and (chosen[pairs[first : first + count]] == expert).all()
         places = np.append(places, np.arange(first, first + count))
         sizes.append(0 if count > 48 else 1 if count > 32 else 2)
-    np.testing.assert_array_equal(np.sort(places), np.arange(tokens * used))
+    np.testing.assert_array_equal(np.sort(places), np.arange(count_of_all))
     assert sizes == sorted(sizes) and order[0] <= problem.max_tiles
     assert is_one_launch(expert_order_kernel(problem, GPU))
 
