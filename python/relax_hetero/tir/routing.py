@@ -21,8 +21,10 @@ from .core.builder import Expr, Function, flat, let, loop, materialize, when
 ROUTING = "relax_hetero.routing"
 """On a PrimFunc for any device that routes rows to experts: its `RoutingProblem` as JSON."""
 
-_MIN_PARALLEL_ROWS = 32
+EXPERT_COUNTS = "expert_counts_"
+"""Begin of the names of a language model's counters, before the number of the layer."""
 
+_MIN_PARALLEL_ROWS = 32
 
 _LEAST_TOTAL = 1e-20
 """Least sum of sigmoids, as in DeepSeek V3."""
@@ -63,8 +65,9 @@ class RoutingProblem:
     """Routing of rows to experts.
 
     Parameters of its kernel, in order: scores, (rows, experts) of float32; with `has_bias`, bias, (experts,) of
-    float32; ids, (rows, used) of int32; shares, (rows, used) of float32. The experts of a row are in descending order
-    of probability plus bias, equal ones by number.
+    float32; with `has_counts`, sequences, (rows,) of int32, and counts, (experts,) of int32; ids, (rows, used) of
+    int32; shares, (rows, used) of float32. The experts of a row are in descending order of probability plus bias, equal
+    ones by number. Counts grow by 1 for each expert of a row whose sequence is not negative.
 
     Attributes
     ----------
@@ -81,6 +84,8 @@ class RoutingProblem:
         Whether experts have biases, which count for their choice only.
     groups, groups_used : int
         Number of groups of neighbouring experts, and of those that a row chooses from.
+    has_counts : bool
+        Whether the rows of each expert are counted.
     """
 
     rows: Dim
@@ -92,6 +97,7 @@ class RoutingProblem:
     has_bias: bool = False
     groups: int = 1
     groups_used: int = 1
+    has_counts: bool = False
 
     @classmethod
     def of(cls, func: tirx.PrimFunc) -> RoutingProblem:
@@ -153,6 +159,8 @@ class RoutingTensors:
 
     scores: Any
     bias: Any
+    sequences: Any
+    counts: Any
     ids: Any
     shares: Any
 
@@ -161,6 +169,8 @@ class RoutingTensors:
         parameters: dict[str, tuple[tuple[Expr, ...], str]] = {"scores": ((self.rows, problem.experts), "float32")}
         if problem.has_bias:
             parameters["bias"] = (problem.experts,), "float32"
+        if problem.has_counts:
+            parameters |= {"sequences": ((self.rows,), "int32"), "counts": ((problem.experts,), "int32")}
         parameters["ids"] = (self.rows, problem.used), "int32"
         parameters["shares"] = (self.rows, problem.used), "float32"
         self._parameters = {
@@ -183,7 +193,15 @@ def routing_kernel(problem: RoutingProblem) -> tirx.PrimFunc:
             is_parallel = not isinstance(tensors.rows, int) or tensors.rows >= _MIN_PARALLEL_ROWS
             with loop(tensors.rows, parallel=is_parallel) as row:
                 _Row(tensors, problem, row).route()
+            if problem.has_counts:
+                _count(tensors, problem)
     return function.result.with_attr(ROUTING, json.dumps(asdict(problem)))
+
+
+def _count(tensors: RoutingTensors, problem: RoutingProblem) -> None:
+    with loop(tensors.rows) as row, when(tensors.sequences[row] >= 0), loop(problem.used) as number:
+        expert = materialize(tensors.ids[row * problem.used + number])
+        T.buffer_store(tensors.counts, tensors.counts[expert] + 1, [expert])
 
 
 class _Row:

@@ -213,13 +213,17 @@ def _load(expressions: Any, one: Instruction) -> Any:
     return evaluate
 
 
-@instruction(r"red\.shared\.add\.u32")
-def _add_shared(expressions: Any, one: Instruction) -> Any:
-    expressions.names.accessed(4)
+@instruction(r"red\.(shared|global)\.add\.u32")
+def _add(expressions: Any, one: Instruction) -> Any:
+    space = one.text.split(".")[1]
+    if space == "shared":
+        expressions.names.accessed(4)
+    else:
+        expressions.names.global_cell = min(expressions.names.global_cell, 4)
     address, value = pointer(expressions, one.operands[0]), expressions.compiled(one.operands[1])
 
     def evaluate(lanes: Any, mask: Any) -> None:
-        view, index, _ = place_of(lanes, mask, "shared", address(lanes, mask), TYPES["u32"])
+        view, index, _ = place_of(lanes, mask, space, address(lanes, mask), TYPES["u32"])
         atomic(lanes, mask, view, index, value(lanes, mask), operator.add)
 
     return evaluate

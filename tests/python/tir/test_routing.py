@@ -37,12 +37,17 @@ def routed(problem, scores, on_gpu, bias=None):
     kernel, count = routing_kernel(problem), len(scores)
     ids, shares = np.full((count, problem.used), -7, "int32"), np.full((count, problem.used), np.nan, "float32")
     inputs = [scores] if bias is None else [scores, bias]
+    return _run(kernel, [*inputs, ids, shares], on_gpu)[-2:]
+
+
+def _run(kernel, arguments, on_gpu):
+    """Arguments after a run of a device's kernel."""
     if on_gpu:
-        interpreted(schedule(kernel.with_attr("target", TARGET), gpu_target_of(TARGET)), *inputs, ids, shares)
-        return ids, shares
-    arrays = [tvm.runtime.tensor(array) for array in (*inputs, ids, shares)]
-    tvm.compile(kernel.with_attr("global_symbol", "routing"), "llvm")["routing"](*arrays)
-    return arrays[-2].numpy(), arrays[-1].numpy()
+        interpreted(schedule(kernel.with_attr("target", TARGET), gpu_target_of(TARGET)), *arguments)
+        return arguments
+    tensors = list(map(tvm.runtime.tensor, arguments))
+    tvm.compile(kernel.with_attr("global_symbol", "routing"), "llvm")["routing"](*tensors)
+    return [tensor.numpy() for tensor in tensors]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
@@ -89,3 +94,18 @@ def test_shares_are_numbers_where_all_sigmoids_vanish(on_gpu):
     problem = RoutingProblem(2, 40, 3, kind="sigmoid")
     _, shares = routed(problem, np.full((2, 40), -120, "float32"), on_gpu)
     assert (shares == 0).all()
+
+
+@pytest.mark.parametrize("on_gpu", [False, True], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("rows", [3, 45])
+def test_counts_of_experts(rows, on_gpu):
+    """Counts grow by the rows of a sequence that chose an expert; other rows are padding."""
+    generator, problem = fresh_rng(), RoutingProblem(rows, 9, 4, has_bias=rows == 3, has_counts=True)
+    scores, sequences = generator.standard_normal((rows, 9), "float32"), generator.integers(-1, 2, rows, "int32")
+    before = generator.integers(0, 100, 9, "int32")
+    inputs = [scores, *([np.zeros(9, "float32")] if rows == 3 else []), sequences, before.copy()]
+    results = np.full((rows, 4), -7, "int32"), np.full((rows, 4), np.nan, "float32")
+    arguments = _run(routing_kernel(problem), [*inputs, *results], on_gpu)
+    ids = arguments[-2]
+    np.testing.assert_array_equal(ids, wanted(scores, problem, None)[0])
+    np.testing.assert_array_equal(arguments[-3] - before, np.bincount(ids[sequences >= 0].ravel(), minlength=9))

@@ -183,6 +183,11 @@ def add_shared(address: Expr, value: Expr) -> None:
     _emit("red.shared.add.u32", address, value)
 
 
+def add_global(address: Expr, value: Expr) -> None:
+    """Add to a uint32, or an int32, that other threads may add to, too."""
+    _emit("red.global.add.u32", address, value)
+
+
 def fetch_add_shared(register: Expr, address: Expr, value: Expr) -> None:
     """Add to a uint32 that other threads may add to, too; the register gets the value before."""
     _emit("atom.shared.add.u32", register, address, value)

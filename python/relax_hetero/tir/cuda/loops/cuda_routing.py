@@ -11,6 +11,7 @@ from tvm.script.ir_builder import tirx as T
 from ....target.gpu_target import ALL_LANES, WARP
 from ...core.builder import Expr, Function, ceil_div, materialize, when
 from ...routing import RoutingProblem, RoutingTensors
+from ..core import ptx
 from ..core.launch import local, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from .launch import launch, scheduled_as
@@ -70,6 +71,9 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Ex
             T.buffer_store(total, total[0] + chosen[number], [0])
         with when(tirx.EQ(lane, 0)):
             T.buffer_store(tensors.ids, best.expert, [row * problem.used + number])
+            if problem.has_counts:
+                with when(tensors.sequences[row] >= 0):
+                    ptx.add_global(T.address_of(tensors.counts[best.expert]), T.uint32(1))
         best.drop()
     with when(tirx.EQ(lane, 0)), unrolled(problem.used) as number:
         share = problem.share(chosen[number], total[0])
