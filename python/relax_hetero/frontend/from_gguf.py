@@ -9,18 +9,20 @@ from typing import TYPE_CHECKING, Any, Literal
 import tvm
 
 from ..errors import FrontendError
+from ..transform.ir.remarks import with_remarks
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
 from .gguf.activation_types import ActivationTypes, check_activations, trained_type
+from .gguf.expert_rules import split_rules
 from .gguf.file import GgufFile, read_gguf
 from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
 from .gguf.language_graph import language_module
+from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
 from .gguf.weights import Weights
-from .onnx.placement_rules import rule_pairs
 from .paged_cache import PagedCache
 from .place import place
-from .placed_import import check_placement, with_auto_reasons
+from .placed_import import check_placement, with_rule_reasons
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
@@ -42,6 +44,8 @@ def from_gguf(
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
     activations: str | None = None,
+    count_experts: bool = False,
+    expert_counts: ExpertCountsSource | None = None,
 ) -> tvm.IRModule:
     """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
 
@@ -53,9 +57,10 @@ def from_gguf(
         Devices, as in `from_onnx`.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of the file's tensors (``blk.3.ffn_down``, ``blk.[0-8].*``, ``output``), in order.
-        The cache of a layer is on the device of its ``blk.N.attn``. ``"auto"`` chooses devices for attention, experts
-        and the rest of each layer, for the least time per token within `memory_limit`, which also covers activations
-        and a GPU's context (`gguf.place_layers`).
+        The cache of a layer is on the device of its ``blk.N.attn``. A list that ends a pattern selects experts:
+        ``blk.*.ffn_*_exps[0-31]``, ``[3,7,12-15]``. ``"auto"`` chooses devices for attention, experts and the rest of
+        each layer, for the least time per token within `memory_limit`, which also covers activations and a GPU's
+        context (`gguf.place_layers`).
     batches : sequence of int
         Rows of the functions ``decode_B``: one token of each of B sequences.
     chunks : sequence of int
@@ -77,6 +82,12 @@ def from_gguf(
         Element type of the operands of products and attention: "float16", "bfloat16" or "float32". The default on GPUs
         is the 16-bit float that the model was trained in (of the file's unquantized matrices, else of its
         architecture), on CPUs float32. Residual sums and norms are always float32.
+    count_experts : bool
+        Whether functions count the tokens that choose each expert of a mixture.
+    expert_counts : str, path or mapping from int to sequence of float, optional
+        Tokens that chose each expert, by layer, or a file of ``relax-hetero serve --count-experts``: if not all experts
+        fit the fastest device, ``placement="auto"`` puts the most frequent ones there. By default all are equally
+        frequent.
 
     Returns
     -------
@@ -86,6 +97,8 @@ def from_gguf(
         the pages of each layer's cache, ``pages_N``; all integers are int32. They return logits, (rows or 1,
         vocabulary) of float32, decode functions then ``greedy_tokens``, (rows,), which index the largest logits (-1 if
         one is not finite), and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
+        With `count_experts`, counters follow the pages, ``expert_counts_N``, (experts,) of int32 for each layer with
+        experts; each call adds to them in place, and returns them last.
         Block-quantized weights are views of the mapped file, which must not change until the module is compiled.
         If `vdevices` are given, calls choose the number of pages; else it is what all sequences can fill.
 
@@ -105,6 +118,8 @@ def from_gguf(
     check_activations(activations)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
+    if count_experts and not model.experts:
+        raise FrontendError(f"{file.path}: the model has no experts, expected a mixture of experts for count_experts")
     any_pages = devices is not None
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, any_pages)
     reasons: dict[str, str] = {}
@@ -113,15 +128,19 @@ def from_gguf(
         assert devices is not None, "check_placement refuses placement without devices"
         costs = cost_model or CostModel.measured(devices)
         limits = memory_limits(memory_limit, devices)
-        placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits)
-    rules = rule_pairs(placement or {})
+        counts = read_expert_counts(expert_counts, model)
+        placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
+    elif expert_counts is not None:
+        raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
+    split = split_rules(placement or {}, model, devices)
+    rules = split.rules
     types = ActivationTypes(activations, trained_type(file, model), rules, devices or ())
     weights = Weights(file, model)
-    mod = language_module(model, weights, cache, activation_bits, types)
+    mod = language_module(model, weights, cache, activation_bits, types, split.groups, count_experts)
     weights.check_all_read()
     if devices is not None:
-        mod = place(mod, rules, devices)
-    return mod if estimate is None else with_auto_reasons(mod, reasons, estimate)
+        mod = with_rule_reasons(place(mod, rules, devices), split.reasons(reasons))
+    return mod if estimate is None else with_remarks(mod, placement_estimate=estimate)
 
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import tvm
 
@@ -158,12 +158,12 @@ def with_reasons(
     return with_remarks(mod, placement=PlacementReport(entries))
 
 
-def with_auto_reasons(mod: tvm.IRModule, reasons: Mapping[str, str], estimate: Mapping[str, Any]) -> tvm.IRModule:
-    """Give a module placed by generated rules the reason for each pattern, and add the estimate."""
+def with_rule_reasons(mod: tvm.IRModule, reasons: Mapping[str, str]) -> tvm.IRModule:
+    """Give a module placed by generated rules the reason for each pattern."""
     report = remarks_of(mod).placement or PlacementReport()
     texts = {f"rule {pattern!r}": reason for pattern, reason in reasons.items()}
     entries = [replace(entry, reason=texts.get(entry.reason, entry.reason)) for entry in report.entries]
-    return with_remarks(mod, placement=PlacementReport(entries), placement_estimate=dict(estimate))
+    return with_remarks(mod, placement=PlacementReport(entries))
 
 
 def _rule_reason(entry: PlacementEntry, reasons: Mapping[str, str]) -> str:

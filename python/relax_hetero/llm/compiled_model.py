@@ -19,6 +19,7 @@ from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
 from ..encoding.pages import TABLES
 from ..errors import BindingError, HeteroError
+from ..tir.routing import EXPERT_COUNTS
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
 from ..vm.device.host_copies import begin_copy_to_host
@@ -28,6 +29,7 @@ from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .cache import KVCache
 from .description import ModelDescription
+from .expert_counts import ExpertCounts
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
 
@@ -207,6 +209,8 @@ class CompiledModel:
         Machine that runs the executable.
     looks_ahead : bool
         True if a GPU computes logits; see `LookAheadModel`.
+    expert_counts : ExpertCounts
+        Counters of the experts' tokens, if the module was made with ``count_experts=True``.
 
     Raises
     ------
@@ -231,6 +235,8 @@ class CompiledModel:
             isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
         )
         self.cache = KVCache.from_executable(executable, description)
+        inputs = executable.signature(f"decode_{self._batches[0]}").inputs
+        self.expert_counts = ExpertCounts(inputs, self.machine.devices)
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
@@ -451,7 +457,7 @@ class CompiledModel:
         inputs = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
         pages = self.cache.take()
         try:
-            return self.machine.profile(function, *inputs.tensors, *pages)
+            return self.machine.profile(function, *inputs.tensors, *pages, *self.expert_counts.tensors)
         finally:
             self.cache.release(pages)
 
@@ -462,7 +468,7 @@ class CompiledModel:
         integers = self._integers.get(name)
         if integers is None:
             specs = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
-            inputs = [spec for spec in specs if not spec.name.startswith("pages_")]
+            inputs = [spec for spec in specs if not spec.name.startswith(("pages_", EXPERT_COUNTS))]
             alignment = self.executable.metadata.alignment
             integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
         integers.write_rows(slots, positions)
@@ -484,19 +490,21 @@ class CompiledModel:
         inputs, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
         try:
             if name not in self._prepared_calls:
-                arguments = [*inputs.tensors, *pages]
+                donated = [*pages, *self.expert_counts.tensors]
+                arguments = [*inputs.tensors, *donated]
                 results = self.machine[name](*arguments)
-                results, new_pages = results[: -len(pages)], list(results[-len(pages) :])
-                if [page.data_ptr() for page in new_pages] == [page.data_ptr() for page in pages]:
+                results, written = results[: -len(donated)], list(results[-len(donated) :])
+                if [tensor.data_ptr() for tensor in written] == [tensor.data_ptr() for tensor in donated]:
                     # Pages were written in place: later calls have the same arguments.
                     self._prepared_calls[name] = self.machine.prepare(name, arguments, results=len(results))
                 else:
                     self._prepared_calls.clear()
-                    pages = new_pages
+                    pages, self.expert_counts.tensors = written[: len(pages)], written[len(pages) :]
             else:
                 results = self._prepared_calls[name]()
         finally:
             self.cache.release(pages)  # a failed call has written only past the ends of sequences
+        self.expert_counts.write_if_due()
         return results
 
     def _to_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:

@@ -22,6 +22,7 @@ from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
+from ..tir.routing import EXPERT_COUNTS
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
 from .tokenizer import Tokenizer
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from tvm.target import Target
 
     from ..frontend.auto.auto_placement import MemoryLimit
+    from ..frontend.gguf.place_experts import ExpertCountsSource
     from ..frontend.onnx.onnx_model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
@@ -53,6 +55,8 @@ _DEFAULTS = {
     "memory_limit": None,
     "activation_bits": 8,
     "activations": None,
+    "count_experts": False,
+    "expert_counts": None,
 }
 """Default options of GGUF files in `load`."""
 
@@ -70,6 +74,8 @@ def load(
     memory_limit: MemoryLimit | None = None,
     activation_bits: int = 8,
     activations: str | None = None,
+    count_experts: bool = False,
+    expert_counts: ExpertCountsSource | None = None,
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
@@ -79,8 +85,10 @@ def load(
     ----------
     path : str or path
         GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations, expert_counts
         As for `rh.from_gguf`; not for a folder.
+    count_experts : bool
+        Whether the model counts the tokens that choose each expert, in its `expert_counts`; not for a folder.
     context : int, optional
         Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
         with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable, on
@@ -111,6 +119,8 @@ def load(
         "memory_limit": memory_limit,
         "activation_bits": activation_bits,
         "activations": activations,
+        "count_experts": count_experts,
+        "expert_counts": expert_counts,
     }
     if not Path(path).is_dir():
         return _warn_of_long_context(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
@@ -148,11 +158,13 @@ def _load_file(
     is_fixed = placement == "auto" or (context < PAGE * MANY_PAGES and not all(map(is_cpu, devices)))
     columns = context if is_fixed else max(model.context, context)
     options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
-    pages = [f"pages_{layer}" for layer in range(model.layers)]
+    donated = [f"pages_{layer}" for layer in range(model.layers)]
+    if options["count_experts"]:
+        donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
     with paused_garbage_collection():
         mod = from_gguf(file, devices, placement, **options)
-        executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
+        executable = compile_module(mod, donate=dict.fromkeys(names, donated), progress=progress)
         del mod
     file.release_pages()
     _release_memory()

@@ -15,7 +15,7 @@ from ..errors import HeteroError
 from .placement_options import PairParam, VDeviceParam
 
 if TYPE_CHECKING:
-    from ..llm import ChatTemplate, Model, Tokenizer
+    from ..llm import ChatTemplate, CompiledModel, Tokenizer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ class LanguageModelOptions:
     ----------
     path : Path
         GGUF file, or folder of a saved model.
-    vdevices, placement, context, slots, batch_invariant, memory_limit
+    vdevices, placement, context, slots, batch_invariant, memory_limit, expert_counts
         As for `relax_hetero.llm.load`; None for its defaults.
     template : Path or None
         File with a chat template; None for the model's own.
@@ -53,9 +53,17 @@ class LanguageModelOptions:
     template: Path | None
     batch_invariant: bool = False
     memory_limit: dict[str, str] | None = None
+    expert_counts: Path | None = None
 
-    def load(self, quiet: bool = False) -> tuple[Model, Tokenizer]:
+    def load(self, quiet: bool = False, count_experts: bool = False) -> tuple[CompiledModel, Tokenizer]:
         """Load the model and its tokenizer, with a spinner on stderr.
+
+        Parameters
+        ----------
+        quiet : bool
+            Whether not to show what is compiled.
+        count_experts : bool
+            As for `relax_hetero.llm.load`.
 
         Raises
         ------
@@ -69,6 +77,8 @@ class LanguageModelOptions:
             "slots": self.slots,
             "batch_invariant": self.batch_invariant or None,
             "memory_limit": self.memory_limit,
+            "expert_counts": self.expert_counts,
+            "count_experts": count_experts or None,
         }
         arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
@@ -126,6 +136,13 @@ _OPTIONS = (
         "as long as one of the largest batch.",
     ),
     click.option(
+        "--expert-counts",
+        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        metavar="FILE",
+        help="Let --placement auto keep those experts on the fastest device that are the most frequent ones in this "
+        "file, which serve --count-experts wrote.",
+    ),
+    click.option(
         "--memory-limit",
         multiple=True,
         type=PairParam("device=bytes", "cuda=24GiB"),
@@ -161,6 +178,7 @@ def language_model_options(function: F) -> F:
         vdevice: tuple[Any, ...],
         placement: tuple[Any, ...],
         memory_limit: tuple[tuple[str, str], ...],
+        expert_counts: Path | None,
         context: int | None,
         slots: int | None,
         template: Path | None,
@@ -171,8 +189,11 @@ def language_model_options(function: F) -> F:
         if memory_limit and isinstance(rules, dict):
             raise click.UsageError("--memory-limit bounds --placement auto: it excludes rules")
         limits = dict(memory_limit) or None
+        rules = AUTO if limits else rules
+        if expert_counts is not None and rules != AUTO:
+            raise click.UsageError("--expert-counts is for --placement auto, or --memory-limit, which implies it")
         model_options = LanguageModelOptions(
-            model, devices, AUTO if limits else rules, context, slots, template, batch_invariant, limits
+            model, devices, rules, context, slots, template, batch_invariant, limits, expert_counts
         )
         function(model_options=model_options, **options)
 

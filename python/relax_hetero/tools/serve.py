@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -122,6 +123,13 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     help="Number of texts to keep in the cache, for prompts with a common prefix.",
 )
 @click.option(
+    "--count-experts",
+    type=click.Path(dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Count the tokens that choose each expert of a mixture, and write the counts to this file every minute and at "
+    "the end; rh.llm.load(expert_counts=FILE) then places the most frequent experts on the fastest device.",
+)
+@click.option(
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
 )
 def serve_command(
@@ -132,6 +140,7 @@ def serve_command(
     api_key: str | None,
     cors_origin: tuple[str, ...],
     prefixes: int,
+    count_experts: Path | None,
     replicas: int | None,
     **limit_values: Any,
 ) -> None:
@@ -157,32 +166,44 @@ def serve_command(
     if replicas is not None:
         if port == 0:
             raise click.UsageError("--replicas needs a --port other than 0")
+        if count_experts is not None:
+            raise click.UsageError("--count-experts counts in one process; expected it without --replicas")
         from ..llm.server.replicas import run_replicas
 
         run_replicas(_Loader(model_options, limits.in_flight, prefixes), settings, replicas, host, port, on_ready)
         return
     from ..llm.server.serve import serve
 
-    model = _Loader(model_options, limits.in_flight, prefixes)()
-    with model["engine"] as engine:
-        serve(engine, settings, model["template"], host, port, on_ready)
+    model = _Loader(model_options, limits.in_flight, prefixes, count_experts)()
+    try:
+        with model["engine"] as engine:
+            serve(engine, settings, model["template"], host, port, on_ready)
+    finally:
+        if count_experts is not None:
+            model["counts"].write()
 
 
 class _Loader:
     """Makes an engine and a chat template, in this process or in a replica; can be pickled."""
 
-    def __init__(self, model_options: LanguageModelOptions, in_flight: int, prefixes: int) -> None:
+    def __init__(
+        self, model_options: LanguageModelOptions, in_flight: int, prefixes: int, count_experts: Path | None = None
+    ) -> None:
         self._model_options, self._in_flight, self._prefixes = model_options, in_flight, prefixes
+        self._count_experts = count_experts
 
     def __call__(self) -> Mapping[str, Any]:
         from ..llm import Engine
 
-        model, tokenizer = self._model_options.load()
+        model, tokenizer = self._model_options.load(count_experts=self._count_experts is not None)
+        if self._count_experts is not None:
+            model.expert_counts.path = self._count_experts
+            model.expert_counts.write()  # a file that cannot be written is an error now
         template = _chat_template(self._model_options, tokenizer)
         # Room for all choices of all requests in flight.
         max_waiting = 16 * self._in_flight
         engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self._prefixes)
-        return {"engine": engine, "template": template}
+        return {"engine": engine, "template": template, "counts": self._count_experts and model.expert_counts}
 
 
 def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer) -> ChatTemplate:

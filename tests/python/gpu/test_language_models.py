@@ -53,6 +53,27 @@ def test_over_a_cpu_and_a_gpu(placement, tmp_path):
     check(path, run(path, TOKENS, 13, ["llvm", "cuda"], placement, page_type="float16"))
 
 
+SPLIT = {"blk.*.ffn_*_exps[0,2-4]": "cuda", "blk.*.ffn_*_exps": "llvm", "*": "cuda"}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("qwen3moe", "Q4_K"), ("gpt-oss", "MXFP4")])
+def test_experts_of_a_layer_over_a_cpu_and_a_gpu(name, kind, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], {"*exps*": kind, "*": "Q8_0"})
+    options = {"page_type": "float16", "activations": "float32"}
+    check(path, run(path, TOKENS, 13, ["llvm", "cuda"], SPLIT, **options))
+
+
+def test_experts_are_counted_on_a_gpu(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], "Q8_0")
+    options = {"batches": (2,), "chunks": (32,), "context": 128, "count_experts": True}
+    model, _ = rh.llm.load(path, ["llvm", "cuda"], SPLIT, **options)
+    slot = model.cache.add()
+    model.prefill(slot, np.arange(3, 30, dtype="int32"))  # 27 of 32 rows
+    for token in range(40):
+        model.decode([slot], [token])  # one of two rows
+    assert {sum(counts) for counts in model.expert_counts.read().values()} == {(27 + 40) * 3}
+
+
 def test_steps_ahead_on_a_gpu(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "Q8_0")
     model, _ = rh.llm.load(path, ["cuda"], batches=(4,), chunks=(64,), context=256)

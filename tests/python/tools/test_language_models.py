@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import relax_hetero.llm as llm
 from llm.toy_model import ToyCodec, ToyModel, alone
 from relax_hetero.llm import ChatTemplate, TokenizerError
+from relax_hetero.llm.expert_counts import ExpertCounts
 from relax_hetero.report.page import data_of
 from relax_hetero.tools.cli import cli
 
@@ -129,6 +130,7 @@ def test_options_reach_the_model(loaded):
         (["--placement", "auto", "--placement", "a=llvm"], "exclude each other"),
         (["--placement", "blk"], "is not PATTERN=DEVICE"),
         (["--placement", "a=llvm", "--memory-limit", "llvm=1GiB"], "excludes rules"),
+        (["--expert-counts", __file__], "--expert-counts is for --placement auto"),
         (["--placement", "a=llvm", "--placement", "a=cuda"], "twice"),
         (["--raw", "--system", "a"], "--raw works without a chat template"),
     ],
@@ -167,7 +169,7 @@ def test_models_without_a_template(loaded, monkeypatch):
     assert ChatTemplate.from_tokenizer(Codec(), "{{ messages }}").guessed_from is None
 
 
-def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
+def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch, tmp_path):
     import relax_hetero.llm.server.serve as run
 
     servers, ready = [], threading.Event()
@@ -188,7 +190,9 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
 
     monkeypatch.setattr(run, "serve", watched)
     results = []
-    arguments = ["serve", loaded[0], "--port", 0, "--api-key", "secret", "--max-tokens", 7]
+    counts = tmp_path / "counts.json"
+    monkeypatch.setattr(ToyModel, "expert_counts", ExpertCounts([], []), raising=False)
+    arguments = ["serve", loaded[0], "--port", 0, "--api-key", "secret", "--max-tokens", 7, "--count-experts", counts]
     work = threading.Thread(target=lambda: results.append(invoke(*arguments)))
     work.start()
     assert ready.wait(60)
@@ -196,9 +200,16 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch):
     answer = httpx.post(url, json={"prompt": "Once", "temperature": 0, "max_tokens": 7}, headers=headers)
     assert answer.json()["model"] == "toy" and answer.json()["choices"][0]["text"] == answer_text("Once", 7)
     assert httpx.post(url, json={"prompt": "Once"}).status_code == 401
+    counts.unlink()  # written when the server starts, and again when it ends
     servers[0].should_exit = True
     work.join(60)
     assert results[0].exit_code == 0 and f"toy: {address[0]}/v1" in results[0].stderr
+    assert json.loads(counts.read_text()) == {"expert_counts": {}} and loaded[1][0]["count_experts"]
+
+
+def test_experts_are_counted_in_one_process(loaded):
+    result = invoke("serve", loaded[0], "--replicas", 2, "--count-experts", "counts.json")
+    assert result.exit_code == 2 and "expected it without --replicas" in result.output
 
 
 def test_a_port_that_is_taken(loaded):

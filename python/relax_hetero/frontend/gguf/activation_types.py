@@ -68,9 +68,13 @@ class ActivationTypes:
 
     def _matching(self, name: str) -> set[int]:
         """The rules that match a variable's name, its modules' names or its op, as in `rh.place`."""
-        path = name.split(".")
-        modules = (".".join(path[:count]) for count in range(1, len(path)))
-        return self._patterns.matching((name, *modules, "matmul", "relax.matmul"))
+        return self._patterns.matching(names_of(name))
+
+
+def names_of(name: str) -> list[str]:
+    """Names of a product's variable that placement rules match: its own, those of its modules, and of its op."""
+    path = name.split(".")
+    return [*(".".join(path[:count]) for count in range(len(path), 0, -1)), "matmul", "relax.matmul"]
 
 
 def _default_type(vdevice: tvm.relax.VDevice, trained: str) -> str:

@@ -8,7 +8,7 @@ tensors (``blk.3.attn_q``), which placement rules match.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -19,31 +19,40 @@ from ...encoding.pages import TABLES
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
-from ...tir.routing import routing_kernel
+from ...tir.routing import EXPERT_COUNTS, routing_kernel
 from ...transform.ir.kernels import opaque_kernel
 from ..greedy_tokens import greedy_tokens
 from ..paged_cache import DECODE, PagedCache
 from .activation_types import ActivationTypes
+from .expert_rules import ExpertGroup
 from .hyperparameters import Hyperparameters, Yarn
 from .weights import Weights
 
 
 def language_module(
-    model: Hyperparameters, weights: Weights, cache: PagedCache, activation_bits: int, types: ActivationTypes
+    model: Hyperparameters,
+    weights: Weights,
+    cache: PagedCache,
+    activation_bits: int,
+    types: ActivationTypes,
+    expert_groups: Mapping[str, Sequence[ExpertGroup]],
+    count_experts: bool,
 ) -> tvm.IRModule:
     """Build all functions of a model, without placement.
 
     Residual sums, norms and results of products are float32. Only operands of products and attention have the types in
     `types`, so that activations of models trained in bfloat16 do not overflow float16 between layers. Products with
-    block-quantized weights may round them to integers of `activation_bits` (see `dequantize_blocks`).
+    block-quantized weights may round them to integers of `activation_bits` (see `dequantize_blocks`). `expert_groups`
+    has the layers whose experts are on several devices, by their prefix (``blk.3``). With `count_experts`, functions
+    take and return counters of the rows that chose each expert, which they add to in place.
     """
     builder = relax.BlockBuilder()
-    functions = {
-        tvm.ir.GlobalVar(name): _Function(model, weights, cache, rows, kind, activation_bits, types, builder).build(
-            name
-        )
-        for name, rows, kind in cache.functions
-    }
+    functions = {}
+    for name, rows, kind in cache.functions:
+        function = _Function(model, weights, cache, rows, kind, activation_bits, types, expert_groups, builder)
+        if count_experts:
+            function.add_counters()
+        functions[tvm.ir.GlobalVar(name)] = function.build(name)
     return tvm.IRModule({**functions, **builder.get().functions})
 
 
@@ -59,18 +68,27 @@ class _Function:
         kind: str,
         activation_bits: int,
         types: ActivationTypes,
+        expert_groups: Mapping[str, Sequence[ExpertGroup]],
         builder: relax.BlockBuilder,
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
-        self.activation_bits, self.types = activation_bits, types
+        self.activation_bits, self.types, self.expert_groups = activation_bits, types, expert_groups
         self.row_kind = kind  # of the rows that products take
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = builder
+        self.counters: dict[str, relax.Expr] = {}  # by the prefix of the layer
         self.bindings: list[relax.Binding] = []
         self.rotary_tables: dict[tuple[float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
         shared = model.has_shared_values
         self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size, shared)
+
+    def add_counters(self) -> None:
+        """Add counters of the experts of each layer to the parameters and results."""
+        for layer in range(self.model.dense_layers, self.model.layers):
+            name = f"{EXPERT_COUNTS}{layer}"
+            self.params[name] = relax.Var(name, relax.TensorType([self.model.experts], "int32"))
+            self.counters[f"blk.{layer}"] = self.params[name]
 
     def build(self, name: str) -> relax.Function:
         """Build the function, with `name` as its global symbol."""
@@ -90,6 +108,7 @@ class _Function:
             )
             outputs["greedy_tokens"] = self.emit(tokens, "output.greedy_tokens", is_output=True)
         outputs |= {f"pages_{layer}": layer_pages for layer, layer_pages in enumerate(pages)}
+        outputs |= {name.replace("blk.", EXPERT_COUNTS): counters for name, counters in self.counters.items()}
         result = relax.Tuple(list(outputs.values()))
         attributes = {
             "global_symbol": name,
@@ -335,46 +354,103 @@ class _Function:
 
     def _experts(self, x: relax.Expr, name: str) -> relax.Expr:
         """The weighted sum of the chosen experts of each row, (rows, hidden_size)."""
+        ids, weights = self._routes(x, name)
+        groups = self.expert_groups.get(name)
+        if groups is None:
+            return self._experts_of_device(x, ids, weights, name)
+        device = self.types.device_of(f"{name}.ffn_moe_out")
+        is_local = {group: self.types.device_of(f"{name}.ffn_moe_out{group.suffix}") == device for group in groups}
+        # What other devices compute begins first.
+        order = sorted(groups, key=is_local.__getitem__)
+        sums = {group: self._experts_of_device(x, ids, weights, name, group) for group in order}
+        total = sums[groups[0]]
+        for group in groups[1:]:
+            total = self.emit(relax.op.add(total, sums[group]), f"{name}.ffn_moe_out")
+        return total
+
+    def _routes(self, x: relax.Expr, name: str) -> tuple[relax.Expr, relax.Expr]:
+        """Numbers and shares of the experts of each row, (rows, used) each."""
         model, rows = self.model, self.rows
         assert model.routing is not None, "layers after the dense ones have experts"
-        used, width = model.experts_used, model.expert_feed_forward
         # float32 on all devices: rounding would change the order of experts with nearly equal scores.
         inputs = [self._linear(x, f"{name}.ffn_gate_inp", model.experts, model.hidden_size, dtype="float32")]
-        has_bias = f"{name}.exp_probs_b.bias" in self.weights
+        has_bias, counters = f"{name}.exp_probs_b.bias" in self.weights, self.counters.get(name)
         if has_bias:
             inputs.append(self.weights.vector(f"{name}.exp_probs_b.bias", model.experts))
-        kernel = opaque_kernel(routing_kernel(replace(model.routing, rows=rows, has_bias=has_bias)))
-        types = [relax.TensorType([rows, used], dtype) for dtype in ("int32", "float32")]
-        routing = relax.op.call_tir(self.builder.add_func(kernel, f"routing_{rows}_{self.kind}"), inputs, types)
+        types = [relax.TensorType([rows, model.experts_used], dtype) for dtype in ("int32", "float32")]
+        problem = replace(model.routing, rows=rows, has_bias=has_bias, has_counts=counters is not None)
+        kernel = self.builder.add_func(opaque_kernel(routing_kernel(problem)), f"routing_{rows}_{self.kind}")
+        if counters is None:
+            routing = relax.op.call_tir(kernel, inputs, types)
+        else:
+            inputs += [self.params["sequences"], counters]
+            indices = [-1, -1, len(inputs) - 1]  # -1: a new tensor
+            routing = relax.op.call_tir_inplace(kernel, inputs, indices, [*types, counters.ty])
         routes = self.emit(routing, f"{name}.ffn_moe_topk")
+        if counters is not None:
+            added = relax.TupleGetItem(routes, 2)
+            self.counters[name] = self.emit(added, f"{name}.ffn_moe_counts", is_output=True)
         ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids")
-        weights = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
-        narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps"))
-        expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, model.hidden_size]), f"{name}.ffn_moe_in")
-        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps", model.experts, width, model.hidden_size)
-        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps", model.experts, width, model.hidden_size)
-        gated = self._gated(gate, up, f"{name}.ffn_moe{{}}")
-        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps", model.experts, model.hidden_size, width)
-        flat = self.emit(relax.op.reshape(down, [rows, used, model.hidden_size]), f"{name}.ffn_moe_down")
-        column = self.emit(relax.op.reshape(weights, [rows, used, 1]), f"{name}.ffn_moe_column")
-        weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted")
-        return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out")
+        return ids, self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
+
+    def _experts_of_device(
+        self, x: relax.Expr, ids: relax.Expr, shares: relax.Expr, name: str, group: ExpertGroup | None = None
+    ) -> relax.Expr:
+        """The weighted sum of the chosen experts that a device has (by default all), (rows, hidden_size).
+
+        Parameters
+        ----------
+        x, ids, shares : relax.Expr
+            Rows, numbers of their experts, and the experts' shares.
+        name : str
+            Prefix of the layer, ``blk.3``.
+        group : ExpertGroup, optional
+            Experts of the device.
+        """
+        model, rows, end = self.model, self.rows, group.suffix if group else ""
+        used, width, hidden = model.experts_used, model.expert_feed_forward, model.hidden_size
+        own = list(group.experts) if group else list(range(model.experts))
+        if group:
+            for part, sizes in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+                tensor = f"{name}.ffn_{part}_exps"
+                self.weights.select_experts(tensor, f"{tensor}{end}", own, [model.experts, *sizes])
+        if len(own) < model.experts:
+            numbers = np.full(model.experts, -1, "int32")
+            numbers[own] = range(len(own))
+            ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_moe_own{end}")
+        narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps{end}"))
+        expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, hidden]), f"{name}.ffn_moe_in{end}")
+        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps{end}", len(own), width, hidden)
+        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps{end}", len(own), width, hidden)
+        gated = self._gated(gate, up, f"{name}.ffn_moe{{}}{end}")
+        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps{end}", len(own), hidden, width)
+        flat = self._reshaped(down, [rows, used, hidden], f"{name}.ffn_moe_down{end}")
+        column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_moe_column{end}")
+        weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted{end}")
+        if len(own) < model.experts:
+            is_own = self.emit(relax.op.greater_equal(ids, relax.const(0, "int32")), f"{name}.ffn_moe_is_own{end}")
+            mask = self.emit(relax.op.expand_dims(is_own, 2), f"{name}.ffn_moe_mask{end}")
+            weighted = self.emit(relax.op.where(mask, weighted, _scalar(0.0)), f"{name}.ffn_moe_masked{end}")
+        return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out{end}")
 
     def _expert_linear(
         self, x: relax.Expr, ids: relax.Expr, name: str, experts: int, out_features: int, in_features: int
     ) -> relax.Expr:
-        """The product of each row with the matrices of its experts, (rows, experts of a row, 1, out_features)."""
+        """The product of each row with the matrices of its experts, (rows, experts of a row, 1, out_features).
+
+        Results of ids outside, such as -1 for an expert of another device, are undefined.
+        """
         dtype = self.types.dtype_of(name)
         x = self._cast(self._cast(x, dtype), "float32")
         shape = [experts, out_features, in_features]
         stacked = self.emit(relax.op.reshape(self._matrix(name, shape, dtype=dtype), shape), f"{name}.stacked")
-        selected = self.emit(relax.op.take(stacked, ids, axis=0), f"{name}.selected")
+        selected = self.emit(relax.op.take(stacked, ids, axis=0, mode="nan"), f"{name}.selected")
         transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
         result = self.emit(relax.op.matmul(x, transposed), name)
         if f"{name}.bias" not in self.weights:
             return result
         bias = self.weights.vector(f"{name}.bias", experts, out_features)
-        bias = self.emit(relax.op.take(bias, ids, axis=0), f"{name}.bias")
+        bias = self.emit(relax.op.take(bias, ids, axis=0, mode="nan"), f"{name}.bias")
         rows, used = ids.ty.shape.values
         column = self.emit(relax.op.reshape(bias, [rows, used, 1, out_features]), f"{name}.bias_row")
         return self.emit(relax.op.add(result, column), f"{name}.biased")

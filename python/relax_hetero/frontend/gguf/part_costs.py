@@ -93,13 +93,17 @@ class Part:
 
     def seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device."""
+        return self.work_seconds(device, costs, step) + _KERNELS[self.name] * costs.devices[device].launch
+
+    def work_seconds(self, device: int, costs: CostModel, step: Step) -> float:
+        """Time of a step on a device without that of launches."""
         cost = costs.devices[device]
         rows = 1 if self.name == "output" else step.rows  # prefill returns the logits of one row
         compute = sum(rows * count / cost.products.get(kind, cost.flops) for kind, count in self.products.items())
         # Attention multiplies 16-bit floats where that is faster, as on GPUs.
         compute += rows * self.scores * self._positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
         compute *= _OPERATIONS
-        return max(self.read_bytes(device, step) / cost.bandwidth, compute) + _KERNELS[self.name] * cost.launch
+        return max(self.read_bytes(device, step) / cost.bandwidth, compute)
 
     def _positions(self, step: Step) -> float:
         """Mean number of positions that a row attends to."""

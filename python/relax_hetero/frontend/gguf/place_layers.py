@@ -35,8 +35,12 @@ from ..paged_cache import PagedCache
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
 from .part_costs import Part, Step, resident_bytes_of
+from .place_experts import ExpertLayer, ExpertPlan, expert_pairs, place_experts
 from .plan_layers import LayerPlan, PlanSearch
 from .weights import is_plain
+
+_MAX_SPLIT_TIME = 0.99
+"""Maximum time of a plan with experts of layers on several devices, as a fraction of that of one with whole layers."""
 
 COPIED_EXPERTS = 3
 """Number of times that a chosen expert's matrix is read or written on a device that copies it for each row."""
@@ -137,14 +141,18 @@ class LayerProblem:
     def best(self) -> LayerPlan:
         """The plan with the least time per token; PlacementError if the model does not fit."""
         plan = self.search.best(self.free())
-        if plan is not None:
-            return plan
+        if plan is None:
+            raise self.misfit()
+        return plan
+
+    def misfit(self) -> PlacementError:
+        """The error of a model that does not fit; the text has the required bytes."""
         needs = ", ".join(
             f"{bytes_on(self.search.parts, device):,.0f} bytes on {self.names[device]}, where the limit is {limit:,} "
             f"and other memory takes {self.working[device]:,}"
             for device, limit in self.limits.items()
         )
-        raise PlacementError(
+        return PlacementError(
             f"{self._path}: no split by layers or by parts fits the limits of the devices; all weights and the cache "
             f"would take {needs}. Raise memory_limit, or take a smaller context or fewer slots"
         )
@@ -173,6 +181,7 @@ def place_layers(
     vdevices: Sequence[tvm.relax.VDevice],
     costs: CostModel,
     limits: Mapping[int, int],
+    expert_counts: Mapping[int, Sequence[float]],
 ) -> tuple[list[tuple[str, str]], dict[str, str], dict[str, Any]]:
     """Find the plan with the least time per token; return its rules, their reasons and the estimate.
 
@@ -184,6 +193,8 @@ def place_layers(
         Cost model of these devices.
     limits : mapping from int to int
         Index of a device -> maximum of resident bytes; other devices have no limit.
+    expert_counts : mapping from int to sequence of float
+        Layer -> counts of its experts (`place_experts.read_expert_counts`).
 
     Returns
     -------
@@ -197,7 +208,18 @@ def place_layers(
         If the model does not fit; the text has the required bytes.
     """
     problem = LayerProblem(file, model, cache, vdevices, costs, limits)
-    plan, parts = problem.best(), problem.search.parts
+    plan, split = problem.search.best(problem.free()), _split_experts(problem, model, expert_counts)
+    if split is not None and (plan is None or split.seconds < _MAX_SPLIT_TIME * plan.seconds):
+        found = split.rules(problem.names, limits)
+        busy = dict(zip(problem.names, split.busy_seconds, strict=True))
+        reasons = {pattern: reason for pattern, _, reason in found}
+        return [rule[:2] for rule in found], reasons, _estimate(problem, split.seconds, busy)
+    if plan is None:
+        raise problem.misfit()
+    parts = problem.search.parts
+    busy = dict.fromkeys(problem.names, 0.0)
+    for part, device in zip(parts, plan.devices, strict=True):
+        busy[problem.names[device]] += part.seconds(device, costs, problem.search.step)
     ordered: list[tuple[int, str, str, str]] = []
     for part, device in zip(parts, plan.devices, strict=True):
         reason = problem.reason(part, device, plan)
@@ -206,7 +228,24 @@ def place_layers(
     # The first match decides.
     ordered.sort(key=lambda rule: rule[0])
     rules = [(pattern, name) for _, pattern, name, _ in ordered]
-    return rules, {pattern: reason for _, pattern, _, reason in ordered}, _estimate(problem, plan)
+    return rules, {pattern: reason for _, pattern, _, reason in ordered}, _estimate(problem, plan.seconds, busy)
+
+
+def _split_experts(
+    problem: LayerProblem, model: Hyperparameters, expert_counts: Mapping[int, Sequence[float]]
+) -> ExpertPlan | None:
+    """The best plan with experts of layers on several devices, and all else on one; None if there is none."""
+    costs, step, devices = problem.search.costs, problem.search.step, range(len(problem.names))
+    dense = [part for part in problem.search.parts if part.name != "experts"]
+    dense_costs = [(bytes_on(dense, i), sum(part.seconds(i, costs, step) for part in dense)) for i in devices]
+    layers = []
+    for part in problem.search.parts:
+        if part.name == "experts":
+            resident = tuple(size / model.experts for size in part.resident_bytes)
+            seconds = tuple(part.work_seconds(i, costs, step) / model.experts_used for i in devices)
+            pairs = expert_pairs(model, expert_counts.get(part.layer))
+            layers.append(ExpertLayer(part.layer, resident, seconds, pairs))
+    return place_experts(layers, costs, problem.free(), dense_costs, problem.search.row_bytes) if layers else None
 
 
 def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
@@ -225,17 +264,14 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
     return [(0, f"{prefix}attn*"), *([(0, f"{prefix}post_attention*")] if model.architecture.post_norms else [])]
 
 
-def _estimate(problem: LayerProblem, plan: LayerPlan) -> dict[str, Any]:
+def _estimate(problem: LayerProblem, seconds: float, busy_seconds: Mapping[str, float]) -> dict[str, Any]:
     search, names = problem.search, problem.names
     alone = {name: search.plan((i,) * len(search.parts)).seconds for i, name in enumerate(names)}
-    busy_seconds = dict.fromkeys(names, 0.0)
-    for part, device in zip(search.parts, plan.devices, strict=True):
-        busy_seconds[names[device]] += part.seconds(device, search.costs, search.step)
     return {
         "objective": "latency",
-        "seconds": plan.seconds,
+        "seconds": seconds,
         "busy_seconds": busy_seconds,
-        "single_device_seconds": {name: seconds for name, seconds in alone.items() if math.isfinite(seconds)},
+        "single_device_seconds": {name: time for name, time in alone.items() if math.isfinite(time)},
         "assumed_sizes": {},
         "figures": search.costs.figures,
     }

@@ -74,6 +74,27 @@ class Weights:
             self._stacked[name] = FileTensor(name, shape, tensors[0].type, data)
         return True
 
+    def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
+        """Give the matrices, and biases if any, of some experts a new name: views of the file if they are neighbours.
+
+        Parameters
+        ----------
+        name, new_name : str
+            Names without ``.weight`` and ``.bias``.
+        experts : sequence of int
+            Numbers of the experts, ascending.
+        shape : sequence of int
+            Extents of all matrices: experts, rows and depth.
+        """
+        if f"{new_name}.weight" in self._stacked:
+            return
+        is_range = experts[-1] - experts[0] + 1 == len(experts)
+        rows = slice(experts[0], experts[-1] + 1) if is_range else list(experts)
+        for end, extents in (("weight", shape), ("bias", shape[:2])):
+            if end == "weight" or f"{name}.{end}" in self:
+                tensor, part = self.tensor(f"{name}.{end}", extents), f"{new_name}.{end}"
+                self._stacked[part] = FileTensor(part, (len(experts), *extents[1:]), tensor.type, tensor.data[rows])
+
     def split_heads(self, name: str, heads: int, key_size: int, value_size: int, depth: int) -> None:
         """Split a matrix of keys and values of all heads into matrices of heads ``attn_k_b`` and ``attn_v_b``.
 

@@ -1,0 +1,247 @@
+"""Experts of a mixture over several devices, for ``placement="auto"``: the most frequent ones on the fastest device.
+
+All else is on one device, the home. Pairs of a token and an expert are counted in use (``relax-hetero serve
+--count-experts``); without counts, all experts are taken to be equally frequent. Experts are dealt in the order of the
+time that they save for each byte, so that equal ones fill layer after layer: a layer whose experts are all at home
+needs no transfers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from math import inf
+from typing import Any, TypeAlias
+
+from ...artifact.messages import AUTO
+from ...artifact.regular_files import read_regular
+from ...errors import FrontendError
+from ..auto.cost_model import CostModel
+from ..auto.placement_reasons import memory_limited
+from .expert_rules import ranges
+from .hyperparameters import Hyperparameters
+
+ExpertCountsSource: TypeAlias = "str | os.PathLike[str] | Mapping[int, Sequence[float]]"
+"""File of ``relax-hetero serve --count-experts``, or layer -> tokens that chose each expert."""
+
+_KERNELS = 6
+"""Approximate number of kernels of the experts of a layer that a device has."""
+
+_MAX_COUNTS_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Experts of a layer, which have equal sizes.
+
+    Attributes
+    ----------
+    layer : int
+    resident_bytes, seconds : tuple of float
+        Bytes of an expert in the memory of each device, and the time of a token's product with it there.
+    pairs : tuple of float
+        Expected number of a token's pairs with each expert, 0 to 1.
+    """
+
+    layer: int
+    resident_bytes: tuple[float, ...]
+    seconds: tuple[float, ...]
+    pairs: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ExpertPlan:
+    """Devices of all experts, and the time of a decoded token.
+
+    Attributes
+    ----------
+    layers : sequence of ExpertLayer
+    home : int
+        Index of the device of all else.
+    devices : mapping from int to tuple of int
+        Layer -> device of each expert.
+    order : tuple of int
+        Devices, the fastest first.
+    seconds : float
+        Time per token.
+    busy_seconds, resident_bytes : tuple of float
+        Time of each device, and bytes in its memory.
+    limits : mapping from int to float
+        Maximum of these bytes on some devices.
+    dense : sequence of (float, float)
+        Bytes and seconds of all but the experts on each device.
+    """
+
+    layers: Sequence[ExpertLayer]
+    home: int
+    devices: Mapping[int, tuple[int, ...]]
+    order: tuple[int, ...]
+    seconds: float
+    busy_seconds: tuple[float, ...]
+    resident_bytes: tuple[float, ...]
+    limits: Mapping[int, float]
+    dense: Sequence[tuple[float, float]]
+
+    def rules(self, names: Sequence[str], memory: Mapping[int, int]) -> list[tuple[str, str, str]]:
+        """Patterns, the names of their devices, and the reasons; `memory` has the limits that a user knows."""
+        rules = []
+        for layer in self.layers:
+            owners = self.devices[layer.layer]
+            for device in sorted(set(owners) - {self.home}):
+                own = [expert for expert, owner in enumerate(owners) if owner == device]
+                pattern = f"blk.{layer.layer}.ffn_*_exps[{','.join(ranges(own))}]"
+                share = sum(layer.pairs[expert] for expert in own) / sum(layer.pairs)
+                what = f"{len(own)} of {len(owners)} experts with {share:.0%} of the expected choices"
+                faster = [other for other in self.order[: self.order.index(device)] if other in self.limits]
+                reason = self._reason(what, faster, layer.resident_bytes, names, memory)
+                rules.append((pattern, names[device], reason))
+        needed, seconds = ([cost[i] for cost in self.dense] for i in (0, 1))
+        faster = [other for other in self.limits if seconds[other] < seconds[self.home]]
+        reason = self._reason("all but the experts", faster, needed, names, memory)
+        return [*rules, ("*", names[self.home], reason)]
+
+    def _reason(
+        self,
+        what: str,
+        faster: Sequence[int],
+        needed: Sequence[float],
+        names: Sequence[str],
+        memory: Mapping[int, int],
+    ) -> str:
+        """The reason why something is on none of the faster devices, where it needs so many bytes."""
+        if not faster:
+            return f"{AUTO}no device is faster: {what}"
+        device = faster[-1]
+        free = self.limits[device] - self.resident_bytes[device]
+        limit = memory_limited(names[device], memory[device], free, needed[device])
+        return f"{AUTO}the memory of {names[device]} is too small: {what}{limit}"
+
+
+def place_experts(
+    layers: Sequence[ExpertLayer],
+    costs: CostModel,
+    limits: Mapping[int, float],
+    dense: Sequence[tuple[float, float]],
+    row_bytes: float,
+) -> ExpertPlan | None:
+    """Find the home and the devices of experts with the least time per token, or None if nothing fits.
+
+    Parameters
+    ----------
+    layers : sequence of ExpertLayer
+    costs : CostModel
+    limits : mapping from int to float
+        Index of a device -> maximum of resident bytes; other devices have no limit.
+    dense : sequence of (float, float)
+        Bytes and seconds of all but the experts on each device.
+    row_bytes : float
+        Bytes of a row of activations.
+    """
+    count = range(len(dense))
+    order = sorted(count, key=lambda device: sum(layer.seconds[device] for layer in layers))
+    plans = []
+    for (home, (home_bytes, home_seconds)), by_layer in product(enumerate(dense), (True, False)):
+        free = [limits.get(device, inf) - home_bytes * (device == home) for device in count]
+        devices = _deal(layers, free, order, by_layer)
+        if devices is None or free[home] < 0 or home_seconds == inf:
+            continue
+        plan = ExpertPlan(layers, home, devices, tuple(order), 0.0, (), (), limits, dense)
+        plans.append(_with_costs(plan, costs, row_bytes))
+    return min(plans, key=lambda plan: plan.seconds, default=None)
+
+
+def _with_costs(plan: ExpertPlan, costs: CostModel, row_bytes: float) -> ExpertPlan:
+    """The plan with its times and bytes."""
+    busy, resident, transfers = [0.0] * len(costs.devices), [0.0] * len(costs.devices), 0.0
+    resident[plan.home], busy[plan.home] = plan.dense[plan.home]
+    for layer in plan.layers:
+        owners = plan.devices[layer.layer]
+        for device in set(owners):
+            own = [layer.pairs[expert] for expert, owner in enumerate(owners) if owner == device]
+            busy[device] += sum(own) * layer.seconds[device] + _KERNELS * costs.devices[device].launch
+            resident[device] += len(own) * layer.resident_bytes[device]
+            for link in ((plan.home, device), (device, plan.home)):
+                if link in costs.links:
+                    transfers += costs.transfer_seconds(row_bytes, *link)
+    seconds = sum(busy) + transfers
+    return replace(plan, seconds=seconds, busy_seconds=tuple(busy), resident_bytes=tuple(resident))
+
+
+def _deal(
+    layers: Sequence[ExpertLayer], free: Sequence[float], order: Sequence[int], by_layer: bool
+) -> dict[int, tuple[int, ...]] | None:
+    """Deal experts over devices; return the device of each expert, by layer, or None if memory is too small.
+
+    Parameters
+    ----------
+    layers : sequence of ExpertLayer
+    free : sequence of float
+        Bytes for experts on each device.
+    order : sequence of int
+        Devices, the fastest first.
+    by_layer : bool
+        Whether experts of a layer are taken to be equally frequent, so that few layers are on several devices.
+    """
+    owners = {layer.layer: [-1] * len(layer.pairs) for layer in layers}
+    for device, slower in zip(order, [*order[1:], order[-1]], strict=True):
+        left, room = [], free[device]
+        for layer in layers:
+            # By a pair, for each byte.
+            saved = (layer.seconds[slower] - layer.seconds[device]) / layer.resident_bytes[device]
+            mean = sum(layer.pairs) / len(layer.pairs)
+            for expert, pairs in enumerate(layer.pairs):
+                if owners[layer.layer][expert] < 0:
+                    left.append((saved * (mean if by_layer else pairs), layer, expert))
+        for _, layer, expert in sorted(left, key=lambda item: -item[0]):
+            if layer.resident_bytes[device] <= room:
+                room -= layer.resident_bytes[device]
+                owners[layer.layer][expert] = device
+    if any(-1 in devices for devices in owners.values()):
+        return None
+    return {layer: tuple(devices) for layer, devices in owners.items()}
+
+
+def expert_pairs(model: Hyperparameters, counts: Sequence[float] | None) -> tuple[float, ...]:
+    """Expected number of a token's pairs with each expert of a layer; equal ones without counts."""
+    counts = counts if counts and sum(counts) else (1.0,) * model.experts
+    return tuple(min(1.0, model.experts_used * count / sum(counts)) for count in counts)
+
+
+def read_expert_counts(source: ExpertCountsSource | None, model: Hyperparameters) -> dict[int, tuple[float, ...]]:
+    """Counts of each layer's experts, of a file or a mapping; empty for None.
+
+    Raises
+    ------
+    FrontendError
+        If the file cannot be read, or the counts are not of this model.
+    """
+    if source is None:
+        return {}
+    where = "expert_counts" if isinstance(source, Mapping) else os.fspath(source)
+    if isinstance(source, Mapping):
+        counts: Any = source
+    else:
+        try:
+            fields = json.loads(read_regular(source, _MAX_COUNTS_BYTES))
+            counts = {int(layer): numbers for layer, numbers in fields["expert_counts"].items()}
+        except OSError as error:
+            raise FrontendError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise FrontendError(
+                f"{where}: is not a file of expert counts: {error!r}; expected one that relax-hetero serve "
+                "--count-experts wrote"
+            ) from error
+    layers = range(model.dense_layers, model.layers) if model.experts else range(0)
+    for layer, numbers in counts.items():
+        if layer not in layers:
+            raise FrontendError(f"{where}: has counts of layer {layer!r}, which has no experts in this model")
+        is_valid = isinstance(numbers, Sequence) and len(numbers) == model.experts
+        if not is_valid or not all(isinstance(number, (int, float)) and 0 <= number < inf for number in numbers):
+            raise FrontendError(
+                f"{where}: found {str(numbers)[:80]} for layer {layer}, expected a number of at least 0 for each of "
+                f"{model.experts} experts"
+            )
+    return {layer: tuple(map(float, numbers)) for layer, numbers in counts.items()}

@@ -1,0 +1,90 @@
+"""Counts of the tokens that chose each expert of a mixture, which its functions add up on the devices of the layers."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tvm import runtime
+
+from ..artifact.signature import TensorSpec, ValueSpec
+from ..errors import HeteroError
+from ..tir.routing import EXPERT_COUNTS
+from ..vm.device.tensors import copy_into, empty
+
+WRITE_SECONDS = 60.0
+"""Time between two writes of a file."""
+
+
+class ExpertCounts:
+    """Counters of each layer with experts, arguments of every call of the functions, which add to them in place.
+
+    Parameters
+    ----------
+    inputs : sequence of ValueSpec
+        Inputs of a function; their `device` is an index in `devices`, or -1 for the host.
+    devices : sequence of tvm.runtime.Device
+        Physical device of each vdevice.
+
+    Attributes
+    ----------
+    tensors : list of tvm.runtime.Tensor
+        Counters of int32, (experts,), in the order of the layers; empty for functions that do not count.
+    path : str, path or None
+        File that `write` replaces, and `write_if_due` once in `WRITE_SECONDS`; None at first.
+    """
+
+    def __init__(self, inputs: Sequence[ValueSpec], devices: Sequence[runtime.Device]) -> None:
+        specs = [spec for spec in inputs if isinstance(spec, TensorSpec) and spec.name.startswith(EXPERT_COUNTS)]
+        self.path: str | os.PathLike[str] | None = None
+        self._layers = [int(spec.name.removeprefix(EXPERT_COUNTS)) for spec in specs]
+        self.tensors = []
+        for spec in specs:
+            device = runtime.device("cpu", 0) if spec.device < 0 else devices[spec.device]
+            self.tensors.append(runtime.tensor(np.zeros([int(extent) for extent in spec.shape or ()], "int32"), device))
+        self._last = [np.zeros(tensor.shape, "uint32") for tensor in self.tensors]
+        self._totals = [np.zeros(tensor.shape, "int64") for tensor in self.tensors]
+        self._next_write = time.monotonic() + WRITE_SECONDS
+
+    def read(self) -> dict[int, list[int]]:
+        """Tokens so far that chose each expert, by layer."""
+        for tensor, last, total in zip(self.tensors, self._last, self._totals, strict=True):
+            host = empty(tuple(map(int, tensor.shape)), "int32", runtime.device("cpu", 0))
+            copy_into(tensor, host)
+            counts = np.from_dlpack(host).view("uint32").copy()
+            total += counts - last  # also if a counter has started again from 0
+            last[:] = counts
+        return {layer: total.tolist() for layer, total in zip(self._layers, self._totals, strict=True)}
+
+    def write(self) -> None:
+        """Write the counts to `path`, whose old contents are replaced at once; without a path, do nothing.
+
+        Raises
+        ------
+        HeteroError
+            If the file cannot be written.
+        """
+        if self.path is None:
+            return
+        self._next_write = time.monotonic() + WRITE_SECONDS
+        path = Path(self.path)
+        temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+        fields: dict[str, Any] = {"expert_counts": {str(layer): counts for layer, counts in self.read().items()}}
+        try:
+            temporary.write_text(json.dumps(fields))
+            os.replace(temporary, os.path.realpath(path))
+        except OSError as error:
+            raise HeteroError(f"{path} cannot be written: {error.strerror or error}") from None
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def write_if_due(self) -> None:
+        """Write the counts if the last time was `WRITE_SECONDS` ago."""
+        if self.path is not None and time.monotonic() >= self._next_write:
+            self.write()
