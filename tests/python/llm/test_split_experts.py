@@ -82,7 +82,7 @@ def test_a_gpu_multiplies_its_experts_while_the_cpu_does(tmp_path):
     regions = [region for region in executable.metadata.regions if region.function == "decode_1"]
     on_gpu, on_cpu = ([c.variable for c in region.commands] for region in sorted(regions, key=lambda r: -r.device))
     for layer in ("blk.0", "blk.1"):
-        order = ["ffn_moe_topk", "ffn_moe_ids_llvm_0_sent", "ffn_moe_out.cuda_0", "ffn_moe_out.llvm_0_cuda_0"]
+        order = ["ffn_moe_topk", "ffn_moe_ids_llvm_0_sent", "ffn_sum_exps.cuda_0", "ffn_sum_exps.llvm_0_cuda_0"]
         positions = [on_gpu.index(f"{layer}.{name}") for name in order]
         assert positions == sorted(positions)
         assert f"{layer}.ffn_down_exps.llvm_0" in on_cpu

@@ -27,7 +27,7 @@ def test_the_share_outside_of_kernels():
         ("blk.11.attn_qkv", "attention"),
         ("blk.1.post_attention_norm", "attention"),
         ("blk.1.post_ffw_norm", "feed-forward"),
-        ("blk.0.ffn_moe_par", "feed-forward"),
+        ("blk.0.ffn_par_exps", "feed-forward"),
         ("output_norm", "logits"),
         ("model_layers_0_mlp_gate", "feed-forward"),
         ("lm_head", "logits"),

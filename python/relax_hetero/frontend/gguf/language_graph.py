@@ -359,7 +359,7 @@ class _Function:
         if groups is None:
             return self._experts_of_device(x, ids, weights, name)
         device = self.types.device_of(f"{name}.ffn_moe_out")
-        is_local = {group: self.types.device_of(f"{name}.ffn_moe_out{group.suffix}") == device for group in groups}
+        is_local = {group: self.types.device_of(f"{name}.ffn_sum_exps{group.suffix}") == device for group in groups}
         # What other devices compute begins first.
         order = sorted(groups, key=is_local.__getitem__)
         sums = {group: self._experts_of_device(x, ids, weights, name, group) for group in order}
@@ -417,21 +417,21 @@ class _Function:
         if len(own) < model.experts:
             numbers = np.full(model.experts, -1, "int32")
             numbers[own] = range(len(own))
-            ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_moe_own{end}")
+            ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_own_exps{end}")
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps{end}"))
-        expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, hidden]), f"{name}.ffn_moe_in{end}")
+        expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, hidden]), f"{name}.ffn_in_exps{end}")
         gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps{end}", len(own), width, hidden)
         up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps{end}", len(own), width, hidden)
-        gated = self._gated(gate, up, f"{name}.ffn_moe{{}}{end}")
+        gated = self._gated(gate, up, f"{name}.ffn{{}}_exps{end}")
         down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps{end}", len(own), hidden, width)
-        flat = self._reshaped(down, [rows, used, hidden], f"{name}.ffn_moe_down{end}")
-        column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_moe_column{end}")
-        weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_moe_weighted{end}")
+        flat = self._reshaped(down, [rows, used, hidden], f"{name}.ffn_rows_exps{end}")
+        column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_shares_exps{end}")
+        weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_weighted_exps{end}")
         if len(own) < model.experts:
-            is_own = self.emit(relax.op.greater_equal(ids, relax.const(0, "int32")), f"{name}.ffn_moe_is_own{end}")
-            mask = self.emit(relax.op.expand_dims(is_own, 2), f"{name}.ffn_moe_mask{end}")
-            weighted = self.emit(relax.op.where(mask, weighted, _scalar(0.0)), f"{name}.ffn_moe_masked{end}")
-        return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_moe_out{end}")
+            is_own = self.emit(relax.op.greater_equal(ids, relax.const(0, "int32")), f"{name}.ffn_is_own_exps{end}")
+            mask = self.emit(relax.op.expand_dims(is_own, 2), f"{name}.ffn_mask_exps{end}")
+            weighted = self.emit(relax.op.where(mask, weighted, _scalar(0.0)), f"{name}.ffn_masked_exps{end}")
+        return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_sum_exps{end}")
 
     def _expert_linear(
         self, x: relax.Expr, ids: relax.Expr, name: str, experts: int, out_features: int, in_features: int

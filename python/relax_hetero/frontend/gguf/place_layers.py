@@ -256,11 +256,9 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
     if part.name == "output":
         return [(0, "output*"), *([] if cache.all_logits else [(0, "last_row*")])]
     if part.name == "experts":  # all values of chosen pairs of a token and an expert
-        return [(1, f"{prefix}ffn_*_exps*"), (1, f"{prefix}ffn_moe_*")]
-    if part.name == "ffn":
+        return [(1, f"{prefix}ffn_*_exps*")]
+    if part.name in ("ffn", "router"):
         return [(2, f"{prefix}*")]
-    if part.name == "router":
-        return [*((0, f"{prefix}ffn_moe_{value}") for value in ("topk", "ids", "weights")), (2, f"{prefix}*")]
     return [(0, f"{prefix}attn*"), *([(0, f"{prefix}post_attention*")] if model.architecture.post_norms else [])]
 
 

@@ -274,7 +274,7 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     )
     devices = devices_of(mod["decode_1"])
     assert {devices[f"blk.{layer}.ffn_{part}_exps"] for layer in (0, 1) for part in ("gate", "up", "down")} == {"llvm"}
-    assert {devices[f"blk.0.ffn_moe_{value}"] for value in ("in", "par", "down", "weighted", "out")} == {"llvm"}
+    assert {devices[f"blk.0.ffn_{value}_exps"] for value in ("in", "par", "down", "weighted", "sum")} == {"llvm"}
     on_gpu = ("blk.0.attn_qkv", "blk.1.attn_output", "blk.0.ffn_gate_inp", "blk.0.ffn_moe_weights", "output")
     assert {devices[name] for name in on_gpu} == {"cuda"}
     findings = remarks_of(mod)
