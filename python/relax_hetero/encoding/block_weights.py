@@ -223,13 +223,14 @@ class Fragments:
             return [weights, blocks, [tiles, -(-depth // form.superblock_size), *blocks[2:]]]
         return [weights, *[blocks] * (1 + bool(form.minimum))]
 
+    def part_types(self, form: BlockFormat) -> list[str]:
+        """Element types of `shapes` for a format of a file."""
+        return [self.weight_type, _PART_TYPES.get(form.scale, ""), "float16"]
+
     def packed_bytes(self, n: int, form: BlockFormat, depth: int, matrices: int = 1) -> int:
         """Bytes of matrices of a file with n columns each."""
-        weights, *others = self.shapes(n, form, depth, matrices)
-        types = [_PART_TYPES.get(form.scale, ""), "float16"]
-        return 4 * prod(weights) + sum(
-            prod(shape) * bytes_of(dtype) for shape, dtype in zip(others, types, strict=False)
-        )
+        shapes = self.shapes(n, form, depth, matrices)
+        return sum(prod(shape) * bytes_of(dtype) for shape, dtype in zip(shapes, self.part_types(form), strict=False))
 
 
 PLAIN_LHS_TYPES = {"f16": ("float16",), "bf16": ("bfloat16", "float32")}
@@ -276,6 +277,11 @@ def layout_of(weight: Sequence[Any], form: BlockFormat, depth: int) -> BlockLayo
         return Fragments()
     # Bytes that are not whole columns get any layout: their shape then differs from the expected one.
     return Panels(max(1, int(weight[-1]) // PanelPlan(form, depth, 1).panel_bytes))
+
+
+def is_streamable(form: BlockFormat, source: BlockLayout | None, target: BlockLayout | None) -> bool:
+    """Return whether a kernel turns experts in the layout of a CPU into that of a GPU."""
+    return isinstance(source, Panels) and isinstance(target, Fragments) and form.superblock_bytes > 0
 
 
 def panel_columns(cpu: CpuTarget) -> int:

@@ -622,6 +622,43 @@ class BlockRowsProblem:
         return _panel_plan(self.form, _static(self.result.shape[-1]), self.weights[0])
 
 
+@dataclass(frozen=True)
+class PanelFragmentsProblem:
+    """Part of the fragments of experts whose weights are in panels; no number changes.
+
+    Parameters of its kernel, in order: panels, result.
+
+    Attributes
+    ----------
+    panels : Operand
+        Bytes, as `encoding.block_panels` packs them.
+    result : Operand
+        The part, as `encoding.block_weights` packs it.
+    form : BlockFormat
+    depth, columns : int
+        Weights of a column, and columns of an expert.
+    part : int
+        0 for the weights; 1 and 2 for scales and minimums or factors.
+    """
+
+    panels: Operand
+    result: Operand
+    form: BlockFormat
+    depth: int
+    columns: int
+    part: int
+
+    @property
+    def parameters(self) -> list[Operand]:
+        """Operands of the kernel, in order."""
+        return [self.panels, self.result]
+
+    @cached_property
+    def plan(self) -> PanelPlan:
+        """Layout of a panel."""
+        return _panel_plan(self.form, self.depth, self.panels)
+
+
 def _panel_plan(form: BlockFormat, depth: int, weight: Operand) -> PanelPlan:
     return PanelPlan(form, depth, _static(weight.shape[-1]) // PanelPlan(form, depth, 1).panel_bytes)
 
@@ -641,6 +678,7 @@ Problem = (
     | BlockRowsProblem
     | BlockUnpackProblem
     | ExpertOrderProblem
+    | PanelFragmentsProblem
     | CachedAttentionProblem
 )
 """Tasks that kernels are written for."""

@@ -19,6 +19,7 @@ from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
 from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
+from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
 from .gguf.weights import Weights
 from .paged_cache import PagedCache
 from .place import place
@@ -46,6 +47,7 @@ def from_gguf(
     activations: str | None = None,
     count_experts: bool = False,
     expert_counts: ExpertCountsSource | None = None,
+    stream_experts: int | Literal["auto"] | None = "auto",
 ) -> tvm.IRModule:
     """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
 
@@ -88,6 +90,10 @@ def from_gguf(
         Tokens that chose each expert, by layer, or a file of ``relax-hetero serve --count-experts``: if not all experts
         fit the fastest device, ``placement="auto"`` puts the most frequent ones there. By default all are equally
         frequent.
+    stream_experts : int, "auto" or None
+        Minimum rows of ``prefill_C`` functions that multiply the experts of a CPU on the GPU that has the rest of their
+        layer: each call copies them there, a layer at a time. ``"auto"``: from where copies are faster by the cost
+        model; 0 or None: never.
 
     Returns
     -------
@@ -106,7 +112,7 @@ def from_gguf(
     ------
     FrontendError
         If the file cannot be read, its architecture or a tensor's type is unknown, a tensor is missing, unexpected or
-        of another shape, a pattern matches nothing, or `activations` is invalid.
+        of another shape, a pattern matches nothing, or `activations` or `stream_experts` is invalid.
     EncodingError
         If `activation_bits` is invalid.
     VDeviceError
@@ -116,6 +122,7 @@ def from_gguf(
     """
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     check_activations(activations)
+    check_stream_experts(stream_experts)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
     if count_experts and not model.experts:
@@ -133,13 +140,20 @@ def from_gguf(
     elif expert_counts is not None:
         raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
     split = split_rules(placement or {}, model, devices)
-    rules = split.rules
-    types = ActivationTypes(activations, trained_type(file, model), rules, devices or ())
+    rules, trained = split.rules, trained_type(file, model)
+    types, streams = ActivationTypes(activations, trained, rules, devices or ()), ExpertStreams()
+    if devices is not None:
+        streams = plan_streams(
+            file, model, cache, types, split.groups, devices, stream_experts,
+            lambda: cost_model or CostModel.measured(devices),
+        )  # fmt: skip
+        rules = [*streams.rules, *rules]
+        types = ActivationTypes(activations, trained, rules, devices)
     weights = Weights(file, model)
-    mod = language_module(model, weights, cache, activation_bits, types, split.groups, count_experts)
+    mod = language_module(model, weights, cache, activation_bits, types, split.groups, streams, count_experts)
     weights.check_all_read()
     if devices is not None:
-        mod = with_rule_reasons(place(mod, rules, devices), split.reasons(reasons))
+        mod = with_rule_reasons(place(mod, rules, devices), {**split.reasons(reasons), **dict(streams.reasons)})
     return mod if estimate is None else with_remarks(mod, placement_estimate=estimate)
 
 

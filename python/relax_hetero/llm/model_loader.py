@@ -57,6 +57,7 @@ _DEFAULTS = {
     "activations": None,
     "count_experts": False,
     "expert_counts": None,
+    "stream_experts": "auto",
 }
 """Default options of GGUF files in `load`."""
 
@@ -76,6 +77,7 @@ def load(
     activations: str | None = None,
     count_experts: bool = False,
     expert_counts: ExpertCountsSource | None = None,
+    stream_experts: int | Literal["auto"] | None = "auto",
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
@@ -85,7 +87,8 @@ def load(
     ----------
     path : str or path
         GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations, expert_counts
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
+    expert_counts, stream_experts
         As for `rh.from_gguf`; not for a folder.
     count_experts : bool
         Whether the model counts the tokens that choose each expert, in its `expert_counts`; not for a folder.
@@ -121,6 +124,7 @@ def load(
         "activations": activations,
         "count_experts": count_experts,
         "expert_counts": expert_counts,
+        "stream_experts": stream_experts,
     }
     if not Path(path).is_dir():
         return _warn_of_long_context(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))

@@ -1,7 +1,7 @@
 """Relax operators of this library.
 
 They are hints and transfers, requirements on sizes, encoded tensors, attention without and with a cache, row programs,
-and block-quantized weights.
+block-quantized weights, and weights that stay on a CPU.
 
 The operators of placement build TVM's own ``relax.hint_on_device`` and ``relax.to_vdevice`` calls, so that
 ``R.hint_on_device`` and ``R.to_vdevice`` in TVMScript are the same thing to every pass. Importing this package makes
@@ -19,6 +19,7 @@ from .placement import encode_hint, hint_on_device, hinted_vdevice, is_hint, to_
 from .quantized_matmul import block_matmul, block_rows, dequantize_blocks
 from .require import require, requirement
 from .rows import rows
+from .streamed import panel_fragments, stream
 from .strict_tvmscript import make_tvmscript_strict
 
 __all__ = [
@@ -35,12 +36,14 @@ __all__ = [
     "hinted_vdevice",
     "is_hint",
     "matmul",
+    "panel_fragments",
     "prepacked",
     "relayout",
     "require",
     "requirement",
     "rows",
     "set_encoding",
+    "stream",
     "to_vdevice",
     "unset_encoding",
 ]

@@ -28,6 +28,7 @@ from ..encoding.problem import (
     ElementwiseProblem,
     ExpertOrderProblem,
     MatmulProblem,
+    PanelFragmentsProblem,
     Problem,
     QuantizedMatmulProblem,
     RowsProblem,
@@ -201,6 +202,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
     from ..tir.cuda.matmul.cuda_matmul import cuda_matmul_kernel
     from ..tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
     from ..tir.cuda.matmul.expert_order import expert_order_kernel
+    from ..tir.cuda.matmul.panel_fragments import panel_fragments_kernel
     from ..tir.cuda.rows.cuda_rows import rows_kernel
 
     return {
@@ -210,6 +212,7 @@ def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:
         BlockUnpackProblem: block_unpack_kernel,
         BlockRowsProblem: block_rows_kernel,
         ExpertOrderProblem: expert_order_kernel,
+        PanelFragmentsProblem: panel_fragments_kernel,
         AttentionProblem: cuda_attention_kernel,
         CachedAttentionProblem: cuda_cached_attention_kernel,
         RowsProblem: rows_kernel,

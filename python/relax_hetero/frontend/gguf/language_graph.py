@@ -19,13 +19,15 @@ from ...encoding.pages import TABLES
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
+from ...op.streamed import stream
 from ...tir.routing import EXPERT_COUNTS, routing_kernel
 from ...transform.ir.kernels import opaque_kernel
 from ..greedy_tokens import greedy_tokens
-from ..paged_cache import DECODE, PagedCache
+from ..paged_cache import CHUNK, DECODE, PagedCache
 from .activation_types import ActivationTypes
 from .expert_rules import ExpertGroup
 from .hyperparameters import Hyperparameters, Yarn
+from .stream_experts import ExpertStreams
 from .weights import Weights
 
 
@@ -36,6 +38,7 @@ def language_module(
     activation_bits: int,
     types: ActivationTypes,
     expert_groups: Mapping[str, Sequence[ExpertGroup]],
+    streams: ExpertStreams,
     count_experts: bool,
 ) -> tvm.IRModule:
     """Build all functions of a model, without placement.
@@ -49,7 +52,9 @@ def language_module(
     builder = relax.BlockBuilder()
     functions = {}
     for name, rows, kind in cache.functions:
-        function = _Function(model, weights, cache, rows, kind, activation_bits, types, expert_groups, builder)
+        function = _Function(
+            model, weights, cache, rows, kind, activation_bits, types, expert_groups, streams, builder
+        )
         if count_experts:
             function.add_counters()
         functions[tvm.ir.GlobalVar(name)] = function.build(name)
@@ -69,10 +74,12 @@ class _Function:
         activation_bits: int,
         types: ActivationTypes,
         expert_groups: Mapping[str, Sequence[ExpertGroup]],
+        streams: ExpertStreams,
         builder: relax.BlockBuilder,
     ) -> None:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types, self.expert_groups = activation_bits, types, expert_groups
+        self.streams = streams
         self.row_kind = kind  # of the rows that products take
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = builder
@@ -409,21 +416,28 @@ class _Function:
         """
         model, rows, end = self.model, self.rows, group.suffix if group else ""
         used, width, hidden = model.experts_used, model.expert_feed_forward, model.hidden_size
+        kept = end  # the end of the names of weights
+        end += self.streams.suffix_of(f"{name}{end}", rows) if self.kind == CHUNK else ""
         own = list(group.experts) if group else list(range(model.experts))
         if group:
             for part, sizes in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
                 tensor = f"{name}.ffn_{part}_exps"
-                self.weights.select_experts(tensor, f"{tensor}{end}", own, [model.experts, *sizes])
+                self.weights.select_experts(tensor, f"{tensor}{kept}", own, [model.experts, *sizes])
         if len(own) < model.experts:
             numbers = np.full(model.experts, -1, "int32")
             numbers[own] = range(len(own))
             ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_own_exps{end}")
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps{end}"))
         expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, hidden]), f"{name}.ffn_in_exps{end}")
-        gate = self._expert_linear(expert_input, ids, f"{name}.ffn_gate_exps{end}", len(own), width, hidden)
-        up = self._expert_linear(expert_input, ids, f"{name}.ffn_up_exps{end}", len(own), width, hidden)
+
+        def linear(x: relax.Expr, part: str, out_features: int, in_features: int) -> relax.Expr:
+            tensor = f"{name}.ffn_{part}_exps"
+            sizes = len(own), out_features, in_features
+            return self._expert_linear(x, ids, f"{tensor}{end}", *sizes, tensor=f"{tensor}{kept}")
+
+        gate, up = linear(expert_input, "gate", width, hidden), linear(expert_input, "up", width, hidden)
         gated = self._gated(gate, up, f"{name}.ffn{{}}_exps{end}")
-        down = self._expert_linear(gated, ids, f"{name}.ffn_down_exps{end}", len(own), hidden, width)
+        down = linear(gated, "down", hidden, width)
         flat = self._reshaped(down, [rows, used, hidden], f"{name}.ffn_rows_exps{end}")
         column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_shares_exps{end}")
         weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_weighted_exps{end}")
@@ -434,22 +448,33 @@ class _Function:
         return self.emit(relax.op.sum(weighted, [1]), f"{name}.ffn_sum_exps{end}")
 
     def _expert_linear(
-        self, x: relax.Expr, ids: relax.Expr, name: str, experts: int, out_features: int, in_features: int
+        self,
+        x: relax.Expr,
+        ids: relax.Expr,
+        name: str,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        tensor: str = "",
     ) -> relax.Expr:
         """The product of each row with the matrices of its experts, (rows, experts of a row, 1, out_features).
 
-        Results of ids outside, such as -1 for an expert of another device, are undefined.
+        Results of ids outside, such as -1 for an expert of another device, are undefined. The matrices of a `tensor`
+        that does not have the product's name are copied to the product's device in each call.
         """
-        dtype = self.types.dtype_of(name)
-        x = self._cast(self._cast(x, dtype), "float32")
+        tensor = tensor or name
+        x = self._cast(self._cast(x, self.types.dtype_of(name)), "float32")
         shape = [experts, out_features, in_features]
-        stacked = self.emit(relax.op.reshape(self._matrix(name, shape, dtype=dtype), shape), f"{name}.stacked")
+        matrix = self._matrix(tensor, shape, dtype=self.types.dtype_of(tensor))
+        if tensor != name:
+            matrix = self.emit(stream(matrix, ids), f"{name}.copy")
+        stacked = self.emit(relax.op.reshape(matrix, shape), f"{name}.stacked")
         selected = self.emit(relax.op.take(stacked, ids, axis=0, mode="nan"), f"{name}.selected")
         transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
         result = self.emit(relax.op.matmul(x, transposed), name)
-        if f"{name}.bias" not in self.weights:
+        if f"{tensor}.bias" not in self.weights:
             return result
-        bias = self.weights.vector(f"{name}.bias", experts, out_features)
+        bias = self.weights.vector(f"{tensor}.bias", experts, out_features)
         bias = self.emit(relax.op.take(bias, ids, axis=0, mode="nan"), f"{name}.bias")
         rows, used = ids.ty.shape.values
         column = self.emit(relax.op.reshape(bias, [rows, used, 1, out_features]), f"{name}.bias_row")

@@ -16,7 +16,7 @@ from ...target.vdevice import default_vdevice, is_cpu, lookup, vdevice_index
 from ..auto.cost_model import CostModel
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from ..paged_cache import PagedCache
-from .part_costs import Part, Step, crossing_seconds, prefill_steps, step_seconds
+from .part_costs import Part, first_streamed_rows, prefill_steps, step_seconds, streamed_seconds
 from .place_layers import LayerProblem, bytes_on
 
 if TYPE_CHECKING:
@@ -29,7 +29,6 @@ PROMPTS = (512, 4096)
 
 _CURVE_POINTS = 33
 _GIB = 1 << 30
-_MAX_STREAMED_ROWS = 1 << 15
 _RULE_NAMES = {
     "embd": "token_embd",
     "attn": "attn",
@@ -125,7 +124,7 @@ class MoreMemory:
 
 @dataclass(frozen=True)
 class Streaming:
-    """Copies of a layer's experts to a GPU for a chunk, compared with products on the CPU. Nothing executes it yet.
+    """Copies of a layer's experts to a GPU for a chunk, compared with products on the CPU (`stream_experts`).
 
     Attributes
     ----------
@@ -134,7 +133,7 @@ class Streaming:
     rows : int or None
         Shortest chunk for which copies are faster; None if they never are.
     seconds : dict from int to (float, float)
-        Rows of a chunk -> seconds of a layer on the CPU, and with copies behind the products of the layer before.
+        Rows of a chunk -> seconds of a layer on the CPU, and with copies.
     """
 
     source: str
@@ -350,18 +349,11 @@ def _streaming(problem: LayerProblem, plan: LayerPlan, vdevices: Sequence[tvm.re
     for part in search.parts:
         source, target = at[part.name, part.layer], at.get(("attn", part.layer), -1)
         is_streamed = part.name == "experts" and is_cpu(vdevices[source]) and not is_cpu(vdevices[target])
-        link = search.costs.links.get((source, target))
-        if is_streamed and link is not None:
+        if is_streamed and (source, target) in search.costs.links:
             break
     else:
         return None
 
-    def seconds(rows: int) -> tuple[float, float]:
-        step = Step(rows, 0)
-        copied = part.resident_bytes[target] * part.touched(rows)
-        on_gpu = part.seconds(target, search.costs, step)
-        crossing = 2 * crossing_seconds(search.costs, source, target, search.row_bytes * rows)
-        return part.seconds(source, search.costs, step) + crossing, max(copied / link.bandwidth, on_gpu) + link.latency
-
-    rows = next((rows for rows in range(16, _MAX_STREAMED_ROWS, 16) if seconds(rows)[1] < seconds(rows)[0]), None)
-    return Streaming(problem.names[source], problem.names[target], rows, {count: seconds(count) for count in PROMPTS})
+    args = part, source, target, search.costs, search.row_bytes
+    seconds = {rows: streamed_seconds(*args, rows) for rows in PROMPTS}
+    return Streaming(problem.names[source], problem.names[target], first_streamed_rows(*args), seconds)

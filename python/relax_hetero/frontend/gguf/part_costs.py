@@ -136,6 +136,28 @@ def crossing_seconds(costs: CostModel, source: int, destination: int, size: floa
     return latency + size / link.bandwidth
 
 
+_MAX_STREAMED_ROWS = 1 << 15
+
+
+def streamed_seconds(
+    part: Part, source: int, target: int, costs: CostModel, row_bytes: float, rows: int
+) -> tuple[float, float]:
+    """Time of a chunk of `rows` for a CPU's experts: on the CPU, and on a GPU that gets a copy of them first."""
+    step, link = Step(rows, 0), costs.links[source, target]
+    crossing = 2 * crossing_seconds(costs, source, target, row_bytes * rows)
+    copy = link.latency + part.resident_bytes[source] / link.bandwidth
+    return part.seconds(source, costs, step) + crossing, copy + part.seconds(target, costs, step)
+
+
+def first_streamed_rows(part: Part, source: int, target: int, costs: CostModel, row_bytes: float) -> int | None:
+    """Shortest chunk for which copies of a CPU's experts are faster; None if they never are."""
+    for rows in range(16, _MAX_STREAMED_ROWS, 16):
+        on_cpu, copied = streamed_seconds(part, source, target, costs, row_bytes, rows)
+        if copied < on_cpu:
+            return rows
+    return None
+
+
 def step_seconds(
     parts: Sequence[Part], devices: Sequence[int], costs: CostModel, row_bytes: float, step: Step
 ) -> float:

@@ -24,6 +24,7 @@ import tvm
 from tvm import relax
 from tvm_ffi import structural_map
 
+from ...op.streamed import STREAM
 from ...target.vdevice import default_vdevice, host_vdevice, vdevices_of
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import (
@@ -129,6 +130,8 @@ class _Function:
     def _call(self, call: relax.Call, ty: tvm.ir.Type) -> relax.Expr:
         if op_name(call) == TRANSFER and is_tensor_constant(call.args[0]):
             return self._operand(call.args[0], call.attrs.dst_vdevice)
+        if op_name(call) == STREAM:
+            return call
         if isinstance(call.op, tvm.ir.GlobalVar) and isinstance(call.op.ty, relax.FuncType):
             locations = list(call.op.ty.params)
         elif op_name(call) in HOST_READS or callee_name(call) in HOST_READS:

@@ -47,6 +47,7 @@ from .encoded_values import Stored, StoredRows
 from .kernel_problems import (
     attention_problem,
     block_rows_problem,
+    panel_fragments_problem,
     cached_attention_problem,
     elementwise_problem,
     product_problem,
@@ -354,6 +355,13 @@ class EncodingKernels:
         problem = block_rows_problem(call, result)
         name = f"block_rows_{shape_text(problem.result.shape)}_{self._names.device(target)}"
         return self._kernel(problem, target, name, ["block_rows"], op_text)
+
+    def panel_fragments(self, call: relax.Call, result: relax.TensorType, op_text: str) -> tvm.ir.GlobalVar:
+        """The kernel that turns panels of a CPU into a part of the fragments of a GPU."""
+        target = target_of(result.vdevice)
+        problem = panel_fragments_problem(call, result)
+        name = f"panel_fragments_{problem.part}_{shape_text(problem.result.shape)}_{self._names.device(target)}"
+        return self._kernel(problem, target, name, ["panel_fragments"], op_text)
 
     def relayout(self, source: Stored, result: Stored, op_text: str) -> tvm.ir.GlobalVar:
         """The kernel that packs a row-major tensor, unpacks to a row-major one, or converts between other layouts."""

@@ -26,6 +26,7 @@ from ...encoding.problem import (
     Epilogue,
     MatmulProblem,
     Operand,
+    PanelFragmentsProblem,
     QuantizedMatmulProblem,
     RowPhase,
     RowsProblem,
@@ -314,6 +315,20 @@ def block_rows_problem(call: relax.Call, result: relax.TensorType) -> BlockRowsP
         Stored.plain(result).operand(symbols, ("m", "k")),
         block_format(str(call.attrs.format)),
         int(call.attrs.rows),
+    )
+
+
+def panel_fragments_problem(call: relax.Call, result: relax.TensorType) -> PanelFragmentsProblem:
+    """Problem of a call to `R.hetero.panel_fragments`."""
+    symbols, attrs = Symbols(), call.attrs
+    names = tuple(f"d{axis}" for axis in range(len(extents_of(result))))
+    return PanelFragmentsProblem(
+        Stored.plain(call.args[0].ty).operand(symbols, Panels.index_map),
+        Stored.plain(result).operand(symbols, names),
+        block_format(str(attrs.format)),
+        int(attrs.depth),
+        int(attrs.columns),
+        int(attrs.part),
     )
 
 

@@ -41,6 +41,7 @@ from ...op.cached_attention import CACHED_ATTENTION, PAGES
 from ...op.encoded import PREPACKED, PRODUCTS, RELAYOUT, SET, UNSET, encoded_op
 from ...op.quantized_matmul import BLOCK_MATMUL, BLOCK_ROWS
 from ...op.rows import ROWS
+from ...op.streamed import PANEL_FRAGMENTS
 from ...target.vdevice import vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import TRANSFER
@@ -112,7 +113,7 @@ class _Materializer:
             return self._rewrite_attention(binding)
         if op_name(value) == CACHED_ATTENTION:
             return self._rewrite_cached_attention(binding)
-        if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS):
+        if op_name(value) in (BLOCK_MATMUL, BLOCK_ROWS, PANEL_FRAGMENTS):
             return self._rewrite_quantized_op(binding)
         if isinstance(value, relax.TupleGetItem) and value.tuple_value in self.wider_tuples:
             field = relax.TupleGetItem(self.wider_tuples[value.tuple_value], value.index)
@@ -288,7 +289,8 @@ class _Materializer:
         var, call = binding.var, binding.value
         op_text = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
         if op_name(call) != BLOCK_MATMUL:
-            kernel = self.kernels.block_rows(call, var.ty, op_text)
+            kernels = {BLOCK_ROWS: self.kernels.block_rows, PANEL_FRAGMENTS: self.kernels.panel_fragments}
+            kernel = kernels[op_name(call)](call, var.ty, op_text)
             return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
         problem = quantized_matmul_problem(call, var.ty)
         unpacked = self.kernels.unpacked_matmul(problem, var.ty, op_text)

@@ -56,6 +56,8 @@ class Product:
         Biases of experts, (experts, columns), which are added to the sum of each product.
     rounded : str
         Type that `lhs`, a row of float32 for each token, is rounded to; empty for its own.
+    source : relax.Expr or None
+        Weight on the CPU that keeps it, for copies in each call.
     """
 
     lhs: relax.Expr
@@ -71,6 +73,7 @@ class Product:
     shares: relax.Expr | None = None
     biases: list[relax.Expr] = field(default_factory=list)
     rounded: str = ""
+    source: relax.Expr | None = None
 
     @property
     def columns(self) -> int:

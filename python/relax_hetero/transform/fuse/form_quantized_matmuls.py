@@ -46,12 +46,13 @@ import tvm
 from tvm import relax
 
 from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
-from ...encoding.block_panels import BlockSource
-from ...encoding.block_weights import BlockLayout, Fragments, middle_of
+from ...encoding.block_panels import BlockSource, Panels
+from ...encoding.block_weights import BlockLayout, Fragments, is_streamable, middle_of
 from ...encoding.expression import Expression, Term
 from ...encoding.problem import BlockRowsProblem
 from ...encoding.resolver import resolver_or_default
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
+from ...op.streamed import STREAM, panel_fragments, stream
 from ...vm.device.huge_pages import WeightMemory
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
@@ -70,7 +71,7 @@ from ..ir.blocks import (
 )
 from ..ir.callee_devices import target_of
 from ..ir.declare import declare_pass
-from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
+from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER, TRANSFERS
 from ..ir.relax_expressions import to_expression
 from ..ir.rewriting import is_tensor_constant, op_name
 from .block_products import (
@@ -352,7 +353,7 @@ def _take_rows(emitter: Emitter, data: relax.Expr, index: relax.Expr, rows: Any,
 
 
 def _is_weight(value: relax.Expr) -> bool:
-    return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST, RESHAPE, "relax.take")
+    return op_name(value) in (DEQUANTIZE_BLOCKS, PERMUTE, CAST, RESHAPE, *TRANSFERS, "relax.take")
 
 
 def _match_product(block: Block, index: int) -> Product | None:
@@ -415,7 +416,9 @@ def _match_expert_product(block: Block, index: int) -> Product | None:
         return None
     table, index_expr = block.definition(experts.args[0]), experts.args[1]
     weight = block.definition(table.args[0]) if op_name(table) == RESHAPE else table
-    layout, sizes = _block_layout(var), shape_of(table) or []
+    layout, sizes, source = _block_layout(var), shape_of(table) or [], None
+    if op_name(weight) == STREAM:
+        source, weight = _streamed(block, weight)
     if op_name(weight) != DEQUANTIZE_BLOCKS or layout is None or not _fits(layout, weight):
         return None
     if len(sizes) != 3 or int(sizes[2]) != int(weight.attrs.depth) or not layout.fits_matrices(int(sizes[1])):
@@ -438,7 +441,16 @@ def _match_expert_product(block: Block, index: int) -> Product | None:
     weight, sums, lhs = _with_definitions(block, weight), Expression.operand(0), _narrow(block, lhs, layout)
     if not layout.multiplies(form_of(weight), str(lhs.ty.dtype)):
         return None
-    return Product(lhs, weight, layout, [], index, sums, experts=int(sizes[0]), index=index_expr)
+    if source is not None and not is_streamable(form_of(weight), _block_layout(source), layout):
+        return None
+    experts_count = int(sizes[0])
+    return Product(lhs, weight, layout, [], index, sums, experts=experts_count, index=index_expr, source=source)
+
+
+def _streamed(block: Block, stream: relax.Call) -> tuple[relax.Expr | None, relax.Expr]:
+    """What is copied in each call, None if it is on the product's device, and the value of it."""
+    moved = block.definition(stream.args[0])
+    return (moved.args[0], block.definition(moved.args[0])) if op_name(moved) == TRANSFER else (None, moved)
 
 
 def _fits(layout: BlockLayout, weight: relax.Call) -> bool:
@@ -519,7 +531,10 @@ def _write(emitter: Emitter, product: Product, var: relax.Var, packer: _Packer) 
     weights: list[relax.Expr] = []
     for weight in (product.weight, product.second):
         if weight is not None:
-            weights += packer.pack(weight, product.layout, var.ty.vdevice, product.experts)
+            if product.source is None:
+                weights += packer.pack(weight, product.layout, var.ty.vdevice, product.experts)
+            else:
+                weights += _write_streamed(emitter, product, weight, f"{var.name}_{len(weights)}", packer)
     routes = [route for route in (product.index, product.shares) if route is not None]
     call = block_matmul(
         lhs,
@@ -542,6 +557,27 @@ def _write(emitter: Emitter, product: Product, var: relax.Var, packer: _Packer) 
         rounded=product.rounded,
     )
     emitter.bind(var, relax.Call(call.op, list(call.args), call.attrs, ret_ty=var.ty))
+
+
+def _write_streamed(
+    emitter: Emitter, product: Product, weight: relax.Call, name: str, packer: _Packer
+) -> list[relax.Expr]:
+    """Write copies of the CPU's packed weight, and their conversion to fragments."""
+    assert product.source is not None and product.index is not None, "experts of another device"
+    form, depth, vdevice = form_of(weight), int(weight.attrs.depth), product.source.ty.vdevice
+    panels = _block_layout(product.source)
+    assert isinstance(panels, Panels), "CPUs have panels"
+    (packed,) = packer.pack(weight, panels, vdevice, product.experts)
+    ty = tensor_type(shape_of(packed) or [], "uint8", product.index.ty)
+    copied = emitter.emit(stream(packed, product.index), ty, f"{name}_panels")
+    shapes = product.layout.shapes(product.columns, form, depth, product.experts)
+    parts: list[relax.Expr] = []
+    for part, (shape, dtype) in enumerate(zip(shapes, Fragments().part_types(form), strict=False)):
+        call = panel_fragments(
+            copied, columns=product.columns, depth=depth, experts=product.experts, format=form.name, part=part
+        )
+        parts.append(emitter.emit(call, tensor_type(shape, dtype, product.index.ty), f"{name}_part{part}"))
+    return parts
 
 
 class _Packer:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from ...op.streamed import STREAM
 from ...op.traits import ops_where
 
 HINT = "relax.hint_on_device"
 TRANSFER = "relax.to_vdevice"
+TRANSFERS = (TRANSFER, STREAM)
 PERMUTE = "relax.permute_dims"
 RESHAPE = "relax.reshape"
 CAST = "relax.astype"

@@ -28,7 +28,7 @@ from tvm import relax
 from ...op.copies import COPY
 from ...target.vdevice import is_cpu, vdevice_index, vdevices_of
 from ..ir.declare import declare_pass
-from ..ir.op_names import IN_PLACE, TRANSFER
+from ..ir.op_names import IN_PLACE, TRANSFERS
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
 
 TO_DEVICE = "relax_hetero.to_device"
@@ -49,10 +49,10 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
 
     def change(binding: relax.Binding) -> relax.Binding | list[relax.Binding]:
         value = binding.value
-        if op_name(value) not in (TRANSFER, COPY):
+        if op_name(value) not in (*TRANSFERS, COPY):
             return binding
         is_copy = op_name(value) == COPY
-        destination = binding.var.ty.vdevice if is_copy else value.attrs.dst_vdevice
+        destination = binding.var.ty.vdevice
         index = 0 if destination is None else vdevice_index(destination, vdevices)
         must_be_new = must_copy or is_copy
         is_alias = not must_be_new and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))

@@ -312,7 +312,7 @@ class BindingDevices:
         """
         value = binding.value
         if is_transfer(binding):
-            target = vdevice_index(value.attrs.dst_vdevice, self._vdevices)
+            target = self.device(binding.var)
             return tuple(dict.fromkeys([target, *self._tensor_devices(value.args)]))
         if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op) and op_name(value) not in OPAQUE_CALLS:
             return (self.device(value),)

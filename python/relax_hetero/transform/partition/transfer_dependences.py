@@ -18,7 +18,7 @@ from typing import TypeAlias
 from tvm import relax
 
 from ..ir.blocks import used_vars
-from ..ir.op_names import TRANSFER
+from ..ir.op_names import TRANSFERS
 from ..ir.rewriting import op_name
 
 Dependences: TypeAlias = tuple[int, int]
@@ -111,7 +111,7 @@ def transfer_dependences(
 
 def is_transfer(binding: relax.Binding) -> bool:
     """Return whether a binding is a transfer to another device."""
-    return op_name(binding.value) == TRANSFER
+    return op_name(binding.value) in TRANSFERS
 
 
 def _numbered(flags: Sequence[bool], first: int = 0) -> list[int]:

@@ -42,7 +42,7 @@ from ..ir.blocks import Block, Rewrite, rewrite_function, same_shape, with_root_
 from ..ir.declare import declare_pass
 from ..ir.extents import known_extents
 from ..ir.module_attrs import COMMANDS, is_lowered
-from ..ir.op_names import CALL_TIR_OPS, RESHAPE, TRANSFER
+from ..ir.op_names import CALL_TIR_OPS, RESHAPE, TRANSFERS
 from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from .command_regions import MAX_CALLS, Run, RunFinder, is_view
@@ -358,7 +358,7 @@ def _description(binding: relax.Binding) -> str:
     if not isinstance(value, relax.Call):
         return type(value).__name__
     name = op_name(value)
-    if name == TRANSFER:
+    if name in TRANSFERS:
         return "transfer"
     in_args = name in CALL_TIR_OPS or name in _CALL_PACKED
     callee = value.args[0] if in_args else value.op
