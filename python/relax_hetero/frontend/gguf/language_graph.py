@@ -52,9 +52,7 @@ def language_module(
     builder = relax.BlockBuilder()
     functions = {}
     for name, rows, kind in cache.functions:
-        function = _Function(
-            model, weights, cache, rows, kind, activation_bits, types, expert_groups, streams, builder
-        )
+        function = _Function(model, weights, cache, rows, kind, activation_bits, types, expert_groups, streams, builder)
         if count_experts:
             function.add_counters()
         functions[tvm.ir.GlobalVar(name)] = function.build(name)

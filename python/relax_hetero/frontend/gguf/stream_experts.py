@@ -8,7 +8,7 @@ the CPU keeps (`R.hetero.stream`). The names of the products' variables end in `
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,6 +22,7 @@ from ...target.vdevice import VDeviceSpec, device_name, is_cpu, vdevice_index
 from ..auto.cost_model import CostModel
 from ..paged_cache import PagedCache
 from .activation_types import ActivationTypes
+from .expert_rules import MATRICES, ExpertGroup
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
 from .part_costs import first_streamed_rows
@@ -42,7 +43,7 @@ class ExpertStreams:
     rows : int
         Minimum rows of such a chunk.
     layers : frozenset of str
-        Prefixes of the layers, ``blk.3``.
+        Prefixes of the layers, ``blk.3``, with the suffix of a group of experts.
     rules : tuple of (str, VDeviceSpec)
         Placement rules for the variables of the products, which come before all others.
     reasons : tuple of (str, str)
@@ -73,6 +74,7 @@ def plan_streams(
     model: Hyperparameters,
     cache: PagedCache,
     types: ActivationTypes,
+    groups: Mapping[str, Sequence[ExpertGroup]],
     vdevices: Sequence[tvm.relax.VDevice],
     stream_experts: int | Literal["auto"] | None,
     costs: Callable[[], CostModel],
@@ -81,41 +83,45 @@ def plan_streams(
 
     Parameters
     ----------
+    groups : mapping from str to sequence of ExpertGroup
+        Experts by device of each layer that is split, by its prefix.
     stream_experts : int, "auto" or None
         Minimum rows of a chunk; "auto": those from which copies are faster by the cost model; 0 or None: never.
     costs : callable
         Makes the cost model of `vdevices`, if it is needed.
     """
-    ends = {}
+    ends: dict[tuple[int, str], list[int]] = {}
     for layer in range(model.dense_layers, model.layers) if stream_experts and model.experts else ():
-        pair = _ends_of(file, f"blk.{layer}", types, is_asked=stream_experts != "auto")
-        if pair is not None:
-            ends[f"blk.{layer}"] = tuple(vdevice_index(vdevice, vdevices) for vdevice in pair)
+        prefix = f"blk.{layer}"
+        for suffix in [group.suffix for group in groups.get(prefix, ())] or [""]:
+            pair = _ends_of(file, prefix, suffix, types, is_asked=stream_experts != "auto")
+            if pair is not None:
+                ends[layer, suffix] = [vdevice_index(vdevice, vdevices) for vdevice in pair]
     if not ends:
         return ExpertStreams()
-    rows = stream_experts if isinstance(stream_experts, int) else 0
-    if stream_experts == "auto":
+    first = min(ends)
+    source, target = ends[first]
+    if isinstance(stream_experts, int):
+        rows = stream_experts
+    else:
         parts = {(part.name, part.layer): part for part in parts_of(file, model, cache, layouts_of(vdevices))}
-        layer, (source, target) = next(iter(ends.items()))
-        part = parts["experts", int(layer.removeprefix("blk."))]
-        rows = first_streamed_rows(part, source, target, costs(), model.hidden_size * 4) or 0
+        rows = first_streamed_rows(parts["experts", first[0]], source, target, costs(), model.hidden_size * 4) or 0
     if not 0 < rows <= max(cache.chunks):
         return ExpertStreams()
-    targets = {layer: target for layer, (_, target) in ends.items()}
-    is_same = len(set(targets.values())) == 1
-    patterns = {"blk.*" if is_same else layer: vdevices[target] for layer, target in targets.items()}
-    rules = tuple((f"{prefix}.ffn_*{STREAMED}*", vdevice) for prefix, vdevice in patterns.items())
-    source_name = device_name(vdevices[next(iter(ends.values()))[0]], vdevices)
-    reason = f"chunks of {rows:,} rows or more copy experts from {source_name}"
-    return ExpertStreams(rows, frozenset(ends), rules, tuple((pattern, reason) for pattern, _ in rules))
+    is_same = len({target for _, target in ends.values()}) == 1
+    patterns = {"*" if is_same else str(layer): vdevices[target] for (layer, _), (_, target) in ends.items()}
+    rules = tuple((f"blk.{layer}.ffn_*{STREAMED}*", vdevice) for layer, vdevice in patterns.items())
+    reason = f"chunks of {rows:,} rows or more copy experts from {device_name(vdevices[source], vdevices)}"
+    layers = frozenset(f"blk.{layer}{suffix}" for layer, suffix in ends)
+    return ExpertStreams(rows, layers, rules, tuple((pattern, reason) for pattern, _ in rules))
 
 
 def _ends_of(
-    file: GgufFile, layer: str, types: ActivationTypes, is_asked: bool
+    file: GgufFile, layer: str, suffix: str, types: ActivationTypes, is_asked: bool
 ) -> tuple[tvm.relax.VDevice, tvm.relax.VDevice] | None:
     """The CPU that has a layer's experts, and the GPU of its router that can multiply them; None if there are none."""
-    names = [f"{layer}.ffn_{part}_exps" for part in ("gate", "up", "down")]
-    sources, target = {types.device_of(name) for name in names}, types.device_of(f"{layer}.ffn_gate_inp")
+    names = [f"{layer}.{matrix}" for matrix in MATRICES]
+    sources, target = {types.device_of(f"{name}{suffix}") for name in names}, types.device_of(f"{layer}.ffn_gate_inp")
     source = sources.pop()
     if sources or source is None or target is None or not is_cpu(source) or is_cpu(target):
         return None

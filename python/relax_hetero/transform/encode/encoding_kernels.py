@@ -47,9 +47,9 @@ from .encoded_values import Stored, StoredRows
 from .kernel_problems import (
     attention_problem,
     block_rows_problem,
-    panel_fragments_problem,
     cached_attention_problem,
     elementwise_problem,
+    panel_fragments_problem,
     product_problem,
     rows_problem,
 )

@@ -289,8 +289,8 @@ class _Materializer:
         var, call = binding.var, binding.value
         op_text = f"{op_name(call)} of variable {var.name!r} in function {self.name!r}"
         if op_name(call) != BLOCK_MATMUL:
-            kernels = {BLOCK_ROWS: self.kernels.block_rows, PANEL_FRAGMENTS: self.kernels.panel_fragments}
-            kernel = kernels[op_name(call)](call, var.ty, op_text)
+            make = self.kernels.block_rows if op_name(call) == BLOCK_ROWS else self.kernels.panel_fragments
+            kernel = make(call, var.ty, op_text)
             return relax.VarBinding(var, self._call(kernel, call.args, var.ty), binding.span)
         problem = quantized_matmul_problem(call, var.ty)
         unpacked = self.kernels.unpacked_matmul(problem, var.ty, op_text)

@@ -1,9 +1,11 @@
 """FormQuantizedMatmuls: products that keep weights of 4 bits, ops that they absorb, and the form of other products."""
 
 import numpy as np
+import tvm
 from tvm import relax
-from tvm.ir import assert_structural_equal
+from tvm.ir import GenericConst, assert_structural_equal
 from tvm.script import relax as R
+from tvm_ffi import structural_map
 
 import relax_hetero as rh
 from encoding.random_blocks import random_rows
@@ -309,3 +311,60 @@ def test_rows_of_a_table_on_two_kinds_of_devices():
     np.testing.assert_allclose(rh.vm.VirtualMachine(bound)["main"](tokens).numpy(), want, rtol=1e-5, atol=1e-4)
     got = rh.vm.VirtualMachine(rh.compile(Tied))["main"](tokens, RAW).numpy()
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-4)
+
+
+GPU_AND_CPU = [V4, {"kind": "cuda", "arch": "sm_90a"}]
+
+
+@ir_module(*GPU_AND_CPU)
+def Streamed(
+    x: R.Tensor((64, 1, 1, 256), "float32", "cuda"),
+    ids: R.Tensor((64, 2), "int32", "cuda"),
+    data: R.Tensor((96, 144), "uint8", "llvm"),
+):
+    with R.dataflow():
+        w: R.Tensor((96, 256), "float32", "llvm") = R.hetero.dequantize_blocks(data, depth=256, format="q4_k")
+        moved: R.Tensor((96, 256), "float32", "cuda") = R.to_vdevice(w, "cuda")
+        copied: R.Tensor((96, 256), "float32", "cuda") = R.hetero.stream(moved, ids)
+        table = R.reshape(copied, (3, 32, 256))
+        taken = R.take(table, ids, axis=0)
+        transposed = R.permute_dims(taken, [0, 1, 3, 2])
+        y = R.matmul(x, transposed)
+        R.output(y)
+    return y
+
+
+@ir_module(*GPU_AND_CPU)
+def StreamedPanels(
+    x: R.Tensor((64, 1, 1, 256), "float32", "cuda"),
+    ids: R.Tensor((64, 2), "int32", "cuda"),
+    panels: R.Tensor((3, 4736), "uint8", "llvm"),
+):
+    with R.dataflow():
+        copied: R.Tensor((3, 4736), "uint8", "cuda") = R.hetero.stream(panels, ids)
+        words: R.Tensor((6, 4, 32, 4), "int32", "cuda") = R.hetero.panel_fragments(
+            copied, columns=32, depth=256, experts=3, format="q4_k"
+        )
+        scales: R.Tensor((6, 8, 8, 4), "int8", "cuda") = R.hetero.panel_fragments(
+            copied, columns=32, depth=256, experts=3, format="q4_k", part=1
+        )
+        factors: R.Tensor((6, 1, 8, 4), "float16", "cuda") = R.hetero.panel_fragments(
+            copied, columns=32, depth=256, experts=3, format="q4_k", part=2
+        )
+        y: R.Tensor((64, 2, 1, 32), "float32", "cuda") = R.hetero.block_matmul(
+            x, words, scales, factors, ids, columns=32, experts=3, format="q4_k"
+        )
+        R.output(y)
+    return y
+
+
+def test_experts_of_a_cpu_on_a_gpu():
+    """The CPU's own constant crosses in each call, and becomes fragments."""
+    rows = random_rows("q4_k", 96, 256)
+    after = formed(Streamed, data=rows)
+    (packed,) = Panels(32).pack(BlockSource((rows,), block_format("q4_k"), 256), 3)
+    func = StreamedPanels["main"]
+    constant = GenericConst(tvm.runtime.tensor(packed), func.params[2].ty)  # which stays on the CPU
+    body = structural_map(func.body, (relax.Var, lambda var: constant if var.same_as(func.params[2]) else var))
+    expected = relax.Function(func.params[:2], body, func.ret_ty, attrs=after["main"].attrs)
+    assert_structural_equal(after["main"], expected)

@@ -12,6 +12,7 @@ from functools import reduce
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
+from ....encoding.block_formats import BlockFormat
 from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of, lane_words
 from ....encoding.problem import PanelFragmentsProblem
 from ....target.gpu_target import GpuTarget
@@ -22,8 +23,13 @@ from ..core.operand import GpuOperand
 
 _THREADS, _COLUMNS, _QUARTERS = 128, 8, 4
 
-_FACTORS = {1: ("scales", "minimums"), 2: ("superblock_scales", "superblock_minimums")}
-"""Parts of a panel that each part of the fragments of K formats has, for a lane's two columns."""
+
+def _sections(form: BlockFormat, part: int) -> list[str]:
+    """Sections of a superblock in a panel that a part of the fragments consists of."""
+    names = ("scales", "minimums")
+    if form.scale != "int8":
+        return [names[part - 1]]
+    return [name if part == 1 else f"superblock_{name}" for name in names[: 1 + bool(form.minimum)]]
 
 
 def panel_fragments_kernel(problem: PanelFragmentsProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -68,7 +74,7 @@ class _Kernel:
 
     def factors(self, item: Expr) -> None:
         """Copy an element of scales, minimums or factors: ``(tile, block, column, number)``."""
-        tiles, blocks, columns, numbers = self.problem.result.shape
+        tiles, blocks, columns, numbers = map(int, self.problem.result.shape)
         number, rest = tirx.floormod(item, numbers), tirx.floordiv(item, numbers)
         column, rest = tirx.floormod(rest, columns), T.bind(tirx.floordiv(rest, columns))
         block, tile = T.bind(tirx.floormod(rest, blocks)), T.bind(tirx.floordiv(rest, blocks))
@@ -76,20 +82,18 @@ class _Kernel:
         per = 1 if self.problem.part == 2 and self.problem.form.scale == "int8" else self.plan.blocks
         superblock = start + tirx.floordiv(block, per) * self.plan.offsets["end"]
         place = tirx.floormod(block, per) * self.plan.columns + in_panel
-        kinds = _FACTORS[self.problem.part]
-        if self.problem.form.scale != "int8":
-            kinds = (_FACTORS[1][self.problem.part - 1],)
-        values = [self._factor(superblock, kind, place) for kind in kinds[: numbers // 2]]
+        names = _sections(self.problem.form, self.problem.part)
+        values = [self._factor(superblock, name, place) for name in names]
         value = values[0] if len(values) == 1 else T.Select(number < 2, *values)
         T.buffer_store(self.result.data, value, [item])
 
-    def _factor(self, superblock: Expr, kind: str, place: Expr) -> Expr:
-        """A number of a superblock as the result stores it."""
+    def _factor(self, superblock: Expr, section: str, place: Expr) -> Expr:
+        """A number of a section as the result stores it."""
         size = 1 if self.result.dtype == "uint8" else 2
         elements = self.panels.elements(self.result.dtype)
-        value = elements[tirx.floordiv(superblock + self.plan.offsets[kind], size) + place]
+        value = elements[tirx.floordiv(superblock + self.plan.offsets[section], size) + place]
         # Minimums are subtracted on CPUs, and added on GPUs.
-        return T.bitwise_xor(value, tirx.const(1 << 15, "uint16")) if kind == "superblock_minimums" else value
+        return T.bitwise_xor(value, tirx.const(1 << 15, "uint16")) if section == "superblock_minimums" else value
 
     def weights(self, item: Expr) -> None:
         """Write the words of four lanes: ``(tile, chunk, column)``."""

@@ -1,4 +1,4 @@
-"""Experts in panels of CPUs turned into fragments of GPUs, by the interpreter of kernels: every format, ragged sizes."""
+"""Experts in panels of CPUs as fragments of GPUs, by the interpreter of kernels: every format, ragged sizes."""
 
 from __future__ import annotations
 
