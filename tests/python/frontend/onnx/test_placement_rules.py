@@ -135,4 +135,4 @@ def test_rules_that_are_not_a_collection():
 @given(st.lists(st.text("ab*?[]!-", max_size=5), min_size=1, max_size=4), st.text("ab*?[]!-", max_size=4))
 def test_patterns_that_are_looked_up_match_as_globs_do(patterns, name):
     expected = {i for i, pattern in enumerate(patterns) if name == pattern or fnmatchcase(name, pattern)}
-    assert placement_rules._Patterns(patterns).matching([name]) == expected
+    assert placement_rules.Patterns(patterns).matching([name]) == expected

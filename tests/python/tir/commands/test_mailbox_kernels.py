@@ -10,6 +10,7 @@ import tvm_ffi
 
 from relax_hetero.artifact.mailboxes import DATA
 from relax_hetero.tir.commands.mailbox_kernels import AWAIT_SLOWLY, Values, mailbox_kernel
+from relax_hetero.vm.device import mailboxes
 
 SHAPES = [((3, 7), "float32"), ((2, 1, 5), "int32"), ((1, 66), "float16"), ((130,), "uint32"), ((1,), "int64")]
 
@@ -38,20 +39,28 @@ def test_values_arrive_with_their_bits(first):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
-def test_a_receiver_waits_for_the_flag():
+def test_a_receiver_waits_for_the_flag(monkeypatch):
+    """At first in compiled code; after many reads it calls the machine, which waits on."""
     values = Values([((64,), "float32")])
     memory = np.zeros(DATA + values.nbytes, "uint8")
-    end = tvm_ffi.from_dlpack(memory[:DATA])
     receive, result = compiled(values, False), tvm.runtime.tensor(np.zeros(64, "float32"))
+
+    class Machine:
+        def contains(self, address):
+            return address == memory.ctypes.data
+
+        def await_value(self, address):
+            thread.join()
 
     def send():
         time.sleep(0.05)
         memory[DATA : DATA + 256] = np.arange(64, dtype="float32").view("uint8")
         memory[:4] = [1, 0, 0, 0]
 
-    thread = threading.Thread(target=send)
+    machine, thread = Machine(), threading.Thread(target=send)
+    monkeypatch.setattr(mailboxes, "_machines", [machine])
     thread.start()
-    receive(end, result)
+    receive(tvm_ffi.from_dlpack(memory[:DATA]), result)
     thread.join()
     np.testing.assert_array_equal(result.numpy(), np.arange(64, dtype="float32"))
 
