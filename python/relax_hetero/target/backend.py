@@ -189,6 +189,10 @@ class Backend:
         """Copy between contiguous tensors as `vm.device.tensors.copy_into` does; False to let TVM copy."""
         return False
 
+    def stream(self, source: runtime.Tensor, target: runtime.Tensor, age: int) -> bool:
+        """Copy a constant of the host as `vm.device.cuda_copies.stream_constant` does; False to copy in order."""
+        return False
+
     def error_record(self, index: int) -> Any:
         """Record in which kernels of a device report refused values, or None."""
         return None

@@ -36,6 +36,7 @@ from .lower.lower_pinned_storage import LowerPinnedStorage as LowerPinnedStorage
 from .lower.lower_requirements import LowerRequirements as LowerRequirements
 from .lower.lower_to_vm import LowerToVM as LowerToVM
 from .lower.lower_transfers import LowerTransfers as LowerTransfers
+from .lower.order_streams import OrderStreams as OrderStreams
 from .lower.pin_transferred import PinTransferred as PinTransferred
 from .lower.plan_memory import PlanMemoryPerDevice as PlanMemoryPerDevice
 from .lower.settle_packed_results import SettlePackedResults as SettlePackedResults

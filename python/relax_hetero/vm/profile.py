@@ -17,7 +17,7 @@ from ..display.text import text_table
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
-_TRANSFER = "relax_hetero.to_device"
+_TRANSFERS = ("relax_hetero.to_device", "relax_hetero.stream_to_device")
 _BUILTIN = ("vm.builtin.", "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView")
 VM_OVERHEAD = "(allocation, shapes, bytecode)"
 """Symbol of the row of the virtual machine's own work: everything besides kernels and transfers."""
@@ -238,7 +238,7 @@ class ProfileRecorder:
 
     def _device(self, symbol: str, args: Sequence[Any]) -> int:
         """The manifest index of a call's device (a transfer's destination); -1 for the host."""
-        if symbol == _TRANSFER:
+        if symbol in _TRANSFERS:
             return int(args[1])
         dispatch = self._metadata.dispatches.get(symbol)
         if dispatch is None or not dispatch.other_devices:
@@ -257,7 +257,7 @@ class ProfileRecorder:
         for (symbol, index), times in self._own.items():
             microseconds = sum(times) * 1e6
             share = microseconds / total if total else 0.0
-            if symbol == _TRANSFER:
+            if symbol in _TRANSFERS:
                 rows.append(ProfileRow(TO_DEVICE, names[index], (), len(times), microseconds, share))
             elif symbol in metadata.dispatches:
                 dispatch = metadata.dispatches[symbol]
@@ -303,7 +303,7 @@ class BufferClock:
 
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:
         self.seconds = self.own = 0.0
-        self._timed = {_TRANSFER, *metadata.dispatches, *(region.name for region in metadata.regions)}
+        self._timed = {*_TRANSFERS, *metadata.dispatches, *(region.name for region in metadata.regions)}
         # Command buffers that wait for each other are timed together, from the GPU's begin to the CPU's end.
         waiting = [region for region in metadata.regions if metadata.has_mailboxes(region)]
         on_cpu = {region.name: metadata.devices[region.device].device_type == CPU for region in waiting}

@@ -142,11 +142,11 @@ _MAX_STREAMED_ROWS = 1 << 15
 def streamed_seconds(
     part: Part, source: int, target: int, costs: CostModel, row_bytes: float, rows: int
 ) -> tuple[float, float]:
-    """Time of a chunk of `rows` for a CPU's experts: on the CPU, and on a GPU that gets a copy of them first."""
+    """Time of a chunk of `rows` for a CPU's experts: on the CPU, and on a GPU that gets copies of them meanwhile."""
     step, link = Step(rows, 0), costs.links[source, target]
     crossing = 2 * crossing_seconds(costs, source, target, row_bytes * rows)
-    copy = link.latency + part.resident_bytes[source] / link.bandwidth
-    return part.seconds(source, costs, step) + crossing, copy + part.seconds(target, costs, step)
+    copied = max(part.resident_bytes[source] / link.bandwidth, part.seconds(target, costs, step))
+    return part.seconds(source, costs, step) + crossing, copied + link.latency
 
 
 def first_streamed_rows(part: Part, source: int, target: int, costs: CostModel, row_bytes: float) -> int | None:

@@ -51,6 +51,7 @@ from .lower_loop_rows import LowerLoopRows
 from .lower_pinned_storage import LowerPinnedStorage
 from .lower_requirements import LowerRequirements
 from .lower_transfers import LowerTransfers, writes_in_place
+from .order_streams import OrderStreams
 from .pin_transferred import PinTransferred
 from .plan_memory import PlanMemoryPerDevice
 from .settle_packed_results import SettlePackedResults, is_foreign
@@ -119,6 +120,7 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         relax.transform.KillAfterLastUse(),
         AnnotateMemory(),
         LowerPinnedStorage(),
+        OrderStreams(),
         relax.transform.LowerRuntimeBuiltin(),
         relax.transform.ComputePrimValue(),
         relax.transform.VMShapeLower(),

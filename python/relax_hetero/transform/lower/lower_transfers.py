@@ -14,7 +14,8 @@ physical device), and whether the result must be a new tensor even if the value 
 in a module that writes in place, since the source may have other readers, and where the program asks
 for a copy (`relax_hetero.op.copy`). A tensor of known shape gets a receive buffer from the machine's pool, whose pages
 are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, a result that
-need not be new gets no buffer: it is an alias of its operand.
+need not be new gets no buffer: it is an alias of its operand. A constant that is copied to a GPU in each call
+(`R.hetero.stream`) becomes a call of ``relax_hetero.stream_to_device``, which `OrderStreams` completes.
 
 Assumes no dataflow blocks, purity checks removed, and memory that is not planned yet, so that receive buffers share
 storage with other tensors. A second run changes nothing.
@@ -26,12 +27,24 @@ import tvm
 from tvm import relax
 
 from ...op.copies import COPY
+from ...op.streamed import STREAM
+from ...target.backend import backend_of
 from ...target.vdevice import is_cpu, vdevice_index, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import IN_PLACE, TRANSFERS
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
+from ..ir.rewriting import (
+    copy_module,
+    is_tensor_constant,
+    map_bindings,
+    op_name,
+    relax_functions,
+    walk_bindings,
+)
 
-TO_DEVICE = "relax_hetero.to_device"
+TO_DEVICE, STREAM_TO_DEVICE = "relax_hetero.to_device", "relax_hetero.stream_to_device"
+
+STREAMED = "streamed"
+"""Memory scope of the receive buffers of streamed constants, which lasts until OrderStreams."""
 
 
 def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRModule:
@@ -55,6 +68,10 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
         destination = binding.var.ty.vdevice
         index = 0 if destination is None else vdevice_index(destination, vdevices)
         must_be_new = must_copy or is_copy
+        if is_streamed(value):
+            buffer = _receive_buffer(binding.var, index, STREAMED)
+            operands = [value.args[0], relax.prim_value(index), relax.prim_value(0), *(b.var for b in buffer)]
+            return [*buffer, _call(STREAM_TO_DEVICE, operands, binding)]
         is_alias = not must_be_new and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
         buffer = [] if is_alias else _receive_buffer(binding.var, index)
         operands = [
@@ -63,9 +80,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
             relax.prim_value(int(must_be_new)),
             *(b.var for b in buffer),
         ]
-        ty = binding.var.ty
-        call = relax.Call(relax.ExternFunc(TO_DEVICE), operands, None, [ty], value.span, ret_ty=ty)
-        return [*buffer, relax.VarBinding(binding.var, call, binding.span)]
+        return [*buffer, _call(TO_DEVICE, operands, binding)]
 
     functions = dict(mod.functions.items())
     functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
@@ -75,13 +90,28 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
 LowerTransfers = declare_pass("LowerTransfers", lower_transfers)
 
 
-def _receive_buffer(result: relax.Var, index: int) -> list[relax.VarBinding]:
+def is_streamed(value: relax.Call) -> bool:
+    """Return whether a call copies a constant of known size from a CPU to a device with pinned memory."""
+    source = value.args[0]
+    if op_name(value) != STREAM or not is_tensor_constant(source) or not _is_on_cpu(source.ty):
+        return False
+    vdevice = value.ty.vdevice
+    return backend_of(vdevice.target).pins_memory and vdevice.memory_scope == "global"
+
+
+def _call(function: str, operands: list[relax.Expr], binding: relax.Binding) -> relax.VarBinding:
+    ty = binding.var.ty
+    call = relax.Call(relax.ExternFunc(function), operands, None, [ty], binding.value.span, ret_ty=ty)
+    return relax.VarBinding(binding.var, call, binding.span)
+
+
+def _receive_buffer(result: relax.Var, index: int, scope: str = "global") -> list[relax.VarBinding]:
     """A binding that allocates a transfer's result; none if the shape is unknown or the memory is not "global"."""
     ty = result.ty
     is_known = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
     if not is_known or ty.vdevice.memory_scope != "global":
         return []
-    alloc = relax.op.builtin.alloc_tensor(ty.shape, str(ty.dtype.dtype), index, "global")
+    alloc = relax.op.builtin.alloc_tensor(ty.shape, str(ty.dtype.dtype), index, scope)
     call = relax.Call(alloc.op, list(alloc.args), ret_ty=ty)
     return [relax.VarBinding(relax.Var(f"{result.name}_buffer", ty), call)]
 
@@ -95,7 +125,7 @@ def _is_on_cpu(ty: tvm.ir.Type) -> bool:
 def is_lowered_transfer(value: relax.Expr) -> bool:
     """Return whether a value is a lowered transfer."""
     is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
-    return is_packed and value.op.global_symbol == TO_DEVICE
+    return is_packed and value.op.global_symbol in (TO_DEVICE, STREAM_TO_DEVICE)
 
 
 def writes_in_place(mod: tvm.IRModule) -> bool:

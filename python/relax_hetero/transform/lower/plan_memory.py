@@ -47,7 +47,7 @@ from ..ir.kernels import bytes_of_extents
 from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..record.plan_arena import Lifetime, groups_by_unit, overlaps_of
-from .lower_transfers import is_lowered_transfer
+from .lower_transfers import STREAM_TO_DEVICE, is_lowered_transfer
 
 ALLOC = "relax.builtin.alloc_tensor"
 """The op that allocates a tensor, before memory is planned."""
@@ -162,6 +162,7 @@ class _LifetimeWalk:
     tensors: list[_Tensor] = field(default_factory=list)
     now: int = 0
     branches: int = 0
+    _streamed: Roots = NOTHING
     _aliases: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr, branch: int) -> Roots:
@@ -189,11 +190,22 @@ class _LifetimeWalk:
         for operand in used_vars(value):
             self._use(operand)
         if is_lowered_transfer(value):
+            if str(value.op.global_symbol) == STREAM_TO_DEVICE:
+                self._keep_streamed(value.args[3])
             return self._transferred(*value.args)
         if not self._releases_operands(value):
             for operand in used_vars(value):
                 self.escape(self._aliases.of(operand))
         return NOTHING
+
+    def _keep_streamed(self, buffer: relax.Expr) -> None:
+        """Let the constant that was streamed before live until now, so that this copy needs not wait for its readers.
+
+        Their memory alternates.
+        """
+        for number in flattened(self._streamed):
+            self.tensors[number].end = max(self.tensors[number].end, self.now)
+        self._streamed = self._aliases.of(buffer)
 
     def _transferred(
         self, source: relax.Expr, device: relax.Expr, must_copy: relax.Expr, buffer: relax.Expr | None = None

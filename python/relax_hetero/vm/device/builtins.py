@@ -89,6 +89,15 @@ def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) ->
     return target
 
 
+@tvm_ffi.register_global_func("relax_hetero.stream_to_device", override=True)
+def stream_to_device(value: runtime.Tensor, index: int, age: int, buffer: runtime.Tensor) -> runtime.Tensor:
+    """A constant of the host in `buffer`, on the device of manifest entry `index`; see `stream_constant` for `age`."""
+    devices, _ = _machine("stream_to_device", index)
+    if not backend_of_device(devices[index]).stream(value, buffer, age):
+        copy_into(value, buffer)
+    return buffer
+
+
 @tvm_ffi.register_global_func("relax_hetero.pinned_storage", override=True)
 def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
     """``size[0]`` bytes of pinned memory on the CPU of manifest entry `index` (-1: the host), for copies to a GPU.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import threading
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -31,10 +33,13 @@ class Location(NamedTuple):
     gpu: int | None
 
 
-def issue_copy(library: CudaLibrary, source: Location, target: Location, nbytes: int, stream: Stream) -> None:
+def issue_copy(
+    library: CudaLibrary, source: Location, target: Location, nbytes: int, stream: Stream, begin: Event | None = None
+) -> None:
     """Copy in order with `stream`, which belongs to a GPU of either location.
 
-    Returns when pageable host memory has been read or written; other copies are asynchronous.
+    Returns when pageable host memory has been read or written; other copies are asynchronous. A large copy of pageable
+    memory to a GPU may begin after `begin`, an earlier event of the stream.
     """
     if not nbytes:
         return
@@ -51,9 +56,10 @@ def issue_copy(library: CudaLibrary, source: Location, target: Location, nbytes:
     buffers = None
     if nbytes >= STAGED_BYTES and not library.is_pinned(host.address):
         buffers = staging(library, stream.gpu)
-    if buffers is not None:
-        copy = buffers.send if source.gpu is None else buffers.receive
-        copy(source.address, target.address, nbytes, stream)
+    if buffers is not None and source.gpu is None:
+        buffers.send(source.address, target.address, nbytes, stream, begin)
+    elif buffers is not None:
+        buffers.receive(source.address, target.address, nbytes, stream)
     else:
         name = "cuMemcpyHtoDAsync_v2" if source.gpu is None else "cuMemcpyDtoHAsync_v2"
         library.call(name, target.address, source.address, nbytes, stream.handle)
@@ -84,6 +90,43 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
     stream.synchronize()
     if to_host:
         raise_reported(from_device.index)
+    return True
+
+
+class _Streamed(threading.local):
+    """Events before the last streamed copies of this thread, by GPU."""
+
+    def __init__(self) -> None:
+        self.events: defaultdict[int, deque[Event]] = defaultdict(lambda: deque(maxlen=_MAX_STREAM_AGE + 1))
+
+
+_MAX_STREAM_AGE = 7
+_streamed = _Streamed()
+
+
+def stream_constant(source: runtime.Tensor, target: runtime.Tensor, age: int) -> bool:
+    """Copy a constant on the host to a GPU, while work that was launched before may still run.
+
+    Parameters
+    ----------
+    source, target : runtime.Tensor
+    age : int
+        The copy begins after all work that was launched before an earlier streamed copy: the one `age` copies ago, on
+        this thread and GPU. 0: before this one.
+
+    Returns
+    -------
+    bool
+        False if CUDA does not work.
+    """
+    library = cuda_library()
+    if library is None:
+        return False
+    stream = Stream.current(library, target.device)
+    events = _streamed.events[target.device.index]
+    events.append(stream.record())
+    begin = events[-1 - age] if age < len(events) else events[-1]
+    issue_copy(library, _location_of(source), _location_of(target), nbytes_of(source), stream, begin)
     return True
 
 

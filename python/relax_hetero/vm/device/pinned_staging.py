@@ -88,7 +88,7 @@ class Job(ctypes.Structure):
         ("to_host", ctypes.c_int64),
         ("buffers", ctypes.c_int64),
         ("stream", ctypes.c_void_p),
-        ("begin", ctypes.c_void_p),  # an event of the stream
+        ("begin", ctypes.c_void_p),  # an event
         ("context", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in _FUNCTIONS),
         ("copy", ctypes.c_void_p),
@@ -150,21 +150,31 @@ class Staging:
             threading.Thread(target=helper, name="relax_hetero staging", daemon=True).start()
         weakref.finalize(self, _close, loop, self._mailboxes[0]).atexit = False
 
-    def send(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
+    def send(self, source: int, target: int, nbytes: int, stream: Stream, begin: Event | None = None) -> None:
         """Copy from host memory to the GPU.
 
-        Returns when the source has been read. The copy ends in order with `stream`, a stream of this GPU.
+        Returns when the source has been read. The copy ends in order with `stream`, a stream of this GPU, and begins
+        after `begin`, by default after all work of the stream so far.
         """
-        self._copy(source, target, nbytes, stream, "cuMemcpyHtoDAsync_v2", False)
+        self._copy(source, target, nbytes, stream, "cuMemcpyHtoDAsync_v2", False, begin)
 
     def receive(self, source: int, target: int, nbytes: int, stream: Stream) -> None:
         """Copy from the GPU to host memory in order with `stream`, a stream of this GPU; waits for the end."""
         self._copy(target, source, nbytes, stream, "cuMemcpyDtoHAsync_v2", True)
 
-    def _copy(self, host: int, device: int, nbytes: int, stream: Stream, function: str, to_host: bool) -> None:
+    def _copy(
+        self,
+        host: int,
+        device: int,
+        nbytes: int,
+        stream: Stream,
+        function: str,
+        to_host: bool,
+        begin: Event | None = None,
+    ) -> None:
         offsets = _offsets(nbytes, self._chunk)
         functions = [self._library.address(name) for name in (*_FUNCTIONS, function)]
-        begin, context = stream.record(), self._library.context(self._gpu)
+        begin, context = begin or stream.record(), self._library.context(self._gpu)
         job = Job(
             0, len(offsets) - 1, ctypes.addressof(offsets), host, device, to_host, _BUFFERS, stream.handle,
             begin.handle, context, *functions,
