@@ -65,7 +65,7 @@ def test_a_file_is_planned_from_its_metadata(invoke: Callable[..., Result], larg
     for pattern in (r"attention │ \d+-47 │ cuda:0", r"experts │ 0-\d+ │ llvm:0 .* the memory of cuda:0 is too small"):
         assert re.search(pattern, text)
     assert "prefill of 4,096 tokens, in chunks of 256" in text and "Nothing was compiled" in text
-    assert "One GiB more on cuda:0: " in text and "Copies of experts of a layer from llvm:0 to cuda:0" in text
+    assert "One GiB more on cuda:0: " in text and "copy experts of a layer from llvm:0 to cuda:0" in text
 
 
 def test_a_plan_has_each_part_and_all_bytes(planned, large: Path):

@@ -240,7 +240,7 @@ def plan_model(
     # More memory brings the same on each of several equal devices.
     kinds = {(repr(costs.devices[device]), limit): device for device, limit in reversed(limits.items())}
     limited = sorted(kinds.values()) if is_auto else []
-    chunk = max(cache.chunks)
+    chunk, streams = max(cache.chunks), _streams(problem, plan, vdevices)
     placed = tuple(
         PlacedPart(
             part.name,
@@ -267,10 +267,10 @@ def plan_model(
         figures=costs.figures,
         parts=placed,
         devices=tuple(_device_use(problem, plan, placed, index) for index in range(len(vdevices))),
-        speeds=_speeds(problem, plan, chunk, cache.context),
+        speeds=_speeds(problem, plan, streams, chunk, cache.context),
         more=tuple(_more_memory(problem, plan, device) for device in limited),
         curves={problem.names[device]: _curve(problem, device) for device in limited},
-        streaming=_streaming(problem, plan, vdevices),
+        streaming=_streaming(problem, streams),
     )
 
 
@@ -309,14 +309,18 @@ def _device_use(problem: LayerProblem, plan: LayerPlan, placed: Sequence[PlacedP
     )
 
 
-def _speeds(problem: LayerProblem, plan: LayerPlan, chunk: int, context: int) -> tuple[Speed, ...]:
+def _speeds(
+    problem: LayerProblem, plan: LayerPlan, streams: Sequence[tuple[Part, int, int]], chunk: int, context: int
+) -> tuple[Speed, ...]:
     search = problem.search
     speeds = [Speed("decode", 1, plan.seconds)]
+    times = [streamed_seconds(*stream, search.costs, search.row_bytes, chunk) for stream in streams]
+    saved = sum(max(0.0, on_cpu - copied) for on_cpu, copied in times)
     for tokens in PROMPTS:
         if tokens <= context:
             steps = prefill_steps(tokens, chunk)
             args = search.parts, plan.devices, search.costs, search.row_bytes
-            speeds.append(Speed("prefill", tokens, sum(step_seconds(*args, step) for step in steps)))
+            speeds.append(Speed("prefill", tokens, sum(step_seconds(*args, step) - saved for step in steps)))
     return tuple(speeds)
 
 
@@ -342,18 +346,27 @@ def _curve(problem: LayerProblem, device: int) -> list[tuple[int, float | None]]
     ]
 
 
-def _streaming(problem: LayerProblem, plan: LayerPlan, vdevices: Sequence[tvm.relax.VDevice]) -> Streaming | None:
-    """Copies of experts that are on a CPU to the GPU of their layer's attention."""
-    search = problem.search
-    at = {(part.name, part.layer): device for part, device in zip(search.parts, plan.devices, strict=True)}
-    for part in search.parts:
-        source, target = at[part.name, part.layer], at.get(("attn", part.layer), -1)
-        is_streamed = part.name == "experts" and is_cpu(vdevices[source]) and not is_cpu(vdevices[target])
-        if is_streamed and (source, target) in search.costs.links:
-            break
-    else:
-        return None
+def _streams(
+    problem: LayerProblem, plan: LayerPlan, vdevices: Sequence[tvm.relax.VDevice]
+) -> list[tuple[Part, int, int]]:
+    """Experts that are on a CPU, with it and the GPU of their layer's attention."""
+    parts = problem.search.parts
+    at = {(part.name, part.layer): device for part, device in zip(parts, plan.devices, strict=True)}
+    experts = [(part, at[part.name, part.layer]) for part in parts if part.name == "experts"]
+    return [
+        (part, source, target)
+        for part, source in experts
+        if is_cpu(vdevices[source])
+        and not is_cpu(vdevices[target := at["attn", part.layer]])
+        and (source, target) in problem.search.costs.links
+    ]
 
-    args = part, source, target, search.costs, search.row_bytes
+
+def _streaming(problem: LayerProblem, streams: Sequence[tuple[Part, int, int]]) -> Streaming | None:
+    """Copies of a layer's experts to a GPU."""
+    if not streams:
+        return None
+    _, source, target = streams[0]
+    args = *streams[0], problem.search.costs, problem.search.row_bytes
     seconds = {rows: streamed_seconds(*args, rows) for rows in PROMPTS}
     return Streaming(problem.names[source], problem.names[target], first_streamed_rows(*args), seconds)

@@ -1,8 +1,9 @@
 """Long chunks of prompts multiply the experts of a CPU on the GPU that has the rest of their layer.
 
 Many tokens meet all experts of a layer. Copying these takes less time than multiplying by them on the CPU then. In a
-chunk of at least so many rows, the experts' products are on the router's device, and each call copies the matrices that
-the CPU keeps (`R.hetero.stream`). The names of the products' variables end in `STREAMED`, for which rules are added.
+chunk of at least so many rows, the experts' products are on the GPU of the router or, if that is on the CPU, too, of
+attention, and each call copies the matrices that the CPU keeps (`R.hetero.stream`). The names of the products'
+variables end in `STREAMED`, for which rules are added.
 """
 
 from __future__ import annotations
@@ -119,13 +120,17 @@ def plan_streams(
 def _ends_of(
     file: GgufFile, layer: str, suffix: str, types: ActivationTypes, is_asked: bool
 ) -> tuple[tvm.relax.VDevice, tvm.relax.VDevice] | None:
-    """The CPU that has a layer's experts, and the GPU of its router that can multiply them; None if there are none."""
+    """The CPU that has a layer's experts, and the GPU of its router or attention; None if that cannot multiply them."""
     names = [f"{layer}.{matrix}" for matrix in MATRICES]
-    sources, target = {types.device_of(f"{name}{suffix}") for name in names}, types.device_of(f"{layer}.ffn_gate_inp")
+    sources = {types.device_of(f"{name}{suffix}") for name in names}
     source = sources.pop()
-    if sources or source is None or target is None or not is_cpu(source) or is_cpu(target):
+    if sources or source is None or not is_cpu(source):
         return None
-    dtype = types.dtype_of(f"{layer}.ffn_gate_inp")
+    rest = [f"{layer}.ffn_gate_inp", f"{layer}.attn"]
+    ends = [(types.device_of(name), types.dtype_of(name)) for name in rest]
+    target, dtype = next((end for end in ends if end[0] is not None and not is_cpu(end[0])), (None, ""))
+    if target is None:
+        return None
     for name in names:
         tensor = file.tensors.get(f"{name}.weight")
         if tensor is None or not _is_streamable(tensor, source, target, dtype):

@@ -448,7 +448,7 @@ def _match_expert_product(block: Block, index: int) -> Product | None:
 
 
 def _streamed(block: Block, stream: relax.Call) -> tuple[relax.Expr | None, relax.Expr]:
-    """What is copied in each call, None if it is on the product's device, and the value of it."""
+    """Weight that is copied in each call (None if it is on the device of the product), and its value."""
     moved = block.definition(stream.args[0])
     return (moved.args[0], block.definition(moved.args[0])) if op_name(moved) == TRANSFER else (None, moved)
 

@@ -43,6 +43,7 @@ def copies(mod):
 def test_only_long_chunks_copy(model):
     assert copies(model(64)) == {"prefill_64": 6}
     assert copies(model(1)) == {"prefill_16": 6, "prefill_64": 6}
+    assert copies(model(64, rules={"blk.*.ffn_*": "llvm", "*": "cuda"})) == {"prefill_64": 6}
     assert copies(model(65)) == copies(model(0)) == copies(model(None)) == {}
 
 
