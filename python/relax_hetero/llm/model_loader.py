@@ -87,8 +87,9 @@ def load(
     ----------
     path : str or path
         GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations
-    expert_counts, stream_experts
+    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations, expert_counts
+        As for `rh.from_gguf`; not for a folder.
+    stream_experts
         As for `rh.from_gguf`; not for a folder.
     count_experts : bool
         Whether the model counts the tokens that choose each expert, in its `expert_counts`; not for a folder.
