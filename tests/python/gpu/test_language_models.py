@@ -43,6 +43,14 @@ def test_experts_of_formats_on_a_gpu(name, kind, tmp_path):
     check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16", activations="float32"))
 
 
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "MXFP4", "BF16"])
+@pytest.mark.parametrize("pattern", ["blk.*.ffn_*_exps*", "blk.*.ffn_*", "blk.*.ffn_*_exps[0-4]"])
+def test_experts_that_are_copied_for_chunks(kind, pattern, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": kind, "*": "Q8_0"})
+    rules, options = {pattern: "llvm", "*": "cuda"}, {"page_type": "float16", "activations": "float32"}
+    check(path, run(path, TOKENS, 13, ["llvm", "cuda"], rules, stream_experts=16, **options))
+
+
 @pytest.mark.parametrize(
     "placement",
     [{"blk.0.*": "cuda"}, {"blk.*.ffn*": "cuda"}, {"blk.*.attn*": "cuda"}, {"blk.1.*": "cuda", "output*": "cuda"}],

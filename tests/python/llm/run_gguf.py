@@ -10,7 +10,15 @@ ROWS = 32
 
 
 def run(
-    path, tokens, decoded, vdevices=None, placement=None, page_type="float32", activation_bits=16, activations=None
+    path,
+    tokens,
+    decoded,
+    vdevices=None,
+    placement=None,
+    page_type="float32",
+    activation_bits=16,
+    activations=None,
+    stream_experts=0,
 ):
     """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves."""
     file = read_gguf(path)
@@ -26,6 +34,7 @@ def run(
         all_logits=True,
         activation_bits=activation_bits,
         activations=activations,
+        stream_experts=stream_experts,
     )
     donated = [f"pages_{layer}" for layer in range(layers)]
     executable = rh.compile(mod, donate={"decode_1": donated, f"prefill_{ROWS}": donated})

@@ -8,7 +8,7 @@ token reads a few, on another device than the rest (KTransformers); or anything 
 The bytes of a tensor differ by device (`resident_bytes`). A CPU keeps all weights in the file's format. A GPU stores
 the 6-bit scales of K formats in bytes, and keeps unquantized matrices as 16-bit floats. Matrices of heads
 (`attn_k_b`, `attn_v_b`) are no experts. Besides weights and cache, a device needs memory for activations, and a GPU for
-its context and code (`working_bytes`).
+its context and code (`working_bytes`), and beside a CPU for copies of experts (`stream_experts`).
 """
 
 from __future__ import annotations
@@ -102,6 +102,11 @@ def working_bytes(model: Hyperparameters, cache: PagedCache, vdevice: tvm.relax.
     return arena if is_cpu(vdevice) else arena + CONTEXT_BYTES
 
 
+def _bytes_of_copies(file: GgufFile) -> int:
+    """Memory for copies of a CPU's experts: two matrices, in the order of the CPU and in that of the GPU."""
+    return max((4 * tensor.data.nbytes for tensor in file.tensors.values() if "_exps.weight" in tensor.name), default=0)
+
+
 class LayerProblem:
     """Placement of a model's layers on some devices.
 
@@ -130,6 +135,11 @@ class LayerProblem:
         self.search = PlanSearch(parts, costs, model.hidden_size * 4, Step(1, cache.context // 2))
         self.limits = dict(limits)
         self.working = [working_bytes(model, cache, vdevice) for vdevice in vdevices]
+        if any(map(is_cpu, vdevices)):
+            copies = _bytes_of_copies(file)
+            self.working = [
+                size + copies * (not is_cpu(vdevice)) for size, vdevice in zip(self.working, vdevices, strict=True)
+            ]
         self.names = [device_name(vdevice, vdevices) for vdevice in vdevices]
         self._path = file.path
 
