@@ -103,8 +103,8 @@ def working_bytes(model: Hyperparameters, cache: PagedCache, vdevice: tvm.relax.
 
 
 def _bytes_of_copies(file: GgufFile) -> int:
-    """Memory for copies of a CPU's experts: two matrices, in the order of the CPU and in that of the GPU."""
-    return max((4 * tensor.data.nbytes for tensor in file.tensors.values() if "_exps.weight" in tensor.name), default=0)
+    """Memory for copies of a CPU's experts: three matrices in the order of the CPU, and two in that of the GPU."""
+    return max((5 * tensor.data.nbytes for tensor in file.tensors.values() if "_exps.weight" in tensor.name), default=0)
 
 
 class LayerProblem:
