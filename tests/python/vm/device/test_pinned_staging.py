@@ -4,6 +4,7 @@ import ctypes
 import gc
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import numpy as np
 import pytest
@@ -69,6 +70,24 @@ def test_sends_follow_the_order_of_the_stream(nbytes, seed):
     cuda._push(stream.handle, lambda: ctypes.memmove(later.ctypes.data, address, nbytes))  # and one after
     stream.synchronize()
     np.testing.assert_array_equal(later, source)
+
+
+@given(nbytes=st.integers(1, 9 * PART), threads=st.integers(1, 4), seed=st.none() | st.integers(0, 99))
+def test_sends_that_begin_before_other_work_has_ended(nbytes, threads, seed):
+    """Two buffers take turns: each copy waits for the reader of its own, and readers wait for copies."""
+    cuda, library, staging = fake_staging(seed, threads)
+    stream, events = Stream(library, 0), []
+    sources, results = [random_bytes(nbytes) for _ in range(6)], [np.zeros(nbytes, "uint8") for _ in range(6)]
+    buffers = [np.zeros(nbytes, "uint8") for _ in range(2)]
+    for number, (source, result) in enumerate(zip(sources, results, strict=True)):
+        buffer = buffers[number % 2]
+        events.append(stream.record())
+        begin = events[number - 1] if number > 1 else None
+        staging.send(source.ctypes.data, buffer.ctypes.data, nbytes, stream, begin)
+        cuda._push(stream.handle, partial(ctypes.memmove, result.ctypes.data, buffer.ctypes.data, nbytes))
+    stream.synchronize()
+    for source, result in zip(sources, results, strict=True):
+        np.testing.assert_array_equal(result, source)
 
 
 @given(nbytes=st.integers(1, 40 * PART), threads=st.integers(1, 4), seed=st.none() | st.integers(0, 99))
