@@ -1,8 +1,8 @@
 """Mailboxes: pinned memory through which a GPU and the CPU exchange values while both run.
 
-A mailbox has a flag, and the bytes of some values after it. The sender waits for nothing: it writes the values, then
-sets the flag. The receiver waits for the flag, reads the values, then clears the flag. Between two values of a mailbox,
-the sender always receives something that was sent after the first one was read, so that it never writes too early.
+A mailbox has a flag, and the bytes of some values after it. The sender writes the values, then sets the flag. The
+receiver waits for the flag, reads the values, then clears the flag. A sender on the CPU waits until the GPU has read
+the value of the call before; one on the GPU finds it read, because the CPU has ended a call when the next one begins.
 
 A module has a placeholder constant for each end of a mailbox, which says its number and its size. A machine replaces
 both ends by the same memory (`vm.device.mailboxes`).

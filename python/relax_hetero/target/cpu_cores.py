@@ -34,11 +34,12 @@ def configured_threads() -> int:
 
 
 def num_threads() -> int:
-    """Number of tasks of a parallel loop: a thread for each core, or as many as are configured.
+    """Number of tasks of a parallel loop in code for this machine: one for each core, at most ``TVM_NUM_THREADS``.
 
     With more tasks than threads some threads have two, and the others wait for them.
     """
-    return min(num_cores(), configured_threads() or num_cores())
+    text = os.environ.get("TVM_NUM_THREADS", "")
+    return min(num_cores(), int(text) if text.isdigit() and int(text) else num_cores())
 
 
 @cache

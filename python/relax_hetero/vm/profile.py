@@ -170,6 +170,7 @@ class ProfileRecorder:
         self._devices = list(distinct.values())
         # Command buffers that wait for each other: until the CPU's has ended, the GPU's cannot end.
         self._waiting = {region.name: region.device for region in metadata.regions if metadata.has_mailboxes(region)}
+        self._on_cpu = {name for name, index in self._waiting.items() if metadata.devices[index].device_type == CPU}
         self._begun: tuple[str, float] | None = None
         self._stack: list[tuple[float, list[float]]] = []
         self._own: dict[tuple[str, int], list[float]] = {}
@@ -180,7 +181,8 @@ class ProfileRecorder:
         """Called by TVM before and after each bytecode call."""
         if symbol in self._waiting:
             return self._instrument_waiting(symbol, before, args)
-        self._synchronise(symbol)
+        if self._begun is None:  # else a GPU waits for what follows
+            self._synchronise(symbol)
         now = time.perf_counter()
         if before:
             self._begin = self._begin or now
@@ -200,19 +202,23 @@ class ProfileRecorder:
 
     def _instrument_waiting(self, symbol: str, before: bool, args: Sequence[Any]) -> int:
         """`instrument` for command buffers that wait for each other: the GPU's time ends after the CPU's."""
-        calls = self._regions.kernel_calls(symbol, args) if before and self._regions is not None else None
-        if calls is None:  # a GPU's, which is submitted
+        if symbol not in self._on_cpu:
             if before:
                 self._synchronise(symbol)
                 self._begun = symbol, time.perf_counter()
                 self._begin = self._begin or self._begun[1]
             return _RUN
         assert self._begun is not None, "the GPU's command buffer is submitted first"
-        self._measure(symbol, calls, time.perf_counter())
+        calls = self._regions.kernel_calls(symbol, args) if before and self._regions is not None else None
+        if calls is not None:
+            self._measure(symbol, calls, time.perf_counter())
+        elif before:
+            return _RUN
+        (buffer, begin), self._begun = self._begun, None
         self._synchronise(symbol)
-        (buffer, begin), self._end = self._begun, time.perf_counter()
+        self._end = time.perf_counter()
         self._own.setdefault((buffer, self._waiting[buffer]), []).append(self._end - begin)
-        return _SKIP_RUN
+        return _SKIP_RUN if before else _RUN
 
     def _measure(self, region: str, calls: Iterable[tuple[Dispatch, Callable[[], int]]], begin: float) -> None:
         """Run the kernels of a command buffer one by one; the overhead of doing so is left out of all times."""
@@ -307,15 +313,18 @@ class BufferClock:
         # Command buffers that wait for each other are timed together, from the GPU's begin to the CPU's end.
         waiting = [region for region in metadata.regions if metadata.has_mailboxes(region)]
         on_cpu = {region.name: metadata.devices[region.device].device_type == CPU for region in waiting}
-        self._begins_only = {name for name, is_on_cpu in on_cpu.items() if not is_on_cpu}
-        self._ends_only = {name for name, is_on_cpu in on_cpu.items() if is_on_cpu}
+        self._first = {name for name, is_on_cpu in on_cpu.items() if not is_on_cpu}
+        self._last = {name for name, is_on_cpu in on_cpu.items() if is_on_cpu}
+        self._is_open = False
         self._devices = [device for device in devices if device.dlpack_device_type() != CPU]
         self._begin = 0.0
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
         entered = now = time.perf_counter()
-        if symbol in self._timed and symbol not in (self._ends_only if before else self._begins_only):
+        is_timed = symbol in self._timed and not (self._is_open and (before or symbol not in self._last))
+        if is_timed:
+            self._is_open = before and symbol in self._first
             for device in self._devices:
                 device.sync()
             now = time.perf_counter()

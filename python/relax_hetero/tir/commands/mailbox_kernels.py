@@ -32,17 +32,17 @@ _SPINS = 1 << 28
 
 _AWAIT, _SET = "relax_hetero.await_flag", "relax_hetero.set_flag"
 AWAIT_SLOWLY = "relax_hetero.await_mailbox"
-"""Packed function of a mailbox's address that a CPU calls when its flag stays cleared for long."""
+"""Packed function of a mailbox's address and a flag that a CPU calls when its flag stays another one for long."""
 
 _TEXT = f"""
-define linkonce_odr hidden i32 @{_AWAIT}(ptr %flag) alwaysinline {{
+define linkonce_odr hidden i32 @{_AWAIT}(ptr %flag, i32 %wanted) alwaysinline {{
 entry:
   br label %poll
 poll:
   %count = phi i64 [ 0, %entry ], [ %next, %again ]
   %value = load atomic volatile i32, ptr %flag acquire, align 4
-  %full = icmp ne i32 %value, 0
-  br i1 %full, label %done, label %again
+  %found = icmp eq i32 %value, %wanted
+  br i1 %found, label %done, label %again
 again:
   %next = add i64 %count, 1
   %late = icmp eq i64 %next, {_SPINS}
@@ -149,9 +149,10 @@ class _Copy:
 
 def _on_cpu(mailbox: Any, copies: Sequence[_Copy], is_sender: bool) -> None:
     with T.attr(0, "pragma_import_llvm", ADDRESS_TEXT + _TEXT):
-        if not is_sender:
-            with when(tirx.EQ(tirx.call_extern("int32", _AWAIT, mailbox.data), 0)):
-                T.evaluate(tirx.call_packed(AWAIT_SLOWLY, tirx.call_extern("int64", ADDRESS, mailbox.data)))
+        # A value of the last call may still be there, which the GPU has to read first.
+        wanted = T.int32(int(not is_sender))
+        with when(tirx.EQ(tirx.call_extern("int32", _AWAIT, mailbox.data, wanted), 0)):
+            T.evaluate(tirx.call_packed(AWAIT_SLOWLY, tirx.call_extern("int64", ADDRESS, mailbox.data), wanted))
         for copy in copies:
             whole = copy.words // _LANES
             if whole:

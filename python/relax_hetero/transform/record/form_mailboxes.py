@@ -26,46 +26,53 @@ between, and each device may work on while the other does.
 
 Transfers of tensors of static shape, of `MAX_BYTES` at most, are replaced where a GPU and the CPU alternate at least
 `MIN_EXCHANGES` times, as with experts of a language model on the CPU. Other functions keep their transfers, at which
-`FormSchedules` cuts them, so that several calls overlap. Transfers at the same point become one mailbox. A command
-buffer has a limited number of kernels (`command_regions.MAX_CALLS`): where it is reached, the transfers to the CPU and
-back stay.
+`FormSchedules` cuts them, so that several calls overlap. Transfers at the same point become one mailbox.
 
-A function with mailboxes is impure, and its last tokens are kept (`relax_hetero.keep`), because results of senders have
-no readers. Assumes FormDispatches. A lowered module is returned as it is, and so is one with mailboxes.
+A span of bindings with mailboxes ends at a transfer that stays, and where one of its command buffers is as long as they
+may be (`command_regions.MAX_CALLS`), so that a model of many layers has several spans. At its end the last tokens are
+kept (`relax_hetero.keep`), because results of senders have no readers; that makes the function impure, and ends both
+command buffers. A span whose command buffers would wait for each other for ever keeps its transfers.
+
+Assumes FormDispatches. A lowered module is returned as it is, and so is one with mailboxes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import tvm
 from tvm import relax
 
-from ...artifact.mailboxes import MailboxSpec
+from ...artifact.mailboxes import DATA, MailboxSpec
 from ...target.backend import backend_of
 from ...target.vdevice import is_cpu, vdevices_of
 from ...tir.commands.mailbox_kernels import WORD, Values, mailbox_kernel
 from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
-from ..ir.blocks import Block, rewrite_function, used_vars, with_root_blocks
+from ..ir.blocks import Block, rewrite_function, used_vars, with_root_blocks, with_split_blocks
 from ..ir.declare import declare_pass
 from ..ir.extents import known_extents
 from ..ir.keep_unread_calls import KEEP
 from ..ir.kernels import OPS
 from ..ir.module_attrs import is_lowered
-from ..ir.op_names import TRANSFER
-from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
+from ..ir.op_names import CALL_TIR, TRANSFER, TRANSFERS
+from ..ir.rewriting import copy_module, fresh_global_var, is_tensor_constant, op_name, relax_functions, typed
 from .command_regions import MAX_CALLS, Run, RunFinder, is_view, may_move
 from .donated import DonatedVariables
 from .kernel_calls import KernelCalls
+
+_log = logging.getLogger("relax_hetero")
 
 MAX_BYTES = 256 << 10
 """Maximum bytes of a tensor that goes through a mailbox; a copy of more takes longer than its launch."""
 
 MIN_EXCHANGES = 4
-"""Minimum number of mailboxes of two command buffers, one half in each direction."""
+"""Minimum number of mailboxes of two command buffers."""
 
 _SPARE_CALLS = 32
 """Kernels that a command buffer may still get after the last mailbox: those up to the next transfer."""
@@ -73,7 +80,7 @@ _SPARE_CALLS = 32
 _TOKEN = ((1,), "int32")
 
 
-@dataclass
+@dataclass(eq=False)
 class _Mailbox:
     """Transfers that become one mailbox.
 
@@ -104,27 +111,30 @@ class _Span:
         CPU of the transfers; None before the first one.
     made : dict of relax.Var to int
         Variables that its kernels and transfers define, with the index of the kernel or transfer.
-    calls : int
-        Number of kernels of the GPU, with senders and receivers.
+    calls : Counter of relax.VDevice
+        Number of kernels of each device, with senders and receivers.
     mailboxes : list of _Mailbox
+    end : int
+        Index of the binding before which it ends.
     """
 
     gpu: relax.VDevice
     cpu: relax.VDevice | None = None
     made: dict[relax.Var, int] = field(default_factory=dict)
-    calls: int = 0
+    calls: Counter[relax.VDevice] = field(default_factory=Counter)
     mailboxes: list[_Mailbox] = field(default_factory=list)
+    end: int = -1
 
     @property
     def is_useful(self) -> bool:
         """True if its devices alternate often enough."""
-        return len(self.mailboxes) >= MIN_EXCHANGES
+        return len(self.mailboxes) >= MIN_EXCHANGES and len({mailbox.source for mailbox in self.mailboxes}) == 2
 
 
 def form_mailboxes(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
     devices = [] if is_lowered(mod) else vdevices_of(mod)
-    if not (any(map(_is_gpu, devices)) and any(map(is_cpu, devices))):
+    if not (any(map(_is_gpu, devices)) and any(map(_is_host, devices))):
         return mod
     bound = bind_targets(mod)
     if not is_formed(bound):
@@ -140,6 +150,11 @@ FormMailboxes = declare_pass("FormMailboxes", form_mailboxes)
 
 def _is_gpu(vdevice: relax.VDevice) -> bool:
     return backend_of(vdevice.target).records_graphs
+
+
+def _is_host(vdevice: relax.VDevice) -> bool:
+    """Return whether a vdevice is a CPU whose kernels can wait for a flag."""
+    return is_cpu(vdevice) and vdevice.target.kind.name == "llvm"
 
 
 class _Former:
@@ -160,35 +175,45 @@ class _Former:
         return copy_module(self._mod, {**dict(self._mod.functions.items()), **self._new}) if self._count else None
 
     def _form(self, gv: tvm.ir.GlobalVar, func: relax.Function) -> None:
-        """Form the mailboxes of a function, unless its command buffers would wait for each other for ever."""
-        ends: list[list[tuple[relax.Var, relax.Var]]] = []
-        kept: list[relax.Var] = []
+        """Form the mailboxes of a function, but of spans whose command buffers would wait for each other for ever."""
+        excluded: set[int] = set()
+        mailboxes = self._count
+        while True:
+            self._count = mailboxes
+            formed, spans = self._written(func, excluded)
+            if not spans:
+                self._new.pop(gv, None)
+                break
+            self._new[gv] = formed
+            mod = copy_module(self._mod, {**dict(self._mod.functions.items()), **self._new})
+            out_of_order = _spans_out_of_order(mod, formed, spans)
+            if not out_of_order:
+                break
+            excluded |= out_of_order
+        if excluded:
+            _log.info("%s: transfers of %d spans stay, as command buffers would wait", gv.name_hint, len(excluded))
+
+    def _written(self, func: relax.Function, excluded: Set[int]) -> tuple[relax.Function, dict[int, list[int]]]:
+        """The function with mailboxes, and the numbers of those of each span."""
+        found: dict[int, list[int]] = {}
+        kept: set[relax.Var] = set()
+        numbers = count()
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
             spans = [span for span in _spans(block, self._calls) if span.is_useful] if block.is_dataflow else []
-            if not spans:
+            numbered = [(next(numbers), span) for span in spans]
+            chosen = {number: span for number, span in numbered if number not in excluded}
+            if not chosen:
                 return None
             writer = _Writer(self, block)
-            bindings = writer.write(spans)
-            ends.extend(writer.ends)
-            kept.extend(writer.kept)
+            bindings = writer.write(chosen)
+            found.update(writer.numbers)
+            kept.update(writer.kept)
             return bindings
 
-        count = self._count
         formed = rewrite_function(func, rewrite)
-        if not ends:
-            return
-        empty = tvm.ir.TupleType([])
-        tokens = relax.Tuple(kept)
-        keep = relax.Call(relax.ExternFunc(KEEP), [tokens], None, [empty], ret_ty=empty)
-        block = relax.BindingBlock([relax.VarBinding(relax.Var("_", empty), keep)])
-        body = typed(relax.SeqExpr([*formed.body.blocks, block], formed.body.body), formed.body.ty)
-        formed = relax.Function(list(func.params), body, func.ret_ty, False, func.attrs, func.span)
-        self._new[gv] = formed
-        mod = copy_module(self._mod, {**dict(self._mod.functions.items()), **self._new})
-        if not _runs_are_in_order(mod, formed, ends):
-            del self._new[gv]  # its kernels stay, as other functions may use them
-            self._count = count
+        body = with_split_blocks(formed.body, kept) if kept else formed.body
+        return relax.Function(list(func.params), body, func.ret_ty, not kept, func.attrs, func.span), found
 
     def mailbox(self, values: Values) -> MailboxSpec:
         """A new mailbox for some values."""
@@ -223,7 +248,7 @@ def _spans(block: Block, calls: KernelCalls) -> list[_Span]:
                 spans.append(span)
             if span is not None:
                 span.made[binding.var] = index
-                span.calls += call.vdevice == span.gpu
+                span.calls[call.vdevice] += 1
         elif span is None:
             continue
         elif is_view(binding):
@@ -237,21 +262,23 @@ def _spans(block: Block, calls: KernelCalls) -> list[_Span]:
         elif (mailbox := _mailbox_at(block, index, span)) is not None:
             grouped |= set(mailbox.transfers)
             span.mailboxes.append(mailbox)
-            span.calls += 1
+            span.calls.update((mailbox.source, mailbox.target))
             span.made[binding.var] = index
         elif not may_move(binding) or any(var in span.made for var in used_vars(binding.value)):
-            span = None
+            span.end, span = index, None
+    if span is not None:
+        span.end = len(block.bindings)
     return spans
 
 
 def _mailbox_at(block: Block, index: int, span: _Span) -> _Mailbox | None:
     """The mailbox that begins with a transfer of a value of the span; None if it stays a transfer."""
     binding = block.bindings[index]
-    if span.calls >= MAX_CALLS - _SPARE_CALLS or not _may_be_sent(binding):
+    if max(span.calls.values()) >= MAX_CALLS - _SPARE_CALLS or not _may_be_sent(binding):
         return None
     source, target = binding.value.args[0].ty.vdevice, binding.var.ty.vdevice
     cpu = target if source == span.gpu else source
-    if span.gpu not in (source, target) or not is_cpu(cpu) or span.cpu not in (None, cpu):
+    if span.gpu not in (source, target) or not _is_host(cpu) or span.cpu not in (None, cpu):
         return None
     span.cpu = cpu
     transfers = [index]
@@ -289,67 +316,65 @@ class _Writer:
 
     Attributes
     ----------
-    ends : list of list of (relax.Var, relax.Var)
-        For each span, the variables of the GPU's and the CPU's end of each mailbox.
+    numbers : dict of int to list of int
+        Numbers of the mailboxes of each span.
     kept : list of relax.Var
-        Tokens without readers.
+        Variables of the bindings that keep tokens.
     """
 
     def __init__(self, former: _Former, block: Block) -> None:
         self._former, self._block = former, block
-        self.ends: list[list[tuple[relax.Var, relax.Var]]] = []
+        self._added: dict[int, list[relax.Binding]] = {}
+        self.numbers: dict[int, list[int]] = {}
         self.kept: list[relax.Var] = []
 
-    def write(self, spans: Sequence[_Span]) -> list[relax.Binding]:
+    def write(self, spans: Mapping[int, _Span]) -> list[relax.Binding]:
         """The bindings of the block, with senders and receivers instead of transfers."""
-        senders: dict[int, list[relax.Binding]] = {}
-        receivers: dict[int, list[relax.Binding]] = {}
-        removed: set[int] = set()
-        for span in spans:
-            self._write_span(span, senders, receivers)
-            removed |= {index for mailbox in span.mailboxes for index in mailbox.transfers}
+        for number, span in spans.items():
+            self._write_span(number, span)
+        removed = {i for span in spans.values() for mailbox in span.mailboxes for i in mailbox.transfers}
         bindings: list[relax.Binding] = []
         for index, binding in enumerate(self._block.bindings):
-            bindings += [*receivers.get(index, []), *senders.get(index, [])]
+            bindings += self._added.get(index, [])
             bindings += [] if index in removed else [binding]
-        return [*bindings, *receivers.get(len(self._block.bindings), [])]
+        return [*bindings, *self._added.get(len(self._block.bindings), [])]
 
-    def _write_span(
-        self, span: _Span, senders: dict[int, list[relax.Binding]], receivers: dict[int, list[relax.Binding]]
-    ) -> None:
-        ends: list[tuple[relax.Var, relax.Var]] = []
-        tokens: dict[relax.VDevice, relax.Var] = {}
+    def _write_span(self, number: int, span: _Span) -> None:
+        tokens: dict[relax.VDevice, relax.Var] = {}  # of the last sender on each device
+        specs: dict[_Mailbox, tuple[Values, MailboxSpec]] = {}
+        # Before one binding, values are received first: a sender may follow that needs none of them.
         events = [(mailbox.sent_at, 1, mailbox) for mailbox in span.mailboxes]
         events += [(mailbox.received_at, 0, mailbox) for mailbox in span.mailboxes]
-        last = {mailbox.source: mailbox for mailbox in span.mailboxes}
-        specs: dict[int, tuple[Values, MailboxSpec]] = {}
-        sent: dict[int, relax.Var] = {}
-        # A value may be received, and the next one sent, before the same binding.
-        for _, _, mailbox in sorted(events, key=lambda event: event[:2]):
-            if id(mailbox) not in sent:
-                types = [self._block.bindings[index].var.ty for index in mailbox.transfers]
-                values = _values(types)
-                specs[id(mailbox)] = values, self._former.mailbox(values)
-                binding = self._sender(mailbox, *specs[id(mailbox)], is_kept=last[mailbox.source] is mailbox)
-                senders.setdefault(mailbox.sent_at, []).append(binding)
-                tokens[mailbox.source] = sent[id(mailbox)] = binding.var
-                if last[mailbox.source] is mailbox:
-                    self.kept.append(binding.var)
+        for at, is_sender, mailbox in sorted(events, key=lambda event: event[:2]):
+            if is_sender:
+                values = _values(self._block.bindings[index].var.ty for index in mailbox.transfers)
+                specs[mailbox] = values, self._former.mailbox(values)
+                binding = self._sender(mailbox, *specs[mailbox])
+                tokens[mailbox.source] = binding.var
+                self._add(at, [binding])
             else:
-                bindings = self._receiver(mailbox, *specs[id(mailbox)], tokens.get(mailbox.target))
-                receivers.setdefault(mailbox.received_at, []).extend(bindings)
-                pair = sent[id(mailbox)], bindings[0].var
-                ends.append(pair if mailbox.source == span.gpu else pair[::-1])
-        self.ends.append(ends)
+                self._add(at, self._receiver(mailbox, *specs[mailbox], tokens.get(mailbox.target)))
+        self._add(span.end, [self._keep(token) for token in tokens.values()])
+        self.numbers[number] = [spec.number for _, spec in specs.values()]
 
-    def _sender(self, mailbox: _Mailbox, values: Values, spec: MailboxSpec, is_kept: bool) -> relax.VarBinding:
+    def _add(self, at: int, bindings: Sequence[relax.Binding]) -> None:
+        """Add bindings before the one at an index."""
+        self._added.setdefault(at, []).extend(bindings)
+
+    def _keep(self, token: relax.Var) -> relax.VarBinding:
+        """A binding that reads a token, so that the call that makes it stays."""
+        empty = tvm.ir.TupleType([])
+        keep = relax.Call(relax.ExternFunc(KEEP), [token], None, [empty], ret_ty=empty)
+        self.kept.append(relax.Var("_", empty))
+        return relax.VarBinding(self.kept[-1], keep)
+
+    def _sender(self, mailbox: _Mailbox, values: Values, spec: MailboxSpec) -> relax.VarBinding:
         operands = [self._block.bindings[index].value.args[0] for index in mailbox.transfers]
         kernel = self._former.kernel(values, True, mailbox.source, False)
         ty = relax.TensorType(_TOKEN[0], _TOKEN[1], mailbox.source)
         name = f"{self._block.bindings[mailbox.transfers[0]].var.name}_sent"
         call = relax.call_tir(kernel, relax.Tuple([_end(spec, mailbox.source), *operands]), [ty])
-        var = (relax.Var if is_kept else relax.DataflowVar)(name, ty)
-        return relax.VarBinding(var, typed(call, ty))
+        return relax.VarBinding(relax.DataflowVar(name, ty), typed(call, ty))
 
     def _receiver(
         self, mailbox: _Mailbox, values: Values, spec: MailboxSpec, token: relax.Var | None
@@ -376,31 +401,42 @@ def _end(spec: MailboxSpec, vdevice: relax.VDevice) -> tvm.ir.GenericConst:
 # Whether command buffers with mailboxes end.
 
 
-def _runs_are_in_order(
-    mod: tvm.IRModule, func: relax.Function, spans: Sequence[Sequence[tuple[relax.Var, relax.Var]]]
-) -> bool:
-    """Return whether the ends of each span are in one run of the GPU and a later one of the CPU.
+def _spans_out_of_order(mod: tvm.IRModule, func: relax.Function, spans: Mapping[int, Sequence[int]]) -> set[int]:
+    """The spans but for those of which all ends are in one run of the GPU and a later one of the CPU.
 
     Between the two there must not be a transfer, which might wait for the GPU while the CPU's run has not begun.
     """
     finder, variables = RunFinder(mod, separate_kernels=True), DonatedVariables(func)
-    found: list[bool] = []
+    out_of_order = set(spans)
 
     def look(block: Block) -> None:
-        inside = [span for span in spans if span[0][0] in block.positions]
-        if not inside:
+        ends = _ends_in(block)
+        if not ends:
             return
         order = finder.cut(block, variables.of(block))
         place = {member: n for n, item in enumerate(order) if isinstance(item, Run) for member in item.members}
-        for span in inside:
-            gpu, cpu = ({place.get(block.positions[ends[side]], -1) for ends in span} for side in (0, 1))
+        for span, numbers in spans.items():
+            if numbers[0] not in ends:
+                continue
+            gpu, cpu = ({place.get(ends[number].get(side, -1), -1) for number in numbers} for side in (True, False))
             if len(gpu) != 1 or len(cpu) != 1 or -1 in gpu | cpu:
-                found.append(False)
                 continue
             first, last = gpu.pop(), cpu.pop()
             between = (item for item in order[first + 1 : last] if not isinstance(item, Run))
-            copies = any(op_name(block.bindings[item].value) == TRANSFER for item in between)
-            found.append(first < last and not copies)
+            if first < last and not any(op_name(block.bindings[item].value) in TRANSFERS for item in between):
+                out_of_order.discard(span)
 
     rewrite_function(func, look)
-    return len(found) == len(spans) and all(found)
+    return out_of_order
+
+
+def _ends_in(block: Block) -> dict[int, dict[bool, int]]:
+    """Indices of the bindings with the ends of each mailbox, by its number, then by whether the end is a GPU's."""
+    ends: dict[int, dict[bool, int]] = {}
+    for index, binding in enumerate(block.bindings):
+        operands = binding.value.args[1].fields if op_name(binding.value) == CALL_TIR else []
+        if len(operands) and is_tensor_constant(operands[0]) and list(operands[0].ty.shape.values) == [DATA]:
+            spec = MailboxSpec.of(operands[0].value.numpy().tobytes())
+            if spec is not None:
+                ends.setdefault(spec.number, {})[_is_gpu(operands[0].ty.vdevice)] = index
+    return ends

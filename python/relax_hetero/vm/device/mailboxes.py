@@ -78,19 +78,20 @@ class Mailboxes:
         """Return whether an address is one of a mailbox."""
         return self._address <= address < self._address + self._bytes.size
 
-    def await_value(self, address: int) -> None:
-        """Wait for the flag at an address while the GPU works.
+    def await_flag(self, address: int, wanted: int) -> None:
+        """Wait until the flag at an address is `wanted`, 1 for a value and 0 for an empty mailbox.
 
         Raises
         ------
         HeteroError
-            If the GPU has failed, or has ended without sending.
+            If the GPU has failed, or has ended without sending or receiving.
         """
         flag = (address - self._address) // 4
-        while not self._words[flag]:
+        while self._words[flag] != wanted:
             is_done = self._are_done()
-            if is_done and not self._words[flag]:
-                raise HeteroError("a command buffer of the GPU ended without sending what the CPU waits for")
+            if is_done and self._words[flag] != wanted:
+                what = "sending what the CPU waits for" if wanted else "receiving what the CPU has sent"
+                raise HeteroError(f"a command buffer of the GPU ended without {what}")
             time.sleep(_POLL_SECONDS)
 
     def reset(self) -> None:
@@ -110,8 +111,8 @@ _machines: weakref.WeakSet[Mailboxes] = weakref.WeakSet()
 
 
 @tvm_ffi.register_global_func("relax_hetero.await_mailbox", override=True)
-def _await_mailbox(address: int) -> None:
-    next(each for each in _machines if each.contains(address)).await_value(address)
+def _await_mailbox(address: int, wanted: int) -> None:
+    next(each for each in list(_machines) if each.contains(address)).await_flag(address, wanted)
 
 
 def place_mailboxes(

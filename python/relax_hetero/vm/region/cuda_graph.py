@@ -91,7 +91,7 @@ class CudaGraph:
         arena: runtime.Tensor | None = None,
         has_mailboxes: bool = False,
     ) -> None:
-        self._has_mailboxes = has_mailboxes
+        self._has_mailboxes, self._reason = has_mailboxes, ""
         self._name, self._device, self._launch_all = region.name, device, launch_all
         self.submit_function = submit
         self._layout = layout = Layout(len(region.slots), len(region.parameters))
@@ -126,10 +126,14 @@ class CudaGraph:
         bindings = words[layout.slow_bindings : layout.slow_bindings + layout.slots]
         values = tuple(map(int, words[layout.slow_parameters : layout.slow_parameters + layout.parameters]))
         if self._has_mailboxes and values not in self._captured:
-            self._reserve_arena(values)
-            self._capture(values)
+            if self._driver is not None:
+                self._reserve_arena(values)
+                self._capture(values)
             if self._driver is None:
-                raise CudaError(f"command buffer {self._name!r} on {self._device} needs a CUDA graph; see the warning")
+                raise CudaError(
+                    f"command buffer {self._name!r} on {self._device} exchanges values with the CPU, and needs a CUDA "
+                    f"graph: {self._reason}"
+                )
         graph = self._captured.get(values)
         if graph is None or self._driver is None:
             self._reserve_arena(values)
@@ -240,6 +244,7 @@ class CudaGraph:
             self._words[begin : begin + layout.cache_entry_words] = entry
 
     def _warn(self, reason: str) -> None:
+        self._reason = reason
         _log.warning(
             "command buffer %r on %s is launched kernel by kernel, not as a graph: %s", self._name, self._device, reason
         )

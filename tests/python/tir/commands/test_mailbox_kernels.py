@@ -49,7 +49,7 @@ def test_a_receiver_waits_for_the_flag(monkeypatch):
         def contains(self, address):
             return address == memory.ctypes.data
 
-        def await_value(self, address):
+        def await_flag(self, address, wanted):
             thread.join()
 
     def send():
@@ -78,3 +78,23 @@ def test_kernels_of_a_gpu_order_their_accesses():
 
 def test_the_slow_path_has_a_function():
     assert tvm_ffi.get_global_func(AWAIT_SLOWLY) is not None
+
+
+def test_a_sender_waits_until_the_last_value_is_read():
+    values = Values([((64,), "float32")])
+    memory = np.zeros(DATA + values.nbytes, "uint8")
+    memory[:4] = [1, 0, 0, 0]
+    seen, token = [], tvm.runtime.tensor(np.zeros(1, "int32"))
+
+    def read():
+        time.sleep(0.02)
+        seen.append(bytes(memory[DATA : DATA + 256]))
+        memory[:4] = 0
+
+    thread = threading.Thread(target=read)
+    send = compiled(values, True)
+    thread.start()
+    send(tvm_ffi.from_dlpack(memory[:DATA]), tvm.runtime.tensor(np.ones(64, "float32")), token)
+    thread.join()
+    assert seen == [bytes(256)] and memory[:4].view("int32")[0] == 1
+    np.testing.assert_array_equal(memory[DATA : DATA + 256].view("float32"), 1)

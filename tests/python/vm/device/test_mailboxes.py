@@ -62,7 +62,7 @@ def test_a_wait_ends_with_the_flag(driver):
     flag, address = flag_of(made, SPECS[1])
     thread = threading.Thread(target=lambda: (time.sleep(0.02), flag.__setitem__(0, 1)))
     thread.start()
-    tvm.get_global_func("relax_hetero.await_mailbox")(address)
+    tvm.get_global_func("relax_hetero.await_mailbox")(address, 1)
     thread.join()
     assert flag[0] == 1
 
@@ -71,10 +71,10 @@ def test_a_gpu_that_ends_or_fails_ends_a_wait(driver):
     made = Mailboxes(SPECS, [tvm.runtime.device("cpu", 0)])
     _, address = flag_of(made, SPECS[0])
     with pytest.raises(rh.HeteroError, match="ended without sending"):
-        made.await_value(address)
+        made.await_flag(address, 1)
     driver.failure = CudaError("cuStreamQuery failed: CUDA_ERROR_ILLEGAL_ADDRESS")
     with pytest.raises(CudaError, match="ILLEGAL_ADDRESS"):
-        made.await_value(address)
+        made.await_flag(address, 1)
 
 
 def test_reset_lets_the_gpu_end(driver):
