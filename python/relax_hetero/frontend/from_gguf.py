@@ -47,7 +47,7 @@ def from_gguf(
     activations: str | None = None,
     count_experts: bool = False,
     expert_counts: ExpertCountsSource | None = None,
-    stream_experts: int | Literal["auto"] | None = "auto",
+    stream_experts: int | Literal["auto"] | None = None,
 ) -> tvm.IRModule:
     """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
 
@@ -93,7 +93,7 @@ def from_gguf(
     stream_experts : int, "auto" or None
         Minimum rows of ``prefill_C`` functions that multiply the experts of a CPU on the GPU that has the rest of their
         layer: each call copies them there, a layer at a time. ``"auto"``: from where copies are faster by the cost
-        model; 0 or None: never.
+        model; 0 or None: never, as by default, because copies have not been measured on a GPU yet.
 
     Returns
     -------

@@ -57,7 +57,7 @@ _DEFAULTS = {
     "activations": None,
     "count_experts": False,
     "expert_counts": None,
-    "stream_experts": "auto",
+    "stream_experts": None,
 }
 """Default options of GGUF files in `load`."""
 
@@ -77,7 +77,7 @@ def load(
     activations: str | None = None,
     count_experts: bool = False,
     expert_counts: ExpertCountsSource | None = None,
-    stream_experts: int | Literal["auto"] | None = "auto",
+    stream_experts: int | Literal["auto"] | None = None,
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:

@@ -267,7 +267,7 @@ def plan_model(
         figures=costs.figures,
         parts=placed,
         devices=tuple(_device_use(problem, plan, placed, index) for index in range(len(vdevices))),
-        speeds=_speeds(problem, plan, streams, chunk, cache.context),
+        speeds=_speeds(problem, plan, chunk, cache.context),
         more=tuple(_more_memory(problem, plan, device) for device in limited),
         curves={problem.names[device]: _curve(problem, device) for device in limited},
         streaming=_streaming(problem, streams),
@@ -309,18 +309,14 @@ def _device_use(problem: LayerProblem, plan: LayerPlan, placed: Sequence[PlacedP
     )
 
 
-def _speeds(
-    problem: LayerProblem, plan: LayerPlan, streams: Sequence[tuple[Part, int, int]], chunk: int, context: int
-) -> tuple[Speed, ...]:
+def _speeds(problem: LayerProblem, plan: LayerPlan, chunk: int, context: int) -> tuple[Speed, ...]:
     search = problem.search
     speeds = [Speed("decode", 1, plan.seconds)]
-    times = [streamed_seconds(*stream, search.costs, search.row_bytes, chunk) for stream in streams]
-    saved = sum(max(0.0, on_cpu - copied) for on_cpu, copied in times)
     for tokens in PROMPTS:
         if tokens <= context:
             steps = prefill_steps(tokens, chunk)
             args = search.parts, plan.devices, search.costs, search.row_bytes
-            speeds.append(Speed("prefill", tokens, sum(step_seconds(*args, step) - saved for step in steps)))
+            speeds.append(Speed("prefill", tokens, sum(step_seconds(*args, step) for step in steps)))
     return tuple(speeds)
 
 

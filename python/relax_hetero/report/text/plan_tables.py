@@ -134,6 +134,6 @@ def _streaming_line(streaming: Streaming) -> str:
         for rows, (here, copied) in streaming.seconds.items()
     )
     return (
-        f"Chunks of {streaming.rows:,} tokens or more copy {where}, which is faster than products on "
-        f"{streaming.source} (a layer: {times})."
+        f'With stream_experts="auto", chunks of {streaming.rows:,} tokens or more copy {where}, instead of products on '
+        f"{streaming.source} (estimate for a layer: {times})."
     )
