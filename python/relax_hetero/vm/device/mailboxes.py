@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
 import time
 import weakref
 from collections.abc import Sequence
@@ -24,6 +25,8 @@ from .cuda_driver import CudaDriver, cuda_driver
 from .tensors import alias, copy_into, from_array, is_host
 
 _log = logging.getLogger("relax_hetero")
+
+_BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
 _ALIGNMENT = 256
 """Alignment of a mailbox in bytes."""
@@ -45,7 +48,7 @@ class Mailboxes:
     Raises
     ------
     BindingError
-        If there is no CUDA driver for pinned memory and graphs.
+        If there is no CUDA driver for pinned memory and graphs, or launches return only when they have ended.
     """
 
     def __init__(self, specs: Sequence[MailboxSpec], gpus: Sequence[runtime.Device]) -> None:
@@ -54,6 +57,11 @@ class Mailboxes:
             raise BindingError(
                 f"this model has command buffers of the CPU and of a GPU that wait for each other, and expects CUDA "
                 f"graphs: found none, {driver}"
+            )
+        if os.environ.get(_BLOCKING, "0") not in ("", "0"):
+            raise BindingError(
+                f"{_BLOCKING}={os.environ[_BLOCKING]}: launches would wait for the GPU, which waits for the CPU in this "
+                f"model; expected it unset"
             )
         self._driver, self._gpus = driver, list(gpus)
         self._offsets: dict[int, int] = {}

@@ -96,3 +96,9 @@ def test_without_a_driver_the_error_says_what_is_missing(monkeypatch):
     monkeypatch.setattr(mailboxes, "cuda_driver", lambda: "the package cuda-bindings is not installed")
     with pytest.raises(rh.BindingError, match="cuda-bindings is not installed"):
         Mailboxes(SPECS, [])
+
+
+def test_launches_that_block_are_refused(driver, monkeypatch):
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    with pytest.raises(rh.BindingError, match="CUDA_LAUNCH_BLOCKING=1: launches would wait"):
+        Mailboxes(SPECS, [])
