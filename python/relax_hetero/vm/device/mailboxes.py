@@ -60,8 +60,8 @@ class Mailboxes:
             )
         if os.environ.get(_BLOCKING, "0") not in ("", "0"):
             raise BindingError(
-                f"{_BLOCKING}={os.environ[_BLOCKING]}: launches would wait for the GPU, which waits for the CPU in this "
-                f"model; expected it unset"
+                f"{_BLOCKING}={os.environ[_BLOCKING]}: launches would wait for the GPU, which waits for the CPU in "
+                f"this model; expected it unset"
             )
         self._driver, self._gpus = driver, list(gpus)
         self._offsets: dict[int, int] = {}
