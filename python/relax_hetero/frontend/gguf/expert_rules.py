@@ -104,25 +104,24 @@ def split_rules(
     suffixes = [f".{device_identifier(vdevice, vdevices)}" for vdevice in vdevices]
     deciding: dict[_Rule, None] = {}
     groups: dict[str, tuple[ExpertGroup, ...]] = {}
+    new_rules: list[tuple[str, VDeviceSpec]] = []
+    replaced = {}
     for layer in range(model.dense_layers, model.layers):
         prefix = f"blk.{layer}"
         by_expert = _rules_of_layer(prefix, rules, default, model, vdevices)
         deciding |= dict.fromkeys(by_expert)
         if any(rule.experts is not None for rule in by_expert):
-            groups[prefix] = tuple(
-                ExpertGroup(suffix, tuple(expert for expert, rule in enumerate(by_expert) if rule.device == device))
-                for device, suffix in enumerate(suffixes)
-                if any(rule.device == device for rule in by_expert)
-            )
+            own = {
+                device: tuple(expert for expert, rule in enumerate(by_expert) if rule.device == device)
+                for device in sorted({rule.device for rule in by_expert})
+            }
+            groups[prefix] = tuple(ExpertGroup(suffixes[device], experts) for device, experts in own.items())
+            for device, experts in own.items():
+                pattern = f"{prefix}.ffn_*{suffixes[device]}"
+                new_rules.append((pattern, vdevices[device]))
+                sources = dict.fromkeys(by_expert[expert].pattern for expert in experts)
+                replaced[pattern] = tuple(filter(None, sources))
     _check_unused(rules, deciding)
-    new_rules: list[tuple[str, VDeviceSpec]] = []
-    replaced = {}
-    used = {group.suffix for layer_groups in groups.values() for group in layer_groups}
-    for device, suffix in enumerate(suffixes):
-        if suffix in used:
-            pattern = f"blk.*.ffn_*{suffix}*"
-            new_rules.append((pattern, vdevices[device]))
-            replaced[pattern] = tuple(rule.pattern for rule in deciding if rule.pattern and rule.device == device)
     others = [pair for pair, rule in zip(pairs, rules, strict=True) if rule.experts is None]
     return SplitRules([*new_rules, *others], groups, replaced)
 

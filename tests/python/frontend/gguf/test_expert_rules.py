@@ -7,6 +7,7 @@ import pytest
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from relax_hetero.frontend.from_gguf import hyperparameters_of
+from relax_hetero.frontend.gguf.activation_types import ActivationTypes
 from relax_hetero.frontend.gguf.expert_rules import shown, split_rules
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.target.make_vdevice import parse_vdevices
@@ -45,14 +46,28 @@ def test_other_layers_have_no_groups(file):
 
 
 def test_patterns_of_groups_stand_for_the_rules_with_lists(file):
+    """Each layer has the reasons of its own experts only."""
     rules = {"blk.*.ffn_*_exps[0-1]": "cuda", "blk.2.ffn_*_exps[4]": "cuda", "blk.*.attn*": "llvm:1"}
     split = split_rules(rules, hyperparameters_of(file), DEVICES)
-    assert [pattern for pattern, _ in split.rules] == ["blk.*.ffn_*.llvm_0*", "blk.*.ffn_*.cuda_0*", "blk.*.attn*"]
+    patterns = [f"blk.{layer}.ffn_*.{device}" for layer in (1, 2) for device in ("llvm_0", "cuda_0")]
+    assert [pattern for pattern, _ in split.rules] == [*patterns, "blk.*.attn*"]
     assert split.reasons({"blk.2.ffn_*_exps[4]": "auto, as it fits"}) == {
         "blk.2.ffn_*_exps[4]": "auto, as it fits",
-        "blk.*.ffn_*.llvm_0*": "no rule matches: default device",
-        "blk.*.ffn_*.cuda_0*": "rule 'blk.*.ffn_*_exps[0-1]'; auto, as it fits",
+        "blk.1.ffn_*.llvm_0": "no rule matches: default device",
+        "blk.1.ffn_*.cuda_0": "rule 'blk.*.ffn_*_exps[0-1]'",
+        "blk.2.ffn_*.llvm_0": "no rule matches: default device",
+        "blk.2.ffn_*.cuda_0": "rule 'blk.*.ffn_*_exps[0-1]'; auto, as it fits",
     }
+
+
+def test_patterns_of_groups_match_their_device_only(file):
+    """The name of the second of eleven devices begins that of the last."""
+    devices = parse_vdevices(["llvm"] * 11)
+    rules = {"blk.*.ffn_*_exps[0]": "llvm:1", "blk.*.ffn_*_exps[1]": "llvm:10"}
+    types = ActivationTypes(None, "float16", split_rules(rules, hyperparameters_of(file), devices).rules, devices)
+    for device in (1, 10):
+        for end in ("", ".stacked"):
+            assert types.device_of(f"blk.1.ffn_up_exps.llvm_{device}{end}") == devices[device]
 
 
 @pytest.mark.parametrize(
