@@ -64,6 +64,13 @@ _TRACED_CALLS = 4
 @click.option(
     "--slots", type=click.IntRange(min=1), help="Plan a GGUF file with a cache for so many sequences; the default is 8."
 )
+@click.option(
+    "--expert-counts",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="Plan a GGUF file by cost with the most frequent experts of this file, which serve --count-experts wrote, on "
+    "the fastest device.",
+)
 @placement_options
 @verify_option
 @accuracy_option
@@ -77,6 +84,7 @@ def explain_command(
     compare: Path | None,
     context: int | None,
     slots: int | None,
+    expert_counts: Path | None,
     placing: PlacementOptions,
     key: bytes | None,
     accuracy: str,
@@ -101,10 +109,12 @@ def explain_command(
     relax-hetero explain model.onnx --html report.html --profile
     """
     if is_gguf(model) and not (sections or summary or profile):
-        _show_plan(model, html, compare, placing, context, slots, as_json)
+        _show_plan(model, html, compare, placing, context, slots, expert_counts, as_json)
         return
-    if context is not None or slots is not None:
-        raise click.UsageError("--context and --slots go with the plan of a GGUF file: without sections and --profile")
+    if (context, slots, expert_counts) != (None, None, None):
+        raise click.UsageError(
+            "--context, --slots and --expert-counts go with the plan of a GGUF file: without sections and --profile"
+        )
     if html is not None:
         executable = _write_report(
             model, html, compare, profile, placing, key, accuracy, (*sections, *["--summary"] * summary)
@@ -136,6 +146,7 @@ def _show_plan(
     placing: PlacementOptions,
     context: int | None,
     slots: int | None,
+    expert_counts: Path | None,
     as_json: bool,
 ) -> None:
     """Print the plan of a GGUF file, or write it as a page."""
@@ -145,7 +156,9 @@ def _show_plan(
         raise click.UsageError("--compare goes with the report of a compiled model: --profile, or a saved folder")
     if html is not None:
         refuse_overwriting(report_path(html), path)
-    plan = _plan(path, placing, context, slots)
+    if expert_counts is not None and not placing.auto:
+        raise click.UsageError("--expert-counts is for --place-auto, or --memory-limit, which implies it")
+    plan = _plan(path, placing, context, slots, expert_counts)
     if html is not None:
         write_plan(plan, html)
         console(stderr=True).print(f"Wrote {html}: open it in a browser.", markup=False)
@@ -155,13 +168,16 @@ def _show_plan(
         show(plan_tables(plan))
 
 
-def _plan(path: Path, placing: PlacementOptions, context: int | None, slots: int | None) -> ModelPlan:
+def _plan(
+    path: Path, placing: PlacementOptions, context: int | None, slots: int | None, expert_counts: Path | None
+) -> ModelPlan:
     """Plan a GGUF file as `llm.load` would place it."""
     from ..frontend import CostModel, PagedCache
     from ..frontend.auto.auto_placement import memory_limits
-    from ..frontend.from_gguf import hyperparameters_of
+    from ..frontend.from_gguf import from_gguf, hyperparameters_of
     from ..frontend.gguf.file import read_gguf
-    from ..frontend.gguf.model_plan import plan_model
+    from ..frontend.gguf.model_plan import patterns_without_matrix, plan_model
+    from ..frontend.gguf.place_experts import read_expert_counts
     from ..llm.model_loader import BATCHES, CHUNKS, CONTEXT
     from ..target.make_vdevice import parse_vdevices
 
@@ -170,10 +186,14 @@ def _plan(path: Path, placing: PlacementOptions, context: int | None, slots: int
     limits = memory_limits(options.get("memory_limit"), devices)
     file = read_gguf(path)
     model = hyperparameters_of(file)
-    cache = PagedCache(BATCHES, CHUNKS, slots, context or min(model.context, CONTEXT))
+    counts = read_expert_counts(expert_counts, model)
+    cache, placement = PagedCache(BATCHES, CHUNKS, slots, context or min(model.context, CONTEXT)), options["placement"]
     with console(stderr=True).status(f"Planning {path.name}"):  # may measure the devices, once per machine
+        if placement and not placing.auto and patterns_without_matrix(file, placement):
+            # Refuses patterns that match nothing.
+            from_gguf(file, devices, placement, chunks=CHUNKS[:1], context=cache.context, stream_experts=None)
         costs = CostModel.measured(devices)
-        return plan_model(file, model, cache, devices, options["placement"] or {}, costs, limits)
+        return plan_model(file, model, cache, devices, placement or {}, costs, limits, counts)
 
 
 def _write_report(

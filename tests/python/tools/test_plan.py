@@ -6,11 +6,13 @@ import io
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 
+import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.display.console import show
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
@@ -20,6 +22,7 @@ from relax_hetero.frontend.gguf.model_plan import ModelPlan, plan_model
 from relax_hetero.report.page import data_of
 from relax_hetero.report.text.plan_tables import lines, plan_tables
 from relax_hetero.target.make_vdevice import parse_vdevices
+from relax_hetero.transform.ir.remarks import remarks_of
 
 from .conftest import parsed
 
@@ -62,7 +65,10 @@ def test_a_file_is_planned_from_its_metadata(invoke: Callable[..., Result], larg
     result = invoke("explain", large, *ON_BOTH, "--memory-limit", "cuda=12GiB")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    for pattern in (r"attention │ \d+-47 │ cuda:0", r"experts │ 0-\d+ │ llvm:0 .* the memory of cuda:0 is too small"):
+    for pattern in (
+        r"attention │ \d+-47 │ cuda:0",
+        r"experts │ [\d, -]+ │ llvm:0 .* the memory of cuda:0 is too small",
+    ):
         assert re.search(pattern, text)
     assert "prefill of 4,096 tokens, in chunks of 256" in text and "Nothing was compiled" in text
     assert "One GiB more on cuda:0: " in text and "copy experts of a layer from llvm:0 to cuda:0" in text
@@ -125,6 +131,93 @@ def test_rules_place_parts(planned):
     small = planned({"*": "cuda"}, limit=GIB)
     assert small.devices[1].left < 0
     assert any("The plan does not fit cuda:0: it exceeds the limit by" in line for line in lines(small))
+
+
+def test_lists_of_experts_are_planned(planned):
+    plan = planned({"blk.*.ffn_*_exps[0-3]": "cuda", "*": "llvm"})
+    experts = [part for part in plan.parts if part.name == "experts"]
+    assert len(experts) == 2 * 48
+    assert [(part.device, part.experts, part.reason) for part in experts[:2]] == [
+        ("llvm:0", tuple(range(4, 128)), "rule '*'"),
+        ("cuda:0", (0, 1, 2, 3), "rule 'blk.*.ffn_*_exps[0-3]'"),
+    ]
+    whole = planned({"*": "cuda"})
+    layer = next(part for part in whole.parts if part.name == "experts")
+    assert plan.devices[1].weights == pytest.approx(48 * layer.weights * 4 / 128, abs=48)
+    text = io.StringIO()
+    show(plan_tables(plan), text)
+    assert "4 of 128 experts" in text.getvalue() and "124 of 128 experts" in text.getvalue()
+    # Eight pairs of a token choose all experts alike.
+    on_cpu = next(part for part in planned({"*": "llvm"}).parts if part.name == "experts")
+    launches = 2 * COSTS.devices[0].launch
+    assert experts[0].seconds - launches == pytest.approx((on_cpu.seconds - launches) * 124 / 128)
+
+
+DEVICES = ["llvm", GPU]
+
+
+@pytest.mark.parametrize(
+    "placement",
+    [
+        {"blk.0": "cuda"},
+        {"blk.*.ffn_up_exps": "cuda", "blk.1.attn_output": "cuda"},
+        {"blk.*.ffn_*_exps[0,2-4]": "cuda", "blk.1.ffn_*": "llvm", "*": "cuda"},
+        {"blk.0.attn": "cuda", "matmul": "llvm"},
+        {"last_row": "cuda", "output": "cuda"},  # no matrix has the first name
+    ],
+)
+def test_rules_place_as_in_a_module(placement, tmp_path):
+    """Matrices of each part are planned where their products are."""
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], "Q8_0"))
+    cache, vdevices = PagedCache((1,), (16,), None, 64), parse_vdevices(DEVICES)
+    plan = plan_model(file, hyperparameters_of(file), cache, vdevices, placement, COSTS, {})
+    mod = rh.from_gguf(file, DEVICES, placement, batches=(1,), chunks=(16,), context=64, stream_experts=None)
+    entries = [entry for entry in remarks_of(mod).placement.entries if entry.kind == "op"]
+    products = [entry for entry in entries if "matmul" in entry.op]
+    for part in plan.parts:
+        prefix = "output" if part.layer is None else f"blk.{part.layer}."
+        ends = {"attn": "attn", "router": "ffn_gate_inp", "experts": "ffn_.*_exps", "output": ""}
+        if part.name in ends:
+            own = {entry.device for entry in products if re.match(prefix + ends[part.name], entry.variable)}
+            assert part.device in own or part.cache
+            assert {other.device for other in plan.parts if (other.name, other.layer) == (part.name, part.layer)} >= own
+            [reason] = {other.reason for other in plan.parts if other == part}
+            assert reason in {entry.reason.replace("no rule matches: ", "") for entry in entries}
+    caches = {part.layer: part.device for part in plan.parts if part.cache}
+    assert caches == {layer: next(e.device for e in entries if e.variable == f"blk.{layer}.attn") for layer in (0, 1)}
+
+
+def test_a_plan_by_cost_is_what_is_loaded(tmp_path):
+    """With counts, too, which a command reads: the same experts on the same devices."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], "Q8_0")
+    file, vdevices = read_gguf(path), parse_vdevices(DEVICES)
+    model, cache = hyperparameters_of(file), PagedCache((1,), (16,), None, 64)
+    counts = {0: [9, 1, 1, 8, 7, 0, 0, 1], 1: [1, 0, 1, 0, 1, 9, 8, 7]}
+    fast = replace(COSTS, links={ends: LinkCost(1e15, 1e-9) for ends in COSTS.links})
+    costs = replace(fast, devices=[replace(device, launch=0) for device in COSTS.devices])
+    everything = plan_model(file, model, cache, vdevices, {"*": "cuda"}, costs, {})
+    experts = sum(part.weights for part in everything.parts if part.name == "experts")
+    use = everything.devices[1]
+    limit = use.weights + use.cache + use.working - experts // 2
+    plan = plan_model(file, model, cache, vdevices, "auto", costs, {1: limit}, counts)
+    on_gpu = {part.layer: set(part.experts) for part in plan.parts if part.experts and part.device == "cuda:0"}
+    assert on_gpu[0] >= {0, 3, 4} and on_gpu[1] >= {5, 6, 7}
+    options = {"batches": (1,), "chunks": (16,), "context": 64, "cost_model": costs, "stream_experts": None}
+    limits = {"cuda": limit}
+    mod = rh.from_gguf(file, DEVICES, "auto", expert_counts=counts, memory_limit=limits, **options)
+    remarks = remarks_of(mod)
+    assert plan.speeds[0].seconds == pytest.approx(remarks.placement_estimate["seconds"])
+    entries = {entry.variable: entry for entry in remarks.placement.entries if entry.kind == "op"}
+    for part in plan.parts:
+        if part.name == "experts":
+            end = f".{part.device.replace(':', '_')}" if part.experts else ""
+            entry = entries[f"blk.{part.layer}.ffn_down_exps{end}"]
+            assert (entry.device, entry.reason) == (part.device, part.reason)
+    assert any(part.experts for part in plan.parts)
+    more = plan.more[0]
+    assert more.tokens_per_second > plan.speeds[0].tokens_per_second and more.parts["experts"] == pytest.approx(1, 0.2)
+    rates = [rate for _, rate in plan.curves["cuda:0"] if rate]
+    assert rates[-1] > plan.speeds[0].tokens_per_second > rates[0]
 
 
 def test_the_text_of_a_plan(planned):
@@ -193,8 +286,12 @@ def test_a_page_shows_the_plan(invoke, tmp_path):
         ),
         (["--vdevice", "nonsense"], 1, "nonsense"),
         ([*ON_BOTH, "--place", "*=cuda:1"], 1, "cuda:1"),
+        ([*ON_BOTH, "--place", "blk.*.fn_down=cuda"], 1, "'blk.*.fn_down' matches no node's name"),
+        ([*ON_BOTH, "--place", "blk.*.ffn_*_exps[0-8]=cuda"], 1, "found expert 8, but the model has experts 0 to 7"),
+        ([*ON_BOTH, "--place", "*=cuda", "--expert-counts", "{model}"], 2, "--expert-counts is for --place-auto"),
+        ([*ON_BOTH, "--place-auto", "--expert-counts", "{model}"], 1, "is not a file of expert counts"),
         ([*ON_BOTH, "--place", "*=cuda", "--memory-limit", "cuda=1GiB"], 2, "excludes --place"),
-        (["token", "--context", "256"], 2, "--context and --slots go with the plan"),
+        (["token", "--context", "256"], 2, "--context, --slots and --expert-counts go with"),
         (["--compare", "{model}"], 2, "--compare goes with"),
         (["--objective", "throughput", "--place-auto"], 2, "objective go with an ONNX file"),
         (["--html", "absent/plan.html"], 1, "there is no folder absent"),

@@ -47,7 +47,8 @@ class ActivationTypes:
         self, activations: str | None, trained: str, rules: PlacementRules, vdevices: Sequence[tvm.relax.VDevice]
     ) -> None:
         pairs = rule_pairs(rules)
-        self._patterns = Patterns(pattern for pattern, _ in pairs)
+        self._texts = [pattern for pattern, _ in pairs]
+        self._patterns = Patterns(self._texts)
         self._types: dict[tvm.relax.VDevice | None, str] = {None: activations or "float32"}
         self._types |= {vdevice: activations or _default_type(vdevice, trained) for vdevice in vdevices}
         self._devices = [lookup(device, vdevices) for _, device in pairs]
@@ -61,6 +62,10 @@ class ActivationTypes:
         """The device of a variable's op; None if there are no devices."""
         matching = self._matching(name)
         return self._devices[min(matching)] if matching else self._default
+
+    def pattern_of(self, name: str) -> str | None:
+        """The placement pattern that decides for a variable's op; None for the default device."""
+        return self._texts[min(matching)] if (matching := self._matching(name)) else None
 
     def have_same_rules(self, names: Sequence[str]) -> bool:
         """Return whether every placement rule matches either all of the variables or none."""

@@ -6,38 +6,32 @@ All numbers follow from the file's metadata and the cost model (`part_costs`); n
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
-from ...target.vdevice import default_vdevice, is_cpu, lookup, vdevice_index
+from ...target.vdevice import is_cpu, vdevice_index
 from ..auto.cost_model import CostModel
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from ..paged_cache import PagedCache
+from .activation_types import ActivationTypes, names_of
+from .expert_rules import split_rules
 from .part_costs import Part, first_streamed_rows, prefill_steps, step_seconds, streamed_seconds
 from .place_layers import LayerProblem, bytes_on
 
 if TYPE_CHECKING:
     from .file import GgufFile
     from .hyperparameters import Hyperparameters
-    from .plan_layers import LayerPlan
+    from .plan_layers import LayerPlan, PlanSearch
 
 PROMPTS = (512, 4096)
 """Tokens of the prompts whose speed is estimated."""
 
 _CURVE_POINTS = 33
 _GIB = 1 << 30
-_RULE_NAMES = {
-    "embd": "token_embd",
-    "attn": "attn",
-    "ffn": "ffn_down",
-    "router": "ffn_gate_inp",
-    "experts": "ffn_down_exps",
-    "output": "output",
-}
-"""Variable of a part whose placement rule decides for the part."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +50,8 @@ class PlacedPart:
     seconds : float
         Time of a decode step.
     reason : str
+    experts : tuple of int
+        Numbers of the experts, if experts of the layer are on several devices.
     """
 
     name: str
@@ -65,6 +61,7 @@ class PlacedPart:
     cache: int
     seconds: float
     reason: str
+    experts: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,11 +112,20 @@ class Speed:
 
 @dataclass(frozen=True)
 class MoreMemory:
-    """Effect of one GiB more on a device: tokens per second of decoding, and parts that move there by their names."""
+    """Effect of one GiB more on a device.
+
+    Attributes
+    ----------
+    device : str
+    tokens_per_second : float
+        Speed of decoding.
+    parts : dict from str to float
+        Name of a part -> number of layers whose part moves there; experts of a layer are a fraction.
+    """
 
     device: str
     tokens_per_second: float
-    parts: dict[str, int]
+    parts: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,7 @@ def plan_model(
     placement: PlacementRules | Literal["auto"],
     costs: CostModel,
     limits: dict[int, int],
+    expert_counts: Mapping[int, Sequence[float]] | None = None,
 ) -> ModelPlan:
     """Plan a language model.
 
@@ -215,32 +222,35 @@ def plan_model(
     file, model, cache : GgufFile, Hyperparameters, PagedCache
     vdevices : list of VDevice
     placement : PlacementRules or "auto"
-        As for `from_gguf`; a rule places a part by the name of one of its variables.
+        As for `from_gguf`.
     costs : CostModel
         Cost model of these devices.
     limits : mapping from int to int
         Index of a device -> maximum of its memory.
+    expert_counts : mapping from int to sequence of float, optional
+        Layer -> counts of its experts (`place_experts.read_expert_counts`), for "auto".
 
     Raises
     ------
+    FrontendError
+        If a list of experts is invalid.
     PlacementError
         If the model does not fit.
     VDeviceError
         If a device of a rule is not in the list.
     """
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits)
-    search = problem.search
-    if isinstance(placement, str):
-        plan = problem.best()
-        reasons = [problem.reason(*pair, plan) for pair in zip(search.parts, plan.devices, strict=True)]
-    else:
-        devices, reasons = _devices_by_rules(search.parts, placement, vdevices)
-        plan = search.plan(devices)
+    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
     is_auto = isinstance(placement, str)
+    if isinstance(placement, str):
+        rules = problem.rules(problem.best())
+        reasons = {pattern: reason for pattern, _, reason in rules}
+        layout = _layout(problem, model, vdevices, [rule[:2] for rule in rules], reasons)
+    else:
+        layout = _layout(problem, model, vdevices, placement, {})
     # More memory brings the same on each of several equal devices.
     kinds = {(repr(costs.devices[device]), limit): device for device, limit in reversed(limits.items())}
     limited = sorted(kinds.values()) if is_auto else []
-    chunk, streams = max(cache.chunks), _streams(problem, plan, vdevices)
+    step = problem.search.step
     placed = tuple(
         PlacedPart(
             part.name,
@@ -248,10 +258,11 @@ def plan_model(
             problem.names[device],
             round(part.resident_bytes[device] - part.resident_cache),
             round(part.resident_cache),
-            part.seconds(device, costs, search.step),
+            part.seconds(device, costs, step),
             reason,
+            part.experts,
         )
-        for part, device, reason in zip(search.parts, plan.devices, reasons, strict=True)
+        for part, device, reason in zip(layout.search.parts, layout.plan.devices, layout.reasons, strict=True)
     )
     return ModelPlan(
         model=file.path.name,
@@ -261,36 +272,68 @@ def plan_model(
         experts_used=model.experts_used,
         context=cache.context,
         slots=cache.sequences,
-        chunk=chunk,
-        cached=search.step.cached,
+        chunk=max(cache.chunks),
+        cached=step.cached,
         is_auto=is_auto,
         figures=costs.figures,
         parts=placed,
-        devices=tuple(_device_use(problem, plan, placed, index) for index in range(len(vdevices))),
-        speeds=_speeds(problem, plan, chunk, cache.context),
-        more=tuple(_more_memory(problem, plan, device) for device in limited),
+        devices=tuple(_device_use(problem, layout.plan, placed, index) for index in range(len(vdevices))),
+        speeds=_speeds(layout, max(cache.chunks), cache.context),
+        more=tuple(_more_memory(problem, model, vdevices, layout, device) for device in limited),
         curves={problem.names[device]: _curve(problem, device) for device in limited},
-        streaming=_streaming(problem, streams),
+        streaming=_streaming(problem, layout, vdevices),
     )
 
 
-def _devices_by_rules(
-    parts: Sequence[Part], rules: PlacementRules, vdevices: list[tvm.relax.VDevice]
-) -> tuple[list[int], list[str]]:
-    """Device and reason of each part."""
+@dataclass(frozen=True)
+class _Layout:
+    """Placed parts: each is on one device, unlike those of a `LayerProblem`; the reasons are in the same order."""
+
+    search: PlanSearch
+    plan: LayerPlan
+    reasons: list[str]
+
+    def layers(self, device: int) -> dict[str, float]:
+        """Number of layers whose part is on a device, by the name of the part; some of it is a fraction of a layer."""
+        counts: dict[str, float] = {}
+        whole: dict[tuple[str, int], float] = {}
+        for part in self.search.parts:
+            key = part.name, part.layer
+            whole[key] = whole.get(key, 0.0) + part.resident_bytes[device]
+        for part, at in zip(self.search.parts, self.plan.devices, strict=True):
+            share = (at == device) * part.resident_bytes[device] / whole[part.name, part.layer]
+            counts[part.name] = counts.get(part.name, 0.0) + share
+        return counts
+
+
+def _layout(
+    problem: LayerProblem,
+    model: Hyperparameters,
+    vdevices: list[tvm.relax.VDevice],
+    rules: PlacementRules,
+    reasons: Mapping[str, str],
+) -> _Layout:
+    """Place parts by rules as `from_gguf` does; `reasons` has those of generated patterns."""
+    split = split_rules(rules, model, vdevices)
+    types = ActivationTypes(None, "float32", split.rules, vdevices)
+    parts = problem.parts(types.device_of, split.groups)
+    search, texts = replace(problem.search, parts=parts), split.reasons(reasons)
+    devices = [types.device_of(part.variable) for part in parts]
+    plan = search.plan([vdevice_index(device, vdevices) for device in devices if device is not None])
+    patterns = [types.pattern_of(part.variable) for part in parts]
+    return _Layout(
+        search, plan, ["default device" if each is None else texts.get(each, f"rule {each!r}") for each in patterns]
+    )
+
+
+def patterns_without_matrix(file: GgufFile, rules: PlacementRules) -> list[str]:
+    """Patterns that match no product of a file's matrix; if they match no other op, `from_gguf` refuses them."""
     pairs = rule_pairs(rules)
     patterns = Patterns(pattern for pattern, _ in pairs)
-    default = vdevice_index(default_vdevice(vdevices), vdevices)
-    devices, reasons = [], []
-    for part in parts:
-        name = _RULE_NAMES[part.name]
-        if part.name not in ("embd", "output"):
-            name = f"blk.{part.layer}.{name}"
-        matching = patterns.matching([name])
-        pattern, device = pairs[min(matching)] if matching else ("", None)
-        devices.append(default if device is None else vdevice_index(lookup(device, vdevices), vdevices))
-        reasons.append(f"rule {pattern!r}" if matching else "default device")
-    return devices, reasons
+    tensors = [name.removesuffix(".weight") for name, each in file.tensors.items() if len(each.shape) > 1]
+    matched = patterns.matching(chain.from_iterable(names_of(name) for name in [*tensors, "output"]))
+    # `split_rules` checks lists of experts.
+    return [pattern for i, (pattern, _) in enumerate(pairs) if i not in matched and "_exps[" not in pattern]
 
 
 def _device_use(problem: LayerProblem, plan: LayerPlan, placed: Sequence[PlacedPart], index: int) -> DeviceUse:
@@ -309,8 +352,8 @@ def _device_use(problem: LayerProblem, plan: LayerPlan, placed: Sequence[PlacedP
     )
 
 
-def _speeds(problem: LayerProblem, plan: LayerPlan, chunk: int, context: int) -> tuple[Speed, ...]:
-    search = problem.search
+def _speeds(layout: _Layout, chunk: int, context: int) -> tuple[Speed, ...]:
+    search, plan = layout.search, layout.plan
     speeds = [Speed("decode", 1, plan.seconds)]
     for tokens in PROMPTS:
         if tokens <= context:
@@ -320,49 +363,44 @@ def _speeds(problem: LayerProblem, plan: LayerPlan, chunk: int, context: int) ->
     return tuple(speeds)
 
 
-def _more_memory(problem: LayerProblem, plan: LayerPlan, device: int) -> MoreMemory:
+def _more_memory(
+    problem: LayerProblem, model: Hyperparameters, vdevices: list[tvm.relax.VDevice], layout: _Layout, device: int
+) -> MoreMemory:
     """The plan with a GiB more on a device."""
-    limits = {**problem.limits, device: problem.limits[device] + _GIB}
-    more = problem.search.best(problem.free(limits)) or plan
-    counts: dict[str, int] = {}
-    for part, old, new in zip(problem.search.parts, plan.devices, more.devices, strict=True):
-        counts[part.name] = counts.get(part.name, 0) + (new == device) - (old == device)
-    return MoreMemory(problem.names[device], 1 / more.seconds, {name: count for name, count in counts.items() if count})
+    rules = problem.rules(problem.best({**problem.limits, device: problem.limits[device] + _GIB}))
+    more = _layout(problem, model, vdevices, [rule[:2] for rule in rules], {})
+    before, after = layout.layers(device), more.layers(device)
+    moved = {name: round(count - before[name], 3) for name, count in after.items()}
+    parts = {name: count for name, count in moved.items() if count}
+    return MoreMemory(problem.names[device], 1 / more.plan.seconds, parts)
 
 
 def _curve(problem: LayerProblem, device: int) -> list[tuple[int, float | None]]:
     """Tokens per second by the limit of a device, from none of the model to all."""
-    whole = bytes_on(problem.search.parts, device)
+    whole, working = bytes_on(problem.search.parts, device), problem.working[device]
     sizes = [whole * point / (_CURVE_POINTS - 1) for point in range(_CURVE_POINTS)]
-    seconds = problem.search.fastest_by_limit(device, sizes, problem.free())
-    working = problem.working[device]
+    seconds = problem.fastest_by_limit(device, sizes)
     return [
         (round(size) + working, 1 / time if math.isfinite(time) else None)
         for size, time in zip(sizes, seconds, strict=True)
     ]
 
 
-def _streams(
-    problem: LayerProblem, plan: LayerPlan, vdevices: Sequence[tvm.relax.VDevice]
-) -> list[tuple[Part, int, int]]:
-    """Experts that are on a CPU, with it and the GPU of their layer's attention."""
-    parts = problem.search.parts
-    at = {(part.name, part.layer): device for part, device in zip(parts, plan.devices, strict=True)}
-    experts = [(part, at[part.name, part.layer]) for part in parts if part.name == "experts"]
-    return [
-        (part, source, target)
-        for part, source in experts
-        if is_cpu(vdevices[source])
-        and not is_cpu(vdevices[target := at["attn", part.layer]])
-        and (source, target) in problem.search.costs.links
-    ]
-
-
-def _streaming(problem: LayerProblem, streams: Sequence[tuple[Part, int, int]]) -> Streaming | None:
-    """Copies of a layer's experts to a GPU."""
-    if not streams:
-        return None
-    _, source, target = streams[0]
-    args = *streams[0], problem.search.costs, problem.search.row_bytes
-    seconds = {rows: streamed_seconds(*args, rows) for rows in PROMPTS}
-    return Streaming(problem.names[source], problem.names[target], first_streamed_rows(*args), seconds)
+def _streaming(problem: LayerProblem, layout: _Layout, vdevices: Sequence[tvm.relax.VDevice]) -> Streaming | None:
+    """Copies of all experts of the first layer with some on a CPU, to the GPU of its router or attention."""
+    at: dict[tuple[str, int], int] = {}
+    placed = list(zip(layout.search.parts, layout.plan.devices, strict=True))
+    for part, device in placed:
+        at.setdefault((part.name, part.layer), device)
+    for part, source in placed:
+        if part.name != "experts" or not is_cpu(vdevices[source]):
+            continue
+        ends = [at[name, part.layer] for name in ("router", "attn")]
+        target = next((end for end in ends if not is_cpu(vdevices[end])), None)
+        if target is None or (source, target) not in problem.search.costs.links:
+            continue
+        whole = next(each for each in problem.search.parts if (each.name, each.layer) == ("experts", part.layer))
+        args = whole, source, target, problem.search.costs, problem.search.row_bytes
+        seconds = {rows: streamed_seconds(*args, rows) for rows in PROMPTS}
+        return Streaming(problem.names[source], problem.names[target], first_streamed_rows(*args), seconds)
+    return None

@@ -8,13 +8,13 @@ all, a token the few that it chose.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...transform.record.form_mailboxes import MAX_BYTES
 from ..auto.cost_model import CostModel
 
-_KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "router": 4, "experts": 6, "output": 2}
-"""Approximate number of kernels of a part."""
+KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "router": 3, "experts": 2, "output": 2}
+"""Approximate number of kernels of a part on a GPU, where launches take the longest."""
 
 _OPERATIONS = 2.0
 """Operations of a multiply-add."""
@@ -69,6 +69,10 @@ class Part:
         For the embeddings, True for each device on which the output product reads the same bytes.
     resident_cache : float
         Bytes of the cache in `resident_bytes`.
+    variable : str
+        Variable whose placement rule decides for the part.
+    experts : tuple of int
+        Numbers of the experts, if the part does not have all of the layer.
     """
 
     name: str
@@ -82,6 +86,21 @@ class Part:
     scores: float = 0.0
     shared: tuple[bool, ...] = ()
     resident_cache: float = 0.0
+    variable: str = ""
+    experts: tuple[int, ...] = ()
+
+    def some_experts(self, experts: Sequence[int], pairs: Sequence[float], variable: str) -> Part:
+        """Some experts of a layer; `pairs` has a token's expected pairs with each of all."""
+        count, own = len(experts), sum(pairs[expert] for expert in experts)
+        return replace(
+            self,
+            resident_bytes=tuple(size * count / len(pairs) for size in self.resident_bytes),
+            weights_read=tuple(size * count / len(pairs) for size in self.weights_read),
+            share=own / count,
+            products={kind: products * own / sum(pairs) for kind, products in self.products.items()},
+            variable=variable,
+            experts=tuple(experts),
+        )
 
     def touched(self, rows: int) -> float:
         """Expected fraction of the weights that rows read, which choose experts independently of each other."""
@@ -93,7 +112,7 @@ class Part:
 
     def seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device."""
-        return self.work_seconds(device, costs, step) + _KERNELS[self.name] * costs.devices[device].launch
+        return self.work_seconds(device, costs, step) + KERNELS[self.name] * costs.devices[device].launch
 
     def work_seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device without that of launches."""

@@ -23,12 +23,10 @@ from ..auto.cost_model import CostModel
 from ..auto.placement_reasons import memory_limited
 from .expert_rules import ranges
 from .hyperparameters import Hyperparameters
+from .part_costs import KERNELS, crossing_seconds
 
 ExpertCountsSource: TypeAlias = "str | os.PathLike[str] | Mapping[int, Sequence[float]]"
 """File of ``relax-hetero serve --count-experts``, or layer -> tokens that chose each expert."""
-
-_KERNELS = 6
-"""Approximate number of kernels of the experts of a layer that a device has."""
 
 _MAX_COUNTS_BYTES = 1 << 26
 
@@ -84,6 +82,11 @@ class ExpertPlan:
     resident_bytes: tuple[float, ...]
     limits: Mapping[int, float]
     dense: Sequence[tuple[float, float]]
+
+    @property
+    def has_split_layers(self) -> bool:
+        """True if experts of a layer are on several devices."""
+        return any(len(set(owners)) > 1 for owners in self.devices.values())
 
     def rules(self, names: Sequence[str], memory: Mapping[int, int]) -> list[tuple[str, str, str]]:
         """Patterns, the names of their devices, and the reasons; `memory` has the limits that a user knows."""
@@ -155,17 +158,17 @@ def place_experts(
 
 def _with_costs(plan: ExpertPlan, costs: CostModel, row_bytes: float) -> ExpertPlan:
     """The plan with its times and bytes."""
-    busy, resident, transfers = [0.0] * len(costs.devices), [0.0] * len(costs.devices), 0.0
+    busy, resident = [0.0] * len(costs.devices), [0.0] * len(costs.devices)
+    transfers = crossing_seconds(costs, costs.host, plan.home, row_bytes)
     resident[plan.home], busy[plan.home] = plan.dense[plan.home]
     for layer in plan.layers:
         owners = plan.devices[layer.layer]
         for device in set(owners):
             own = [layer.pairs[expert] for expert, owner in enumerate(owners) if owner == device]
-            busy[device] += sum(own) * layer.seconds[device] + _KERNELS * costs.devices[device].launch
+            busy[device] += sum(own) * layer.seconds[device] + KERNELS["experts"] * costs.devices[device].launch
             resident[device] += len(own) * layer.resident_bytes[device]
-            for link in ((plan.home, device), (device, plan.home)):
-                if link in costs.links:
-                    transfers += costs.transfer_seconds(row_bytes, *link)
+            for ends in ((plan.home, device), (device, plan.home)):
+                transfers += crossing_seconds(costs, *ends, row_bytes)
     seconds = sum(busy) + transfers
     return replace(plan, seconds=seconds, busy_seconds=tuple(busy), resident_bytes=tuple(resident))
 

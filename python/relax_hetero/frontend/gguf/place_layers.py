@@ -14,7 +14,7 @@ its context and code (`working_bytes`), and beside a CPU for copies of experts (
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -32,6 +32,7 @@ from ...target.vdevice import device_name, is_cpu
 from ..auto.cost_model import CostModel
 from ..auto.placement_reasons import choice, memory_limited
 from ..paged_cache import PagedCache
+from .expert_rules import ExpertGroup
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
 from .part_costs import Part, Step, resident_bytes_of
@@ -130,8 +131,11 @@ class LayerProblem:
         vdevices: Sequence[tvm.relax.VDevice],
         costs: CostModel,
         limits: Mapping[int, int],
+        expert_counts: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
-        parts = parts_of(file, model, cache, layouts_of(vdevices))
+        self._file, self._model, self._cache = file, model, cache
+        self._layouts, self._expert_counts = layouts_of(vdevices), expert_counts or {}
+        parts = self.parts()
         self.search = PlanSearch(parts, costs, model.hidden_size * 4, Step(1, cache.context // 2))
         self.limits = dict(limits)
         self.working = [working_bytes(model, cache, vdevice) for vdevice in vdevices]
@@ -141,19 +145,71 @@ class LayerProblem:
                 size + copies * (not is_cpu(vdevice)) for size, vdevice in zip(self.working, vdevices, strict=True)
             ]
         self.names = [device_name(vdevice, vdevices) for vdevice in vdevices]
-        self._path = file.path
+
+    def parts(
+        self,
+        device_of: Callable[[str], object] = lambda _: None,
+        groups: Mapping[str, Sequence[ExpertGroup]] | None = None,
+    ) -> list[Part]:
+        """The parts in execution order, as `parts_of`."""
+        return parts_of(self._file, self._model, self._cache, self._layouts, device_of, groups, self._expert_counts)
 
     def free(self, limits: Mapping[int, float] | None = None) -> dict[int, float]:
         """Bytes for weights and cache on devices with limits."""
         limits = self.limits if limits is None else limits
         return {device: limit - self.working[device] for device, limit in limits.items()}
 
-    def best(self) -> LayerPlan:
-        """The plan with the least time per token; PlacementError if the model does not fit."""
-        plan = self.search.best(self.free())
+    def best(self, limits: Mapping[int, float] | None = None) -> LayerPlan | ExpertPlan:
+        """The plan with the least time per token, with other limits if given.
+
+        Raises
+        ------
+        PlacementError
+            If the model does not fit.
+        """
+        free = self.free(limits)
+        plan, split = self.search.best(free), self._split_experts(free)
+        if split is not None and (plan is None or split.seconds < _MAX_SPLIT_TIME * plan.seconds):
+            return split
         if plan is None:
             raise self.misfit()
         return plan
+
+    def fastest_by_limit(self, device: int, sizes: Sequence[float]) -> list[float]:
+        """Seconds of the best plan for each number of bytes of weights and cache on a device; infinite if none fits."""
+        free, found = self.free(), []
+        for size, seconds in zip(sizes, self.search.fastest_by_limit(device, sizes, free), strict=True):
+            split = self._split_experts({**free, device: size})
+            is_split = split is not None and split.seconds < _MAX_SPLIT_TIME * seconds
+            found.append(split.seconds if split is not None and is_split else seconds)
+        return found
+
+    def rules(self, plan: LayerPlan | ExpertPlan) -> list[tuple[str, str, str]]:
+        """Patterns of a plan in order, the names of their devices, and the reasons."""
+        if isinstance(plan, ExpertPlan):
+            return plan.rules(self.names, self.limits)
+        ordered: list[tuple[int, str, str, str]] = []
+        for part, device in zip(self.search.parts, plan.devices, strict=True):
+            reason = self.reason(part, device, plan)
+            for rank, pattern in _patterns(part, self._model, self._cache):
+                ordered.append((rank, pattern, self.names[device], reason))
+        # The first match decides.
+        return [rule[1:] for rule in sorted(ordered, key=lambda rule: rule[0])]
+
+    def _split_experts(self, free: Mapping[int, float]) -> ExpertPlan | None:
+        """The best plan with experts of layers on several devices, and all else on one; None if there is none."""
+        parts, costs, step, devices = self.search.parts, self.search.costs, self.search.step, range(len(self.names))
+        dense = [part for part in parts if part.name != "experts"]
+        dense_costs = [(bytes_on(dense, i), sum(part.seconds(i, costs, step) for part in dense)) for i in devices]
+        layers = []
+        for part in parts:
+            if part.name == "experts":
+                resident = tuple(size / self._model.experts for size in part.resident_bytes)
+                seconds = tuple(part.work_seconds(i, costs, step) / self._model.experts_used for i in devices)
+                pairs = expert_pairs(self._model, self._expert_counts.get(part.layer))
+                layers.append(ExpertLayer(part.layer, resident, seconds, pairs))
+        plan = place_experts(layers, costs, free, dense_costs, self.search.row_bytes) if layers else None
+        return plan if plan is not None and plan.has_split_layers else None
 
     def misfit(self) -> PlacementError:
         """The error of a model that does not fit; the text has the required bytes."""
@@ -163,8 +219,8 @@ class LayerProblem:
             for device, limit in self.limits.items()
         )
         return PlacementError(
-            f"{self._path}: no split by layers or by parts fits the limits of the devices; all weights and the cache "
-            f"would take {needs}. Raise memory_limit, or take a smaller context or fewer slots"
+            f"{self._file.path}: no split by layers or by parts fits the limits of the devices; all weights and the "
+            f"cache would take {needs}. Raise memory_limit, or take a smaller context or fewer slots"
         )
 
     def reason(self, part: Part, device: int, plan: LayerPlan) -> str:
@@ -217,45 +273,17 @@ def place_layers(
     PlacementError
         If the model does not fit; the text has the required bytes.
     """
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits)
-    plan, split = problem.search.best(problem.free()), _split_experts(problem, model, expert_counts)
-    if split is not None and (plan is None or split.seconds < _MAX_SPLIT_TIME * plan.seconds):
-        found = split.rules(problem.names, limits)
-        busy = dict(zip(problem.names, split.busy_seconds, strict=True))
-        reasons = {pattern: reason for pattern, _, reason in found}
-        return [rule[:2] for rule in found], reasons, _estimate(problem, split.seconds, busy)
-    if plan is None:
-        raise problem.misfit()
-    parts = problem.search.parts
-    busy = dict.fromkeys(problem.names, 0.0)
-    for part, device in zip(parts, plan.devices, strict=True):
-        busy[problem.names[device]] += part.seconds(device, costs, problem.search.step)
-    ordered: list[tuple[int, str, str, str]] = []
-    for part, device in zip(parts, plan.devices, strict=True):
-        reason = problem.reason(part, device, plan)
-        for rank, pattern in _patterns(part, model, cache):
-            ordered.append((rank, pattern, problem.names[device], reason))
-    # The first match decides.
-    ordered.sort(key=lambda rule: rule[0])
-    rules = [(pattern, name) for _, pattern, name, _ in ordered]
-    return rules, {pattern: reason for _, pattern, _, reason in ordered}, _estimate(problem, plan.seconds, busy)
-
-
-def _split_experts(
-    problem: LayerProblem, model: Hyperparameters, expert_counts: Mapping[int, Sequence[float]]
-) -> ExpertPlan | None:
-    """The best plan with experts of layers on several devices, and all else on one; None if there is none."""
-    costs, step, devices = problem.search.costs, problem.search.step, range(len(problem.names))
-    dense = [part for part in problem.search.parts if part.name != "experts"]
-    dense_costs = [(bytes_on(dense, i), sum(part.seconds(i, costs, step) for part in dense)) for i in devices]
-    layers = []
-    for part in problem.search.parts:
-        if part.name == "experts":
-            resident = tuple(size / model.experts for size in part.resident_bytes)
-            seconds = tuple(part.work_seconds(i, costs, step) / model.experts_used for i in devices)
-            pairs = expert_pairs(model, expert_counts.get(part.layer))
-            layers.append(ExpertLayer(part.layer, resident, seconds, pairs))
-    return place_experts(layers, costs, problem.free(), dense_costs, problem.search.row_bytes) if layers else None
+    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
+    plan = problem.best()
+    if isinstance(plan, ExpertPlan):
+        busy = dict(zip(problem.names, plan.busy_seconds, strict=True))
+    else:
+        busy = dict.fromkeys(problem.names, 0.0)
+        for part, device in zip(problem.search.parts, plan.devices, strict=True):
+            busy[problem.names[device]] += part.seconds(device, costs, problem.search.step)
+    rules = problem.rules(plan)
+    reasons = {pattern: reason for pattern, _, reason in rules}
+    return [(pattern, name) for pattern, name, _ in rules], reasons, _estimate(problem, plan.seconds, busy)
 
 
 def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
@@ -286,11 +314,32 @@ def _estimate(problem: LayerProblem, seconds: float, busy_seconds: Mapping[str, 
 
 
 def parts_of(
-    file: GgufFile, model: Hyperparameters, cache: PagedCache, layouts: Sequence[BlockLayout | None]
+    file: GgufFile,
+    model: Hyperparameters,
+    cache: PagedCache,
+    layouts: Sequence[BlockLayout | None],
+    device_of: Callable[[str], object] = lambda _: None,
+    groups: Mapping[str, Sequence[ExpertGroup]] | None = None,
+    expert_counts: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Part]:
-    """The parts of a model in execution order; `layouts` has an entry for each device."""
+    """The parts of a model in execution order.
 
-    def make(name: str, layer: int, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0) -> Part:
+    Parameters
+    ----------
+    file, model, cache : GgufFile, Hyperparameters, PagedCache
+    layouts : sequence of BlockLayout or None
+        Layout of block-quantized weights on each device.
+    device_of : callable
+        Device of a variable by its name: a part whose matrices are on several devices is several.
+    groups : mapping from str to sequence of ExpertGroup, optional
+        Experts by device of each layer that is split, by its prefix.
+    expert_counts : mapping from int to sequence of float, optional
+        Layer -> counts of its experts.
+    """
+
+    def make(
+        name: str, layer: int, variable: str, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0
+    ) -> Part:
         products: dict[str, float] = {}
         for tensor in tensors:
             if len(tensor.shape) > 1:
@@ -304,7 +353,19 @@ def parts_of(
             share,
             products,
             resident_cache=cached,
+            variable=variable,
         )
+
+    def pieces(
+        name: str, layer: int, main: str, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0
+    ) -> Iterator[Part]:
+        """The part with the matrices on the device of variable `main`, then one for each other device."""
+        own: dict[object, tuple[str, list[FileTensor]]] = {device_of(main): (main, [])}
+        for tensor in tensors:
+            variable = tensor.name.rpartition(".")[0] if len(tensor.shape) > 1 else main
+            own.setdefault(device_of(variable), (variable, []))[1].append(tensor)
+        for variable, matrices in own.values():
+            yield make(name, layer, variable, matrices, share, cached if variable == main else 0.0)
 
     table, is_tied = file.tensors["token_embd.weight"], "output.weight" not in file.tensors
     is_plain_table = table.type == "F32" or is_plain(table.type)  # which GPUs multiply in a layout of its own
@@ -312,23 +373,34 @@ def parts_of(
         is_tied and (isinstance(layout, Panels) or (layout is not None and not is_plain_table)) for layout in layouts
     )
     # A row of the table is read, which takes no time.
-    parts = [replace(make("embd", 0, [table]), weights_read=(0.0,) * len(layouts), products={}, shared=is_shared)]
+    embeddings = make("embd", 0, "token_embd", [table])
+    parts = [replace(embeddings, weights_read=(0.0,) * len(layouts), products={}, shared=is_shared)]
     page = page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values)
     scores = 2.0 * model.heads * model.head_size
     for layer in range(model.layers):
-        tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"blk.{layer}.")]
+        prefix = f"blk.{layer}"
+        tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"{prefix}.")]
         prefixes = ("attn", *(["post_attention"] if model.architecture.post_norms else []))
         attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
         experts = [tensor for tensor in tensors if "_exps." in tensor.name]
         rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]
         window = model.window_of(layer)
-        part = make("attn", layer, attention, cached=float(cache.pages(window) * page))
-        parts.append(replace(part, cache_bytes=page / PAGE, window=window, scores=scores))
-        parts.append(make("router" if experts else "ffn", layer, rest))
-        if experts:
-            parts.append(make("experts", layer, experts, model.experts_used / model.experts))
+        first, *others = pieces("attn", layer, f"{prefix}.attn", attention, cached=float(cache.pages(window) * page))
+        parts += [replace(first, cache_bytes=page / PAGE, window=window, scores=scores), *others]
+        if not experts:
+            parts += pieces("ffn", layer, f"{prefix}.ffn_down", rest)
+            continue
+        parts += pieces("router", layer, f"{prefix}.ffn_gate_inp", rest)
+        down, share = f"{prefix}.ffn_down_exps", model.experts_used / model.experts
+        own = (groups or {}).get(prefix, ())
+        if own:
+            whole = make("experts", layer, down, experts, share)
+            pairs = expert_pairs(model, (expert_counts or {}).get(layer))
+            parts += [whole.some_experts(group.experts, pairs, f"{down}{group.suffix}") for group in own]
+        else:
+            parts += pieces("experts", layer, down, experts, share)
     output = replace(table, name="output.weight") if is_tied else file.tensors["output.weight"]
-    return [*parts, make("output", 0, [output])]
+    return [*parts, make("output", 0, "output", [output])]
 
 
 def _product_type(tensor: FileTensor) -> str:

@@ -26,7 +26,7 @@ _NAMES = {
 def plan_tables(plan: ModelPlan) -> Iterator[Shown]:
     """Tables and sentences about a plan."""
     columns = ["part", "layers", "device", "weights", "cache", "a token", "why"]
-    rows = [_part_row(group) for group in _groups(plan.parts)]
+    rows = [_part_row(plan, group) for group in _groups(plan.parts)]
     yield table("Plan", columns, rows, columns[3:6])
     columns = ["device", "weights", "cache", "other", "limit", "left", "a token", "memory rate", "products"]
     rows = [
@@ -70,18 +70,21 @@ def lines(plan: ModelPlan) -> Iterator[str]:
 
 def _groups(parts: Sequence[PlacedPart]) -> list[list[PlacedPart]]:
     """Parts of the same name on the same device, and for the same general reason, in the order of the model."""
-    groups: dict[tuple[str, str, str], list[PlacedPart]] = {}
+    groups: dict[tuple[str, str, str, bool], list[PlacedPart]] = {}
     for part in parts:
-        groups.setdefault((part.name, part.device, _general(part.reason)), []).append(part)
+        groups.setdefault((part.name, part.device, _general(part.reason), bool(part.experts)), []).append(part)
     return sorted(groups.values(), key=lambda group: [*_NAMES].index(group[0].name))
 
 
-def _part_row(group: Sequence[PlacedPart]) -> list[str]:
-    first = group[0]
+def _part_row(plan: ModelPlan, group: Sequence[PlacedPart]) -> list[str]:
+    first, name = group[0], _NAMES[group[0].name]
+    if first.experts:
+        least, most = (choose(len(part.experts) for part in group) for choose in (min, max))
+        name = f"{least if least == most else f'{least} to {most}'} of {plan.experts} experts"
     cache = sum(part.cache for part in group)
     return [
-        _NAMES[first.name],
-        _ranges([part.layer for part in group if part.layer is not None]),
+        name,
+        _ranges(sorted({part.layer for part in group if part.layer is not None})),
         first.device,
         bytes_text(sum(part.weights for part in group)),
         bytes_text(cache) if cache else "-",
@@ -118,11 +121,16 @@ def _more_line(plan: ModelPlan, more: MoreMemory) -> str:
     before = plan.speeds[0].tokens_per_second
     if not more.parts or more.tokens_per_second <= before:
         return f"One GiB more on {more.device} brings nothing."
-    moved = [f"{_NAMES[name]} of {plural(count, 'layer')}" for name, count in more.parts.items() if count > 0]
+    moved = [f"{_NAMES[name]} of {_layers(count)}" for name, count in more.parts.items() if count > 0]
     return (
         f"One GiB more on {more.device}: {_rate(before)} -> {_rate(more.tokens_per_second)} tokens/s of decoding, with "
         f"{', '.join(moved)} more there."
     )
+
+
+def _layers(count: float) -> str:
+    """A number of layers, of which experts may be a fraction."""
+    return plural(int(count), "layer") if count == int(count) else f"{count:.1f} layers"
 
 
 def _streaming_line(streaming: Streaming) -> str:

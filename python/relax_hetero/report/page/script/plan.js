@@ -23,19 +23,26 @@
     const devices = plan.devices.map((device) => device.name);
     const inLayers = plan.parts.filter((part) => names.includes(part.name));
     const ends = plan.parts.filter((part) => !names.includes(part.name));
+    const bytes = (parts) => parts.reduce((sum, part) => sum + part.weights + part.cache, 0);
+    const share = (part) => {
+      const cell = inLayers.filter((other) => other.name === part.name && other.layer === part.layer);
+      const before = bytes(cell.slice(0, cell.indexOf(part))), all = Math.max(1, bytes(cell));
+      return [before / all, (before + bytes([part])) / all];
+    };
     const words = `Devices of ${plan.layers} layers: ${names.map((name, row) => `${rows[row]} ${devices.map((device) => `${inLayers.filter((part) => part.name === name && part.device === device).length} on ${device}`).join(", ")}`).join("; ")}.`;
     body.append(report.make("p", { class: "hint" }, `Each column is a layer. ${ends.map((part) => `${part.name === "embd" ? "Embeddings" : "output"} on ${part.device}`).join(", ")}.`));
     return report.chart(body, 110 + 34 * rows.length, words, () => ({
       grid: { left: 12, right: 16, top: 34, bottom: 40, containLabel: true }, legend: legend(devices),
-      tooltip: tip(({ data: { part } }) => `<b>${report.safe(rows[names.indexOf(part.name)])} of layer ${part.layer}</b> on ${report.safe(part.device)}<br>weights ${report.bytes(part.weights)}${part.cache ? `, cache ${report.bytes(part.cache)}` : ""}, a token ${report.seconds(part.seconds)}<br>${report.safe(part.reason)}`),
+      tooltip: tip(({ data: { part } }) => `<b>${report.safe(rows[names.indexOf(part.name)])} of layer ${part.layer}</b> on ${report.safe(part.device)}${part.experts.length ? `, ${part.experts.length} of ${plan.experts}` : ""}<br>weights ${report.bytes(part.weights)}${part.cache ? `, cache ${report.bytes(part.cache)}` : ""}, a token ${report.seconds(part.seconds)}<br>${report.safe(part.reason)}`),
       xAxis: report.axis("layer", { type: "value", min: 0, max: plan.layers, minInterval: 1, nameGap: 26, splitLine: { show: false } }),
       yAxis: report.axis("", { type: "category", inverse: true, data: rows, axisLabel: { color: report.style("--ink") }, axisTick: { show: false } }),
       series: devices.map((device) => ({
         type: "custom", name: device, itemStyle: { color: report.colour(device) }, encode: { x: 0, y: 1 },
-        data: inLayers.filter((part) => part.device === device).map((part) => ({ value: [part.layer, names.indexOf(part.name)], part })),
+        data: inLayers.filter((part) => part.device === device).map((part) => ({ value: [part.layer, names.indexOf(part.name), ...share(part)], part })),
         renderItem: (params, api) => {
           const [begin, end] = [api.coord([api.value(0), api.value(1)]), api.coord([api.value(0) + 1, api.value(1)])];
-          return { type: "rect", shape: { x: begin[0] + 0.5, y: begin[1] - 13, width: Math.max(1, end[0] - begin[0] - 1), height: 26, r: 2 }, style: { fill: report.colour(device) } };
+          const height = 26 * (api.value(3) - api.value(2)); // pieces on several devices share a cell
+          return { type: "rect", shape: { x: begin[0] + 0.5, y: begin[1] - 13 + 26 * api.value(2), width: Math.max(1, end[0] - begin[0] - 1), height, r: 2 }, style: { fill: report.colour(device) } };
         },
       })),
     }));
