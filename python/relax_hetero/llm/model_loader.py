@@ -92,7 +92,8 @@ def load(
     stream_experts
         As for `rh.from_gguf`; not for a folder.
     count_experts : bool
-        Whether the model counts the tokens that choose each expert, in its `expert_counts`; not for a folder.
+        Whether the model counts the tokens that choose each expert, in its `expert_counts`; that of a folder has to be
+        compiled so.
     context : int, optional
         Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
         with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable, on
@@ -129,10 +130,16 @@ def load(
     }
     if not Path(path).is_dir():
         return _warn_of_long_context(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
-    if (vdevices, placement, batch_invariant, options) != (None, None, False, _DEFAULTS):
+    if (vdevices, placement, batch_invariant, {**options, "count_experts": False}) != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to a GGUF file")
-    return _warn_of_long_context(*_load_folder(Path(path)))
+    model, tokenizer = _load_folder(Path(path))
+    if count_experts and not model.expert_counts.tensors:
+        raise BuildError(
+            f"{Path(path)}: its functions do not count experts; load the GGUF file of a mixture with "
+            "count_experts=True, and save it again"
+        )
+    return _warn_of_long_context(model, tokenizer)
 
 
 def _load_file(

@@ -127,7 +127,8 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Count the tokens that choose each expert of a mixture, and write the counts to this file every minute and at "
-    "the end; rh.llm.load(expert_counts=FILE) then places the most frequent experts on the fastest device.",
+    "the end, added to those that it has. --expert-counts FILE --placement auto then keeps the most frequent experts on "
+    "the fastest device, as rh.llm.load(expert_counts=FILE) does.",
 )
 @click.option(
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
@@ -197,8 +198,7 @@ class _Loader:
 
         model, tokenizer = self._model_options.load(count_experts=self._count_experts is not None)
         if self._count_experts is not None:
-            model.expert_counts.path = self._count_experts
-            model.expert_counts.write()  # a file that cannot be written is an error now
+            model.expert_counts.continue_file(self._count_experts)  # one that cannot be written is an error now
         template = _chat_template(self._model_options, tokenizer)
         # Room for all choices of all requests in flight.
         max_waiting = 16 * self._in_flight
