@@ -86,10 +86,10 @@ def from_gguf(
         architecture), on CPUs float32. Residual sums and norms are always float32.
     count_experts : bool
         Whether functions count the tokens that choose each expert of a mixture.
-    expert_counts : str, path or mapping from int to sequence of float, optional
-        Tokens that chose each expert, by layer, or a file of ``relax-hetero serve --count-experts``: if not all experts
-        fit the fastest device, ``placement="auto"`` puts the most frequent ones there. By default all are equally
-        frequent.
+    expert_counts : str, path or mapping from int to sequence or array of numbers, optional
+        Tokens that chose each expert, by the layer's number, or a file of ``relax-hetero serve --count-experts``: if
+        not all experts fit the fastest device, ``placement="auto"`` puts the most frequent ones there. By default all
+        are equally frequent.
     stream_experts : int, "auto" or None
         Minimum rows of ``prefill_C`` functions that multiply the experts of a CPU on the GPU that has the rest of their
         layer: each call copies them there, a layer at a time. ``"auto"``: from where copies are faster by the cost

@@ -127,8 +127,8 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     type=click.Path(dir_okay=False, path_type=Path),
     metavar="FILE",
     help="Count the tokens that choose each expert of a mixture, and write the counts to this file every minute and at "
-    "the end, added to those that it has. --expert-counts FILE --placement auto then keeps the most frequent experts on "
-    "the fastest device, as rh.llm.load(expert_counts=FILE) does.",
+    "the end, added to those that it has. --expert-counts FILE --placement auto then keeps the most frequent experts "
+    "on the fastest device, as rh.llm.load(expert_counts=FILE) does.",
 )
 @click.option(
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."

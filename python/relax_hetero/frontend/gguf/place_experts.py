@@ -16,6 +16,8 @@ from itertools import product
 from math import inf
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from ...artifact.messages import AUTO
 from ...artifact.regular_files import read_regular
 from ...errors import FrontendError
@@ -25,8 +27,8 @@ from .expert_rules import ranges
 from .hyperparameters import Hyperparameters
 from .part_costs import KERNELS, crossing_seconds
 
-ExpertCountsSource: TypeAlias = "str | os.PathLike[str] | Mapping[int, Sequence[float]]"
-"""File of ``relax-hetero serve --count-experts``, or layer -> tokens that chose each expert."""
+ExpertCountsSource: TypeAlias = "str | os.PathLike[str] | Mapping[Any, Sequence[float] | np.ndarray]"
+"""File of ``relax-hetero serve --count-experts``, or number of a layer -> tokens that chose each expert."""
 
 _MAX_COUNTS_BYTES = 1 << 26
 
@@ -223,28 +225,45 @@ def read_expert_counts(source: ExpertCountsSource | None, model: Hyperparameters
     """
     if source is None:
         return {}
+    if not isinstance(source, (str, os.PathLike, Mapping)):
+        raise FrontendError(
+            f"expert_counts: found {type(source).__name__}, expected a file, or a mapping from layers to a number for "
+            "each expert"
+        )
     where = "expert_counts" if isinstance(source, Mapping) else os.fspath(source)
-    if isinstance(source, Mapping):
-        counts: Any = source
-    else:
-        try:
-            fields = json.loads(read_regular(source, _MAX_COUNTS_BYTES))
-            counts = {int(layer): numbers for layer, numbers in fields["expert_counts"].items()}
-        except OSError as error:
-            raise FrontendError(f"{where}: cannot be read: {error.strerror or error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise FrontendError(
-                f"{where}: is not a file of expert counts: {error!r}; expected one that relax-hetero serve "
-                "--count-experts wrote"
-            ) from error
+    counts = source if isinstance(source, Mapping) else _read_counts(source)
     layers = range(model.dense_layers, model.layers) if model.experts else range(0)
-    for layer, numbers in counts.items():
+    rows = {}
+    for key, numbers in counts.items():
+        try:
+            layer = int(key)
+        except (TypeError, ValueError):
+            raise FrontendError(f"{where}: found {key!r}, expected the number of a layer") from None
         if layer not in layers:
-            raise FrontendError(f"{where}: has counts of layer {layer!r}, which has no experts in this model")
-        is_valid = isinstance(numbers, Sequence) and len(numbers) == model.experts
-        if not is_valid or not all(isinstance(number, (int, float)) and 0 <= number < inf for number in numbers):
+            raise FrontendError(f"{where}: has counts of layer {layer}, which has no experts in this model")
+        try:
+            row = np.asarray(numbers, "float64")
+            is_valid = row.shape == (model.experts,) and bool(((row >= 0) & (row < inf)).all())
+        except (TypeError, ValueError):
+            is_valid = False
+        if not is_valid:
             raise FrontendError(
                 f"{where}: found {str(numbers)[:80]} for layer {layer}, expected a number of at least 0 for each of "
                 f"{model.experts} experts"
             )
-    return {layer: tuple(map(float, numbers)) for layer, numbers in counts.items()}
+        rows[layer] = tuple(row.tolist())
+    return rows
+
+
+def _read_counts(path: str | os.PathLike[str]) -> Mapping[Any, Any]:
+    """The counts in a file, by layer."""
+    try:
+        counts: Any = json.loads(read_regular(path, _MAX_COUNTS_BYTES))["expert_counts"]
+        return {**counts}
+    except OSError as error:
+        raise FrontendError(f"{os.fspath(path)}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise FrontendError(
+            f"{os.fspath(path)}: is not a file of expert counts: {error!r}; expected one that relax-hetero serve "
+            "--count-experts wrote"
+        ) from error

@@ -14,6 +14,7 @@ from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.place_experts import ExpertLayer, place_experts, read_expert_counts
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
+from relax_hetero.frontend.gguf.plan_layers import LayerPlan
 from relax_hetero.frontend.paged_cache import PagedCache
 from relax_hetero.target.make_vdevice import parse_vdevices
 from relax_hetero.transform.ir.remarks import remarks_of
@@ -114,19 +115,41 @@ def test_counts_choose_the_experts_of_a_small_gpu(path, tmp_path):
         ({7: [1] * 8}, "expert_counts: has counts of layer 7, which has no experts"),
         ({0: [1] * 7}, "for layer 0, expected a number of at least 0 for each of 8 experts"),
         ({0: [-1] * 8}, "expected a number of at least 0"),
+        ({0: np.full(8, np.nan)}, "expected a number of at least 0"),
+        ({0: 5}, "found 5 for layer 0, expected a number of at least 0"),
+        ({"one": [1] * 8}, "found 'one', expected the number of a layer"),
+        ([[1] * 8], "expert_counts: found list, expected a file, or a mapping from layers to a number"),
         ("{}", "is not a file of expert counts: KeyError.*--count-experts wrote"),
         ("[", "is not a file of expert counts"),
         (None, "cannot be read: No such file"),
     ],
 )
 def test_wrong_counts(source, message, path, tmp_path):
-    if not isinstance(source, dict):
+    if not isinstance(source, (dict, list)):
         file = tmp_path / "counts.json"
         if source is not None:
             file.write_text(source)
         source = file
     with pytest.raises(rh.FrontendError, match=message):
         read_expert_counts(source, hyperparameters_of(read_gguf(path)))
+
+
+def test_rows_of_counts_may_be_arrays(path):
+    """And layers strings, as in a file."""
+    model = hyperparameters_of(read_gguf(path))
+    source = {0: np.arange(8), "1": np.ones(8, "float32"), np.int64(1): [1] * 8}
+    assert read_expert_counts(source, model) == {0: tuple(map(float, range(8))), 1: (1.0,) * 8}
+
+
+def test_plans_without_a_split_layer_are_those_of_layers(path):
+    """All experts of a layer on one device are for `PlanSearch`, which also moves other parts."""
+    file, vdevices = read_gguf(path), parse_vdevices(["llvm", "llvm"])
+    problem = LayerProblem(file, hyperparameters_of(file), PagedCache(context=64), vdevices, costs_of(2), {})
+    assert isinstance(problem.best(), LayerPlan)
+    experts = [part.resident_bytes[1] for part in problem.search.parts if part.name == "experts"]
+    rest = problem.search.plan([1] * len(problem.search.parts)).resident_bytes[1] - sum(experts)
+    limits = {1: int(rest + experts[0]) + problem.working[1] + 64}
+    assert isinstance(problem.best(limits), LayerPlan)
 
 
 def test_counts_need_automatic_placement(path):
