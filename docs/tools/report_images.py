@@ -91,7 +91,7 @@ PRINT = "print"
 HALVES = ("--place", "n9?=llvm:1", "--place", "n1??=llvm:1")
 LAYERS = ("--place", "/encoder/layer.[345]/*=llvm:1", "--place", "/pooling/*=llvm:1")
 BLOCKS = ("--place", "blk.9.*=llvm:1", "--place", "blk.1?.*=llvm:1")
-GPU = ("--vdevice", "llvm", "--vdevice", '{"kind": "cuda", "arch": "sm_90a"}', "--memory-limit", "cuda=24GiB")
+GPU = ("--vdevice", "llvm", "--vdevice", '{"kind": "cuda", "arch": "sm_90a"}', "--memory-limit", "cuda=16GiB")
 TABLE = {
     "overview": Image(minilm, "overview", (*TWO, *LAYERS, "--profile"), height=840),
     "graph": Image(resnet, "graph", (*TWO, *HALVES, "--profile"), search="n90 conv2d"),

@@ -19,7 +19,7 @@ from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from ..paged_cache import PagedCache
 from .activation_types import ActivationTypes, names_of
 from .expert_rules import split_rules
-from .part_costs import Part, first_streamed_rows, prefill_steps, step_seconds, streamed_seconds
+from .part_costs import first_streamed_rows, prefill_steps, step_seconds, streamed_seconds
 from .place_layers import LayerProblem, bytes_on
 
 if TYPE_CHECKING:
