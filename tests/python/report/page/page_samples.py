@@ -183,14 +183,17 @@ def chat_data() -> dict[str, Any]:
 
 
 def plan_data() -> dict[str, Any]:
-    """The plan of a mixture of four layers, two of whose experts are on the CPU."""
+    """The plan of a mixture of four layers: the experts of one are on the CPU, those of another on both devices."""
     gib = 1 << 30
-    figures = {"weights": gib, "cache": 0, "seconds": 1e-3, "reason": "auto, no device is faster"}
-    parts = [{"name": "embd", "layer": None, "device": "llvm:0", **figures}]
+    figures = {"weights": gib, "cache": 0, "seconds": 1e-3, "reason": "auto, no device is faster", "experts": []}
+    parts: list[dict[str, Any]] = [{"name": "embd", "layer": None, "device": "llvm:0", **figures}]
     for layer in range(4):
         experts = "llvm:0" if layer < 2 else "cuda:0"
         for name, device in (("attn", "cuda:0"), ("router", "cuda:0"), ("experts", experts)):
             parts.append({"name": name, "layer": layer, "device": device, **figures})
+    split = next(part for part in parts if (part["name"], part["layer"]) == ("experts", 1))
+    split["experts"] = [0, 1, 2, 3, 4]
+    parts.insert(parts.index(split) + 1, {**split, "device": "cuda:0", "experts": [5, 6, 7]})
     parts.append({"name": "output", "layer": None, "device": "cuda:0", **figures})
     use = {"working": 0, "cache": 0, "weights": 2 * gib, "seconds": 1e-3}
     return {

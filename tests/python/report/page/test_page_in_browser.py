@@ -268,7 +268,10 @@ def test_a_plan_is_drawn(opened, tmp_path):
     drawn(page, "plan")
     assert page.locator("#plan .cards b").first.inner_text() == "273"
     words = [page.locator("#plan .chart").nth(index).get_attribute("aria-label") for index in range(3)]
-    assert "attention 0 on llvm:0, 4 on cuda:0; router, norms 0 on llvm:0, 4 on cuda:0; experts 2 on llvm:0" in words[0]
+    assert (
+        "attention 0 on llvm:0, 4 on cuda:0; router, norms 0 on llvm:0, 4 on cuda:0; experts 2 on llvm:0, 3 on"
+        in words[0]
+    )
     assert "cuda:0 weights 2.00 GiB" in words[1] and "left 1.00 GiB" in words[1]
     assert words[2].endswith("cuda:0 2.00 GiB 100, 4.00 GiB 300.")
     assert page.locator("#plan canvas").count() == 3
