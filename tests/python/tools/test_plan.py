@@ -187,12 +187,15 @@ def test_rules_place_as_in_a_module(placement, tmp_path):
     assert caches == {layer: next(e.device for e in entries if e.variable == f"blk.{layer}.attn") for layer in (0, 1)}
 
 
-def test_a_plan_by_cost_is_what_is_loaded(tmp_path):
-    """With counts, too, which a command reads: the same experts on the same devices."""
+def test_a_plan_by_cost_is_what_is_loaded(invoke, tmp_path):
+    """With counts, too, which the command reads from a file: the same experts on the same devices."""
     path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], "Q8_0")
     file, vdevices = read_gguf(path), parse_vdevices(DEVICES)
     model, cache = hyperparameters_of(file), PagedCache((1,), (16,), None, 64)
     counts = {0: [9, 1, 1, 8, 7, 0, 0, 1], 1: [1, 0, 1, 0, 1, 9, 8, 7]}
+    (tmp_path / "counts.json").write_text(json.dumps({"expert_counts": counts}))
+    result = invoke("explain", path, *ON_BOTH, "--place-auto", "--expert-counts", tmp_path / "counts.json", "--json")
+    assert parsed(result)["is_auto"]
     fast = replace(COSTS, links={ends: LinkCost(1e15, 1e-9) for ends in COSTS.links})
     costs = replace(fast, devices=[replace(device, launch=0) for device in COSTS.devices])
     everything = plan_model(file, model, cache, vdevices, {"*": "cuda"}, costs, {})
