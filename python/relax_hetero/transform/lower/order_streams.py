@@ -19,8 +19,9 @@ All readers of `a` were launched before `b` was copied. The third operand of the
 the work that was launched before the copy one ago (0: before itself), so that it overlaps the readers of `b`. Copies
 are counted for each device.
 
-Functions with control flow, or that call functions, keep the order. Assumes PlanMemoryPerDevice, which lets storage
-alternate. A second run changes nothing.
+Functions with control flow, or that call functions, keep the order.
+
+Assumes PlanMemoryPerDevice, which lets storage alternate. A second run changes nothing.
 """
 
 from __future__ import annotations

@@ -479,7 +479,7 @@ struct copy {
     int64_t to_host;
     int64_t buffers;
     void *stream;
-    void *begun; /* an event */
+    void *begun; /* an event of the stream */
     void *context;
     int32_t (*use_context)(void *context);
     int32_t (*synchronize)(void *event);
