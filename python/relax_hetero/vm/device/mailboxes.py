@@ -64,6 +64,8 @@ class Mailboxes:
                 f"this model; expected it unset"
             )
         self._driver, self._gpus = driver, list(gpus)
+        for gpu in gpus:
+            gpu.sync()  # makes its context current in this thread, which the driver needs
         self._offsets: dict[int, int] = {}
         size = 0
         for spec in specs:
