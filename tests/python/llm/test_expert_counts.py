@@ -131,6 +131,7 @@ def test_other_files_are_kept(text, message, tmp_path):
     assert file.read_text() == text
 
 
+@pytest.mark.slow
 def test_a_saved_model_counts_if_it_was_compiled_so(path, model, tmp_path):
     rh.llm.save(model, path, tmp_path / "counting")
     saved, _ = rh.llm.load(tmp_path / "counting", count_experts=True)

@@ -51,7 +51,7 @@ EXPERTS = {"*gate_exps*": "Q5_0", "*up_exps*": "Q4_K", "*down_exps*": "Q6_K", "*
         ("llama-tied", EVERY_TYPE, 16, 5e-4),
         pytest.param("llama-tied", EVERY_TYPE, 8, 4e-2, marks=pytest.mark.slow),
         pytest.param("qwen3moe", EXPERTS, 16, 5e-4, marks=pytest.mark.slow),
-        ("deepseek2", {"*exps*": "Q4_K", "*": "Q8_0"}, 16, 5e-4),
+        pytest.param("deepseek2", {"*exps*": "Q4_K", "*": "Q8_0"}, 16, 5e-4, marks=pytest.mark.slow),
         # Its keys' matrices are rounded to float16.
         pytest.param(
             "deepseek2-lite", {"*exps*": "Q4_K", "*kv_b*": "Q5_K", "*": "Q8_0"}, 16, 2e-3, marks=pytest.mark.slow

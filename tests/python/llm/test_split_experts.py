@@ -27,7 +27,7 @@ THREE = {
 @pytest.mark.parametrize(
     ("name", "types", "devices", "placement"),
     [
-        ("qwen3moe", {"*exps*": "Q4_K", "*": "Q8_0"}, [CPU, OTHER, CPU], THREE),
+        pytest.param("qwen3moe", {"*exps*": "Q4_K", "*": "Q8_0"}, [CPU, OTHER, CPU], THREE, marks=pytest.mark.slow),
         # Biases of experts, and rows without a choice among the experts of a device.
         ("gpt-oss", {"*exps*": "MXFP4", "*": "Q8_0"}, [CPU, OTHER], TWO),
         # Layers without experts, groups, an expert of all tokens.

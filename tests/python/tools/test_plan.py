@@ -91,6 +91,7 @@ def test_a_plan_has_each_part_and_all_bytes(planned, large: Path):
     assert cpu.left is None and cpu.limit is None
 
 
+@pytest.mark.slow
 def test_more_memory_brings_what_a_plan_for_it_has(planned):
     plan, more = planned(limit=12 * GIB), planned(limit=13 * GIB)
     assert plan.more[0].device == "cuda:0"

@@ -187,7 +187,7 @@ def test_bytes_are_those_that_devices_hold(kind, tmp_path):
         assert resident_bytes(tensor, Fragments()) == packed_bytes
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q5_1", "Q4_K", "Q6_K", "MXFP4"])
 def test_an_executable_for_a_gpu_holds_the_estimated_bytes(kind, tmp_path):
     """In addition to the tensors: tables and layouts of routers, a few KB."""
@@ -200,6 +200,7 @@ def test_an_executable_for_a_gpu_holds_the_estimated_bytes(kind, tmp_path):
     assert held <= 1.05 * in_file
 
 
+@pytest.mark.slow
 def test_embeddings_that_are_the_output_are_stored_once(tmp_path):
     file = read_gguf(write_gguf(tmp_path / "model.gguf", replace(MODELS["llama-tied"], layers=1), {"*": "Q4_K"}))
     executable = rh.compile(rh.from_gguf(file, [GPU], chunks=(16,), context=256))

@@ -63,6 +63,7 @@ def test_only_experts_of_the_cpu_are_copied(model):
     assert names == [f"blk.1.ffn_{part}_exps.llvm_0.streamed.copy" for part in ("gate", "up", "down")]
 
 
+@pytest.mark.slow
 def test_weights_are_shared_and_copies_take_turns(model):
     """One copy in the host's memory, and on the GPU memory for the copies of a layer."""
 

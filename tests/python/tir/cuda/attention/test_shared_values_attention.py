@@ -64,7 +64,13 @@ def kernels(chosen):
     return [page_append_kernel(work.append_problem, GPU)] * appends, kernel
 
 
-@pytest.mark.parametrize("chosen", [*DECODE.values(), *CHUNKS.values()], ids=[*DECODE, *CHUNKS])
+_CASES = [(name, chosen) for cases in (DECODE, CHUNKS) for name, chosen in cases.items()]
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [pytest.param(chosen, id=name, marks=[pytest.mark.slow] * ("Lite" in name)) for name, chosen in _CASES],
+)
 def test_against_float64(chosen):
     call = Call(chosen[0] if isinstance(chosen, tuple) else chosen, fresh_rng())
     work = call.work

@@ -167,6 +167,7 @@ def test_rows_of_bfloat16(form, few):
 
 
 @pytest.mark.parametrize("tiling", [ExpertTiling(2, (TILE_PAIRS,)), ExpertTiling(1)], ids=str)
+@pytest.mark.slow
 def test_tilings(tiling, few):
     """Several tiles of columns and pairs, the last ones incomplete; a stage is used several times."""
     check("q4_0", (130, 1, 2, 304, 640, 1), "float16", tiling=tiling)
