@@ -35,7 +35,7 @@ from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter
 from ..tile.fragment_store import STAGING_PAD, SWAPPED_COLUMNS, FragmentStore
 from ..tile.operand_tiles import PRODUCERS
-from ..tile.ring import Ring
+from ..tile.ring import Ring, RingPosition
 from .block_fragments import StagedFragments
 from .block_plan import STEP, BlockPlan, BlockWork
 
@@ -325,25 +325,11 @@ class ExpertProduct:
         """Function of a row of a tile that gives its pair, int64."""
         return lambda row: T.Cast("int64", self.order.data[self.order_problem.pairs_at + first + row])
 
-    @staticmethod
-    def _first_position() -> Any:
-        """Registers with a thread's stage and phase parity, initialized to the first stage."""
-        position = local(2, "int32")
-        for i in range(2):
-            T.buffer_store(position, 0, [i])
-        return position
-
-    def _advance(self, position: Any) -> None:
-        next_stage = T.bind(position[0] + 1)
-        wraps = tirx.EQ(next_stage, self.stages)
-        T.buffer_store(position, T.Select(wraps, 0, next_stage), [0])
-        T.buffer_store(position, T.bitwise_xor(position[1], T.Select(wraps, 1, 0)), [1])
-
     # -- producers
 
     def _produce(self) -> None:
         ptx.set_max_registers(_PRODUCER_REGISTERS, grows=False)
-        position = self._first_position()
+        position = RingPosition(self.stages)
         problem, work, thread = self.problem, self.work, self.thread
         assert problem.index is not None, "pairs are sorted"
         per_token = 1 if problem.has_row_per_expert else problem.index.shape[1]
@@ -369,7 +355,7 @@ class ExpertProduct:
                 return T.bind(matrix + T.min(first_fragment + number, work.tiles - 1))
 
             with T.serial(tirx.const(self.steps, "int32")) as step:
-                stage, parity = T.bind(position[0]), T.bind(position[1])
+                stage, parity = T.bind(position.stage), T.bind(position.parity)
                 ptx.barrier_wait(self.ring.empty(stage), T.bitwise_xor(parity, 1))
                 weights_at = T.bind(self.weights_at + stage * self.weight_bytes)
                 for i in range(self.fragments * self.chunks * WARP // PRODUCERS):
@@ -389,7 +375,7 @@ class ExpertProduct:
                     with when(i * _LINES < copied_rows):
                         self._copy(rows_at + i * (_LINES * SWIZZLED_BYTES), self.lhs, rows[i] + step * _CHUNKS)
                 ptx.barrier_arrive_after_copies(self.ring.full(stage))
-                self._advance(position)
+                position.advance()
 
         self._each_tile(tile)
 
@@ -429,7 +415,7 @@ class ExpertProduct:
         blocks, thread = self.tiling.column_blocks, self.thread
         self.member, self.group = T.bind(thread % WARPGROUP), T.bind(thread // WARPGROUP - 1)
         self.warp, self.lane = T.bind(self.member // WARP), T.bind(thread % WARP)
-        self.position = self._first_position()
+        self.position = RingPosition(self.stages)
         self.weights = _OrderedFragments(self.work, self.packed, self.lane, T.bind(self.lane // 4))
         base = local(1, "uint64")
         ptx.matrix_descriptor(base[0], self.shared.at(self.rows_at))
@@ -470,8 +456,8 @@ class ExpertProduct:
         extents, own = (self.tiling.column_blocks, rows), (int64(0), first_column)
 
         def step(number: Expr) -> None:
-            stage = _held(self.position[0])
-            ptx.barrier_wait(self.ring.full(stage), T.bind(self.position[1]))
+            stage = _held(self.position.stage)
+            ptx.barrier_wait(self.ring.full(stage), T.bind(self.position.parity))
             # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
             ptx.async_proxy_fence()
             with unrolled(self.tiling.column_blocks) as block:
@@ -482,7 +468,7 @@ class ExpertProduct:
                         self._release(last[0], tirx.EQ(block, 0), number > 0)
                     self._multiply_group(block, half, rows, stage)
             T.buffer_store(last, stage, [0])
-            self._advance(self.position)
+            self.position.advance()
 
         if self.steps > 1:
             with T.serial(tirx.const(self.steps - 1, "int32")) as number:

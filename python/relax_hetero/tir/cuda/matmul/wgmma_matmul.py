@@ -12,7 +12,6 @@ order of blocks through distributed shared memory, so results are deterministic.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -32,7 +31,7 @@ from ..tile.cluster_reduction import ClusterReduction
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
 from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile, arrive, source_of
 from ..tile.register_tile import WARP_ROWS, sums_dtype
-from ..tile.ring import Ring
+from ..tile.ring import Ring, RingPosition
 from .product_parameters import ProductParameters
 from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling
 
@@ -274,24 +273,21 @@ class WgmmaProduct:
 
     def _each_step(
         self,
-        position: Any,
+        position: RingPosition,
         body: Callable[[Expr, Expr, Expr, Expr], None],
         end: Callable[[Expr, Expr, Expr], None] | None = None,
     ) -> None:
         """Write `body` for the block's k-steps of a tile, given its index, k-step, stage and phase parity.
 
-        `position` has the thread's stage and parity, and is advanced. The last step calls `end`, if given, after the
+        `position` is advanced. The last step calls `end`, if given, after the
         loop, without the k-step.
         """
         count, first = self._block_steps()
 
         def visit(visitor: Callable[..., None], *step: Expr) -> None:
-            visitor(*step, T.bind(position[0]), T.bind(position[1]))
-            # Without a division, which would take as long as the products of a small tile.
-            next_stage = T.bind(position[0] + 1)
-            wraps = next_stage == self.tiling.stages
-            T.buffer_store(position, T.Select(wraps, 0, next_stage), [0])
-            T.buffer_store(position, T.bitwise_xor(position[1], T.Select(wraps, 1, 0)), [1])
+            visitor(*step, T.bind(position.stage), T.bind(position.parity))
+            # A division would take as long as the products of a small tile.
+            position.advance()
 
         loop_count = count - 1 if end else count
         if not isinstance(loop_count, int) or loop_count:
@@ -299,14 +295,6 @@ class WgmmaProduct:
                 visit(body, step, first + step)
         if end:
             visit(end, loop_count)
-
-    @staticmethod
-    def _first_position() -> Any:
-        """Registers with a thread's stage and phase parity, initialized to the first stage."""
-        position = local(2, "int32")
-        for i in range(2):
-            T.buffer_store(position, 0, [i])
-        return position
 
     def _load_early(self) -> None:
         """Load weights of the first k-steps, before previous launches have ended."""
@@ -346,7 +334,7 @@ class WgmmaProduct:
     def _produce(self) -> None:
         if self.reallocates_registers:
             ptx.set_max_registers(_PRODUCER_REGISTERS, grows=False)
-        left, right, thread, position = self.left, self.right, self.thread, self._first_position()
+        left, right, thread, position = self.left, self.right, self.thread, RingPosition(self.tiling.stages)
 
         count, _ = self._block_steps()
 
@@ -396,7 +384,7 @@ class WgmmaProduct:
             ptx.set_max_registers(_CONSUMER_REGISTERS, grows=True)
         kind = sums_dtype(self.left.view.nominal)
         sums = local(self.blocks * self.registers, kind)
-        position = self._first_position()
+        position = RingPosition(self.tiling.stages)
         member = self.thread % WARPGROUP
         group = T.bind(self.thread // WARPGROUP - 1)
         warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)

@@ -6,11 +6,12 @@ counted from 0, is in stage ``index % stages``.
 
 from __future__ import annotations
 
+from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...core.builder import Expr
 from ..core import ptx
-from ..core.launch import SharedMemory
+from ..core.launch import SharedMemory, local
 
 BARRIER_BYTES = 8
 
@@ -74,3 +75,35 @@ class Ring:
     def release(self, index: Expr) -> None:
         """Arrive at the empty barrier of a tile's stage."""
         ptx.barrier_arrive(self.empty(self.stage(index)))
+
+
+class RingPosition:
+    """A thread's stage and phase parity in registers, which advance without a division.
+
+    Parameters
+    ----------
+    stages : int
+        Stages of the ring.
+    """
+
+    def __init__(self, stages: int) -> None:
+        self._stages, self._registers = stages, local(2, "int32")
+        for i in range(2):
+            T.buffer_store(self._registers, 0, [i])
+
+    @property
+    def stage(self) -> Expr:
+        """Current stage, which changes when the position advances."""
+        return self._registers[0]
+
+    @property
+    def parity(self) -> Expr:
+        """Parity of the phase of the current stage, which changes when the position advances."""
+        return self._registers[1]
+
+    def advance(self) -> None:
+        """Go to the next stage."""
+        next_stage = T.bind(self.stage + 1)
+        wraps = tirx.EQ(next_stage, self._stages)
+        T.buffer_store(self._registers, T.Select(wraps, 0, next_stage), [0])
+        T.buffer_store(self._registers, T.bitwise_xor(self.parity, T.Select(wraps, 1, 0)), [1])
