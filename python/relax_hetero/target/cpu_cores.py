@@ -29,8 +29,7 @@ def num_cores() -> int:
 
 def configured_threads() -> int:
     """Number of threads in ``TVM_NUM_THREADS`` or ``OMP_NUM_THREADS``; 0 without either."""
-    text = os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS") or ""
-    return int(text) if text.isdigit() else 0
+    return _number_in(os.environ.get("TVM_NUM_THREADS") or os.environ.get("OMP_NUM_THREADS"))
 
 
 def num_threads() -> int:
@@ -38,8 +37,11 @@ def num_threads() -> int:
 
     With more tasks than threads some threads have two, and the others wait for them.
     """
-    text = os.environ.get("TVM_NUM_THREADS", "")
-    return min(num_cores(), int(text) if text.isdigit() and int(text) else num_cores())
+    return min(num_cores(), _number_in(os.environ.get("TVM_NUM_THREADS")) or num_cores())
+
+
+def _number_in(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0
 
 
 @cache
