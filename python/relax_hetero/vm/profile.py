@@ -147,6 +147,26 @@ def _shorten(ops: Sequence[str], limit: int = 48) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
+@dataclass(frozen=True)
+class _Waiting:
+    """Names of command buffers that wait for each other: until those of the CPU have ended, those of GPUs cannot end.
+
+    Attributes
+    ----------
+    on_gpu, on_cpu : frozenset of str
+    """
+
+    on_gpu: frozenset[str]
+    on_cpu: frozenset[str]
+
+    @classmethod
+    def of(cls, metadata: Metadata) -> _Waiting:
+        """The command buffers of an executable."""
+        waiting = {region.name: region.device for region in metadata.regions if metadata.has_mailboxes(region)}
+        on_cpu = frozenset(name for name, index in waiting.items() if metadata.devices[index].device_type == CPU)
+        return cls(frozenset(waiting) - on_cpu, on_cpu)
+
+
 class ProfileRecorder:
     """Measures the calls that a machine's bytecode makes; a call's own time excludes nested calls.
 
@@ -168,9 +188,7 @@ class ProfileRecorder:
         self._device_keys = [(device.dlpack_device_type(), device.index) for device in devices]
         distinct = {(d.dlpack_device_type(), d.index): d for d in devices if d.dlpack_device_type() != CPU}
         self._devices = list(distinct.values())
-        # Command buffers that wait for each other: until the CPU's has ended, the GPU's cannot end.
-        self._waiting = {region.name: region.device for region in metadata.regions if metadata.has_mailboxes(region)}
-        self._on_cpu = {name for name, index in self._waiting.items() if metadata.devices[index].device_type == CPU}
+        self._waiting = _Waiting.of(metadata)
         self._begun: tuple[str, float] | None = None
         self._stack: list[tuple[float, list[float]]] = []
         self._own: dict[tuple[str, int], list[float]] = {}
@@ -179,7 +197,7 @@ class ProfileRecorder:
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
-        if symbol in self._waiting:
+        if symbol in self._waiting.on_gpu or symbol in self._waiting.on_cpu:
             return self._instrument_waiting(symbol, before, args)
         if self._begun is None:  # else a GPU waits for what follows
             self._synchronise(symbol)
@@ -202,7 +220,7 @@ class ProfileRecorder:
 
     def _instrument_waiting(self, symbol: str, before: bool, args: Sequence[Any]) -> int:
         """`instrument` for command buffers that wait for each other: the GPU's time ends after the CPU's."""
-        if symbol not in self._on_cpu:
+        if symbol in self._waiting.on_gpu:
             if before:
                 self._synchronise(symbol)
                 self._begun = symbol, time.perf_counter()
@@ -217,7 +235,7 @@ class ProfileRecorder:
         (buffer, begin), self._begun = self._begun, None
         self._synchronise(symbol)
         self._end = time.perf_counter()
-        self._own.setdefault((buffer, self._waiting[buffer]), []).append(self._end - begin)
+        self._own.setdefault((buffer, self._buffers[buffer].device), []).append(self._end - begin)
         return _SKIP_RUN if before else _RUN
 
     def _measure(self, region: str, calls: Iterable[tuple[Dispatch, Callable[[], int]]], begin: float) -> None:
@@ -310,11 +328,7 @@ class BufferClock:
     def __init__(self, metadata: Metadata, devices: Sequence[runtime.Device]) -> None:
         self.seconds = self.own = 0.0
         self._timed = {*_TRANSFERS, *metadata.dispatches, *(region.name for region in metadata.regions)}
-        # Command buffers that wait for each other are timed together, from the GPU's begin to the CPU's end.
-        waiting = [region for region in metadata.regions if metadata.has_mailboxes(region)]
-        on_cpu = {region.name: metadata.devices[region.device].device_type == CPU for region in waiting}
-        self._first = {name for name, is_on_cpu in on_cpu.items() if not is_on_cpu}
-        self._last = {name for name, is_on_cpu in on_cpu.items() if is_on_cpu}
+        self._waiting = _Waiting.of(metadata)  # timed together, from the GPU's begin to the CPU's end
         self._is_open = False
         self._devices = [device for device in devices if device.dlpack_device_type() != CPU]
         self._begin = 0.0
@@ -322,9 +336,9 @@ class BufferClock:
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
         entered = now = time.perf_counter()
-        is_timed = symbol in self._timed and not (self._is_open and (before or symbol not in self._last))
+        is_timed = symbol in self._timed and not (self._is_open and (before or symbol not in self._waiting.on_cpu))
         if is_timed:
-            self._is_open = before and symbol in self._first
+            self._is_open = before and symbol in self._waiting.on_gpu
             for device in self._devices:
                 device.sync()
             now = time.perf_counter()

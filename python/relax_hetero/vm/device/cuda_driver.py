@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,8 @@ from tvm import runtime
 from ...artifact.metadata import DeviceSpec
 from ...errors import BindingError, HeteroError
 from ...target.gpu_target import arch_of
+
+_log = logging.getLogger("relax_hetero")
 
 
 class CudaError(HeteroError):
@@ -103,6 +106,20 @@ class CudaDriver:
     def _check(self, name: str, status: Any) -> None:
         if int(status) != 0:
             raise self.error(name, int(status))
+
+
+def free_after_use(
+    driver: CudaDriver, devices: Sequence[runtime.Device], address: int, graphs: Mapping[Any, int] | None = None
+) -> None:
+    """Free pinned memory that launches of devices may still use, and destroy graphs that use it; for finalizers."""
+    try:
+        for device in devices:
+            device.sync()
+        for graph in (graphs or {}).values():
+            driver.destroy(graph)
+        driver.free_pinned(address)
+    except Exception:  # at process exit the driver may have shut down already
+        _log.debug("pinned memory of %s was not freed", ", ".join(map(str, devices)), exc_info=True)
 
 
 @cache

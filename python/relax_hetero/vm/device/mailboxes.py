@@ -7,7 +7,6 @@ receiver on the CPU waits for long, and after a failure, when a GPU may wait for
 from __future__ import annotations
 
 import ctypes
-import logging
 import os
 import time
 import weakref
@@ -21,10 +20,8 @@ from tvm import runtime
 from ...artifact.mailboxes import DATA, MailboxSpec
 from ...artifact.metadata import ConstantSpec, Metadata
 from ...errors import BindingError, HeteroError
-from .cuda_driver import CudaDriver, cuda_driver
+from .cuda_driver import CudaDriver, cuda_driver, free_after_use
 from .tensors import alias, copy_into, from_array, is_host
-
-_log = logging.getLogger("relax_hetero")
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
 
@@ -72,7 +69,7 @@ class Mailboxes:
             self._offsets[spec.number] = size
             size += -(-(DATA + spec.nbytes) // _ALIGNMENT) * _ALIGNMENT
         self._address = driver.pinned(size)
-        weakref.finalize(self, _free, driver, self._gpus, self._address)
+        weakref.finalize(self, free_after_use, driver, self._gpus, self._address)
         self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._address))
         self._bytes[:] = 0
         flags = np.array(list(self._offsets.values())) // 4
@@ -163,12 +160,3 @@ def _with_ends(values: Sequence[runtime.Tensor], index: int, spec: ConstantSpec)
     result = runtime.empty(table.shape, "int64", values[index].device)
     copy_into(from_array(table), result)
     return result
-
-
-def _free(driver: CudaDriver, gpus: Sequence[runtime.Device], address: int) -> None:
-    try:
-        for gpu in gpus:
-            gpu.sync()
-        driver.free_pinned(address)
-    except Exception:  # at process exit the driver may have shut down already
-        _log.debug("memory of mailboxes was not freed", exc_info=True)

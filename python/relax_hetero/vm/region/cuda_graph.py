@@ -18,7 +18,7 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from ...artifact.commands import RegionSpec
 from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import CACHED_GRAPHS, RING_ROWS, Layout
 from ...artifact.metadata import Metadata
-from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver
+from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver, free_after_use
 from ..device.tensors import alias, copy_into, empty, from_array
 
 _log = logging.getLogger("relax_hetero")
@@ -117,7 +117,7 @@ class CudaGraph:
         if self._driver is None:
             self._warn(str(driver))
         else:
-            weakref.finalize(self, _free, self._driver, device, address, self._captured)
+            weakref.finalize(self, free_after_use, self._driver, [device], address, self._captured)
         _graphs[self.state.data_ptr()] = self
 
     def submit_slowly(self) -> None:
@@ -318,13 +318,3 @@ def _words_at(address: int, count: int) -> runtime.Tensor:
 
 def _address_of(function: Any) -> int:
     return int(ctypes.cast(function, ctypes.c_void_p).value or 0)
-
-
-def _free(driver: CudaDriver, device: runtime.Device, address: int, captured: Mapping[_ParameterValues, int]) -> None:
-    try:
-        device.sync()  # pending launches read their bindings from this memory
-        for graph in captured.values():
-            driver.destroy(graph)
-        driver.free_pinned(address)
-    except Exception:  # at process exit the driver may have shut down already
-        _log.debug("memory of a graph on %s was not freed", device, exc_info=True)
