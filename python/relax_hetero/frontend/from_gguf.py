@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
@@ -127,30 +128,28 @@ def from_gguf(
     model = hyperparameters_of(file)
     if count_experts and not model.experts:
         raise FrontendError(f"{file.path}: the model has no experts, expected a mixture of experts for count_experts")
-    any_pages = devices is not None
-    cache = PagedCache(tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, any_pages)
+    cache = PagedCache(
+        tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, devices is not None
+    )
     reasons: dict[str, str] = {}
     estimate: dict[str, Any] | None = None
     if isinstance(placement, str):
         assert devices is not None, "check_placement refuses placement without devices"
-        costs = cost_model or CostModel.measured(devices)
-        limits = memory_limits(memory_limit, devices)
+        costs, limits = cost_model or CostModel.measured(devices), memory_limits(memory_limit, devices)
         counts = read_expert_counts(expert_counts, model)
         placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
     elif expert_counts is not None:
         raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
-    split = split_rules(placement or {}, model, devices)
-    rules, trained = split.rules, trained_type(file, model)
-    types, streams = ActivationTypes(activations, trained, rules, devices or ()), ExpertStreams()
+    split, streams = split_rules(placement or {}, model, devices), ExpertStreams()
+    types_of = partial(ActivationTypes, activations, trained_type(file, model), vdevices=devices or ())
     if devices is not None:
         streams = plan_streams(
-            file, model, cache, types, split.groups, devices, stream_experts,
+            file, model, cache, types_of(split.rules), split.groups, devices, stream_experts,
             lambda: cost_model or CostModel.measured(devices),
         )  # fmt: skip
-        rules = [*streams.rules, *rules]
-        types = ActivationTypes(activations, trained, rules, devices)
+    rules = [*streams.rules, *split.rules]
     weights = Weights(file, model)
-    mod = language_module(model, weights, cache, activation_bits, types, split.groups, streams, count_experts)
+    mod = language_module(model, weights, cache, activation_bits, types_of(rules), split.groups, streams, count_experts)
     weights.check_all_read()
     if devices is not None:
         mod = with_rule_reasons(place(mod, rules, devices), {**split.reasons(reasons), **dict(streams.reasons)})

@@ -14,7 +14,7 @@ its context and code (`working_bytes`), and beside a CPU for copies of experts (
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -151,8 +151,9 @@ class LayerProblem:
         device_of: Callable[[str], object] = lambda _: None,
         groups: Mapping[str, Sequence[ExpertGroup]] | None = None,
     ) -> list[Part]:
-        """The parts in execution order, as `parts_of`."""
-        return parts_of(self._file, self._model, self._cache, self._layouts, device_of, groups, self._expert_counts)
+        """The parts in execution order, as `ModelParts`."""
+        counts = self._expert_counts
+        return ModelParts(self._file, self._model, self._cache, self._layouts, device_of, groups, counts).all()
 
     def free(self, limits: Mapping[int, float] | None = None) -> dict[int, float]:
         """Bytes for weights and cache on devices with limits."""
@@ -313,16 +314,8 @@ def _estimate(problem: LayerProblem, seconds: float, busy_seconds: Mapping[str, 
     }
 
 
-def parts_of(
-    file: GgufFile,
-    model: Hyperparameters,
-    cache: PagedCache,
-    layouts: Sequence[BlockLayout | None],
-    device_of: Callable[[str], object] = lambda _: None,
-    groups: Mapping[str, Sequence[ExpertGroup]] | None = None,
-    expert_counts: Mapping[int, Sequence[float]] | None = None,
-) -> list[Part]:
-    """The parts of a model in execution order.
+class ModelParts:
+    """The parts of a model.
 
     Parameters
     ----------
@@ -337,8 +330,83 @@ def parts_of(
         Layer -> counts of its experts.
     """
 
-    def make(
-        name: str, layer: int, variable: str, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0
+    def __init__(
+        self,
+        file: GgufFile,
+        model: Hyperparameters,
+        cache: PagedCache,
+        layouts: Sequence[BlockLayout | None],
+        device_of: Callable[[str], object] = lambda _: None,
+        groups: Mapping[str, Sequence[ExpertGroup]] | None = None,
+        expert_counts: Mapping[int, Sequence[float]] | None = None,
+    ) -> None:
+        self._file, self._model, self._cache, self._layouts = file, model, cache, layouts
+        self._device_of, self._groups, self._expert_counts = device_of, groups or {}, expert_counts or {}
+
+    def all(self) -> list[Part]:
+        """The parts in execution order."""
+        tensors = self._file.tensors
+        table, is_tied = tensors["token_embd.weight"], "output.weight" not in tensors
+        output = replace(table, name="output.weight") if is_tied else tensors["output.weight"]
+        layers = [part for layer in range(self._model.layers) for part in self._of_layer(layer)]
+        return [self._embeddings(table, is_tied), *layers, self._part("output", 0, "output", [output])]
+
+    def _embeddings(self, table: FileTensor, is_tied: bool) -> Part:
+        """The table of embeddings, of which a row is read, which takes no time."""
+        is_plain_table = table.type == "F32" or is_plain(table.type)  # which GPUs multiply in a layout of its own
+        is_shared = tuple(
+            is_tied and (isinstance(layout, Panels) or (layout is not None and not is_plain_table))
+            for layout in self._layouts
+        )
+        part = self._part("embd", 0, "token_embd", [table])
+        return replace(part, weights_read=(0.0,) * len(self._layouts), products={}, shared=is_shared)
+
+    def _of_layer(self, layer: int) -> list[Part]:
+        model, cache, prefix = self._model, self._cache, f"blk.{layer}"
+        tensors = [tensor for name, tensor in self._file.tensors.items() if name.startswith(f"{prefix}.")]
+        prefixes = ("attn", *(["post_attention"] if model.architecture.post_norms else []))
+        attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
+        experts = [tensor for tensor in tensors if "_exps." in tensor.name]
+        rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]
+        window, scores = model.window_of(layer), 2.0 * model.heads * model.head_size
+        page = page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values)
+        cached = float(cache.pages(window) * page)
+        first, *others = self._by_device("attn", layer, f"{prefix}.attn", attention, cached=cached)
+        parts = [replace(first, cache_bytes=page / PAGE, window=window, scores=scores), *others]
+        if not experts:
+            return [*parts, *self._by_device("ffn", layer, f"{prefix}.ffn_down", rest)]
+        router = self._by_device("router", layer, f"{prefix}.ffn_gate_inp", rest)
+        return [*parts, *router, *self._experts(layer, experts)]
+
+    def _experts(self, layer: int, tensors: Sequence[FileTensor]) -> Iterable[Part]:
+        model, prefix = self._model, f"blk.{layer}"
+        down, share = f"{prefix}.ffn_down_exps", model.experts_used / model.experts
+        groups = self._groups.get(prefix, ())
+        if not groups:
+            return self._by_device("experts", layer, down, tensors, share)
+        whole = self._part("experts", layer, down, tensors, share)
+        pairs = expert_pairs(model, self._expert_counts.get(layer))
+        return [whole.some_experts(group.experts, pairs, f"{down}{group.suffix}") for group in groups]
+
+    def _by_device(
+        self, name: str, layer: int, main: str, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0
+    ) -> Iterator[Part]:
+        """The part with the matrices on the device of variable `main`, then one for each other device."""
+        own: dict[object, tuple[str, list[FileTensor]]] = {self._device_of(main): (main, [])}
+        for tensor in tensors:
+            variable = tensor.name.rpartition(".")[0] if len(tensor.shape) > 1 else main
+            own.setdefault(self._device_of(variable), (variable, []))[1].append(tensor)
+        for variable, matrices in own.values():
+            yield self._part(name, layer, variable, matrices, share, cached if variable == main else 0.0)
+
+    def _part(
+        self,
+        name: str,
+        layer: int,
+        variable: str,
+        tensors: Sequence[FileTensor],
+        share: float = 1.0,
+        cached: float = 0.0,
     ) -> Part:
         products: dict[str, float] = {}
         for tensor in tensors:
@@ -348,59 +416,13 @@ def parts_of(
         return Part(
             name,
             layer,
-            tuple(cached + sum(resident_bytes(tensor, layout) for tensor in tensors) for layout in layouts),
-            tuple(sum(bytes_read(tensor, layout) for tensor in tensors) for layout in layouts),
+            tuple(cached + sum(resident_bytes(tensor, layout) for tensor in tensors) for layout in self._layouts),
+            tuple(sum(bytes_read(tensor, layout) for tensor in tensors) for layout in self._layouts),
             share,
             products,
             resident_cache=cached,
             variable=variable,
         )
-
-    def pieces(
-        name: str, layer: int, main: str, tensors: Sequence[FileTensor], share: float = 1.0, cached: float = 0.0
-    ) -> Iterator[Part]:
-        """The part with the matrices on the device of variable `main`, then one for each other device."""
-        own: dict[object, tuple[str, list[FileTensor]]] = {device_of(main): (main, [])}
-        for tensor in tensors:
-            variable = tensor.name.rpartition(".")[0] if len(tensor.shape) > 1 else main
-            own.setdefault(device_of(variable), (variable, []))[1].append(tensor)
-        for variable, matrices in own.values():
-            yield make(name, layer, variable, matrices, share, cached if variable == main else 0.0)
-
-    table, is_tied = file.tensors["token_embd.weight"], "output.weight" not in file.tensors
-    is_plain_table = table.type == "F32" or is_plain(table.type)  # which GPUs multiply in a layout of its own
-    is_shared = tuple(
-        is_tied and (isinstance(layout, Panels) or (layout is not None and not is_plain_table)) for layout in layouts
-    )
-    # A row of the table is read, which takes no time.
-    embeddings = make("embd", 0, "token_embd", [table])
-    parts = [replace(embeddings, weights_read=(0.0,) * len(layouts), products={}, shared=is_shared)]
-    page = page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values)
-    scores = 2.0 * model.heads * model.head_size
-    for layer in range(model.layers):
-        prefix = f"blk.{layer}"
-        tensors = [tensor for name, tensor in file.tensors.items() if name.startswith(f"{prefix}.")]
-        prefixes = ("attn", *(["post_attention"] if model.architecture.post_norms else []))
-        attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
-        experts = [tensor for tensor in tensors if "_exps." in tensor.name]
-        rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]
-        window = model.window_of(layer)
-        first, *others = pieces("attn", layer, f"{prefix}.attn", attention, cached=float(cache.pages(window) * page))
-        parts += [replace(first, cache_bytes=page / PAGE, window=window, scores=scores), *others]
-        if not experts:
-            parts += pieces("ffn", layer, f"{prefix}.ffn_down", rest)
-            continue
-        parts += pieces("router", layer, f"{prefix}.ffn_gate_inp", rest)
-        down, share = f"{prefix}.ffn_down_exps", model.experts_used / model.experts
-        own = (groups or {}).get(prefix, ())
-        if own:
-            whole = make("experts", layer, down, experts, share)
-            pairs = expert_pairs(model, (expert_counts or {}).get(layer))
-            parts += [whole.some_experts(group.experts, pairs, f"{down}{group.suffix}") for group in own]
-        else:
-            parts += pieces("experts", layer, down, experts, share)
-    output = replace(table, name="output.weight") if is_tied else file.tensors["output.weight"]
-    return [*parts, make("output", 0, "output", [output])]
 
 
 def _product_type(tensor: FileTensor) -> str:

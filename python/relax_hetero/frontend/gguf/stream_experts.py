@@ -27,7 +27,7 @@ from .expert_rules import MATRICES, ExpertGroup
 from .file import FileTensor, GgufFile
 from .hyperparameters import Hyperparameters
 from .part_costs import first_streamed_rows
-from .place_layers import layouts_of, parts_of
+from .place_layers import ModelParts, layouts_of
 
 STREAMED = ".streamed"
 """End of the names of variables."""
@@ -105,7 +105,7 @@ def plan_streams(
     if isinstance(stream_experts, int):
         rows = stream_experts
     else:
-        parts = {(part.name, part.layer): part for part in parts_of(file, model, cache, layouts_of(vdevices))}
+        parts = {(part.name, part.layer): part for part in ModelParts(file, model, cache, layouts_of(vdevices)).all()}
         rows = first_streamed_rows(parts["experts", first[0]], source, target, costs(), model.hidden_size * 4) or 0
     if not 0 < rows <= max(cache.chunks):
         return ExpertStreams()
