@@ -148,6 +148,10 @@ QWEN3_30B = replace(MIXTURE, layers=48, vocabulary=151936, context=40960, expert
 FOUR_BITS = {"output.weight": "Q6_K", "*attn_v.weight": "Q6_K", "*": "Q4_K"}
 
 
+RANDOM_ROWS = 8209
+"""Maximum of different rows of a tensor, a prime number, so that no two experts are equal."""
+
+
 def random_blocks(
     kind: BlockType, rows: int, columns: int, spread: float, generator: np.random.Generator
 ) -> np.ndarray:
@@ -304,7 +308,8 @@ def write_gguf(
             continue
         spread = 0.1 if name == "token_embd.weight" else shape[-1] ** -0.5
         rows = int(np.prod(shape[:-1]))
-        data = random_blocks(BlockType[kind], rows, shape[-1], spread, generator)
+        data = random_blocks(BlockType[kind], min(rows, RANDOM_ROWS), shape[-1], spread, generator)
+        data = data if len(data) == rows else np.resize(data, (rows, data.shape[1]))
         writer.add_tensor(name, data.reshape(*shape[:-1], -1), raw_dtype=BlockType[kind])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

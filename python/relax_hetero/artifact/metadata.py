@@ -152,6 +152,11 @@ class ConstantSpec:
         if self.addresses is not None:
             object.__setattr__(self, "addresses", tuple(self.addresses))
 
+    @property
+    def is_placeholder(self) -> bool:
+        """True if a machine makes the value."""
+        return self.addresses is not None or bool(self.region) or self.is_record or self.mailbox is not None
+
 
 @dataclass(frozen=True)
 class DispatchSpec:

@@ -48,7 +48,7 @@ def from_gguf(
     activations: str | None = None,
     count_experts: bool = False,
     expert_counts: ExpertCountsSource | None = None,
-    stream_experts: int | Literal["auto"] | None = None,
+    stream_experts: int | Literal["auto"] | None = "auto",
 ) -> tvm.IRModule:
     """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
 
@@ -94,7 +94,7 @@ def from_gguf(
     stream_experts : int, "auto" or None
         Minimum rows of ``prefill_C`` functions that multiply the experts of a CPU on the GPU that has the rest of their
         layer: each call copies them there, a layer at a time. ``"auto"``: from where copies are faster by the cost
-        model; 0 or None: never, as by default, because copies have not been measured on a GPU yet.
+        model; 0 or None: never.
 
     Returns
     -------

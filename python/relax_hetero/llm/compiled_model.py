@@ -225,6 +225,7 @@ class CompiledModel:
         if not self._batches or not self._chunks:
             raise BindingError(f"found functions {names}, expected decode_B and prefill_C as rh.from_gguf makes them")
         self.machine = VirtualMachine(executable)
+        executable.release_host_copies()
         self.executable, self.description = executable, description
         self.vocabulary, self.context = description.vocabulary, description.context
         self.trained_context = description.trained_context

@@ -28,9 +28,11 @@ from .description import ModelDescription, context_warning
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
+    from tvm.relax import VDevice
     from tvm.target import Target
 
     from ..frontend.auto.auto_placement import MemoryLimit
+    from ..frontend.gguf.hyperparameters import Hyperparameters
     from ..frontend.gguf.place_experts import ExpertCountsSource
     from ..frontend.onnx.onnx_model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
 
 BATCHES, CHUNKS = (1, 2, 4, 8), (32, 256)
 """Default batch sizes of decode functions, and chunk lengths of prefill functions."""
+MIXTURE_CHUNKS = (32, 512, 2048)
+"""Default chunk lengths of mixtures of experts with a GPU: rows share the time to read, or to copy, all experts."""
 CONTEXT = 4096
 """Default maximum number of tokens of a sequence, unless the model was trained for fewer."""
 
@@ -48,7 +52,7 @@ _LIBRARY, _DESCRIPTION, _TOKENIZER, _DIGESTS = "model.so", "model.json", "tokeni
 _DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
 _DEFAULTS = {
     "batches": BATCHES,
-    "chunks": CHUNKS,
+    "chunks": None,
     "slots": None,
     "context": None,
     "page_type": "float16",
@@ -57,7 +61,7 @@ _DEFAULTS = {
     "activations": None,
     "count_experts": False,
     "expert_counts": None,
-    "stream_experts": None,
+    "stream_experts": "auto",
 }
 """Default options of GGUF files in `load`."""
 
@@ -68,7 +72,7 @@ def load(
     placement: PlacementRules | Literal["auto"] | None = None,
     *,
     batches: Sequence[int] = BATCHES,
-    chunks: Sequence[int] = CHUNKS,
+    chunks: Sequence[int] | None = None,
     slots: int | None = None,
     context: int | None = None,
     page_type: str = "float16",
@@ -77,7 +81,7 @@ def load(
     activations: str | None = None,
     count_experts: bool = False,
     expert_counts: ExpertCountsSource | None = None,
-    stream_experts: int | Literal["auto"] | None = None,
+    stream_experts: int | Literal["auto"] | None = "auto",
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> tuple[CompiledModel, Tokenizer]:
@@ -87,8 +91,11 @@ def load(
     ----------
     path : str or path
         GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
-    vdevices, placement, batches, chunks, slots, page_type, memory_limit, activation_bits, activations, expert_counts
+    vdevices, placement, batches, slots, page_type, memory_limit, activation_bits, activations, expert_counts
         As for `rh.from_gguf`; not for a folder.
+    chunks : sequence of int, optional
+        As for `rh.from_gguf`; by default 32 and 256, for a mixture of experts with a GPU 32, 512 and 2,048. Not for a
+        folder.
     stream_experts
         As for `rh.from_gguf`; not for a folder.
     count_experts : bool
@@ -117,7 +124,7 @@ def load(
         )
     options = {
         "batches": tuple(batches),
-        "chunks": tuple(chunks),
+        "chunks": None if chunks is None else tuple(chunks),
         "slots": slots,
         "context": context,
         "page_type": page_type,
@@ -160,8 +167,9 @@ def _load_file(
     file = read_gguf(path)
     model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
-    batches, chunks, page_type = options["batches"], options["chunks"], options["page_type"]
+    batches, page_type = options["batches"], options["page_type"]
     context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
+    chunks = default_chunks(model, devices, context) if options["chunks"] is None else options["chunks"]
     # The constructor also checks the options.
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
     if batch_invariant and not all(map(is_cpu, devices)):  # CPU functions sum in the same order for any number of rows
@@ -196,6 +204,13 @@ def _load_file(
         decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
     return CompiledModel(executable, description), tokenizer
+
+
+def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context: int) -> tuple[int, ...]:
+    """Chunk lengths of a model's prefill functions, unless they are given; none exceeds the context much."""
+    if model.experts == 0 or all(map(is_cpu, vdevices)):
+        return CHUNKS
+    return tuple(rows for rows in MIXTURE_CHUNKS if rows <= max(context, max(CHUNKS)))
 
 
 def is_batch_invariant(target: Target) -> bool:

@@ -178,7 +178,7 @@ def _plan(
     from ..frontend.gguf.file import read_gguf
     from ..frontend.gguf.model_plan import patterns_without_matrix, plan_model
     from ..frontend.gguf.place_experts import read_expert_counts
-    from ..llm.model_loader import BATCHES, CHUNKS, CONTEXT
+    from ..llm.model_loader import BATCHES, CHUNKS, CONTEXT, default_chunks
     from ..target.make_vdevice import parse_vdevices
 
     options = gguf_options(path, placing)
@@ -187,7 +187,9 @@ def _plan(
     file = read_gguf(path)
     model = hyperparameters_of(file)
     counts = read_expert_counts(expert_counts, model)
-    cache, placement = PagedCache(BATCHES, CHUNKS, slots, context or min(model.context, CONTEXT)), options["placement"]
+    context = context or min(model.context, CONTEXT)
+    cache = PagedCache(BATCHES, default_chunks(model, devices, context), slots, context)
+    placement = options["placement"]
     with console(stderr=True).status(f"Planning {path.name}"):  # may measure the devices, once per machine
         if placement and not placing.auto and patterns_without_matrix(file, placement):
             # Refuses patterns that match nothing.

@@ -8,6 +8,7 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
 from models.running import needs_gpu
+from relax_hetero.vm.device.tensors import is_host
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
@@ -89,3 +90,22 @@ def test_steps_ahead_on_a_gpu(tmp_path):
     for slot in slots:
         model.prefill(slot, np.arange(3, 40 + slot, dtype="int32"))
     check_steps_ahead(model, slots, 150)
+
+
+def test_weights_of_a_gpu_leave_the_host(tmp_path, monkeypatch):
+    """The executable keeps the GPU's copies alone, and writes them to files."""
+    monkeypatch.setenv("RELAX_HETERO_CACHE", "off")  # executables in files have no copies of their own
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], "Q8_0")
+    options = {"batches": (1,), "chunks": (32,), "context": 128}
+    model, _ = rh.llm.load(path, ["llvm", "cuda"], {"blk.0.*": "llvm", "*": "cuda"}, **options)
+    specs, names = model.executable.metadata.constants, [device.kind for device in model.executable.devices]
+    weights = [
+        (names[spec.device], is_host(tensor.device))
+        for spec, tensor in zip(specs, model.executable.constants, strict=True)
+        if not spec.is_placeholder and spec.device >= 0
+    ]
+    assert set(weights) == {("llvm", True), ("cuda", False)}
+    rh.llm.save(model, path, tmp_path / "saved")
+    again, _ = rh.llm.load(tmp_path / "saved")
+    logits = [each.prefill(each.cache.add(), TOKENS[:20]).copy() for each in (model, again)]
+    np.testing.assert_array_equal(*logits)

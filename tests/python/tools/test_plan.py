@@ -51,9 +51,9 @@ def planned(large: Path) -> Callable[..., ModelPlan]:
     """Plan the model on a CPU and a GPU."""
     file = read_gguf(large)
     model, vdevices = hyperparameters_of(file), parse_vdevices(["llvm", GPU])
-    cache = PagedCache((1, 8), (32, 256), None, 4096)
 
-    def plan(placement="auto", limit: int | None = None) -> ModelPlan:
+    def plan(placement="auto", limit: int | None = None, chunks: tuple[int, ...] = (32, 256)) -> ModelPlan:
+        cache = PagedCache((1, 8), chunks, None, 4096)
         return plan_model(file, model, cache, vdevices, placement, COSTS, {} if limit is None else {1: limit})
 
     return plan
@@ -70,7 +70,7 @@ def test_a_file_is_planned_from_its_metadata(invoke: Callable[..., Result], larg
         r"experts │ [\d, -]+ │ llvm:0 .* the memory of cuda:0 is too small",
     ):
         assert re.search(pattern, text)
-    assert "prefill of 4,096 tokens, in chunks of 256" in text and "Nothing was compiled" in text
+    assert "prefill of 4,096 tokens, in chunks of 2,048" in text and "Nothing was compiled" in text
     assert "One GiB more on cuda:0: " in text and "copy experts of a layer from llvm:0 to cuda:0" in text
 
 
@@ -115,6 +115,10 @@ def test_experts_are_copied_for_long_chunks_only(planned):
     assert copied == pytest.approx(layer.weights / 20e9, rel=0.01)
     # A chunk of that length takes the CPU as long: 8 experts of 3 * 2048 * 768 weights a token, at 4 TFLOP/s.
     assert streaming.rows == pytest.approx(copied * 4e12 / (2 * 8 * 3 * 2048 * 768), rel=0.1)
+    # The longest chunk takes the time of the copies of 48 layers, shorter ones that of the CPU.
+    prompts = [planned({"blk.*_exps": "llvm", "*": "cuda"}, chunks=(32, rows)).speeds[2] for rows in (512, 4096)]
+    assert [prompt.chunk for prompt in prompts] == [512, 4096] and 512 < streaming.rows
+    assert prompts[0].seconds > 48 * here and prompts[1].seconds == pytest.approx(48 * copied, rel=0.01)
     assert planned("auto").streaming is None  # all on the GPU
     assert planned({"*": "llvm"}).streaming is None
 

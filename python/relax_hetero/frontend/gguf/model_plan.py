@@ -19,7 +19,7 @@ from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from ..paged_cache import PagedCache
 from .activation_types import ActivationTypes, names_of
 from .expert_rules import split_rules
-from .part_costs import first_streamed_rows, prefill_steps, step_seconds, streamed_seconds
+from .part_costs import first_streamed_rows, prefill_steps, step_seconds, streamed_seconds, streamed_step_seconds
 from .place_layers import LayerProblem, bytes_on
 
 if TYPE_CHECKING:
@@ -98,10 +98,21 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Speed:
-    """Expected speed of some work: tokens per second, and seconds of all tokens."""
+    """Expected speed of some work.
+
+    Attributes
+    ----------
+    work : str
+        "decode" or "prefill".
+    tokens, chunk : int
+        Number of tokens, and maximum rows of a call.
+    seconds : float
+        Time of all tokens.
+    """
 
     work: str
     tokens: int
+    chunk: int
     seconds: float
 
     @property
@@ -157,9 +168,8 @@ class ModelPlan:
     model, architecture : str
         Names of the file and of its architecture.
     layers, experts, experts_used : int
-    context, slots, chunk, cached : int
-        Maximum positions of a sequence, sequences of the cache, tokens of a prefill chunk, and positions in the cache
-        during the decode step.
+    context, slots, cached : int
+        Maximum positions of a sequence, sequences of the cache, and positions in the cache during the decode step.
     is_auto : bool
         True if placed by cost, False by rules.
     figures : str
@@ -182,7 +192,6 @@ class ModelPlan:
     experts_used: int
     context: int
     slots: int
-    chunk: int
     cached: int
     is_auto: bool
     figures: str
@@ -264,6 +273,7 @@ def plan_model(
         )
         for part, device, reason in zip(layout.search.parts, layout.plan.devices, layout.reasons, strict=True)
     )
+    streaming = _streaming(problem, layout, vdevices)
     return ModelPlan(
         model=file.path.name,
         architecture=model.name,
@@ -272,16 +282,15 @@ def plan_model(
         experts_used=model.experts_used,
         context=cache.context,
         slots=cache.sequences,
-        chunk=max(cache.chunks),
         cached=step.cached,
         is_auto=is_auto,
         figures=costs.figures,
         parts=placed,
         devices=tuple(_device_use(problem, layout.plan, placed, index) for index in range(len(vdevices))),
-        speeds=_speeds(layout, max(cache.chunks), cache.context),
+        speeds=_speeds(problem, layout, cache, streaming),
         more=tuple(_more_memory(problem, model, vdevices, layout, device) for device in limited),
         curves={problem.names[device]: _curve(problem, device) for device in limited},
-        streaming=_streaming(problem, layout, vdevices),
+        streaming=streaming,
     )
 
 
@@ -352,14 +361,23 @@ def _device_use(problem: LayerProblem, plan: LayerPlan, placed: Sequence[PlacedP
     )
 
 
-def _speeds(layout: _Layout, chunk: int, context: int) -> tuple[Speed, ...]:
+def _speeds(
+    problem: LayerProblem, layout: _Layout, cache: PagedCache, streaming: Streaming | None
+) -> tuple[Speed, ...]:
     search, plan = layout.search, layout.plan
-    speeds = [Speed("decode", 1, plan.seconds)]
+    placed, costs = (search.parts, plan.devices), (search.costs, search.row_bytes)
+    speeds = [Speed("decode", 1, 1, plan.seconds)]
     for tokens in PROMPTS:
-        if tokens <= context:
-            steps = prefill_steps(tokens, chunk)
-            args = search.parts, plan.devices, search.costs, search.row_bytes
-            speeds.append(Speed("prefill", tokens, sum(step_seconds(*args, step) for step in steps)))
+        if tokens > cache.context:
+            continue
+        steps, seconds = prefill_steps(tokens, cache.chunks), 0.0
+        for step in steps:
+            if streaming is not None and streaming.rows is not None and step.rows >= streaming.rows:
+                ends = problem.names.index(streaming.source), problem.names.index(streaming.target)
+                seconds += streamed_step_seconds(*placed, ends, *costs, step)
+            else:
+                seconds += step_seconds(*placed, *costs, step)
+        speeds.append(Speed("prefill", tokens, steps[0].rows, seconds))
     return tuple(speeds)
 
 

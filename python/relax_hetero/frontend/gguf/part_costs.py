@@ -36,9 +36,13 @@ class Step:
     cached: int
 
 
-def prefill_steps(tokens: int, chunk: int) -> list[Step]:
-    """Calls for a prompt; the last chunk is computed whole."""
-    return [Step(chunk, begin) for begin in range(0, tokens, chunk)]
+def prefill_steps(tokens: int, chunks: Sequence[int]) -> list[Step]:
+    """Calls for a prompt: the longest chunk, and for the rest the shortest that holds it, which is computed whole."""
+    steps: list[Step] = []
+    longest = max(chunks)
+    for begin in range(0, tokens, longest):
+        steps.append(Step(min((rows for rows in chunks if rows >= tokens - begin), default=longest), begin))
+    return steps
 
 
 @dataclass(frozen=True)
@@ -175,6 +179,18 @@ def first_streamed_rows(part: Part, source: int, target: int, costs: CostModel, 
         if copied < on_cpu:
             return rows
     return None
+
+
+def streamed_step_seconds(
+    parts: Sequence[Part], devices: Sequence[int], ends: tuple[int, int], costs: CostModel, row_bytes: float, step: Step
+) -> float:
+    """Time of a step for which a GPU gets copies of all experts of a CPU, the ends of the copies, meanwhile."""
+    source, target = ends
+    is_copied = [part.name == "experts" and device == source for part, device in zip(parts, devices, strict=True)]
+    at = [target if copied else device for copied, device in zip(is_copied, devices, strict=True)]
+    size = sum(part.resident_bytes[source] for part, copied in zip(parts, is_copied, strict=True) if copied)
+    link = costs.links[ends]
+    return max(step_seconds(parts, at, costs, row_bytes, step), size / link.bandwidth) + link.latency
 
 
 def step_seconds(

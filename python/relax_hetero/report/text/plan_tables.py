@@ -108,7 +108,7 @@ def _speed_row(plan: ModelPlan, speed: Speed) -> list[str]:
     if speed.work == "decode":
         name = f"decode, 1 text, after {plan.cached:,} tokens"
     else:
-        name = f"prefill of {speed.tokens:,} tokens, in chunks of {plan.chunk:,}"
+        name = f"prefill of {speed.tokens:,} tokens, in chunks of {speed.chunk:,}"
     return [name, _rate(speed.tokens_per_second), time_text(speed.seconds)]
 
 
@@ -142,6 +142,6 @@ def _streaming_line(streaming: Streaming) -> str:
         for rows, (here, copied) in streaming.seconds.items()
     )
     return (
-        f'With stream_experts="auto", chunks of {streaming.rows:,} tokens or more copy {where}, instead of products on '
-        f"{streaming.source} (estimate for a layer: {times})."
+        f"Chunks of {streaming.rows:,} tokens or more copy {where}, instead of products on {streaming.source} "
+        f"(estimate for a layer: {times})."
     )

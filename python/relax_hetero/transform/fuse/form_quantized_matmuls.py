@@ -53,6 +53,7 @@ from ...encoding.problem import BlockRowsProblem
 from ...encoding.resolver import resolver_or_default
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, block_matmul, block_rows, form_of
 from ...op.streamed import STREAM, panel_fragments, stream
+from ...target.vdevice import is_cpu
 from ...vm.device.huge_pages import WeightMemory
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
@@ -585,7 +586,8 @@ class _Packer:
 
     def __init__(self) -> None:
         self._packed: dict[tuple[Any, ...], list[tvm.runtime.Tensor]] = {}
-        self._memory = WeightMemory()
+        # The host frees what only other devices use.
+        self._memory = {is_host: WeightMemory() for is_host in (False, True)}
 
     def pack(
         self, weight: relax.Call, layout: BlockLayout, vdevice: relax.VDevice | None, experts: int = 0
@@ -596,7 +598,8 @@ class _Packer:
         key = (*(hash(arg.value) for arg in weight.args), form, depth, layout, experts)
         if key not in self._packed:
             source = BlockSource(tuple(host_array(arg.value) for arg in weight.args), form, depth)
-            arrays = layout.pack(source, experts or 1, self._memory.zeros)
+            memory = self._memory[vdevice is None or is_cpu(vdevice)]
+            arrays = layout.pack(source, experts or 1, memory.zeros)
             self._packed[key] = list(map(share_or_copy, arrays))
         return [
             tvm.ir.GenericConst(data, relax.TensorType(list(data.shape), str(data.dtype), vdevice))

@@ -36,7 +36,7 @@ _MAX_GAP = 64 << 10
 """Largest gap between two weights, such as a header of malloc, that may be part of a huge page."""
 _MAPPING_BYTES = 256 << 20
 """Bytes of a mapping for several weights."""
-_HUGEPAGE, _POPULATE_READ, _COLLAPSE = 14, 22, 25  # advice of madvise(2)
+_DONTNEED, _HUGEPAGE, _POPULATE_READ, _COLLAPSE = 4, 14, 22, 25  # advice of madvise(2)
 _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ...(.) \S+ \S+ (\d+)")
 _HUGE_IN_FILES = re.compile(r"(?:FilePmdMapped|ShmemPmdMapped): +([1-9]\d*) kB")
 
@@ -89,6 +89,16 @@ def on_huge_pages(tensors: Sequence[runtime.Tensor]) -> tuple[list[runtime.Tenso
             result[index] = tensor
         copied = sum(map(nbytes_of, copies))
     return result, HugePages(nbytes, huge + copied, copied)
+
+
+def release_file_pages(tensors: Iterable[runtime.Tensor]) -> None:
+    """Let Linux take back the memory of tensors in mapped files, which were not written to; it reads them again."""
+    if not sys.platform.startswith("linux"):
+        return
+    mappings = _Mappings()
+    in_files = [tensor for tensor in tensors if _is_in_memory(tensor) and mappings.is_file(tensor.data_ptr())]
+    for part in _whole_pages(map(address_range, in_files), mmap.PAGESIZE, mappings):
+        _advise(part, _DONTNEED)
 
 
 class WeightMemory:

@@ -26,7 +26,7 @@ from ...display.text import bytes_text
 from ...errors import BuildError
 from ...providers import provided
 from ..device.constants import PlacedConstants
-from ..device.huge_pages import HugePages, on_huge_pages
+from ..device.huge_pages import HugePages, on_huge_pages, release_file_pages
 from ..device.numa import move_constants_to_nodes
 from ..device.tensors import is_host
 from .export import checked_path, link_library, needs_linking, write_copy, write_executable
@@ -310,6 +310,18 @@ class Executable:
         for index, tensor in zip(indices, tensors, strict=True):
             self.constants[index] = tensor
 
+    def release_host_copies(self) -> None:
+        """Free the host's memory of weights that virtual machines on other devices have.
+
+        The executable keeps those of one machine instead, as long as it lives, and copies them back to be exported. A
+        mapped file's weights stay in the file.
+        """
+        with self._lock:
+            for placed in () if self._container else list(self._placed_constants.values()):
+                for index, (spec, tensor) in enumerate(zip(self.metadata.constants, placed.values, strict=True)):
+                    if not (spec.is_placeholder or is_host(tensor.device)):
+                        self.constants[index] = tensor
+
     def constants_on(self, devices: Sequence[runtime.Device]) -> PlacedConstants:
         """The constants on the devices that use them; virtual machines on the same devices share the result.
 
@@ -323,9 +335,12 @@ class Executable:
         with self._lock:
             placed = self._placed_constants.get(key)
             if placed is None:
+                in_file = list(self.constants) if self._container else []
                 if self.huge_pages is None:
                     self._use_huge_pages(devices)
                 placed = PlacedConstants(self.constants, self.metadata.constants, devices, address_of)
+                used = {tensor.data_ptr() for tensor in placed.values}
+                release_file_pages(tensor for tensor in in_file if tensor.data_ptr() not in used)
                 move_constants_to_nodes(self.metadata, placed.values)
                 self._placed_constants[key] = placed
             return placed

@@ -2,6 +2,7 @@
 
 import mmap
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from modules import ir_module
 from relax_hetero.vm.device import huge_pages
-from relax_hetero.vm.device.huge_pages import on_huge_pages
+from relax_hetero.vm.device.huge_pages import on_huge_pages, release_file_pages
 from relax_hetero.vm.device.tensors import ALIGNMENT, bytes_of, view_bytes
 
 PAGE = huge_pages._page_bytes()
@@ -156,3 +157,31 @@ def test_weight_memory_is_on_huge_pages_once_it_is_written():
     before = huge_bytes(array.ctypes.data)
     array[:] = 1
     assert huge_bytes(array.ctypes.data) - before >= PAGE
+
+
+def resident_bytes(address):
+    """Bytes in memory of the mapping of an address."""
+    is_inside = False
+    for line in open("/proc/self/smaps"):
+        if match := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            is_inside = int(match[1], 16) <= address < int(match[2], 16)
+        elif is_inside and line.startswith("Rss:"):
+            return int(line.split()[1]) << 10
+    return 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_released_file_pages_leave_the_process(tmp_path):
+    tensors, content = mapped_tensors(tmp_path / "weights", 1 << 20, 4)
+    assert [int(bytes_of(tensor).sum()) for tensor in tensors]  # reads all of them
+    address = tensors[0].data_ptr()
+    before = resident_bytes(address)
+    release_file_pages(tensors[1:])
+    assert before >= 4 << 20 and resident_bytes(address) <= before - (3 << 20) + 2 * mmap.PAGESIZE
+    np.testing.assert_array_equal(np.concatenate([bytes_of(tensor) for tensor in tensors]), content)
+
+
+def test_memory_of_a_process_is_not_released():
+    array = np.ones(1 << 20, "uint8")
+    release_file_pages([view_bytes(array, (1 << 18,), "float32")])
+    assert array.all()
