@@ -94,7 +94,7 @@ def from_gguf(
     stream_experts : int, "auto" or None
         Minimum rows of ``prefill_C`` functions that multiply the experts of a CPU on the GPU that has the rest of their
         layer: each call copies them there, a layer at a time. ``"auto"``: from where copies are faster by the cost
-        model; 0 or None: never.
+        model, with measured figures if these devices were measured before; 0 or None: never.
 
     Returns
     -------
@@ -145,7 +145,7 @@ def from_gguf(
     if devices is not None:
         streams = plan_streams(
             file, model, cache, types_of(split.rules), split.groups, devices, stream_experts,
-            lambda: cost_model or CostModel.measured(devices),
+            lambda: cost_model or CostModel.measured(devices, may_measure=False),
         )  # fmt: skip
     rules = [*streams.rules, *split.rules]
     weights = Weights(file, model)

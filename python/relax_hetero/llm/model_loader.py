@@ -107,8 +107,8 @@ def load(
         other devices than CPUs from 1,536 tokens on; those of the placement "auto" do not. Not for a folder.
     batch_invariant : bool
         Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
-        they always do. On other devices, every call then computes the largest batch or chunk, so that one sequence
-        takes as long as a full batch. Not for a folder.
+        they always do, except those of mixtures of experts with AMX. There and on other devices, every call then
+        computes the largest batch or chunk, so that one sequence takes as long as a full batch. Not for a folder.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -172,7 +172,9 @@ def _load_file(
     chunks = default_chunks(model, devices, context) if options["chunks"] is None else options["chunks"]
     # The constructor also checks the options.
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
-    if batch_invariant and not all(map(is_cpu, devices)):  # CPU functions sum in the same order for any number of rows
+    # CPU functions sum in the same order for any number of rows, except that AMX multiplies experts of many rows.
+    sums_alike = is_batch_invariant if model.experts else _is_cpu_target
+    if batch_invariant and not all(sums_alike(device.target) for device in devices):
         batches, chunks = (max(batches),), (max(chunks),)
     # Code depends on the longest context only, so that another context of the file compiles nothing.
     is_fixed = placement == "auto" or (context < PAGE * MANY_PAGES and not all(map(is_cpu, devices)))
@@ -218,9 +220,13 @@ def is_batch_invariant(target: Target) -> bool:
 
     CPUs do, except those with AMX, which use tiles for many rows and vectors for few.
     """
-    if int(target.get_target_device_type()) != CPU:
+    if not _is_cpu_target(target):
         return False
     return amx_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
+
+
+def _is_cpu_target(target: Target) -> bool:
+    return int(target.get_target_device_type()) == CPU
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:

@@ -103,7 +103,7 @@ def _measure(vdevices: list[relax.VDevice], again: bool) -> Figures | None:
     from ..frontend.auto.measure_devices import figures_of
 
     with console(stderr=True).status("Measuring"):
-        return figures_of(vdevices, again)
+        return figures_of(vdevices, "all" if again else "missing")
 
 
 def _figures_json(figures: Figures, described: list[dict[str, Any]]) -> dict[str, Any]:

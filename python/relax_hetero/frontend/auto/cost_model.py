@@ -187,7 +187,9 @@ class CostModel:
         return cls(devices, links, host_index, queues=queues)
 
     @classmethod
-    def measured(cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency") -> CostModel:
+    def measured(
+        cls, vdevices: Sequence[tvm.relax.VDevice], objective: Objective = "latency", may_measure: bool = True
+    ) -> CostModel:
         """Costs of `for_vdevices`, with measured figures for a CPU and GPU or several GPUs of this machine.
 
         The measurement takes some seconds, once per machine (`measure_devices`).
@@ -198,12 +200,14 @@ class CostModel:
             Devices in the order of the module's list.
         objective : Objective
             See `auto_placement`.
+        may_measure : bool
+            False to use only figures that were measured before, and else those of `for_vdevices`, which takes no time.
         """
         vdevices = list(map(with_hardware, vdevices))
         model = cls.for_vdevices(vdevices, objective)
         if len(vdevices) < 2 or all(map(is_cpu, vdevices)) or not are_present(vdevices):
             return model
-        figures = figures_of(vdevices)
+        figures = figures_of(vdevices, "missing" if may_measure else "nothing")
         return model if figures is None else _with_measurements(model, figures)
 
     def op_seconds(self, work: Work, device: int) -> float:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 import tvm
@@ -42,6 +42,7 @@ from ...vm.machine import VirtualMachine
 _log = logging.getLogger("relax_hetero")
 
 F = TypeVar("F")
+Measure = Literal["missing", "all", "nothing"]
 
 TYPES = ("float32", "float16", "bfloat16")
 """Element types of measured products."""
@@ -110,7 +111,7 @@ def are_present(vdevices: Sequence[relax.VDevice]) -> bool:
     return all(host_of(vdevice) is None and _is_present(vdevice) for vdevice in vdevices)
 
 
-def figures_of(vdevices: Sequence[relax.VDevice], remeasure: bool = False) -> Figures | None:
+def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures | None:
     """Load or take the measurements of devices of this machine.
 
     They are stored in the folder of the compile cache, or in this process if there is none. Figures of a busy machine
@@ -120,25 +121,31 @@ def figures_of(vdevices: Sequence[relax.VDevice], remeasure: bool = False) -> Fi
     ----------
     vdevices : sequence of relax.VDevice
         Devices, all of them present.
-    remeasure : bool
-        True to ignore stored figures.
+    measure : str
+        What is measured: "missing" figures, "all", even if they are stored, or "nothing".
 
     Returns
     -------
     Figures
-        None if a kernel of the measurement fails.
+        None if a kernel of the measurement fails, or some are not stored and nothing may be measured.
     """
     keys: list[str] = []
     try:
-        devices = tuple(_measured_or_cached(_DEVICE, [vdevice], remeasure, keys) for vdevice in vdevices)
+        devices = tuple(_measured_or_cached(_DEVICE, [vdevice], measure, keys) for vdevice in vdevices)
         links = {}
         for a, b in itertools.combinations(range(len(vdevices)), 2):
             if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])):
-                links[a, b], links[b, a] = _measured_or_cached(_LINKS, [vdevices[a], vdevices[b]], remeasure, keys)
+                links[a, b], links[b, a] = _measured_or_cached(_LINKS, [vdevices[a], vdevices[b]], measure, keys)
+    except _NotMeasured:
+        return None
     except HeteroError as error:
         _log.warning("the devices cannot be measured, so that placement uses tables: %s", error)
         return None
     return Figures(devices, links, max((_rough_figures[key][0] for key in keys if key in _rough_figures), default=0.0))
+
+
+class _NotMeasured(Exception):
+    """Figures are not stored."""
 
 
 class _FigureKind(Generic[F]):
@@ -148,10 +155,12 @@ class _FigureKind(Generic[F]):
         self.name, self.measure, self.read = name, measure, read
 
 
-def _measured_or_cached(kind: _FigureKind[F], vdevices: Sequence[relax.VDevice], remeasure: bool, keys: list[str]) -> F:
-    """Load or measure figures, and append their key to `keys`; `remeasure` measures each key once."""
+def _measured_or_cached(
+    kind: _FigureKind[F], vdevices: Sequence[relax.VDevice], measure: Measure, keys: list[str]
+) -> F:
+    """Load or measure figures, and append their key to `keys`; "all" measures each key once."""
     key = _cache_key(kind.name, vdevices)
-    remeasure = remeasure and key not in keys
+    remeasure = measure == "all" and key not in keys
     keys.append(key)
     if key in _rough_figures and time.monotonic() > _rough_figures[key][1]:
         del _rough_figures[key], _figures[key]
@@ -165,6 +174,8 @@ def _measured_or_cached(kind: _FigureKind[F], vdevices: Sequence[relax.VDevice],
             return figures
         except (TypeError, ValueError) as error:
             _log.debug("nothing was measured before: %s", error)
+    if measure == "nothing":
+        raise _NotMeasured
     _log.info("measuring %s", ", ".join(str(vdevice.target.kind.name) for vdevice in vdevices))
     watch = CpuWatch()
     figures = kind.measure(*vdevices)

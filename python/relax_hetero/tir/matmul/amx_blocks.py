@@ -41,7 +41,7 @@ from ..microkernel.microkernel import AmxTile, pair_heights
 from .block_spec import BlockSpec, PanelProduct, RowBlock, for_columns, store_row
 
 MIN_ROWS = 16
-"""Minimum number of rows for AMX, unless the problem says that rows are prefill."""
+"""Minimum number of rows of a matrix for AMX, unless all prefill of the only matrix needs the same order of sums."""
 
 _TERM_BLOCK_BYTES = 3 << 19
 """Bytes of the terms of a block of rows: most of the L2 cache."""
@@ -60,7 +60,7 @@ def amx_for_blocks(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:
     """The AMX instruction for a block-quantized product; None if it is unsupported, or vectors are better."""
     problem = spec.problem
     has_few_rows = isinstance(spec.m, int) and spec.rows_of_matrix < MIN_ROWS
-    prefers_vectors = problem.rows == "decode" or (has_few_rows and not problem.rows)
+    prefers_vectors = problem.rows == "decode" or (has_few_rows and (not problem.rows or problem.experts > 0))
     if prefers_vectors or problem.panel != 2 * LANES or 0 in (problem.depth, problem.columns):
         return None
     return amx_instruction_for(cpu, "bfloat16", "bfloat16", "float32")

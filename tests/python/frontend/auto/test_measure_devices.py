@@ -39,14 +39,15 @@ def pair():
 
 
 def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
+    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair, "nothing") is None
     figures = figures_of(pair)
-    assert figures == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
+    assert figures == figures_of(pair, "nothing") == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
     assert counted == ["device", "device", "links"]
     assert figures_of(pair) == figures
     monkeypatch.setattr(measure_devices, "_figures", {})  # another process
     assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == figures
     assert len(counted) == 3
-    figures_of(pair, remeasure=True)
+    figures_of(pair, "all")
     assert len(counted) == 6
     measure_devices._figures.clear()
     resolve_cache_folder().clear()
@@ -117,7 +118,7 @@ def test_a_kernel_that_fails_leaves_tables(counted, pair, monkeypatch, caplog):
 def test_the_cost_model_has_what_was_measured(pair, monkeypatch):
     figures = Figures((SLOW, FAST), {(0, 1): LINK, (1, 0): dataclasses.replace(LINK, bandwidth=1e10)})
     monkeypatch.setattr(cost_model, "are_present", lambda vdevices: True)
-    monkeypatch.setattr(cost_model, "figures_of", lambda vdevices: figures)
+    monkeypatch.setattr(cost_model, "figures_of", lambda vdevices, measure: figures)
     model = CostModel.measured(pair)
     assert model.transfer_seconds(1e9, 1, 0) == pytest.approx(0.1 + 4.5e-5)
     half, single = (model.op_seconds(Work(1e12, 0, dtype), 1) for dtype in ("float16", "float32"))

@@ -108,7 +108,7 @@ def test_experts(tokens, used, rows):
     index[-1], index[1] = 3, -1
     want, size = expected(x, weights, experts, index)
     actual = call_experts(function, x, weights, experts, PANEL, index)
-    takes_tiles = tokens > 9 or rows == "chunk"
+    takes_tiles = tokens > 9
     own = index >= 0
     assert np.isnan(actual[~own]).all()
     np.testing.assert_array_less(np.abs(actual - want)[own], (TWO_TERMS * size)[own])
