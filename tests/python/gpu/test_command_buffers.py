@@ -14,6 +14,7 @@ import relax_hetero as rh
 from gpu.allocations import allocations
 from modules import ir_module
 from relax_hetero.artifact.graph_layout import RING_ROWS
+from relax_hetero.driver.link.cuda import kernel_sources
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.region import cuda_graph
 from seeds import fresh_rng
@@ -348,6 +349,17 @@ def test_without_cuda_bindings(monkeypatch, caplog):
             np.testing.assert_allclose(vm["main"](x).numpy(), layered(x, weights), rtol=1e-4)
     (record,) = [r for r in caplog.records if "kernel by kernel" in r.message]
     assert "main_commands" in record.message and "the package is not here" in record.message
+
+
+def test_host_functions_in_several_modules(tmp_path, monkeypatch):
+    """In memory, and linked in a file."""
+    monkeypatch.setattr(kernel_sources, "HOST_FUNCTIONS_PER_MODULE", 1)
+    executable = rh.compile(steps(7), cache=False)
+    executable.export_library(tmp_path / "model.so")
+    for each in (executable, rh.load(tmp_path / "model.so")):
+        machine, x = rh.vm.VirtualMachine(each), numbers()
+        for _ in range(3):
+            np.testing.assert_array_equal(machine["main"](x).numpy(), added(x, 7))
 
 
 def test_export_and_load(tmp_path):

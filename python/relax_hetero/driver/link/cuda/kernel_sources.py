@@ -15,7 +15,7 @@ import tvm
 import tvm_ffi
 from tvm import runtime, tirx
 from tvm.tirx.build import codegen_build, split_host_device_mods
-from tvm_ffi import structural_map
+from tvm_ffi import structural_map, structural_walk
 
 from ....errors import BuildError
 from ....target.cpu_cores import num_cores
@@ -52,18 +52,39 @@ class KernelSource:
         return str(self.target.attrs.get("arch", ""))
 
 
+HOST_FUNCTIONS_PER_MODULE = 32
+"""Host functions that LLVM compiles in one thread: there are some for each command buffer of a model's layers."""
+
+
+@dataclass(frozen=True)
+class HostCode:
+    """Compiled host functions, and the names of the kernels that they launch."""
+
+    module: runtime.Module
+    launched: frozenset[str]
+
+
 @dataclass(frozen=True)
 class CudaPart:
     """Host code and kernel sources of a target.
 
     Attributes
     ----------
-    host : runtime.Module
-        Compiled host functions, which launch the kernels.
+    codes : tuple of HostCode
+        The host functions; the first module imports the others.
     """
 
-    host: runtime.Module
+    codes: tuple[HostCode, ...]
     sources: tuple[KernelSource, ...]
+
+    @property
+    def host(self) -> runtime.Module:
+        """The module of all host functions."""
+        return self.codes[0].module
+
+    def launching(self, source: KernelSource) -> list[runtime.Module]:
+        """The modules of the host functions that launch a source's kernels; the first one if none does."""
+        return [code.module for code in self.codes if not code.launched.isdisjoint(source.names)] or [self.host]
 
 
 def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
@@ -83,7 +104,35 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
     for device_target, device in devices.items():
         tasks = [partial(_source, part, device_target, finalize_device) for part in _single_kernels(device)]
         sources += _in_threads(tasks)
-    return CudaPart(codegen_build(finalize_host()(host), target.host), tuple(sources))
+    kernels = frozenset(name for source in sources for name in source.names)
+    parts = _independent_parts(finalize_host()(host))
+    first, *others = _in_threads([partial(_host_code, part, target.host, kernels) for part in parts])
+    for code in others:
+        first.module.import_module(code.module)
+    return CudaPart((first, *others), tuple(sources))
+
+
+def _independent_parts(host: tvm.IRModule) -> list[tvm.IRModule]:
+    """Split host functions into modules, unless one calls another."""
+    functions = sorted(host.functions.items(), key=lambda pair: pair[0].name_hint)
+    count = -(-len(functions) // HOST_FUNCTIONS_PER_MODULE)
+    names = {gv.name_hint for gv, _ in functions}
+    if count < 2 or any(_names_in(func) & (names - {gv.name_hint}) for gv, func in functions):
+        return [host]
+    return [tvm.IRModule(dict(functions[index::count]), attrs=host.attrs) for index in range(count)]
+
+
+def _host_code(part: tvm.IRModule, target: tvm.target.Target, kernels: frozenset[str]) -> HostCode:
+    names = set().union(*map(_names_in, part.functions.values()))
+    return HostCode(codegen_build(part, target), kernels & names)
+
+
+def _names_in(func: tirx.PrimFunc) -> set[str]:
+    """Names of functions, and other texts, in a function's body."""
+    names: set[str] = set()
+    on_function = (tvm.ir.GlobalVar, lambda gv: names.add(gv.name_hint))
+    structural_walk(func.body, [on_function, (tvm.ir.StringImm, lambda text: names.add(str(text.value)))])
+    return names
 
 
 _MODULE_PASSES = tuple(

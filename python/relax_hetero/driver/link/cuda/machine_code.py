@@ -121,11 +121,13 @@ def import_kernels(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
     """
     machine_code = {}
     for source, code in zip(part.sources, codes, strict=True):
+        module = source.module
         if is_source(source.data):
             machine_code[source_key(source.data.code)] = code
-            part.host.import_module(source.module)
         else:
-            part.host.import_module(_load(source, code))
+            module = _load(source, code)
+        for host in part.launching(source):
+            host.import_module(module)
     return machine_code
 
 

@@ -8,6 +8,7 @@ import tvm
 from tvm.script import tirx as T
 
 from cuda_reports import compile_source, parse_reports, reports_of, sources_of
+from relax_hetero.driver.link.cuda import kernel_sources
 from relax_hetero.driver.link.cuda.kernel_sources import generate, is_source
 
 SM90A = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
@@ -55,6 +56,30 @@ def test_sources_of_threads_are_those_of_one_thread_with_instruments():
         expected = generate(group, target)
     assert [source.text for source in part.sources] == [source.text for source in expected.sources]
     assert len(part.sources) == 6 and set(counted.threads) == {threading.get_ident()}
+
+
+def test_host_functions_are_compiled_in_several_modules(monkeypatch):
+    """Each module imports the kernels that its functions launch."""
+    group = tvm.IRModule({name: two.with_attr("global_symbol", name) for name in ("one", "two", "three")})
+    monkeypatch.setattr(kernel_sources, "HOST_FUNCTIONS_PER_MODULE", 1)
+    part = generate(group, SM90A.with_host("llvm"))
+    launched = [{"one_kernel", "one_kernel_1"}, {"three_kernel", "three_kernel_1"}, {"two_kernel", "two_kernel_1"}]
+    assert [code.launched for code in part.codes] == launched
+    assert all(part.host.implements_function(name, query_imports=True) for name in ("one", "two", "three"))
+    (first, *_) = part.sources
+    [launching] = part.launching(first)
+    assert launching.implements_function(first.names[0].partition("_")[0])
+
+
+def test_host_functions_that_call_each_other_stay_together(monkeypatch):
+    @T.prim_func(s_tir=True)
+    def caller(A: T.handle):
+        T.func_attr({"global_symbol": "caller"})
+        T.call_packed("two", A)
+
+    monkeypatch.setattr(kernel_sources, "HOST_FUNCTIONS_PER_MODULE", 1)
+    part = generate(tvm.IRModule({"two": two, "caller": caller}), SM90A.with_host("llvm"))
+    assert len(part.codes) == 1 and part.host.implements_function("caller")
 
 
 def test_machine_code_is_of_the_architecture_that_the_target_names():
