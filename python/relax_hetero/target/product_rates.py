@@ -29,7 +29,7 @@ _CPU_RATES = {
 }
 
 _DEQUANTIZED_TILES_RATE = 1.2
-"""Rate of AMX with quantized weights, most of the time of which turns weights into numbers: measured for 4,096 tokens of
+"""Rate of AMX with quantized weights, which are turned into numbers for most of the time: measured for 4,096 tokens of
 a mixture of 128 experts on a Xeon, and half of it for 512."""
 
 QUANTIZED = "quantized"

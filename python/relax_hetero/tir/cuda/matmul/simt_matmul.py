@@ -32,7 +32,13 @@ from .simt_tiles import SHARED, SimtOperand, TiledProduct, barrier, known
 # Where columns are many, warps have columns of their own instead; where k is short, a thread has several columns.
 
 MAX_GEMV_ROWS = 8
-"""Maximum rows: a thread has accumulators for all rows."""
+"""Maximum rows of a block: a thread has accumulators for all of them."""
+_MIN_TILED_GEMV_DEPTH, _MAX_TILED_GEMV_BYTES = 1024, 40 << 20
+"""Minimum k of a GEMV with several blocks of rows, and bytes of rows that all blocks read from L2.
+
+A product of 32 by 128 by 2,048 in float32, as of a router of experts, took 43 us by tiles on an H200, which wait for
+memory in each of 64 steps.
+"""
 
 _LOADS_IN_FLIGHT = 4
 """Weight loads that a thread issues at a time."""
@@ -52,7 +58,8 @@ class Gemv:
         The operand with few rows and the other one.
     row, column : str
         Their dimensions of the result: ("m", "n") or ("n", "m").
-    rows : int
+    rows, row_tiles : int
+        Rows of a block, and number of blocks of rows.
     columns, k : PrimExpr or int
     dtype : str
         Element type of the accumulators.
@@ -63,6 +70,7 @@ class Gemv:
     row: str
     column: str
     rows: int
+    row_tiles: int
     columns: Expr
     k: Expr
     dtype: str
@@ -74,11 +82,14 @@ class Gemv:
         plan = _plan(self, gpu)
         tiles = at_least_one(ceil_div(self.columns, plan.block_columns))
         count = at_least_one(self.batches.count)
-        with launch(int64(count * tiles), plan.threads) as place:
-            block = int64(place.block)
+        with launch(int64(count * self.row_tiles * tiles), plan.threads) as place:
+            block, first_row = int64(place.block), int64(0)
+            if self.row_tiles > 1:
+                first_row = T.bind(tirx.floormod(block, self.row_tiles) * self.rows)
+                block = T.bind(tirx.floordiv(block, self.row_tiles))
             at = self.batches.place(tirx.floordiv(block, tiles))
             first = T.bind(tirx.floormod(block, tiles) * plan.block_columns)
-            _Block(self, plan, at, first, place.thread).emit()
+            _Block(self, plan, at, (first_row, first), place.thread).emit()
 
 
 @dataclass(frozen=True)
@@ -184,15 +195,16 @@ def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
 class _Block:
     """Writer of a block's code."""
 
-    def __init__(self, product: Gemv, plan: _Plan, at: Coordinates, first: Expr, thread: Expr) -> None:
-        self.product, self.plan, self.at, self.first, self.thread = product, plan, at, first, thread
+    def __init__(self, product: Gemv, plan: _Plan, at: Coordinates, first: tuple[Expr, Expr], thread: Expr) -> None:
+        self.product, self.plan, self.at, self.thread = product, plan, at, thread
+        self.first_row, self.first = first
         number = T.bind(tirx.floordiv(thread, WARP))
         self.column_warp: Expr = T.bind(tirx.floordiv(number, plan.warps)) if plan.column_warps > 1 else 0
         self.warp = T.bind(tirx.floormod(number, plan.warps)) if plan.column_warps > 1 else number
         lane = tirx.floormod(thread, WARP)
         self.column_lane = T.bind(tirx.floormod(lane, plan.column_lanes))
         self.k_lane = T.bind(tirx.floordiv(lane, plan.column_lanes))
-        self.column = T.bind(first + self._in_block(0))
+        self.column = T.bind(self.first + self._in_block(0))
         self.own = T.bind(int64((self.warp * plan.k_lanes + self.k_lane) * plan.own_k))
         self.sums_per_repeat = product.rows * plan.own_columns
         self.count = self.sums_per_repeat * plan.repeats
@@ -263,7 +275,7 @@ class _Block:
         with unrolled(product.rows) as row:
             values = local(plan.own_k, few.dtype)
             for start in range(0, plan.own_k, width):
-                position = {**self.at, product.row: int64(row), "k": k + start}
+                position = {**self.at, product.row: self.first_row + int64(row), "k": k + start}
                 value = few.data[lane_indices(few.address(position), width)]
                 if not is_guarded:
                     T.buffer_store(values, value, [lane_indices(tirx.const(start, "int32"), width)])
@@ -314,7 +326,7 @@ class _Block:
         """Write a result, given its column in the block."""
         product = self.product
         end = None if divides(product.columns, self.plan.block_columns) else product.columns
-        at = {**self.at, product.row: int64(row), product.column: self.first + column}
+        at = {**self.at, product.row: self.first_row + int64(row), product.column: self.first + column}
         product.writer.write([lambda: value], at, product.column, [product.batches.exists, *conditions], end)
 
 
@@ -342,6 +354,17 @@ def simt_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SimtPlan | 
     return parameters.tied(function.result)
 
 
+def _gemv_rows(rows: int, columns: Expr, k: Expr, dtype: str) -> int | None:
+    """Rows of a block of a GEMV, which divide `rows`; None if tiles are better."""
+    if rows <= MAX_GEMV_ROWS:
+        return rows or None
+    if not (isinstance(columns, int) and isinstance(k, int)) or columns <= MAX_GEMV_ROWS or k < _MIN_TILED_GEMV_DEPTH:
+        return None
+    tile = max(count for count in range(1, MAX_GEMV_ROWS + 1) if rows % count == 0)
+    is_few = tile > 1 and rows * columns * k * bytes_of(dtype) <= _MAX_TILED_GEMV_BYTES
+    return tile if is_few else None
+
+
 def _check(problem: MatmulProblem) -> None:
     if problem.rows is not None:
         raise EncodingError("matmul: found a product fused with a row program, which GPU kernels do not support")
@@ -359,8 +382,9 @@ def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) 
     dtype = "float32" if acc in HALF_TYPES or acc.startswith("float8") else acc
     sides = [(known(m), "m", "n", lhs, rhs, n), (known(n), "n", "m", rhs, lhs, m)]
     for rows, row, column, few, weight, columns in sides:
-        if plan is None and rows is not None and 0 < rows <= MAX_GEMV_ROWS:
-            Gemv(few, weight, row, column, rows, columns, k, dtype, writer, batches).emit(gpu)
+        tile = None if plan is not None or rows is None else _gemv_rows(rows, columns, k, few.nominal)
+        if tile is not None and rows is not None:
+            Gemv(few, weight, row, column, tile, rows // tile, columns, k, dtype, writer, batches).emit(gpu)
             return
     down, across = ("m", m, lhs), ("n", n, rhs)
     if result.is_contiguous("m") and not result.is_contiguous("n"):

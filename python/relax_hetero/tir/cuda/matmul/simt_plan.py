@@ -81,6 +81,8 @@ _TILES = (
 )
 
 _PROLOGUE_EPILOGUE_CYCLES = 1000.0
+_MIN_STEP_CYCLES = 1200.0
+"""Time of a k-step of a single block on a multiprocessor, which waits for memory: measured with 64 steps on an H200."""
 _CLUSTER_BARRIER_CYCLES = 1500.0
 _EXCHANGED_SUMS_PER_CYCLE = 4.0
 """Accumulators of another block that a block reads per cycle."""
@@ -131,7 +133,8 @@ def _cycles(plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, 
     step, cluster, k, tiles = plan.depth * plan.slices, plan.cluster, sizes[2], _tiles(plan, sizes, count)
     # Multiprocessors may be left idle: their number is not a multiple of the cluster size.
     waves = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
-    work = plan.rows * plan.columns * step * -(-k // (step * cluster)) / rates[waves > 1]
+    step_cycles = max(plan.rows * plan.columns * step / rates[waves > 1], 0 if waves > 1 else _MIN_STEP_CYCLES)
+    work = step_cycles * -(-k // (step * cluster))
     exchange = _CLUSTER_BARRIER_CYCLES + plan.rows * plan.columns / _EXCHANGED_SUMS_PER_CYCLE if cluster > 1 else 0
     return waves * (work + _PROLOGUE_EPILOGUE_CYCLES + exchange)
 

@@ -81,6 +81,8 @@ def test_tiles(plan, maps):
         ({"m": 70, "n": 2, "k": 64}, "nk"),
         ({"m": 1, "n": 1, "k": 1}, "kn"),
         ({"b0": 3, "m": 2, "n": 40, "k": 36}, ("b0", "k", "n")),
+        ({"m": 12, "n": 9, "k": 1030}, "nk"),  # two blocks of rows
+        pytest.param({"b0": 2, "m": 24, "n": 9, "k": 1024}, ("b0", "k", "n"), marks=pytest.mark.slow),
     ],
     ids=str,
 )
