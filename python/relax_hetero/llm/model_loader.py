@@ -169,7 +169,9 @@ def _load_file(
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     batches, page_type = options["batches"], options["page_type"]
     context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
-    chunks = default_chunks(model, devices, context) if options["chunks"] is None else options["chunks"]
+    chunks = options["chunks"]
+    if chunks is None:  # with equal bits, every call computes the longest
+        chunks = CHUNKS if batch_invariant else default_chunks(model, devices, context)
     # The constructor also checks the options.
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
     # CPU functions sum in the same order for any number of rows, except that AMX multiplies experts of many rows.
@@ -209,7 +211,7 @@ def _load_file(
 
 
 def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context: int) -> tuple[int, ...]:
-    """Chunk lengths of a model's prefill functions, unless they are given; none exceeds the context much."""
+    """Chunk lengths of a model's prefill functions, unless they are given: none far beyond the context."""
     if model.experts == 0 or all(map(is_cpu, vdevices)):
         return CHUNKS
     return tuple(rows for rows in MIXTURE_CHUNKS if rows <= max(context, max(CHUNKS)))
