@@ -9,6 +9,7 @@ from .errors import EngineClosedError as EngineClosedError
 from .errors import EngineFullError as EngineFullError
 from .errors import RequestError as RequestError
 from .errors import TokenizerError as TokenizerError
+from .folder_tokenizer import load_tokenizer as load_tokenizer
 from .json_tokenizer import JsonTokenizer as JsonTokenizer
 from .model import Cache as Cache
 from .model import DecodeStep as DecodeStep

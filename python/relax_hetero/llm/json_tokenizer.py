@@ -1,18 +1,19 @@
-"""`rh.llm.JsonTokenizer`: the tokenizer of a ``tokenizer.json`` next to an ONNX model."""
+"""`rh.llm.JsonTokenizer`: the tokenizer of a ``tokenizer.json`` in the folder of a model."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ..artifact.regular_files import read_regular
 from .errors import RequestError, TokenizerError
 from .special_tokens import NONCHARACTERS, Prompt, SpecialTokens
-from .tokenizer import byte_of_character, ends_of, package_errors
+from .tokenizer import ALWAYS_CONTROL, byte_of_character, ends_of, package_errors
+from .tokenizer_config import TokenizerConfig, content, read_text
 
 _SPACE = "\u2581"
 _MAX_SPREAD, _MAX_HOLES = 4, 1024
@@ -25,8 +26,8 @@ class JsonTokenizer:
     Parameters
     ----------
     folder : str or PathLike of str
-        Folder with a ``tokenizer.json``, and perhaps ``genai_config.json``, ``tokenizer_config.json`` and others, which
-        name the stop tokens.
+        Folder with a ``tokenizer.json``, and perhaps ``tokenizer_config.json``, ``generation_config.json`` and others,
+        which name the stop tokens.
 
     Attributes
     ----------
@@ -55,15 +56,12 @@ class JsonTokenizer:
             raise TokenizerError(f"the package tokenizers is not installed, which reads {path}: {error}") from error
         if not path.exists():
             raise TokenizerError(f"{path}: found no such file, expected a tokenizer next to the model")
-        data = _read(path)
-        if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
-            raise TokenizerError(f"{path}: found no tokenizer, expected a file that the package tokenizers writes")
+        text = read_text(path)
+        data = _parse(text, path)
         with package_errors(f"{path}: the package tokenizers refuses it"):
-            self._with_names, self._as_text = (tokenizers.Tokenizer.from_str(json.dumps(data)) for _ in range(2))
-            for tokenizer in (self._with_names, self._as_text):
-                tokenizer.no_truncation()
-                tokenizer.no_padding()
-            self._as_text.encode_special_tokens = True
+            self._with_names = tokenizers.Tokenizer.from_str(text)
+            self._with_names.no_truncation()
+            self._with_names.no_padding()
             vocabulary: dict[str, int] = self._with_names.get_vocab(with_added_tokens=True)
         self.names = _names(vocabulary, path)
         added = data.get("added_tokens") or []
@@ -77,19 +75,30 @@ class JsonTokenizer:
         control = {self.names[token]: token for token in self._control}
         self.control_names = frozenset(control)
         self._special = SpecialTokens(control, control)
-        self._unknown = self.token(_name(data["model"].get("unk_token")))
+        self._unknown = self.token(content(data["model"].get("unk_token")))
         self._aliases: tuple[str, Any, dict[int, int]] | None = None
-        self._bytes = byte_of_character() if "ByteLevel" in _decoder_types(data.get("decoder")) else None
-        config = _read_object(Path(folder) / "tokenizer_config.json")
-        self.begin_id = self.token(_name(config.get("bos_token")))
-        self.stop_ids = self._find_stops(Path(folder), config)
-        template, template_file = config.get("chat_template"), Path(folder) / "chat_template.jinja"
-        if template_file.is_file():
-            template = _read_text(template_file)
-        self.chat_template = template if isinstance(template, str) else None
+        decoders = list(_decoders(data.get("decoder")))
+        self._bytes = byte_of_character() if any(each.get("type") == "ByteLevel" for each in decoders) else None
+        self._prefixes = [each.get("prefix") for each in decoders if each.get("type") == "WordPiece"]
+        self._strips_space = bool(self._prefixes) or any(map(_strips_space, decoders))
+        config = TokenizerConfig(Path(folder))
+        self.begin_id = self.token(config.name("bos_token") or config.name("cls_token"))
+        self.chat_template = config.chat_template
+        ends = {vocabulary[name] for name in ends_of(self.control_names | ALWAYS_CONTROL & vocabulary.keys())}
+        named = {self.token(config.name("eos_token")), *config.end_ids, *ends}
+        self.stop_ids = frozenset(token for token in named if token is not None)
         for token in (*self.stop_ids, *self.encode("")):
             if not 0 <= token < len(self):
                 raise TokenizerError(f"{path}: texts have or end with token {token}, expected one below {len(self)}")
+
+    @cached_property
+    def _as_text(self) -> Any:
+        """A tokenizer for which names of control tokens are text."""
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_str(self._with_names.to_str())
+        tokenizer.encode_special_tokens = True
+        return tokenizer
 
     def __len__(self) -> int:
         return len(self.names)
@@ -151,7 +160,8 @@ class JsonTokenizer:
         tokens : iterable of int
             Token ids; unknown ones give no text.
         """
-        return b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
+        text = b"".join(map(self.piece, tokens)).decode("utf-8", "replace")
+        return text[1:] if self._strips_space and text.startswith(" ") else text
 
     def piece(self, token: int) -> bytes:
         """Bytes that a token adds to a text; empty for control tokens.
@@ -168,6 +178,8 @@ class JsonTokenizer:
             return name.encode()
         if self._bytes is not None:
             return bytes(self._bytes[character] for character in name if character in self._bytes)
+        for prefix in self._prefixes:
+            return name[len(prefix) :].encode() if prefix and name.startswith(prefix) else b" " + name.encode()
         if re.fullmatch("<0x[0-9A-Fa-f]{2}>", name):
             return bytes.fromhex(name[3:5])
         return name.replace(_SPACE, " ").encode()
@@ -184,17 +196,16 @@ class JsonTokenizer:
             number = None if name is None else self._with_names.token_to_id(name)
         return None if number is None else int(number)
 
-    def _find_stops(self, folder: Path, config: dict[str, Any]) -> frozenset[int]:
-        """Stop tokens that a file names, and tokens whose names are known to end a turn."""
-        model = _read_object(folder / "genai_config.json").get("model")
-        generation = _read_object(folder / "generation_config.json")
-        vocabulary = self._with_names.get_vocab()
-        stops: set[int] = {int(vocabulary[name]) for name in ends_of(vocabulary)}
-        for ids in (model.get("eos_token_id") if isinstance(model, dict) else None, generation.get("eos_token_id")):
-            numbers = ids if isinstance(ids, list) else [ids]
-            stops.update(number for number in numbers if type(number) is int)
-        end = self.token(_name(config.get("eos_token")))
-        return frozenset(stops if end is None else stops | {end})
+
+def _parse(text: str, path: Path) -> dict[str, Any]:
+    """Parse the JSON of a tokenizer."""
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model"), dict):
+        raise TokenizerError(f"{path}: found no tokenizer, expected a file that the package tokenizers writes")
+    return data
 
 
 def _names(vocabulary: dict[str, int], path: Path) -> list[str]:
@@ -209,37 +220,16 @@ def _names(vocabulary: dict[str, int], path: Path) -> list[str]:
     return [names.get(token, "") for token in range(count)]
 
 
-def _read_text(path: Path) -> str:
-    try:
-        return read_regular(path).decode()
-    except (OSError, ValueError) as error:
-        raise TokenizerError(f"{path}: cannot be read: {error}") from error
+def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
+    """Iterate over a decoder and all its nested decoders."""
+    if isinstance(decoder, dict):
+        yield decoder
+        for each in decoder.get("decoders") or []:
+            yield from _decoders(each)
 
 
-def _read(path: Path) -> Any:
-    """Read a JSON file."""
-    try:
-        return json.loads(_read_text(path))
-    except (ValueError, RecursionError) as error:
-        raise TokenizerError(f"{path}: cannot be read: {error}") from error
-
-
-def _read_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds an object; {} if the file does not exist."""
-    value = _read(path) if path.exists() else {}
-    if not isinstance(value, dict):
-        raise TokenizerError(f"{path}: found {value!r:.100}, expected names and values")
-    return value
-
-
-def _name(token: Any) -> str | None:
-    """Name of a token, which files write as text or as an object."""
-    name = token.get("content") if isinstance(token, dict) else token
-    return name if isinstance(name, str) else None
-
-
-def _decoder_types(decoder: Any) -> set[str]:
-    """Types of a decoder and of all its nested decoders."""
-    if not isinstance(decoder, dict):
-        return set()
-    return {str(decoder.get("type"))}.union(*map(_decoder_types, decoder.get("decoders") or []))
+def _strips_space(decoder: dict[str, Any]) -> bool:
+    """Whether a decoder drops the space that the tokenizer puts before a text."""
+    if decoder.get("type") == "Metaspace":
+        return decoder.get("prepend_scheme", "always") != "never" and decoder.get("add_prefix_space") is not False
+    return decoder.get("type") == "Strip" and decoder.get("content") == " " and decoder.get("start") == 1

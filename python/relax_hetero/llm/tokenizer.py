@@ -7,154 +7,49 @@ chooses which of them count.
 from __future__ import annotations
 
 import os
-import struct
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from ..errors import HeteroError
 from .errors import TokenizerError
+from .pre_tokenizers import PRE_TOKENIZERS
+from .sentencepiece_model import BPE, UNIGRAM, sentencepiece_model
 from .special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
     from ..frontend.gguf.file import GgufFile
 
 
-# Field numbers of ``sentencepiece_model.proto``. Its message is written here byte by byte: the package's own protobuf
-# classes would hold 18 MB for the pieces of Gemma as long as the process lives.
-
-_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
-_PIECE, _SCORE, _TYPE = 1, 2, 3
-_MODEL_TYPE, _BYTE_FALLBACK = 3, 35
-_BPE = 2
-_ADD_DUMMY_PREFIX, _REMOVE_EXTRA_WHITESPACES, _ESCAPE_WHITESPACES = 3, 4, 5
-_NUMBER, _BYTES, _FLOAT = 0, 2, 5
-"""Wire types of protobuf."""
-
-
-def sentencepiece_model(names: Sequence[str], scores: Iterable[float], kinds: Iterable[int], has_bytes: bool) -> bytes:
-    """Serialize a BPE model of sentencepiece that does not normalize text, except that it escapes spaces.
-
-    Parameters
-    ----------
-    names, scores, kinds
-        Names, scores and kinds of the pieces; kinds are sentencepiece's numbers.
-    has_bytes : bool
-        Whether characters without a piece become byte tokens.
-    """
-    data = bytearray()
-    for name, score, kind in zip(names, scores, kinds, strict=True):
-        text = name.encode()
-        piece = b"".join(
-            (
-                _field(_PIECE, _BYTES),
-                _varint(len(text)),
-                text,
-                _field(_SCORE, _FLOAT),
-                struct.pack("<f", score),
-                _field(_TYPE, _NUMBER),
-                _varint(kind),
-            )
-        )
-        data += _field(_PIECES, _BYTES) + _varint(len(piece)) + piece
-    data += _message(_TRAINER, {_MODEL_TYPE: _BPE, _BYTE_FALLBACK: has_bytes})
-    data += _message(
-        _NORMALIZER, {_ADD_DUMMY_PREFIX: False, _REMOVE_EXTRA_WHITESPACES: False, _ESCAPE_WHITESPACES: True}
-    )
-    return bytes(data)
-
-
-def _message(number: int, fields: dict[int, int]) -> bytes:
-    body = b"".join(_field(name, _NUMBER) + _varint(value) for name, value in fields.items())
-    return _field(number, _BYTES) + _varint(len(body)) + body
-
-
-def _field(number: int, kind: int) -> bytes:
-    return _varint(number << 3 | kind)
-
-
-def _varint(value: int) -> bytes:
-    """Encode a number as a varint of protobuf."""
-    data = bytearray()
-    while value > 0x7F:
-        data.append(value & 0x7F | 0x80)
-        value >>= 7
-    data.append(value)
-    return bytes(data)
-
+_Row = TypeVar("_Row")
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Token types of GGUF files, which are sentencepiece's."""
 
 _SPACE = "\u2581"
 # Names of tokens that end a turn or a text: files often name only one of them.
-ENDS = {
-    "<|eot_id|>",
-    "<|im_end|>",
-    "<|end|>",
-    "<end_of_turn>",
-    "<|endoftext|>",
-    "<|end_of_text|>",
-    "<|eom_id|>",
-    "<eos>",
-    "</s>",
-    "<EOT>",
-    "<|return|>",
-    "<|call|>",
-}
-_ALWAYS_CONTROL = ENDS - {"</s>", "<eos>", "<|end_of_text|>"}
+ALWAYS_CONTROL = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> <|return|> <|call|> <|calls|> "
+    "<|flush|> <end_of_utterance> <turn|> <|tool_response> <|fim_pad|> <|repo_name|> <|file_sep|> [e~[ "
+    "<\uff5cend\u2581of\u2581sentence\uff5c>".split()
+)
 """Tokens that are control tokens whatever their type in the file, as in llama.cpp; </s> may be a word of HTML."""
+ENDS = ALWAYS_CONTROL | {"</s>", "<eos>", "<|end_of_text|>", "[EOT]", "[EOS]"}
+_PARTS_OF_TURNS = {"<|end|>": ("<|return|>", "<|flush|>"), "</s>": ("<|tool_response>",)}
+"""Names that do not end a turn in vocabularies with one of the others (gpt-oss and Solar, Gemma 4)."""
+_KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
+"""Control tokens of Phi-3 that keep spaces after them."""
+_END_KEYS = ("eos_token_id", "eot_token_id", "eom_token_id", "fim_pad_token_id", "fim_rep_token_id", "fim_sep_token_id")
 
 
 def ends_of(names: Container[str]) -> set[str]:
-    """The names in `ENDS` that end a turn; in vocabularies with <|return|> (gpt-oss), <|end|> ends a part of one."""
-    return {name for name in ENDS if name in names and (name != "<|end|>" or "<|return|>" not in names)}
-
-
-_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
-_BLANKS = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}|{_BLANKS}"
-_QWEN2 = rf"{_SHORT_FORMS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}|{_BLANKS}"
-_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
-_TEKKEN = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-_O200K = (
-    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_SHORT_FORMS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_SHORT_FORMS}?"
-    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-# Letters with case, punctuation of ASCII and of Chinese, Chinese and Korean, numbers.
-_DEEPSEEK2 = (
-    r"[\r\n]", r"\s?[\p{Lu}\p{Ll}\p{Lt}]+", "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
-    r"\s+$", "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+", r"\p{N}+",
-)  # fmt: skip
-_DEEPSEEK3 = (
-    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
-    r"| ?[\p{P}\p{S}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-# Pre-tokenizers of byte-level vocabularies: regular expressions that are applied one after the other (each splits text
-# into its matches and the text between them), and the names of GGUF's ``tokenizer.ggml.pre``.
-_FAMILIES: dict[tuple[str, ...], tuple[str, ...]] = {
-    (_GPT2,): ("gpt-2", "phi-2", "olmo", "mpt", "jais", "roberta-bpe", "trillion"),
-    (r"\p{N}", _GPT2): ("starcoder", "refact", "command-r", "smollm", "codeshell", "exaone", "minerva-7b"),
-    (_LLAMA3,): ("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "dbrx", "smaug-bpe", "chatglm-bpe", "glm4"),
-    (_QWEN2,): ("qwen2", "stablelm2", "deepseek-r1-qwen", "hunyuan", "megrez"),
-    (_TEKKEN,): ("tekken",),
-    (_O200K,): ("gpt-4o", "llama4"),
-    _DEEPSEEK2: ("deepseek-llm",),
-    (r"\p{N}{1,3}", "[\u4e00-\u9fa5\u3040-\u309f\u30a0-\u30ff]+", _DEEPSEEK3): ("deepseek-v3",),
-    (r"[\p{P}\$\+<=>\^~\|]+", _GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"): ("default",),
-}
-SPLITS = {name: expressions for expressions, names in _FAMILIES.items() for name in names}
-
-WHOLE_WORDS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "tekken"}
-"""Pre-tokenizers whose words become a token whenever there is one, without merges (``ignore_merges``)."""
+    """The names in `ENDS` that end a turn."""
+    return {name for name in ENDS if name in names and not any(map(names.__contains__, _PARTS_OF_TURNS.get(name, ())))}
 
 
 class Tokenizer:
@@ -193,27 +88,31 @@ class Tokenizer:
         self._fields = fields
         self.names: Sequence[str] = self.texts("tokens")
         kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
-        file_kinds = bytes([NORMAL]) * len(self.names) if kinds is None else _check_kinds(kinds)
-        pairs = zip(file_kinds, self.names, strict=True)
-        self._kinds = bytes(CONTROL if name in _ALWAYS_CONTROL else kind for kind, name in pairs)
-        self.begin_id = self._token("bos_token_id")
-        self._end_id = self._token("eos_token_id")
-        self.adds_end = self._boolean("add_eos_token", False)
+        self._kinds = _check_kinds(np.full(len(self.names), NORMAL) if kinds is None else kinds, self.names)
         self.chat_template: str | None = fields.get("tokenizer.chat_template")
-        model = self._require("model")
-        if not isinstance(model, str) or model not in _MODELS:
-            raise TokenizerError(f"tokenizer.ggml.model: found {model!r}, expected one of {', '.join(_MODELS)}")
-        self.adds_begin = self._boolean("add_bos_token", model == "llama") and self.begin_id is not None
-        self._space_prefix = self._boolean("add_space_prefix", True) and model == "llama"
-        self._encode_text, self._token_bytes = _MODELS[model](self)
+        model = self.model = _look_up(MODELS, self._require("model"), "tokenizer.ggml.model")
+        pre = PRE_TOKENIZERS["default"]
+        if model.has_merges:
+            pre = _look_up(PRE_TOKENIZERS, model.pre or self._get("pre", "default"), "tokenizer.ggml.pre")
+        self.pre_tokenizer = pre
+        self.begin_id = self._token("bos_token_id", model.begin_id)
+        self._end_id = self._token(model.end_key, model.end_id)
+        adds_begin = self._flag(model.begin_flag, model.adds_begin or pre.adds_begin)
+        self.adds_begin = adds_begin and self.begin_id is not None
+        self.adds_end = self._flag(model.end_flag, model.adds_end) and self._end_id is not None
+        self._space_prefix = self._flag(model.space_flag, model.adds_space)
+        self._encode_text, self._token_bytes, is_lossless = model.make(self)
         self._pieces: dict[int, bytes] = {}
-        self._user_defined = SpecialTokens(self._tokens_of_kinds(USER_DEFINED))
-        self.control_names = frozenset(self._tokens_of_kinds(CONTROL, UNKNOWN))
-        self._special = SpecialTokens(self._tokens_of_kinds(USER_DEFINED, CONTROL, UNKNOWN), self.control_names)
-        self.stop_ids = self._find_stops()
-        # Without byte tokens, sentencepiece turns any number of unknown characters into one token.
-        has_bytes = model != "llama" or BYTE in self._kinds
-        self.max_token_bytes = max((len(name.encode()) for name in self.names), default=None) if has_bytes else None
+        user_defined = self._tokens_of_kinds(USER_DEFINED)
+        control = self._tokens_of_kinds(CONTROL, UNKNOWN)
+        self.control_names = frozenset(control)
+        self._user_defined = SpecialTokens(user_defined)
+        self._special = SpecialTokens(user_defined | control, self.control_names)
+        # Phi-3 drops spaces after control tokens, which only its tokenizer.json says.
+        is_phi3 = model is MODELS["llama"] and fields.get("general.architecture") == "phi3"
+        self._strips_after = {control[name] for name in self.control_names - _KEEP_SPACES} if is_phi3 else set()
+        self.stop_ids = self._find_stops(control)
+        self.max_token_bytes = max((len(name.encode()) for name in self.names), default=None) if is_lossless else None
 
     @classmethod
     def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
@@ -258,6 +157,8 @@ class Tokenizer:
             if isinstance(part, int):
                 tokens.append(part)
             else:
+                if tokens and tokens[-1] in self._strips_after:
+                    part = part.lstrip()
                 tokens += self._encode_text(" " + part if self._space_prefix and after_token else part)
             after_token = isinstance(part, int)
         if begin and self.adds_begin and self.begin_id is not None and tokens[:1] != [self.begin_id]:
@@ -299,9 +200,10 @@ class Tokenizer:
         name : str
             Name of the token.
         """
-        return self._tokens_of_kinds(USER_DEFINED, CONTROL, UNKNOWN, NORMAL).get(name)
+        found = (token for token, each in enumerate(self.names) if each == name)
+        return next((token for token in found if self._kinds[token] not in (BYTE, UNUSED)), None)
 
-    # The functions that make the two kinds of tokenizers use the members below.
+    # The functions that make the kinds of tokenizers use the members below.
 
     def texts(self, key: str) -> Sequence[str]:
         """Read a required list of texts.
@@ -316,8 +218,12 @@ class Tokenizer:
         # Sequences other than lists come from a file, whose reader has checked the texts.
         if not is_list or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
             raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected a list of texts")
-        if isinstance(value, list) and any("\ud800" <= character <= "\udfff" for character in "".join(value)):
-            raise TokenizerError(f"tokenizer.ggml.{key}: found half of a pair of surrogates, expected text of Unicode")
+        if isinstance(value, list):
+            try:
+                "".join(value).encode()
+            except UnicodeEncodeError as error:
+                found = "found half of a pair of surrogates"
+                raise TokenizerError(f"tokenizer.ggml.{key}: {found}, expected text of Unicode") from error
         return value  # type: ignore[no-any-return]
 
     def numbers(self, key: str, noun: str) -> np.ndarray:
@@ -347,14 +253,33 @@ class Tokenizer:
         return self._kinds
 
     @property
-    def word_split(self) -> str:
-        """Name of the pre-tokenizer."""
-        return str(self._get("pre", "default"))
-
-    @property
     def unknown_id(self) -> int | None:
         """Token for unknown text, if there is one."""
-        return self._token("unknown_token_id")
+        return self._token("unknown_token_id", self.model.unknown_id)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        """Read a flag.
+
+        Parameters
+        ----------
+        key : str
+            Key of the file's metadata, without ``tokenizer.ggml.``.
+        default : bool
+            Its value if the file has none.
+        """
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected true or false")
+        return value
+
+    def character_map(self) -> bytes:
+        """Read the characters' replacements of sentencepiece (``precompiled_charsmap``); empty if there are none."""
+        value = self._get("precompiled_charsmap", b"")
+        try:
+            return bytes(value) if isinstance(value, bytes) else np.asarray(value).astype("uint8").tobytes()
+        except (TypeError, ValueError, OverflowError) as error:
+            key = "tokenizer.ggml.precompiled_charsmap"
+            raise TokenizerError(f"{key}: found {value!r:.100}, expected bytes") from error
 
     def _get(self, key: str, default: Any) -> Any:
         return self._fields.get(f"tokenizer.ggml.{key}", default)
@@ -365,45 +290,93 @@ class Tokenizer:
             raise TokenizerError(f"tokenizer.ggml.{key}: found nothing, expected it in the file's metadata")
         return value
 
-    def _token(self, key: str) -> int | None:
+    def _flag(self, key: str | None, default: bool) -> bool:
+        return default if key is None else self.boolean(key, default)
+
+    def _token(self, key: str, default: int | None = None) -> int | None:
         value = self._get(key, None)
         if value is None:
-            return None
+            return default if default is not None and default < len(self.names) else None
         if type(value) is not int or not 0 <= value < len(self.names):
             raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r}, expected a token below {len(self.names)}")
         return value
 
-    def _boolean(self, key: str, default: bool) -> bool:
-        value = self._get(key, default)
-        if not isinstance(value, bool):
-            raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected true or false")
-        return value
-
     def _tokens_of_kinds(self, *kinds: int) -> dict[str, int]:
-        return {self.names[token]: token for token, kind in enumerate(self._kinds) if kind in kinds}
+        tokens = np.flatnonzero(np.isin(np.frombuffer(self._kinds, "uint8"), kinds)).tolist()
+        return {self.names[token]: token for token in tokens}
 
-    def _find_stops(self) -> frozenset[int]:
-        ids = (self._token(key) for key in ("eos_token_id", "eot_token_id", "eom_token_id"))
-        control = self._tokens_of_kinds(CONTROL)
+    def _find_stops(self, control: Mapping[str, int]) -> frozenset[int]:
+        ids = (self._token(key, self.model.end_id if key == self.model.end_key else None) for key in _END_KEYS)
         ends = ends_of(control)
         named = (control[name] for name in ends)
         others = {control[name] for name in ENDS - ends if name in control}
         return frozenset(token for token in (*ids, *named) if token is not None) - others
 
 
-def _check_kinds(kinds: np.ndarray) -> bytes:
+def _look_up(table: Mapping[str, _Row], name: Any, key: str) -> _Row:
+    """Return the row of a name that a file has."""
+    if not isinstance(name, str) or name not in table:
+        known = ", ".join(sorted(table))
+        advice = "convert the model with one of them if its words are the same, or load its folder of Hugging Face"
+        raise TokenizerError(f"{key}: found {name!r:.100}, expected one of {known}; {advice}")
+    return table[name]
+
+
+def _check_kinds(kinds: np.ndarray, names: Sequence[str]) -> bytes:
     wrong = np.flatnonzero(~np.isin(kinds, range(NORMAL, BYTE + 1)))
     if len(wrong):
         raise TokenizerError(f"tokenizer.ggml.token_type: found {kinds[wrong[0]]}, expected {NORMAL} to {BYTE}")
-    return kinds.astype("uint8").tobytes()
+    checked = bytearray(kinds.astype("uint8").tobytes())
+    for token, name in enumerate(names):
+        if name in ALWAYS_CONTROL:
+            checked[token] = CONTROL
+    return bytes(checked)
 
 
-_Codec = tuple[Callable[[str], list[int]], Callable[[int], bytes]]
-"""Functions that encode a text without special tokens, and return the bytes of a token."""
+_Codec = tuple[Callable[[str], list[int]], Callable[[int], bytes], bool]
+"""Functions that encode a text without special tokens, and return the bytes of a token; whether no text is lost."""
 
 
 def _sentencepiece(tokenizer: Tokenizer) -> _Codec:
     """Make a sentencepiece tokenizer, which merges the pair with the best score first."""
+    encode = _sentencepiece_processor(tokenizer, BPE).encode
+    # Without byte tokens, sentencepiece turns any number of unknown characters into one token.
+    return encode, partial(_piece_with_spaces, tokenizer), BYTE in tokenizer.kinds
+
+
+def _unigram(tokenizer: Tokenizer) -> _Codec:
+    """Make a unigram tokenizer of sentencepiece, which takes the most probable pieces."""
+    merges_spaces = tokenizer.boolean("remove_extra_whitespaces", False)
+    # Texts come with their first space, which sentencepiece removes together with the extra ones.
+    add_prefix = merges_spaces and tokenizer.boolean("add_space_prefix", False)
+    options = {"remove_extra_spaces": merges_spaces, "add_prefix": add_prefix}
+    processor = _sentencepiece_processor(tokenizer, UNIGRAM, **options)
+    replacements = tokenizer.character_map()
+    if not replacements:
+        return processor.encode, partial(_piece_with_spaces, tokenizer), False
+    with package_errors("tokenizer.ggml.precompiled_charsmap: the package tokenizers refuses it"):
+        normalizer = _tokenizers().normalizers.Precompiled(replacements)
+
+    def encode(text: str) -> list[int]:
+        with package_errors("tokenizer.ggml.precompiled_charsmap: the package tokenizers fails on a text"):
+            text = normalizer.normalize_str(text)
+        return processor.encode(text)  # type: ignore[no-any-return]
+
+    return encode, partial(_piece_with_spaces, tokenizer), False
+
+
+def _plamo(tokenizer: Tokenizer) -> _Codec:
+    """Make a tokenizer of PLaMo 2, which takes the most probable pieces of text with spaces."""
+    processor = _sentencepiece_processor(tokenizer, UNIGRAM, escape_spaces=False)
+
+    def piece(token: int) -> bytes:
+        return _byte(tokenizer, token) or tokenizer.names[token].encode()
+
+    return processor.encode, piece, False
+
+
+def _sentencepiece_processor(tokenizer: Tokenizer, model_type: int, **options: bool) -> Any:
+    """Make a processor of the package sentencepiece."""
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
@@ -417,48 +390,50 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Codec:
     unknown = tokenizer.unknown_id
     kinds = [UNKNOWN if token == unknown else kind for token, kind in enumerate(tokenizer.kinds)]
     try:
-        processor = SentencePieceProcessor(
-            model_proto=sentencepiece_model(tokenizer.names, scores, kinds, BYTE in kinds)
+        return SentencePieceProcessor(
+            model_proto=sentencepiece_model(
+                tokenizer.names, scores, kinds, BYTE in kinds, model_type=model_type, **options
+            )
         )
     except (RuntimeError, UnicodeEncodeError) as error:
         raise TokenizerError(f"sentencepiece refuses the file's tokens: {error}") from error
 
-    def piece(token: int) -> bytes:
-        name = tokenizer.names[token]
-        if tokenizer.kinds[token] == BYTE:
-            return bytes([int(name[3:5], 16)])
-        return name.replace(_SPACE, " ").encode()
 
-    return processor.encode, piece
+def _byte(tokenizer: Tokenizer, token: int) -> bytes | None:
+    """Byte of a token such as ``<0x0A>``; None for other tokens."""
+    name = tokenizer.names[token]
+    is_byte = tokenizer.kinds[token] == BYTE and re.fullmatch("<0x[0-9A-Fa-f]{2}>", name)
+    return bytes.fromhex(name[3:5]) if is_byte else None
 
 
-def _byte_level(tokenizer: Tokenizer) -> _Codec:
-    """Make a byte-level BPE tokenizer, which applies merges in the order of the file."""
-    try:
-        from tokenizers import Regex, models, pre_tokenizers
-        from tokenizers import Tokenizer as BpeTokenizer
-    except ImportError as error:
-        raise TokenizerError("this tokenizer needs the package tokenizers; pip install 'relax-hetero[llm]'") from error
-    split = tokenizer.word_split
-    if split not in SPLITS:
-        raise TokenizerError(f"tokenizer.ggml.pre: found {split!r}, expected one of {', '.join(sorted(SPLITS))}")
+def _piece_with_spaces(tokenizer: Tokenizer, token: int) -> bytes:
+    """Bytes of a token whose name has U+2581 for spaces."""
+    return _byte(tokenizer, token) or tokenizer.names[token].replace(_SPACE, " ").encode()
+
+
+def _merges(tokenizer: Tokenizer) -> _Codec:
+    """Make a BPE tokenizer, which applies merges in the order of the file to words, of bytes or of characters."""
+    row = tokenizer.pre_tokenizer
+    package = _tokenizers()
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in tokenizer.texts("merges")]
-    vocabulary = {name: token for token, name in enumerate(tokenizer.names)}
-    if len(vocabulary) != len(tokenizer.names):
-        duplicate = next(name for token, name in enumerate(tokenizer.names) if vocabulary[name] != token)
-        raise TokenizerError(f"tokenizer.ggml.tokens: found {duplicate!r} twice, expected unique names")
-    if split in WHOLE_WORDS:  # text must not become a control token
+    vocabulary = _unique_names(tokenizer)
+    if row.whole_words:  # text must not become a control token
         vocabulary = {name: token for name, token in vocabulary.items() if tokenizer.kinds[token] != CONTROL}
     with package_errors("tokenizers refuses the file's merges"):
-        bpe = BpeTokenizer(models.BPE(vocabulary, merges, ignore_merges=split in WHOLE_WORDS))
-    splits = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in SPLITS[split]]
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    bpe.pre_tokenizer = pre_tokenizers.Sequence([*splits, as_bytes])
+        model = package.models.BPE(
+            vocabulary, merges, ignore_merges=row.whole_words, byte_fallback=not row.is_byte_level
+        )
+        bpe = package.Tokenizer(model)
+    cuts = [package.pre_tokenizers.Split(package.Regex(expression), "isolated") for expression in row.splits]
+    if row.is_byte_level:
+        cuts.append(package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    if tokenizer.model.drops_spaces:
+        cuts.insert(0, package.pre_tokenizers.WhitespaceSplit())
+        if tokenizer.boolean("normalizer.lowercase", False):
+            bpe.normalizer = package.normalizers.Lowercase()
+    bpe.pre_tokenizer = package.pre_tokenizers.Sequence(cuts)
+    encode = _encoder(bpe)
     byte_of = byte_of_character()
-
-    def encode(text: str) -> list[int]:
-        with package_errors("tokenizers fails on a text"):
-            return list(bpe.encode(text, add_special_tokens=False).ids)
 
     def piece(token: int) -> bytes:
         name = tokenizer.names[token]
@@ -466,7 +441,91 @@ def _byte_level(tokenizer: Tokenizer) -> _Codec:
             return name.encode()
         return bytes(byte_of[character] for character in name)
 
-    return encode, piece
+    if row.escapes_spaces:
+        encode_text, encode = encode, lambda text: encode_text(text.replace(" ", _SPACE))
+    if row.is_byte_level:
+        return encode, piece, not tokenizer.model.drops_spaces
+    return encode, partial(_piece_with_spaces, tokenizer), False
+
+
+def _wordpiece(tokenizer: Tokenizer) -> _Codec:
+    """Make a tokenizer of BERT, which takes the longest piece of each word.
+
+    Names of first pieces of words begin with U+2581 in GGUF files; in the package, those of others begin with ``##``.
+    """
+    package = _tokenizers()
+    unknown = tokenizer.unknown_id
+    if unknown is None:
+        raise TokenizerError("tokenizer.ggml.unknown_token_id: found nothing, expected the token of unknown words")
+    vocabulary = {
+        name[1:] if name.startswith(_SPACE) else f"##{name}": token
+        for name, token in _unique_names(tokenizer).items()
+        if tokenizer.kinds[token] == NORMAL and token != unknown
+    }
+    is_lowercase = tokenizer.boolean("normalizer.lowercase", True)
+    with package_errors("tokenizers refuses the file's tokens"):
+        name = tokenizer.names[unknown]
+        wordpiece = package.Tokenizer(package.models.WordPiece({**vocabulary, name: unknown}, unk_token=name))
+    wordpiece.normalizer = package.normalizers.BertNormalizer(
+        lowercase=is_lowercase, strip_accents=tokenizer.boolean("normalizer.strip_accents", is_lowercase)
+    )
+    wordpiece.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
+    return _encoder(wordpiece), partial(_piece_with_spaces, tokenizer), False
+
+
+def _longest_bytes(tokenizer: Tokenizer) -> _Codec:
+    """Make a tokenizer of RWKV, which takes the longest token at each byte; names are literals of Python's bytes."""
+    names = [_unescape(name) for name in tokenizer.names]
+    # Texts and names have a character for each byte.
+    tokens = SpecialTokens({name.decode("latin-1"): token for token, name in enumerate(names)})
+    unknown = tokenizer.unknown_id
+
+    def encode(text: str) -> list[int]:
+        ids: list[int] = []
+        for part in tokens.split(text.encode().decode("latin-1")):
+            ids += [part] if isinstance(part, int) else [unknown] * len(part) if unknown is not None else []
+        return ids
+
+    return encode, names.__getitem__, unknown is not None
+
+
+def _unescape(name: str) -> bytes:
+    r"""Bytes of a literal without quotes, such as ``\xe2\n``."""
+    escapes = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
+
+    def value(match: re.Match[bytes]) -> bytes:
+        escaped = match[1]
+        return bytes.fromhex(escaped[1:].decode()) if len(escaped) == 3 else escapes.get(escaped, escaped)
+
+    return re.sub(rb"\\(x[0-9a-f]{2}|.)", value, name.encode(), flags=re.DOTALL)
+
+
+def _unique_names(tokenizer: Tokenizer) -> dict[str, int]:
+    """Token of each name."""
+    vocabulary = {name: token for token, name in enumerate(tokenizer.names)}
+    if len(vocabulary) != len(tokenizer.names):
+        duplicate = next(name for token, name in enumerate(tokenizer.names) if vocabulary[name] != token)
+        raise TokenizerError(f"tokenizer.ggml.tokens: found {duplicate!r} twice, expected unique names")
+    return vocabulary
+
+
+def _tokenizers() -> Any:
+    """Import the package tokenizers."""
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise TokenizerError("this tokenizer needs the package tokenizers; pip install 'relax-hetero[llm]'") from error
+    return tokenizers
+
+
+def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
+    """Make a function that encodes with a tokenizer of the package tokenizers."""
+
+    def encode(text: str) -> list[int]:
+        with package_errors("tokenizers fails on a text"):
+            return list(tokenizer.encode(text, add_special_tokens=False).ids)
+
+    return encode
 
 
 @contextmanager
@@ -490,4 +549,57 @@ def byte_of_character() -> dict[str, int]:
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(unprintable)}
 
 
-_MODELS: dict[str, Callable[[Tokenizer], _Codec]] = {"llama": _sentencepiece, "gpt2": _byte_level}
+@dataclass(frozen=True)
+class _Model:
+    """A kind of tokenizer, and what a file that does not say otherwise has.
+
+    Attributes
+    ----------
+    make : callable
+        Makes the functions that encode and decode.
+    begin_id, end_id, unknown_id : int, optional
+        Tokens for the start and end of a text and for unknown text.
+    end_key : str
+        Key of the token that is added at the end of a text.
+    adds_begin, adds_end, adds_space : bool
+        Whether these tokens, and a space, are added to a text.
+    begin_flag, end_flag, space_flag : str, optional
+        Keys of the flags that say otherwise; None if files of this kind are not asked.
+    has_merges, drops_spaces : bool
+        Whether a pre-tokenizer splits texts into words, and whether spaces between words are dropped.
+    pre : str, optional
+        The pre-tokenizer of all files of this kind.
+    """
+
+    make: Callable[[Tokenizer], _Codec]
+    begin_id: int | None = None
+    end_id: int | None = None
+    unknown_id: int | None = None
+    end_key: str = "eos_token_id"
+    adds_begin: bool = False
+    adds_end: bool = False
+    adds_space: bool = False
+    begin_flag: str | None = "add_bos_token"
+    end_flag: str | None = "add_eos_token"
+    space_flag: str | None = None
+    has_merges: bool = False
+    drops_spaces: bool = False
+    pre: str | None = None
+
+
+_SPACE_FLAG = "add_space_prefix"
+_ALWAYS: Any = {"begin_flag": None, "adds_begin": True}
+MODELS: dict[str, _Model] = {
+    "llama": _Model(_sentencepiece, 1, 2, 0, adds_begin=True, adds_space=True, space_flag=_SPACE_FLAG),
+    "gpt2": _Model(_merges, has_merges=True),
+    "gemma4": _Model(_merges, has_merges=True, pre="gemma4", **_ALWAYS),
+    "whitespace": _Model(_merges, has_merges=True, drops_spaces=True),
+    "t5": _Model(_unigram, None, 1, 2, adds_end=True, space_flag=_SPACE_FLAG),
+    # Flags of these files are about pairs of texts.
+    "bert": _Model(
+        _wordpiece, 101, 102, 100, "seperator_token_id", adds_end=True, adds_space=True, end_flag=None, **_ALWAYS
+    ),
+    "plamo2": _Model(_plamo, 1, 2, 0),
+    "rwkv": _Model(_longest_bytes),
+}
+"""Values of ``tokenizer.ggml.model``."""

@@ -6,7 +6,7 @@ import pytest
 
 pb2 = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
 
-from relax_hetero.llm.tokenizer import sentencepiece_model  # noqa: E402
+from relax_hetero.llm.sentencepiece_model import sentencepiece_model  # noqa: E402
 
 
 @pytest.mark.parametrize("has_bytes", [False, True])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +13,10 @@ import pytest
 pytest.importorskip("sentencepiece")
 tokenizers = pytest.importorskip("tokenizers")
 
+from llm.words_of_llama_cpp import LEFT_OUT, TEXT, recorded  # noqa: E402
 from relax_hetero.llm import ChatTemplate, Tokenizer, TokenizerError  # noqa: E402
-from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, SPLITS, UNKNOWN, USER_DEFINED, ends_of  # noqa: E402
+from relax_hetero.llm.pre_tokenizers import PRE_TOKENIZERS  # noqa: E402
+from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, ends_of  # noqa: E402
 
 TEXTS = [
     "",
@@ -50,29 +54,36 @@ def spm_fields(**changes) -> dict:
     return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
 
 
-def byte_level_fields(split: str, **changes) -> dict:
-    """A vocabulary that is learned from the texts above, with the words of `split`."""
-    from tokenizers import Regex, models, pre_tokenizers, trainers
+@cache
+def learned(is_byte_level: bool) -> tuple[list[str], list[str]]:
+    """Tokens and merges that are learned from the texts above without splitting them into words."""
+    from tokenizers import models, pre_tokenizers, trainers
 
-    learned = tokenizers.Tokenizer(models.BPE())
-    cuts = [pre_tokenizers.Split(Regex(each), "isolated") for each in SPLITS[split]]
-    as_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    learned.pre_tokenizer = pre_tokenizers.Sequence([*cuts, as_bytes])
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=420, initial_alphabet=alphabet, show_progress=False, min_frequency=1)
-    learned.train_from_iterator(TEXTS * 3, trainer)
-    import json
-
-    saved = json.loads(learned.to_str())["model"]
-    tokens = [*sorted(saved["vocab"], key=saved["vocab"].get), "<|im_end|>", "<extra>"]
+    bpe = tokenizers.Tokenizer(models.BPE())
+    texts = [text.replace(" ", "\u2581") for text in TEXTS * 3]
+    if is_byte_level:
+        bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        texts = TEXTS * 3
+    alphabet = pre_tokenizers.ByteLevel.alphabet() if is_byte_level else []
+    options = {"initial_alphabet": alphabet, "min_frequency": 1, "max_token_length": 12, "show_progress": False}
+    bpe.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=500, **options))
+    saved = json.loads(bpe.to_str())["model"]
     merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in saved["merges"]]
+    return sorted(saved["vocab"], key=saved["vocab"].get), merges
+
+
+def byte_level_fields(pre: str, **changes) -> dict:
+    """A vocabulary with merges, of the form that a pre-tokenizer expects."""
+    is_byte_level = PRE_TOKENIZERS[pre].is_byte_level
+    tokens, merges = learned(is_byte_level)
+    byte_tokens = [] if is_byte_level else [f"<0x{byte:02X}>" for byte in range(256)]
     fields = {
         "model": "gpt2",
-        "pre": split,
-        "tokens": tokens,
-        "merges": merges,
-        "token_type": [NORMAL] * (len(tokens) - 2) + [CONTROL, USER_DEFINED],
-        "eos_token_id": len(tokens) - 2,
+        "pre": pre,
+        "tokens": [*tokens, *byte_tokens, "<|im_end|>", "<extra>"],
+        "merges": list(merges),
+        "token_type": [NORMAL] * len(tokens) + [BYTE] * len(byte_tokens) + [CONTROL, USER_DEFINED],
+        "eos_token_id": len(tokens) + len(byte_tokens),
         **changes,
     }
     return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
@@ -126,30 +137,77 @@ def test_tokens_of_begin_and_end():
     assert not neither.adds_begin and neither.encode("the") == neither.encode("the", begin=False)
 
 
-@pytest.mark.parametrize("split", sorted({SPLITS[name]: name for name in SPLITS}.values()))
-def test_words_are_cut_as_the_library_does(split):
-    """Writing and reading the file gives the same tokens as the library's tokenizer."""
-    fields = byte_level_fields(split)
-    ours = Tokenizer(fields)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_texts_with_each_pre_tokenizer(pre):
+    ours = Tokenizer(byte_level_fields(pre))
     for text in TEXTS:
-        if "<|im_end|>" in text:
-            continue
-        assert ours.decode(ours.encode(text)) == text
+        assert ours.decode(ours.encode(text, special=False)) == text
     tokens = ours.encode("a<|im_end|>b<extra>")
     assert [ours.names[token] for token in tokens] == ["a", "<|im_end|>", "b", "<extra>"]
     assert ours.decode(tokens) == "ab<extra>"
 
 
+# Words of the models' own tokenizers (tokenizer.json), where llama.cpp's expressions approximate them: it takes marks
+# for no letters, numbers together with what precedes them, and all spaces for ASCII ones.
+_MARKS = [(" \u0939|\u093f\u0928|\u094d", " \u0939\u093f\u0928\u094d"), (" e|\u0301a|\u0308", " e\u0301a\u0308")]
+_TABS = [("  |\t|12", "  \t|12")]
+DIFFERENCES = {
+    "tekken gpt-4o llama4 kanana2 talkie minimax-m2 kimi-k2": _MARKS,
+    "afmoe": _TABS,
+    "tiny_aya cohere2moe": [*_TABS, ("ab|34|567|cd", "ab|345|67|cd")],
+    "deepseek-llm deepseek-coder": [("\u3000x", "\u3000|x")],
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS.keys() - LEFT_OUT))
+def test_llama_cpp_finds_the_same_words(pre):
+    expected = "|".join(recorded()[pre])
+    for names, replaced in DIFFERENCES.items():
+        for theirs, ours in replaced if pre in names.split() else ():
+            assert theirs in expected
+            expected = expected.replace(theirs, ours)
+    assert "|".join(words(pre, TEXT)) == expected
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    "pre, text, expected",
+    [
+        ("superbpe", "a b1234567, 12 1234", "a b|1|234|567|, |12| |1|234"),
+        ("exaone-moe", "It's a b e\u0301 f 12 !!\n\n  x", "It|'s| a b e\u0301 f| |1|2| !!\n|\n| | x"),
+        ("gemma4", "a b\n\n c", "a b|\n\n| c"),
+        ("granite-embed-multi-311m", "a\n", "a|\n"),
+        ("sarvam-moe", "a\n", "a|\n"),
+        ("whitespace", " ab  c", " |ab|  |c"),
+    ],
+)
+def test_words_by_hand(pre, text, expected):
+    assert "|".join(words(pre, text)) == expected
+
+
+def words(pre: str, text: str) -> list[str]:
+    from tokenizers import Regex, pre_tokenizers
+
+    cuts = [pre_tokenizers.Split(Regex(each), "isolated") for each in PRE_TOKENIZERS[pre].splits]
+    return [text[begin:end] for _, (begin, end) in pre_tokenizers.Sequence(cuts).pre_tokenize_str(text)]
+
+
+def test_all_names_of_llama_cpp_are_known():
+    assert recorded().keys() | LEFT_OUT == PRE_TOKENIZERS.keys() and len(PRE_TOKENIZERS) == 91
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"model": "bert"}, "found 'bert', expected one of llama, gpt2"),
+        ({"model": "bart"}, "found 'bart', expected one of bert, gemma4, gpt2, llama"),
         ({"model": None}, "tokenizer.ggml.model: found nothing"),
         ({"tokens": None}, "tokenizer.ggml.tokens: found nothing"),
         ({"scores": [0.0]}, "found scores of 1 tokens"),
         ({"token_type": [1]}, "found kinds of 1 tokens"),
         ({"bos_token_id": 10_000}, "found 10000, expected a token below"),
-        ({"model": "gpt2", "pre": "unheard-of"}, "found 'unheard-of', expected one of"),
+        ({"model": "gpt2", "pre": "unheard-of"}, "found 'unheard-of', expected one of a.x-4.0, .*; convert the model"),
         ({"model": "gpt2", "pre": "qwen2"}, "tokenizer.ggml.merges: found nothing"),
         ({"model": "gpt2", "pre": "qwen2", "merges": ["no such"]}, "refuses the file's merges"),
         ({"model": "gpt2", "pre": "qwen2", "merges": ["one"]}, "refuses the file's merges"),
@@ -275,7 +333,7 @@ def compare_with_llama_cpp(path: Path, count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("split", sorted({SPLITS[name]: name for name in SPLITS}.values()))
+@pytest.mark.parametrize("split", sorted(PRE_TOKENIZERS.keys() - LEFT_OUT - set(" ".join(DIFFERENCES).split())))
 def test_llama_cpp_cuts_words_alike(split, tmp_path):
     compare_with_llama_cpp(written(byte_level_fields(split), tmp_path / "model.gguf"), 300)
 

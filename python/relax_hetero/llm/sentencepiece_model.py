@@ -1,0 +1,184 @@
+"""Bytes of sentencepiece's models, which are a message of protobuf (``sentencepiece_model.proto``).
+
+The message is written and read here byte by byte: the package's own protobuf classes need the package protobuf, and
+would hold 18 MB for the pieces of Gemma as long as the process lives.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from .errors import TokenizerError
+
+UNIGRAM, BPE = 1, 2
+"""Types of models: the most probable pieces, or pairs merged by score."""
+
+# Field numbers of messages.
+_PIECES, _TRAINER, _NORMALIZER = 1, 2, 3
+_PIECE, _SCORE, _TYPE = 1, 2, 3
+_MODEL_TYPE, _BYTE_FALLBACK, _UNKNOWN_ID, _BEGIN_ID, _END_ID = 3, 35, 40, 41, 42
+_CHARACTER_MAP, _ADD_DUMMY_PREFIX, _REMOVE_EXTRA_WHITESPACES, _ESCAPE_WHITESPACES = 2, 3, 4, 5
+_NUMBER, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
+"""Wire types of protobuf."""
+_NORMAL = 1
+"""Type of pieces that do not say any."""
+
+
+def sentencepiece_model(
+    names: Sequence[str],
+    scores: Iterable[float],
+    kinds: Iterable[int],
+    has_bytes: bool,
+    *,
+    model_type: int = BPE,
+    add_prefix: bool = False,
+    remove_extra_spaces: bool = False,
+    escape_spaces: bool = True,
+) -> bytes:
+    """Serialize a model of sentencepiece that does not map characters.
+
+    Parameters
+    ----------
+    names, scores, kinds
+        Names, scores and kinds of the pieces; kinds are sentencepiece's numbers.
+    has_bytes : bool
+        Whether characters without a piece become byte tokens.
+    model_type : int
+        `BPE` or `UNIGRAM`.
+    add_prefix, remove_extra_spaces, escape_spaces : bool
+        Whether a space comes before a text, spaces at its ends and repeated ones are dropped, and spaces are U+2581.
+    """
+    data = bytearray()
+    for name, score, kind in zip(names, scores, kinds, strict=True):
+        text = name.encode()
+        piece = b"".join(
+            (
+                _field(_PIECE, _BYTES),
+                _varint(len(text)),
+                text,
+                _field(_SCORE, _FLOAT),
+                struct.pack("<f", score),
+                _field(_TYPE, _NUMBER),
+                _varint(kind),
+            )
+        )
+        data += _field(_PIECES, _BYTES) + _varint(len(piece)) + piece
+    data += _message(_TRAINER, {_MODEL_TYPE: model_type, _BYTE_FALLBACK: has_bytes})
+    normalizer = {
+        _ADD_DUMMY_PREFIX: add_prefix,
+        _REMOVE_EXTRA_WHITESPACES: remove_extra_spaces,
+        _ESCAPE_WHITESPACES: escape_spaces,
+    }
+    data += _message(_NORMALIZER, normalizer)
+    return bytes(data)
+
+
+def read_sentencepiece_model(data: bytes) -> dict[str, Any]:
+    """Read a model of sentencepiece as the metadata that a GGUF file of it has.
+
+    Parameters
+    ----------
+    data : bytes
+        Content of a ``tokenizer.model``.
+
+    Returns
+    -------
+    dict
+        Metadata for `Tokenizer`, by key without ``tokenizer.ggml.``.
+
+    Raises
+    ------
+    TokenizerError
+        If the bytes are not a model, or it neither merges pairs nor is a unigram model.
+    """
+    try:
+        return _read_model(data)
+    except (IndexError, KeyError, ValueError, AttributeError, TypeError) as error:
+        raise TokenizerError(f"found a damaged model of sentencepiece: {error!r}") from error
+
+
+def _read_model(data: bytes) -> dict[str, Any]:
+    pieces: list[dict[int, Any]] = []
+    others: dict[int, dict[int, Any]] = {_TRAINER: {}, _NORMALIZER: {}}
+    for number, value in _fields(data):
+        if number == _PIECES:
+            pieces.append({_SCORE: 0.0, _TYPE: _NORMAL, **dict(_fields(value))})
+        elif number in others:
+            others[number].update(_fields(value))
+    trainer, normalizer = others[_TRAINER], others[_NORMALIZER]
+    names = [piece[_PIECE].decode() for piece in pieces]
+    models = {UNIGRAM: "t5", BPE: "llama"}
+    kind = trainer.get(_MODEL_TYPE, UNIGRAM)
+    if kind not in models:
+        raise TokenizerError(f"found model type {kind} of sentencepiece, expected {UNIGRAM} (unigram) or {BPE} (BPE)")
+    ids = {
+        "unknown_token_id": trainer.get(_UNKNOWN_ID, 0),
+        "bos_token_id": trainer.get(_BEGIN_ID, 1),
+        "eos_token_id": trainer.get(_END_ID, 2),
+    }
+    return {
+        "model": models[kind],
+        "tokens": names,
+        "scores": [piece[_SCORE] for piece in pieces],
+        "token_type": [piece[_TYPE] for piece in pieces],
+        "add_space_prefix": bool(normalizer.get(_ADD_DUMMY_PREFIX, True)),
+        "remove_extra_whitespaces": bool(normalizer.get(_REMOVE_EXTRA_WHITESPACES, True)),
+        "precompiled_charsmap": bytes(normalizer.get(_CHARACTER_MAP, b"")),
+        **{key: number for key, number in ids.items() if number < len(names)},
+    }
+
+
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Iterate over numbers and values of a message's fields."""
+    offset = 0
+    while offset < len(data):
+        key, offset = _read_varint(data, offset)
+        kind = key & 7
+        if kind == _NUMBER:
+            count, offset = _read_varint(data, offset)
+            yield key >> 3, count
+            continue
+        if kind == _BYTES:
+            size, offset = _read_varint(data, offset)
+        else:
+            size = {_DOUBLE: 8, _FLOAT: 4}[kind]
+        if offset + size > len(data):
+            raise ValueError(f"{size} bytes at {offset} of {len(data)}")
+        value = data[offset : offset + size]
+        offset += size
+        yield key >> 3, struct.unpack("<f", value)[0] if kind == _FLOAT else value
+
+
+def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
+    """Read a number at an offset; return it and the offset after it."""
+    value = shift = 0
+    while True:
+        byte = data[offset]
+        offset += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, offset
+        shift += 7
+        if shift > 63:
+            raise ValueError(f"a number of more than 64 bits at {offset}")
+
+
+def _message(number: int, fields: Mapping[int, int]) -> bytes:
+    body = b"".join(_field(name, _NUMBER) + _varint(value) for name, value in fields.items())
+    return _field(number, _BYTES) + _varint(len(body)) + body
+
+
+def _field(number: int, kind: int) -> bytes:
+    return _varint(number << 3 | kind)
+
+
+def _varint(value: int) -> bytes:
+    """Encode a number as a varint of protobuf."""
+    data = bytearray()
+    while value > 0x7F:
+        data.append(value & 0x7F | 0x80)
+        value >>= 7
+    data.append(value)
+    return bytes(data)
