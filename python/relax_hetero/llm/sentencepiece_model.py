@@ -7,8 +7,10 @@ would hold 18 MB for the pieces of Gemma as long as the process lives.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from .errors import TokenizerError
 
@@ -28,8 +30,8 @@ _NORMAL = 1
 
 def sentencepiece_model(
     names: Sequence[str],
-    scores: Iterable[float],
-    kinds: Iterable[int],
+    scores: Sequence[float] | np.ndarray,
+    kinds: Sequence[int],
     has_bytes: bool,
     *,
     model_type: int = BPE,
@@ -50,21 +52,18 @@ def sentencepiece_model(
     add_prefix, remove_extra_spaces, escape_spaces : bool
         Whether a space comes before a text, spaces at its ends and repeated ones are dropped, and spaces are U+2581.
     """
-    data = bytearray()
-    for name, score, kind in zip(names, scores, kinds, strict=True):
+    sizes = [_varint(size) for size in range(128)]
+    begin, text_begin = _field(_PIECES, _BYTES), _field(_PIECE, _BYTES)
+    score_begin, type_begin = _field(_SCORE, _FLOAT), _field(_TYPE, _NUMBER)
+    packed_scores = struct.iter_unpack("4s", np.asarray(scores, "<f4").tobytes())
+    pieces = []
+    for name, (score,), kind in zip(names, packed_scores, kinds, strict=True):
         text = name.encode()
-        piece = b"".join(
-            (
-                _field(_PIECE, _BYTES),
-                _varint(len(text)),
-                text,
-                _field(_SCORE, _FLOAT),
-                struct.pack("<f", score),
-                _field(_TYPE, _NUMBER),
-                _varint(kind),
-            )
-        )
-        data += _field(_PIECES, _BYTES) + _varint(len(piece)) + piece
+        size = sizes[len(text)] if len(text) < 128 else _varint(len(text))
+        piece = text_begin + size + text + score_begin + score + type_begin + sizes[kind]
+        size = sizes[len(piece)] if len(piece) < 128 else _varint(len(piece))
+        pieces.append(begin + size + piece)
+    data = b"".join(pieces)
     data += _message(_TRAINER, {_MODEL_TYPE: model_type, _BYTE_FALLBACK: has_bytes})
     normalizer = {
         _ADD_DUMMY_PREFIX: add_prefix,
@@ -72,7 +71,7 @@ def sentencepiece_model(
         _ESCAPE_WHITESPACES: escape_spaces,
     }
     data += _message(_NORMALIZER, normalizer)
-    return bytes(data)
+    return data
 
 
 def read_sentencepiece_model(data: bytes) -> dict[str, Any]:

@@ -86,7 +86,8 @@ class Tokenizer:
 
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
-        self.names: Sequence[str] = self.texts("tokens")
+        stored = self.texts("tokens")
+        self.names: Sequence[str] = list(stored)
         kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
         self._kinds = _check_kinds(np.full(len(self.names), NORMAL) if kinds is None else kinds, self.names)
         self.chat_template: str | None = fields.get("tokenizer.chat_template")
@@ -112,7 +113,8 @@ class Tokenizer:
         is_phi3 = model is MODELS["llama"] and fields.get("general.architecture") == "phi3"
         self._strips_after = {control[name] for name in self.control_names - _KEEP_SPACES} if is_phi3 else set()
         self.stop_ids = self._find_stops(control)
-        self.max_token_bytes = max((len(name.encode()) for name in self.names), default=None) if is_lossless else None
+        self.max_token_bytes = max(map(len, map(str.encode, self.names))) if is_lossless else None
+        self.names = stored  # those of a file are decoded on access
 
     @classmethod
     def from_gguf(cls, file: str | os.PathLike[str] | GgufFile) -> Tokenizer:
@@ -214,9 +216,9 @@ class Tokenizer:
             Key of the file's metadata, without ``tokenizer.ggml.``.
         """
         value = self._require(key)
-        is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) > 0
+        is_list = isinstance(value, Sequence) and not isinstance(value, (str, bytes)) and len(value) > 0
         # Sequences other than lists come from a file, whose reader has checked the texts.
-        if not is_list or (isinstance(value, list) and not all(isinstance(each, str) for each in value)):
+        if not is_list or (isinstance(value, list) and not set(map(type, value)) <= {str}):
             raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected a list of texts")
         if isinstance(value, list):
             try:
@@ -237,9 +239,7 @@ class Tokenizer:
             Name of the numbers, for messages.
         """
         value = self._require(key)
-        is_list = isinstance(value, np.ndarray) or (
-            isinstance(value, list) and all(type(each) in (int, float) for each in value)
-        )
+        is_list = isinstance(value, np.ndarray) or (isinstance(value, list) and set(map(type, value)) <= {int, float})
         array = np.asarray(value) if is_list else np.empty(0, bool)
         if array.dtype.kind not in "iuf":
             raise TokenizerError(f"tokenizer.ggml.{key}: found {value!r:.100}, expected a list of numbers")
@@ -248,7 +248,7 @@ class Tokenizer:
         return array
 
     @property
-    def kinds(self) -> Sequence[int]:
+    def kinds(self) -> bytes:
         """Kind of each token."""
         return self._kinds
 
@@ -387,8 +387,9 @@ def _sentencepiece_processor(tokenizer: Tokenizer, model_type: int, **options: b
         scores = tokenizer.numbers("scores", "scores").astype("float32")
     if not np.isfinite(scores).all():
         raise TokenizerError(f"tokenizer.ggml.scores: found {scores[~np.isfinite(scores)][0]}, expected finite numbers")
-    unknown = tokenizer.unknown_id
-    kinds = [UNKNOWN if token == unknown else kind for token, kind in enumerate(tokenizer.kinds)]
+    kinds = bytearray(tokenizer.kinds)
+    if tokenizer.unknown_id is not None:
+        kinds[tokenizer.unknown_id] = UNKNOWN
     try:
         return SentencePieceProcessor(
             model_proto=sentencepiece_model(
@@ -418,7 +419,8 @@ def _merges(tokenizer: Tokenizer) -> _Codec:
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in tokenizer.texts("merges")]
     vocabulary = _unique_names(tokenizer)
     if row.whole_words:  # text must not become a control token
-        vocabulary = {name: token for name, token in vocabulary.items() if tokenizer.kinds[token] != CONTROL}
+        for token in np.flatnonzero(np.frombuffer(tokenizer.kinds, "uint8") == CONTROL).tolist():
+            del vocabulary[tokenizer.names[token]]
     with package_errors("tokenizers refuses the file's merges"):
         model = package.models.BPE(
             vocabulary, merges, ignore_merges=row.whole_words, byte_fallback=not row.is_byte_level
@@ -502,7 +504,7 @@ def _unescape(name: str) -> bytes:
 
 def _unique_names(tokenizer: Tokenizer) -> dict[str, int]:
     """Token of each name."""
-    vocabulary = {name: token for token, name in enumerate(tokenizer.names)}
+    vocabulary = dict(zip(tokenizer.names, range(len(tokenizer.names)), strict=True))
     if len(vocabulary) != len(tokenizer.names):
         duplicate = next(name for token, name in enumerate(tokenizer.names) if vocabulary[name] != token)
         raise TokenizerError(f"tokenizer.ggml.tokens: found {duplicate!r} twice, expected unique names")

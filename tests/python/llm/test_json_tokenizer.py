@@ -4,7 +4,7 @@ import json
 
 import pytest
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from relax_hetero.llm import JsonTokenizer, TokenizerError
 
@@ -35,7 +35,38 @@ def with_spaces():
     return tokenizer
 
 
-@pytest.mark.parametrize("make", [byte_level, with_spaces])
+def with_a_first_space() -> tokenizers.Tokenizer:
+    """Of the form of Llama 2: a text gets a space, which decoding strips."""
+    tokenizer = with_spaces()
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def unigram() -> tokenizers.Tokenizer:
+    """Of the form of T5 and XLM-RoBERTa."""
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.NFKC()
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    options = {"unk_token": "<unk>", "special_tokens": ["<unk>", "</s>"], "show_progress": False}
+    tokenizer.train_from_iterator(TEXTS * 9, trainers.UnigramTrainer(vocab_size=90, **options))
+    return tokenizer
+
+
+def wordpiece() -> tokenizers.Tokenizer:
+    tokenizer = tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.BertNormalizer(), pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(cleanup=False)
+    special = ["[UNK]", "[CLS]", "[SEP]"]
+    trainer = trainers.WordPieceTrainer(vocab_size=150, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(TEXTS * 9, trainer)
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 2), ("[CLS]", 1))
+    return tokenizer
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", [byte_level, with_spaces, with_a_first_space, unigram, wordpiece])
 def test_texts_there_and_back(make, tmp_path):
     original = make()
     original.save(str(tmp_path / "tokenizer.json"))
@@ -43,8 +74,16 @@ def test_texts_there_and_back(make, tmp_path):
     for text in TEXTS:
         tokens = loaded.encode(text)
         assert tokens == original.encode(text).ids
-        assert loaded.decode(tokens) == text
+        assert loaded.decode(tokens) == original.decode(tokens)
+        assert make in (unigram, wordpiece) or loaded.decode(tokens) == text
     assert len(loaded) == original.get_vocab_size()
+
+
+def test_words_of_html_end_no_text(tmp_path):
+    original = byte_level()
+    original.add_tokens(["</s>", "<eos>", "<|eot_id|>"])
+    original.save(str(tmp_path / "tokenizer.json"))
+    assert JsonTokenizer(tmp_path).stop_ids == {original.token_to_id(name) for name in ("<|im_end|>", "<|eot_id|>")}
 
 
 def test_names_of_control_tokens_and_ends(tmp_path):

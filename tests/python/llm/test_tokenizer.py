@@ -257,6 +257,156 @@ def test_ends_of_turns_are_always_control_tokens():
         assert end not in tokenizer.encode("a<|im_end|>", special=False) and tokenizer.piece(end) == b""
 
 
+def wordpiece_fields(**changes) -> dict:
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
+    names = [*special, *"\u2581the \u2581th \u2581, \u2581qu ick i s \u2581\u65e5".split()]
+    kinds = [CONTROL] * 4 + [NORMAL] * 8
+    ids = {"unknown_token_id": 1, "bos_token_id": 2, "seperator_token_id": 3}
+    fields = {"model": "bert", "tokens": names, "token_type": kinds, **ids, **changes}
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def test_pieces_of_words():
+    """The longest piece first; a word without pieces is unknown as a whole; the ends come whatever flags say."""
+    tokenizer = Tokenizer(wordpiece_fields(add_bos_token=False, add_sep_token=False))
+    names = [tokenizer.names[token] for token in tokenizer.encode("The quick,\u65e5thx QUICKS")]
+    first, last = ["\u2581the", "\u2581qu", "ick", "\u2581,", "\u2581\u65e5", "[UNK]"], ["\u2581qu", "ick", "s"]
+    assert names == ["[CLS]", *first, *last, "[SEP]"]
+    assert tokenizer.decode(tokenizer.encode("the quicks, the")) == "the quicks , the"
+    cased = Tokenizer(wordpiece_fields(**{"normalizer.lowercase": False}))
+    assert cased.encode("The the", begin=False) == [1, 4]
+    assert cased.encode("[SEP]", special=False, begin=False) == [1, 1, 1] and cased.encode("[SEP]") == [2, 3]
+    without = wordpiece_fields(unknown_token_id=None)
+    with pytest.raises(TokenizerError, match="unknown_token_id: found nothing"):
+        Tokenizer(without)  # the usual one, 100, is not in the vocabulary
+
+
+def unigram_fields(model: str, **changes) -> dict:
+    space = " " if model == "plamo2" else "\u2581"
+    words = [space, f"{space}the", "th", "e", "ab", "abc", "cd", "a", "b", "c", "d", "h", "t"]
+    scores = [-3.0, -2.0, -4.0, -5.0, -2.0, -3.5, -3.0, -6.0, -6.0, -6.0, -6.5, -6.0, -6.0]
+    names = ["<pad>", "</s>", "<unk>", *words]
+    kinds = [CONTROL, CONTROL, UNKNOWN] + [NORMAL] * len(words)
+    if model == "plamo2":
+        names, kinds = names + [f"<0x{byte:02X}>" for byte in range(256)], kinds + [BYTE] * 256
+    scores = [0.0] * 3 + scores + [0.0] * (len(names) - 3 - len(words))
+    ids = {"unknown_token_id": 2, "eos_token_id": 1}
+    fields = {"model": model, "tokens": names, "token_type": kinds, "scores": scores, **ids, **changes}
+    return {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+
+
+def test_most_probable_pieces():
+    def names(text: str, **flags) -> list[str]:
+        tokenizer = Tokenizer(unigram_fields("t5", **flags))
+        return [tokenizer.names[token] for token in tokenizer.encode(text)]
+
+    assert names("abcd") == ["ab", "cd", "</s>"]  # -5, better than abc, d: -10
+    assert names("  the  abcd ", add_space_prefix=True, remove_extra_whitespaces=True) == [
+        *["\u2581the", "\u2581", "ab", "cd", "</s>"]
+    ]
+    assert names(" the", add_space_prefix=True) == ["\u2581", "\u2581the", "</s>"]
+    assert names("axxya", add_eos_token=False) == ["a", "<unk>", "a"]
+    assert Tokenizer(unigram_fields("t5")).max_token_bytes is None
+    with pytest.raises(TokenizerError, match="precompiled_charsmap: the package tokenizers refuses it"):
+        Tokenizer(unigram_fields("t5", precompiled_charsmap=[1, 2, 3]))
+    with pytest.raises(TokenizerError, match="precompiled_charsmap: found 'a', expected bytes"):
+        Tokenizer(unigram_fields("t5", precompiled_charsmap="a"))
+
+
+def test_most_probable_pieces_with_bytes():
+    tokenizer = Tokenizer(unigram_fields("plamo2", bos_token_id=0, add_bos_token=True))
+    tokens = tokenizer.encode("abcd the\u00e9")
+    assert [tokenizer.names[token] for token in tokens] == ["<pad>", "ab", "cd", " the", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokens) == "abcd the\u00e9"
+
+
+def test_longest_bytes():
+    names = ["<s>", *(repr(bytes([byte]))[2:-1] for byte in range(256)), "ab", "abcd", r"\xe6\x97", r"\n\n", r"\\n"]
+    fields = {"model": "rwkv", "tokens": names, "token_type": [CONTROL] + [NORMAL] * (len(names) - 1)}
+    tokenizer = Tokenizer({f"tokenizer.ggml.{key}": value for key, value in fields.items()})
+    tokens = tokenizer.encode("abcabcd\u65e5\n\n\n\\n'")
+    assert [tokenizer.names[token] for token in tokens] == [
+        *["ab", "c", "abcd", r"\xe6\x97", r"\xa5", r"\n\n", r"\n", r"\\n", "'"]
+    ]
+    for text in TEXTS:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_vocabularies_of_words():
+    fields = byte_level_fields("whitespace", model="whitespace", **{"normalizer.lowercase": True})
+    tokenizer = Tokenizer(fields)
+    assert tokenizer.decode(tokenizer.encode("  Hello\tWORLD \n")) == "helloworld"
+    # The kind itself says which pre-tokenizer, and that texts begin with a token.
+    fields = byte_level_fields("gemma4", model="gemma4", add_bos_token=False, bos_token_id=0)
+    tokenizer = Tokenizer({**fields, "tokenizer.ggml.pre": "unheard-of"})
+    assert tokenizer.adds_begin and tokenizer.decode(tokenizer.encode("a  b\n\n", begin=False)) == "a  b\n\n"
+
+
+def test_spaces_after_control_tokens_of_phi3():
+    fields = spm_fields(add_space_prefix=False)
+    fields["tokenizer.ggml.tokens"][3] = "<|assistant|>"
+    text = "<s> the<|assistant|>\n the"
+    kept, dropped = Tokenizer(fields), Tokenizer(fields | {"general.architecture": "phi3"})
+    assert kept.decode(kept.encode(text)) == " the\n the" and dropped.decode(dropped.encode(text)) == " thethe"
+
+
+@pytest.mark.parametrize(
+    "name", ["[e~[", "<turn|>", "<|calls|>", "<\uff5cend\u2581of\u2581sentence\uff5c>", "<|file_sep|>"]
+)
+def test_names_that_end_a_turn(name):
+    fields = byte_level_fields("qwen2", eos_token_id=None, fim_pad_token_id=0)
+    fields["tokenizer.ggml.tokens"][-1] = name
+    tokenizer = Tokenizer(fields)
+    assert tokenizer.stop_ids == {0, tokenizer.token(name), tokenizer.token("<|im_end|>")}
+
+
+def damaged(draw: random.Random, fields: dict) -> dict:
+    """Metadata in which a few values have another type, order, length or content."""
+    fields = {key: list(value) if isinstance(value, list) else value for key, value in fields.items()}
+    junk = [None, -1, 0, 1 << 40, 1e300, "", "a", "\ud800", [], [0], ["a"], {}, b"\x00\x01", True, float("nan")]
+    for _ in range(draw.randint(1, 3)):
+        key = draw.choice(sorted(fields))
+        value = fields[key]
+        if isinstance(value, list) and value and draw.random() < 0.8:
+            at = draw.randrange(len(value))
+            match draw.randrange(4):
+                case 0:
+                    del value[at:]
+                case 1:
+                    value[at] = value[draw.randrange(len(value))]
+                case 2:
+                    value[at] = draw.choice(junk)
+                case 3 if isinstance(value[at], str):
+                    value[at] = value[at][::-1] + draw.choice(["", " ", "\x00", "\u2581"])
+        else:
+            fields[key] = draw.choice(junk)
+    return fields
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma4", "bert", "t5", "plamo2"])
+def test_damaged_tokenizers(kind):
+    """Each is refused by an error of ours, or encodes and decodes."""
+    draw = random.Random(kind)
+    original = {
+        "llama": spm_fields,
+        "gpt2": lambda: byte_level_fields("llama-bpe"),
+        "gemma4": lambda: byte_level_fields("gemma4", model="gemma4"),
+        "bert": wordpiece_fields,
+        "t5": lambda: unigram_fields("t5", remove_extra_whitespaces=True),
+        "plamo2": lambda: unigram_fields("plamo2"),
+    }[kind]()
+    refused = 0
+    for _ in range(70):
+        try:
+            tokenizer = Tokenizer(damaged(draw, original))
+            for text in TEXTS[:6]:
+                assert isinstance(tokenizer.decode(tokenizer.encode(text)), str)
+        except TokenizerError:
+            refused += 1
+    assert 10 < refused < 70
+
+
 def test_names_that_come_twice():
     fields = byte_level_fields("qwen2")
     fields["tokenizer.ggml.tokens"][-1] = "a"
@@ -328,7 +478,7 @@ def compare_with_llama_cpp(path: Path, count: int) -> None:
     for text in TEXTS + random_texts(count):
         text = text.replace("\x00", "")  # ends a text there
         for special in (False, True):
-            expected = theirs.tokenize(text.encode(), add_bos=ours.adds_begin, special=special)
+            expected = theirs.tokenize(text.encode(), add_bos=ours.adds_begin or ours.adds_end, special=special)
             assert ours.encode(text, special=special) == expected, repr(text)
 
 
@@ -342,6 +492,18 @@ def test_llama_cpp_cuts_words_alike(split, tmp_path):
 @pytest.mark.parametrize("prefix", [False, True])
 def test_llama_cpp_joins_pieces_alike(prefix, tmp_path):
     compare_with_llama_cpp(written(spm_fields(add_space_prefix=prefix), tmp_path / "model.gguf"), 300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bert", "t5", "gemma4", "whitespace"])
+def test_llama_cpp_encodes_alike(kind, tmp_path):
+    fields = {
+        "bert": wordpiece_fields(**{"normalizer.lowercase": False}),
+        "t5": unigram_fields("t5", add_space_prefix=True, remove_extra_whitespaces=True),
+        "gemma4": byte_level_fields("gemma4", model="gemma4", bos_token_id=0),
+        "whitespace": byte_level_fields("whitespace", model="whitespace"),
+    }[kind]
+    compare_with_llama_cpp(written(fields, tmp_path / "model.gguf"), 300)
 
 
 @pytest.mark.slow
