@@ -12,6 +12,7 @@ import click
 
 from ..display.console import console
 from ..errors import HeteroError
+from .loading_parts import LoadingParts
 from .placement_options import PairParam, VDeviceParam
 
 if TYPE_CHECKING:
@@ -55,13 +56,11 @@ class LanguageModelOptions:
     memory_limit: dict[str, str] | None = None
     expert_counts: Path | None = None
 
-    def load(self, quiet: bool = False, count_experts: bool = False) -> tuple[CompiledModel, Tokenizer]:
-        """Load the model and its tokenizer, with a spinner on stderr.
+    def load(self, count_experts: bool = False) -> tuple[CompiledModel, Tokenizer]:
+        """Load the model and its tokenizer, and show the parts of loading on stderr.
 
         Parameters
         ----------
-        quiet : bool
-            Whether not to show what is compiled.
         count_experts : bool
             As for `relax_hetero.llm.load`.
 
@@ -82,11 +81,10 @@ class LanguageModelOptions:
         }
         arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
-            if not quiet:
-                arguments["progress"] = lambda step, done, total: status.update(
-                    f"Compiling {self.path.name}: {done} of {total} {step}"
-                )
-            return llm.load(self.path, vdevices=self.vdevices, placement=self.placement, **arguments)
+            parts = LoadingParts(self.path.name, status)
+            loaded = llm.load(self.path, vdevices=self.vdevices, placement=self.placement, progress=parts, **arguments)
+            parts.end()
+        return loaded
 
     def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
         """Make the chat template; a guessed one is reported on stderr, an invalid one of the model has a `fault`.
