@@ -72,6 +72,8 @@ class Tokenizer:
         Token for the beginning of a text, if there is one.
     adds_begin, adds_end
         Whether the model expects tokens for the beginning and end of a text.
+    model, pre_tokenizer
+        Rows of the tables `MODELS` and `PRE_TOKENIZERS`.
     chat_template : str or None
         Chat template of the file in jinja2, if there is one.
     max_token_bytes : int or None
@@ -87,15 +89,13 @@ class Tokenizer:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
         stored = self.texts("tokens")
-        self.names: Sequence[str] = list(stored)
+        self.names: Sequence[str] = [name or f"[EMPTY_{token}]" for token, name in enumerate(stored)]
         kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
-        self._kinds = _check_kinds(np.full(len(self.names), NORMAL) if kinds is None else kinds, self.names)
+        self._kinds = _check_kinds(np.full(len(stored), NORMAL) if kinds is None else kinds, stored)
         self.chat_template: str | None = fields.get("tokenizer.chat_template")
         model = self.model = _look_up(MODELS, self._require("model"), "tokenizer.ggml.model")
-        pre = PRE_TOKENIZERS["default"]
-        if model.has_merges:
-            pre = _look_up(PRE_TOKENIZERS, model.pre or self._get("pre", "default"), "tokenizer.ggml.pre")
-        self.pre_tokenizer = pre
+        name = model.pre or (self._get("pre", "default") if model.has_merges else "default")
+        pre = self.pre_tokenizer = _look_up(PRE_TOKENIZERS, name, "tokenizer.ggml.pre")
         self.begin_id = self._token("bos_token_id", model.begin_id)
         self._end_id = self._token(model.end_key, model.end_id)
         adds_begin = self._flag(model.begin_flag, model.adds_begin or pre.adds_begin)
@@ -328,8 +328,8 @@ def _check_kinds(kinds: np.ndarray, names: Sequence[str]) -> bytes:
         raise TokenizerError(f"tokenizer.ggml.token_type: found {kinds[wrong[0]]}, expected {NORMAL} to {BYTE}")
     checked = bytearray(kinds.astype("uint8").tobytes())
     for token, name in enumerate(names):
-        if name in ALWAYS_CONTROL:
-            checked[token] = CONTROL
+        if name in ALWAYS_CONTROL or not name:
+            checked[token] = CONTROL if name else UNUSED
     return bytes(checked)
 
 
