@@ -23,6 +23,8 @@ _MAX_SPREAD, _MAX_HOLES = 4, 1024
 class JsonTokenizer:
     """Tokenizer of a ``tokenizer.json``, using the package tokenizers.
 
+    As in Transformers, this file alone says which tokens come before and after a text.
+
     Parameters
     ----------
     folder : str or PathLike of str
@@ -77,10 +79,7 @@ class JsonTokenizer:
         self._special = SpecialTokens(control, control)
         self._unknown = self.token(content(data["model"].get("unk_token")))
         self._aliases: tuple[str, Any, dict[int, int]] | None = None
-        decoders = list(_decoders(data.get("decoder")))
-        self._bytes = byte_of_character() if any(each.get("type") == "ByteLevel" for each in decoders) else None
-        self._prefixes = [each.get("prefix") for each in decoders if each.get("type") == "WordPiece"]
-        self._strips_space = bool(self._prefixes) or any(map(_strips_space, decoders))
+        self._read_decoder(data.get("decoder"))
         config = TokenizerConfig(Path(folder))
         self.begin_id = self.token(config.name("bos_token") or config.name("cls_token"))
         self.chat_template = config.chat_template
@@ -90,6 +89,13 @@ class JsonTokenizer:
         for token in (*self.stop_ids, *self.encode("")):
             if not 0 <= token < len(self):
                 raise TokenizerError(f"{path}: texts have or end with token {token}, expected one below {len(self)}")
+
+    def _read_decoder(self, decoder: Any) -> None:
+        """Find out how names of tokens become bytes."""
+        parts = list(_decoders(decoder))
+        self._bytes = byte_of_character() if any(each.get("type") == "ByteLevel" for each in parts) else None
+        self._prefixes = [each.get("prefix") for each in parts if each.get("type") == "WordPiece"]
+        self._strips_space = bool(self._prefixes) or any(map(_strips_space, parts))
 
     @cached_property
     def _as_text(self) -> Any:

@@ -79,6 +79,14 @@ def test_texts_there_and_back(make, tmp_path):
     assert len(loaded) == original.get_vocab_size()
 
 
+def test_flags_of_the_configuration_add_no_token(tmp_path):
+    """Transformers ignores them where there is a tokenizer.json."""
+    processor = post({"<x>": {"id": "<x>", "ids": [2], "tokens": ["<x>"]}})
+    config = {"bos_token": "b", "eos_token": "<x>", "add_bos_token": True, "add_eos_token": True}
+    folder = folder_of(tmp_path, {"added_tokens": [END], "post_processor": processor}, tokenizer_config=config)
+    assert JsonTokenizer(folder).encode("a") == [2, 0]
+
+
 def test_words_of_html_end_no_text(tmp_path):
     original = byte_level()
     original.add_tokens(["</s>", "<eos>", "<|eot_id|>"])
