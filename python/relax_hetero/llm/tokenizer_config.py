@@ -49,16 +49,16 @@ class TokenizerConfig:
 
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Name of each token that is added to a vocabulary, and whether it is a control token."""
-        path = self._folder / "added_tokens.json"
-        tokens = {number: (name, False) for name, number in read_object(path).items()}
-        described = self.fields.get("added_tokens_decoder", {})
+        named = read_object(self._folder / "added_tokens.json")
+        tokens = [(number, name, False) for name, number in named.items()]
+        described = self.fields.get("added_tokens_decoder")
         for number, token in described.items() if isinstance(described, dict) else ():
-            if number.isdecimal() and isinstance(token, dict):
-                tokens[int(number)] = (content(token) or "", bool(token.get("special")))
-        for number, (name, _) in tokens.items():
+            is_control = isinstance(token, dict) and token.get("special") is True
+            tokens.append((int(number) if number.isdecimal() else number, content(token), is_control))
+        for number, name, _ in tokens:
             if type(number) is not int or not 0 <= number < 1 << 31 or not name:
                 raise TokenizerError(f"{self._folder}: found {name!r:.100} as added token {number!r:.100}")
-        return tokens
+        return {number: (name, is_control) for number, name, is_control in tokens}
 
     def _find_ends(self) -> Iterator[int]:
         for file in ("config", "generation_config", "genai_config"):
@@ -74,8 +74,8 @@ class TokenizerConfig:
         other = read_object(self._folder / "chat_template.json")
         template = self.fields.get("chat_template", other.get("chat_template"))
         if isinstance(template, list):
-            named = {each.get("name"): each.get("template") for each in template if isinstance(each, dict)}
-            template = named.get("default")
+            default = [each for each in template if isinstance(each, dict) and each.get("name") == "default"]
+            template = default[0].get("template") if default else None
         return template if isinstance(template, str) else None
 
 

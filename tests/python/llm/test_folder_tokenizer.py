@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import random
 
 import pytest
 import tokenizers
 from tokenizers import BertWordPieceTokenizer
 
+from llm.test_json_tokenizer import byte_level, unigram, wordpiece
 from relax_hetero.llm import JsonTokenizer, Tokenizer, TokenizerError, load_tokenizer
 
 sentencepiece = pytest.importorskip("sentencepiece")
@@ -109,3 +111,61 @@ def test_damaged_models(tmp_path, data):
     (tmp_path / "tokenizer.model").write_bytes(data)
     with pytest.raises(TokenizerError, match="tokenizer"):
         load_tokenizer(tmp_path)
+
+
+JUNK = [None, -1, 0, 1 << 40, 1e300, "", "a", "\ud800", [], [0], ["a"], {}, {"a": 1}, True, float("nan")]
+
+
+def mutated(draw: random.Random, value):
+    """A value of JSON in which one part is missing or another one."""
+    if not isinstance(value, (dict, list)) or not value:
+        return draw.choice(JUNK)
+    copy = value.copy()
+    key = draw.choice(sorted(copy)) if isinstance(copy, dict) else draw.randrange(len(copy))
+    match draw.randrange(6):
+        case 0:
+            del copy[key]
+        case 1:
+            copy[key] = draw.choice(JUNK)
+        case _:
+            copy[key] = mutated(draw, copy[key])
+    return copy
+
+
+COMPANIONS = {
+    "tokenizer_config": {
+        "bos_token": "<s>",
+        "eos_token": {"content": "</s>"},
+        "added_tokens_decoder": {"3": {"content": "<x>", "special": True}},
+        "chat_template": [{"name": "default", "template": "a"}],
+    },
+    "generation_config": {"eos_token_id": [1, 2]},
+    "config": {"text_config": {"eos_token_id": 2}},
+    "added_tokens": {"<y>": 70},
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("make", [byte_level, unigram, wordpiece, None])
+def test_damaged_folders(make, tmp_path):
+    """Each is refused by an error of ours, or encodes and decodes."""
+    draw, refused = random.Random(getattr(make, "__name__", "pieces")), 0
+    model, original = trained("unigram"), make and json.loads(make().to_str())
+    for _ in range(100):
+        if make is None:
+            data = bytearray(model)
+            for _ in range(draw.choice([0, 1, 3, 30])):
+                data[draw.randrange(len(data))] = draw.randrange(256)
+            (tmp_path / "tokenizer.model").write_bytes(data[: draw.choice([len(data), draw.randrange(len(data))])])
+        else:
+            (tmp_path / "tokenizer.json").write_text(json.dumps(mutated(draw, original)))
+        for name, value in COMPANIONS.items():
+            changed = mutated(draw, value) if draw.random() < 0.25 else value
+            (tmp_path / f"{name}.json").write_text(json.dumps(changed))
+        try:
+            tokenizer = load_tokenizer(tmp_path)
+            for text in TEXTS:
+                assert isinstance(tokenizer.decode(tokenizer.encode(text)), str)
+        except TokenizerError:
+            refused += 1
+    assert 10 < refused < 100
