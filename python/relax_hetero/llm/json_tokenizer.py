@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -64,14 +65,14 @@ class JsonTokenizer:
             self._with_names = tokenizers.Tokenizer.from_str(text)
             self._with_names.no_truncation()
             self._with_names.no_padding()
-            vocabulary: dict[str, int] = self._with_names.get_vocab(with_added_tokens=True)
-        self.names = _names(vocabulary, path)
         added = data.get("added_tokens") or []
         for token in added:
             name, number = token["content"], token["id"]
-            if vocabulary.get(name) != number:
-                expected = f"{vocabulary.get(name)} as in the vocabulary"
+            if self.token(name) != number:
+                expected = f"{self.token(name)} as in the vocabulary"
                 raise TokenizerError(f"{path}: found {name!r} as token {number}, expected {expected}")
+        vocabulary = _vocabulary(data["model"].get("vocab")) | {token["content"]: token["id"] for token in added}
+        self.names = _names(vocabulary, path)
         self._control = {int(token["id"]): token for token in added if token["special"]}
         self._plain = frozenset(int(token["id"]) for token in added) - self._control.keys()
         control = {self.names[token]: token for token in self._control}
@@ -100,9 +101,19 @@ class JsonTokenizer:
     @cached_property
     def _as_text(self) -> Any:
         """A tokenizer for which names of control tokens are text."""
+        return self._copy()
+
+    def _copy(self) -> Any:
+        """Make a tokenizer with the same model, for which names of control tokens are text."""
         from tokenizers import Tokenizer
 
-        tokenizer = Tokenizer.from_str(self._with_names.to_str())
+        original = self._with_names
+        tokenizer, added = Tokenizer(original.model), sorted(original.get_added_tokens_decoder().items())
+        for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+            if getattr(original, part) is not None:
+                setattr(tokenizer, part, getattr(original, part))
+        for is_special, tokens in groupby((token for _, token in added), key=lambda token: bool(token.special)):
+            (tokenizer.add_special_tokens if is_special else tokenizer.add_tokens)(list(tokens))
         tokenizer.encode_special_tokens = True
         return tokenizer
 
@@ -147,16 +158,14 @@ class JsonTokenizer:
 
     def _make_aliases(self, marker: str) -> tuple[str, Any, dict[int, int]]:
         """Make a tokenizer with aliases; return the marker of aliases, the tokenizer, and the token of each alias."""
-        from tokenizers import AddedToken, Tokenizer
+        from tokenizers import AddedToken
 
-        tokenizer = Tokenizer.from_str(self._with_names.to_str())
-        tokenizer.encode_special_tokens = True
+        tokenizer = self._copy()
         aliases = {f"{marker}{number}{marker}": token for number, token in self._control.items()}
         tokenizer.add_tokens(
             [AddedToken(alias, lstrip=token["lstrip"], rstrip=token["rstrip"]) for alias, token in aliases.items()]
         )
-        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
-        return marker, tokenizer, {vocabulary[alias]: int(token["id"]) for alias, token in aliases.items()}
+        return marker, tokenizer, {tokenizer.token_to_id(alias): int(token["id"]) for alias, token in aliases.items()}
 
     def decode(self, tokens: Iterable[int]) -> str:
         """Decode tokens, without control tokens; invalid UTF-8 becomes U+FFFD.
@@ -214,12 +223,19 @@ def _parse(text: str, path: Path) -> dict[str, Any]:
     return data
 
 
+def _vocabulary(vocabulary: Any) -> dict[str, int]:
+    """Token of each name of a model: a map, or a list of names with scores."""
+    if isinstance(vocabulary, list):
+        return {name: token for token, (name, _) in enumerate(vocabulary)}
+    return dict(vocabulary or {})
+
+
 def _names(vocabulary: dict[str, int], path: Path) -> list[str]:
     """Name of each token; empty for holes."""
-    names = {token: name for name, token in vocabulary.items()}
-    for name, token in vocabulary.items():
-        if names[token] != name:
-            raise TokenizerError(f"{path}: found {name!r} and {names[token]!r} as token {token}, expected one of them")
+    names = dict(zip(vocabulary.values(), vocabulary, strict=True))
+    if len(names) < len(vocabulary):
+        name, token = next((name, token) for name, token in vocabulary.items() if names[token] != name)
+        raise TokenizerError(f"{path}: found {name!r} and {names[token]!r} as token {token}, expected one of them")
     count = max(names, default=-1) + 1
     if count > _MAX_SPREAD * len(names) + _MAX_HOLES:
         raise TokenizerError(f"{path}: found token {count - 1:,}, expected numbers up to the {len(names):,} of tokens")

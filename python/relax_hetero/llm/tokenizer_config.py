@@ -50,11 +50,11 @@ class TokenizerConfig:
     def added_tokens(self) -> dict[int, tuple[str, bool]]:
         """Name of each token that is added to a vocabulary, and whether it is a control token."""
         named = read_object(self._folder / "added_tokens.json")
-        tokens = [(number, name, False) for name, number in named.items()]
+        tokens: list[tuple[Any, str, bool]] = [(number, name, False) for name, number in named.items()]
         described = self.fields.get("added_tokens_decoder")
         for number, token in described.items() if isinstance(described, dict) else ():
             is_control = isinstance(token, dict) and token.get("special") is True
-            tokens.append((int(number) if number.isdecimal() else number, content(token), is_control))
+            tokens.append((int(number) if number.isdecimal() else number, content(token) or "", is_control))
         for number, name, _ in tokens:
             if type(number) is not int or not 0 <= number < 1 << 31 or not name:
                 raise TokenizerError(f"{self._folder}: found {name!r:.100} as added token {number!r:.100}")

@@ -79,6 +79,19 @@ def test_texts_there_and_back(make, tmp_path):
     assert len(loaded) == original.get_vocab_size()
 
 
+def test_names_of_tokens_as_text_change_nothing_else(tmp_path):
+    original = byte_level()
+    original.normalizer = normalizers.Lowercase()
+    tokens = [AddedToken(name, special=name[1] == "|", normalized=False) for name in ("<a>", "<|b|>", "<|c|>", "<d>")]
+    for token in tokens:
+        (original.add_special_tokens if token.special else original.add_tokens)([token])
+    original.save(str(tmp_path / "tokenizer.json"))
+    loaded, text = JsonTokenizer(tmp_path), "A<a>b<|b|>C<d><|c|>"
+    original.encode_special_tokens = True
+    assert loaded.encode(text, special=False) == original.encode(text).ids != loaded.encode(text)
+    assert [loaded.names[token] for token in loaded.encode("<a><|b|><|c|><d>")] == ["<a>", "<|b|>", "<|c|>", "<d>"]
+
+
 def test_flags_of_the_configuration_add_no_token(tmp_path):
     """Transformers ignores them where there is a tokenizer.json."""
     processor = post({"<x>": {"id": "<x>", "ids": [2], "tokens": ["<x>"]}})
