@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import HeteroError
 from .errors import TokenizerError
-from .pre_tokenizers import PRE_TOKENIZERS
+from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece_model import BPE, UNIGRAM, sentencepiece_model
 from .special_tokens import SpecialTokens
 
@@ -32,7 +32,6 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Token types of GGUF files, which are sentencepiece's."""
 
 _SPACE = "\u2581"
-# Names of tokens that end a turn or a text: files often name only one of them.
 ALWAYS_CONTROL = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> <|return|> <|call|> <|calls|> "
     "<|flush|> <end_of_utterance> <turn|> <|tool_response> <|fim_pad|> <|repo_name|> <|file_sep|> [e~[ "
@@ -40,6 +39,7 @@ ALWAYS_CONTROL = frozenset(
 )
 """Tokens that are control tokens whatever their type in the file, as in llama.cpp; </s> may be a word of HTML."""
 ENDS = ALWAYS_CONTROL | {"</s>", "<eos>", "<|end_of_text|>", "[EOT]", "[EOS]"}
+"""Names of tokens that end a turn or a text: files often name only one of them."""
 _PARTS_OF_TURNS = {"<|end|>": ("<|return|>", "<|flush|>"), "</s>": ("<|tool_response>",)}
 """Names that do not end a turn in vocabularies with one of the others (gpt-oss and Solar, Gemma 4)."""
 _KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
@@ -418,7 +418,7 @@ def _merges(tokenizer: Tokenizer) -> _Codec:
     package = _tokenizers()
     merges: list[Any] = [tuple(merge.split(" ", 1)) for merge in tokenizer.texts("merges")]
     vocabulary = _unique_names(tokenizer)
-    if row.whole_words:  # text must not become a control token
+    if row.whole_words or not row.is_byte_level:  # text must not become a control token
         for token in np.flatnonzero(np.frombuffer(tokenizer.kinds, "uint8") == CONTROL).tolist():
             del vocabulary[tokenizer.names[token]]
     with package_errors("tokenizers refuses the file's merges"):
@@ -426,14 +426,9 @@ def _merges(tokenizer: Tokenizer) -> _Codec:
             vocabulary, merges, ignore_merges=row.whole_words, byte_fallback=not row.is_byte_level
         )
         bpe = package.Tokenizer(model)
-    cuts = [package.pre_tokenizers.Split(package.Regex(expression), "isolated") for expression in row.splits]
-    if row.is_byte_level:
-        cuts.append(package.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-    if tokenizer.model.drops_spaces:
-        cuts.insert(0, package.pre_tokenizers.WhitespaceSplit())
-        if tokenizer.boolean("normalizer.lowercase", False):
-            bpe.normalizer = package.normalizers.Lowercase()
-    bpe.pre_tokenizer = package.pre_tokenizers.Sequence(cuts)
+    bpe.pre_tokenizer = _splitter(package.pre_tokenizers, row, tokenizer.model.drops_spaces)
+    if tokenizer.model.drops_spaces and tokenizer.boolean("normalizer.lowercase", False):
+        bpe.normalizer = package.normalizers.Lowercase()
     encode = _encoder(bpe)
     byte_of = byte_of_character()
 
@@ -448,6 +443,18 @@ def _merges(tokenizer: Tokenizer) -> _Codec:
     if row.is_byte_level:
         return encode, piece, not tokenizer.model.drops_spaces
     return encode, partial(_piece_with_spaces, tokenizer), False
+
+
+def _splitter(pre_tokenizers: Any, row: PreTokenizer, drops_spaces: bool) -> Any:
+    """Make the part of a tokenizer that splits a text into words, and these into bytes."""
+    from tokenizers import Regex
+
+    parts = [pre_tokenizers.Split(Regex(expression), "isolated") for expression in row.splits]
+    if drops_spaces:
+        parts.insert(0, pre_tokenizers.WhitespaceSplit())
+    if row.is_byte_level:
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    return pre_tokenizers.Sequence(parts)
 
 
 def _wordpiece(tokenizer: Tokenizer) -> _Codec:
@@ -478,8 +485,10 @@ def _wordpiece(tokenizer: Tokenizer) -> _Codec:
 def _longest_bytes(tokenizer: Tokenizer) -> _Codec:
     """Make a tokenizer of RWKV, which takes the longest token at each byte; names are literals of Python's bytes."""
     names = [_unescape(name) for name in tokenizer.names]
-    # Texts and names have a character for each byte.
-    tokens = SpecialTokens({name.decode("latin-1"): token for token, name in enumerate(names)})
+    # Texts and names have a character for each byte; text must not become a control token.
+    tokens = SpecialTokens(
+        {name.decode("latin-1"): token for token, name in enumerate(names) if tokenizer.kinds[token] == NORMAL}
+    )
     unknown = tokenizer.unknown_id
 
     def encode(text: str) -> list[int]:

@@ -327,8 +327,8 @@ def test_longest_bytes():
     assert [tokenizer.names[token] for token in tokens] == [
         *["ab", "c", "abcd", r"\xe6\x97", r"\xa5", r"\n\n", r"\n", r"\\n", "'"]
     ]
-    for text in TEXTS:
-        assert tokenizer.decode(tokenizer.encode(text)) == text
+    for text in [*TEXTS, "<s>"]:
+        assert tokenizer.decode(tokenizer.encode(text, special=False)) == text
 
 
 def test_vocabularies_of_words():
@@ -339,6 +339,8 @@ def test_vocabularies_of_words():
     fields = byte_level_fields("gemma4", model="gemma4", add_bos_token=False, bos_token_id=0)
     tokenizer = Tokenizer({**fields, "tokenizer.ggml.pre": "unheard-of"})
     assert tokenizer.adds_begin and tokenizer.decode(tokenizer.encode("a  b\n\n", begin=False)) == "a  b\n\n"
+    fields["tokenizer.ggml.tokens"][-1], fields["tokenizer.ggml.token_type"][-1] = "\u20ac", CONTROL
+    assert Tokenizer(fields).decode(Tokenizer(fields).encode("\u20ac", special=False, begin=False)) == "\u20ac"
 
 
 def test_spaces_after_control_tokens_of_phi3():
