@@ -26,6 +26,7 @@ _NUMBER, _DOUBLE, _BYTES, _FLOAT = 0, 1, 2, 5
 """Wire types of protobuf."""
 _NORMAL = 1
 """Type of pieces that do not say any."""
+_NODES_AT_ONCE = 4096
 
 
 def sentencepiece_model(
@@ -38,8 +39,9 @@ def sentencepiece_model(
     add_prefix: bool = False,
     remove_extra_spaces: bool = False,
     escape_spaces: bool = True,
+    character_map: bytes = b"",
 ) -> bytes:
-    """Serialize a model of sentencepiece that does not map characters.
+    """Serialize a model of sentencepiece.
 
     Parameters
     ----------
@@ -51,6 +53,8 @@ def sentencepiece_model(
         `BPE` or `UNIGRAM`.
     add_prefix, remove_extra_spaces, escape_spaces : bool
         Whether a space comes before a text, spaces at its ends and repeated ones are dropped, and spaces are U+2581.
+    character_map : bytes
+        Replacements of characters (``precompiled_charsmap``), which `check_character_map` has checked; empty for none.
     """
     sizes = [_varint(size) for size in range(128)]
     begin, text_begin = _field(_PIECES, _BYTES), _field(_PIECE, _BYTES)
@@ -70,8 +74,48 @@ def sentencepiece_model(
         _REMOVE_EXTRA_WHITESPACES: remove_extra_spaces,
         _ESCAPE_WHITESPACES: escape_spaces,
     }
-    data += _message(_NORMALIZER, normalizer)
+    data += _message(_NORMALIZER, normalizer, {_CHARACTER_MAP: character_map})
     return data
+
+
+def check_character_map(data: bytes) -> None:
+    """Check replacements of characters, which sentencepiece follows without checks of its own.
+
+    They are the size of a double array, this array, and texts that end with a zero byte. The array is a trie over
+    bytes: the child of node n for byte c is node ``n ^ offset ^ c`` with the label c, and a leaf's child for byte 0
+    holds the offset of its text.
+
+    Parameters
+    ----------
+    data : bytes
+        The replacements (``precompiled_charsmap``).
+
+    Raises
+    ------
+    TokenizerError
+        If the array, or an offset in it, ends outside of the data or inside of a character.
+    """
+    size = int.from_bytes(data[:4], "little")
+    texts = data[4 + size :]
+    if len(data) < 4 or size % 4 or not size or texts[-1:] != b"\0":
+        raise TokenizerError(f"found {len(data)} bytes that begin with {data[:4]!r}, expected a size, nodes and texts")
+    units = np.frombuffer(data, "<u4", size // 4, 4)
+    begins_character = np.frombuffer(texts, "uint8") & 0xC0 != 0x80
+    seen, pending = np.zeros(len(units), bool), np.zeros(1, np.int64)
+    while pending.size:
+        nodes, pending = pending[:_NODES_AT_ONCE], pending[_NODES_AT_ONCE:]
+        unit = units[nodes].astype(np.int64)
+        base = nodes ^ ((unit >> 10) << ((unit & 1 << 9) >> 6))
+        if (base | 0xFF).max() >= len(units):
+            raise TokenizerError(f"found a node with children up to {(base | 0xFF).max()} of {len(units)}")
+        offsets = units[base[unit & 1 << 8 != 0]] & 0x7FFFFFFF
+        if offsets.size and (offsets.max() >= len(texts) or not begins_character[offsets].all()):
+            raise TokenizerError(f"found a text at an offset up to {offsets.max()} of {len(texts)} bytes")
+        children = (base[:, None] ^ np.arange(1, 256)).ravel()
+        is_child = (units[children] & 0x800000FF) == np.tile(np.arange(1, 256), len(nodes))
+        children = np.unique(children[is_child & ~seen[children]])
+        seen[children] = True
+        pending = np.concatenate([pending, children])
 
 
 def read_sentencepiece_model(data: bytes) -> dict[str, Any]:
@@ -164,8 +208,10 @@ def _read_varint(data: bytes, offset: int) -> tuple[int, int]:
             raise ValueError(f"a number of more than 64 bits at {offset}")
 
 
-def _message(number: int, fields: Mapping[int, int]) -> bytes:
-    body = b"".join(_field(name, _NUMBER) + _varint(value) for name, value in fields.items())
+def _message(number: int, numbers: Mapping[int, int], texts: Mapping[int, bytes] | None = None) -> bytes:
+    body = b"".join(_field(name, _NUMBER) + _varint(value) for name, value in numbers.items())
+    for name, text in (texts or {}).items():
+        body += _field(name, _BYTES) + _varint(len(text)) + text
     return _field(number, _BYTES) + _varint(len(body)) + body
 
 

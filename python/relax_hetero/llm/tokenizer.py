@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import HeteroError
 from .errors import TokenizerError
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
-from .sentencepiece_model import BPE, UNIGRAM, sentencepiece_model
+from .sentencepiece_model import BPE, UNIGRAM, check_character_map, sentencepiece_model
 from .special_tokens import SpecialTokens
 
 if TYPE_CHECKING:
@@ -276,10 +276,13 @@ class Tokenizer:
         """Read the characters' replacements of sentencepiece (``precompiled_charsmap``); empty if there are none."""
         value = self._get("precompiled_charsmap", b"")
         try:
-            return bytes(value) if isinstance(value, bytes) else np.asarray(value).astype("uint8").tobytes()
-        except (TypeError, ValueError, OverflowError) as error:
+            data = value if isinstance(value, bytes) else np.asarray(value).astype("uint8").tobytes()
+            if data:
+                check_character_map(data)
+        except (TypeError, ValueError, OverflowError, TokenizerError) as error:
             key = "tokenizer.ggml.precompiled_charsmap"
-            raise TokenizerError(f"{key}: found {value!r:.100}, expected bytes") from error
+            raise TokenizerError(f"{key}: found {value!r:.100}, expected a map of characters: {error}") from error
+        return data
 
     def _get(self, key: str, default: Any) -> Any:
         return self._fields.get(f"tokenizer.ggml.{key}", default)
@@ -350,19 +353,8 @@ def _unigram(tokenizer: Tokenizer) -> _Codec:
     # Texts come with their first space, which sentencepiece removes together with the extra ones.
     add_prefix = merges_spaces and tokenizer.boolean("add_space_prefix", False)
     options = {"remove_extra_spaces": merges_spaces, "add_prefix": add_prefix}
-    processor = _sentencepiece_processor(tokenizer, UNIGRAM, **options)
-    replacements = tokenizer.character_map()
-    if not replacements:
-        return processor.encode, partial(_piece_with_spaces, tokenizer), False
-    with package_errors("tokenizer.ggml.precompiled_charsmap: the package tokenizers refuses it"):
-        normalizer = _tokenizers().normalizers.Precompiled(replacements)
-
-    def encode(text: str) -> list[int]:
-        with package_errors("tokenizer.ggml.precompiled_charsmap: the package tokenizers fails on a text"):
-            text = normalizer.normalize_str(text)
-        return processor.encode(text)  # type: ignore[no-any-return]
-
-    return encode, partial(_piece_with_spaces, tokenizer), False
+    processor = _sentencepiece_processor(tokenizer, UNIGRAM, character_map=tokenizer.character_map(), **options)
+    return processor.encode, partial(_piece_with_spaces, tokenizer), False
 
 
 def _plamo(tokenizer: Tokenizer) -> _Codec:
@@ -375,7 +367,7 @@ def _plamo(tokenizer: Tokenizer) -> _Codec:
     return processor.encode, piece, False
 
 
-def _sentencepiece_processor(tokenizer: Tokenizer, model_type: int, **options: bool) -> Any:
+def _sentencepiece_processor(tokenizer: Tokenizer, model_type: int, **options: Any) -> Any:
     """Make a processor of the package sentencepiece."""
     try:
         from sentencepiece import SentencePieceProcessor
