@@ -56,9 +56,9 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | JsonTokenizer:
 def _read_sentencepiece(path: Path, config: TokenizerConfig) -> dict[str, Any]:
     try:
         fields = read_sentencepiece_model(read_regular(path))
+        _add_tokens(fields, config)
     except (OSError, TokenizerError) as error:
         raise TokenizerError(f"{path}: {error}") from error
-    _add_tokens(fields, config)
     flags = {key: config.fields.get(key) for key in ("add_bos_token", "add_eos_token")}
     return fields | {key: value for key, value in flags.items() if isinstance(value, bool)}
 
@@ -112,5 +112,6 @@ _BERT_NAMES = {
     "mask_token": "[MASK]",
 }
 _MAX_HOLES = 1024
+"""Added tokens have ids below twice the number of pieces, plus this number."""
 _READERS = {"tokenizer.model": _read_sentencepiece, "spiece.model": _read_sentencepiece, "vocab.txt": _read_words}
 """Readers of the metadata that a GGUF file of the same tokenizer has, by file, in the order in which they are tried."""

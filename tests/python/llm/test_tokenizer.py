@@ -306,9 +306,7 @@ def test_most_probable_pieces():
     assert names(" the", add_space_prefix=True) == ["\u2581", "\u2581the", "</s>"]
     assert names("axxya", add_eos_token=False) == ["a", "<unk>", "a"]
     assert Tokenizer(unigram_fields("t5")).max_token_bytes is None
-    with pytest.raises(
-        TokenizerError, match="found .*, expected a map of characters: found 3 bytes"
-    ):
+    with pytest.raises(TokenizerError, match="found .*, expected a map of characters: found 3 bytes"):
         Tokenizer(unigram_fields("t5", precompiled_charsmap=[1, 2, 3]))
     with pytest.raises(TokenizerError, match="precompiled_charsmap: found 'a', expected a map of characters"):
         Tokenizer(unigram_fields("t5", precompiled_charsmap="a"))
