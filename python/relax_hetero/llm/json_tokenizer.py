@@ -251,7 +251,7 @@ def _decoders(decoder: Any) -> Iterator[dict[str, Any]]:
 
 
 def _strips_space(decoder: dict[str, Any]) -> bool:
-    """Whether a decoder drops the space that the tokenizer puts before a text."""
+    """Return whether a decoder drops the space that the tokenizer puts before a text."""
     if decoder.get("type") == "Metaspace":
         return decoder.get("prepend_scheme", "always") != "never" and decoder.get("add_prefix_space") is not False
     return decoder.get("type") == "Strip" and decoder.get("content") == " " and decoder.get("start") == 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """What a name says about a vocabulary whose merges are listed.
+    """Facts that a name states about a vocabulary whose merges are listed.
 
     Attributes
     ----------

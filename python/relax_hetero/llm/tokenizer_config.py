@@ -12,7 +12,7 @@ from .errors import TokenizerError
 
 
 class TokenizerConfig:
-    """What a folder says about a tokenizer, apart from the vocabulary.
+    """Facts of a folder about a tokenizer, apart from the vocabulary.
 
     ``tokenizer_config.json``, ``added_tokens.json``, ``chat_template.jinja`` and ``.json`` are read, and tokens that
     end a text from ``config.json``, ``generation_config.json`` and ``genai_config.json``. Any of them may be missing.

@@ -122,7 +122,7 @@ def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") 
     vdevices : sequence of relax.VDevice
         Devices, all of them present.
     measure : str
-        What is measured: "missing" figures, "all", even if they are stored, or "nothing".
+        Figures to measure: "missing" ones, "all", even if they are stored, or "nothing".
 
     Returns
     -------
