@@ -6,26 +6,31 @@ along k shares a scale and perhaps a minimum. A row of a file is a sequence of s
 or, in formats whose names end in ``_k``, 256 weights in several blocks, whose scales and minimums are small integers
 times the superblock's float16 factors (ggml's ``d`` and ``dmin``).
 
-Each format has one reader, written with a few array operations (`ArrayOps`). They are numpy's here, and Relax ops in
-FormQuantizedMatmuls, which dequantizes weights of products without a kernel.
+A format is one row here, for packing and for kernels, and one reader of its bytes (`block_readers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..errors import EncodingError
+from .block_readers import READERS, ArrayOps, QuantizedRows, SuperblockReader
 
 ScaleKind = str
 """``""``: none; ``float16`` or ``float32``: a number; ``int8``: an integer times a float16 of the superblock;
-``e8m0``: a byte, the biased exponent of a power of two."""
+``e8m0``: a byte, the biased exponent of a power of two; ``e4m3``: a byte, a float without a sign."""
 
-E8M0_VALUES = np.ldexp(np.float32(1), np.arange(256) - 128)
-"""Numbers of the bytes of ``e8m0``: halves of those in the OCP specification, as ggml doubles the codes of fp4."""
+_EXPONENTS, _FRACTIONS = np.arange(256) >> 3 & 15, np.float32(np.arange(256) & 7)
+
+SCALES_OF_BYTES = {
+    "e8m0": np.ldexp(np.float32(1), np.arange(256) - 128),
+    "e4m3": np.ldexp(np.float32(1), np.maximum(_EXPONENTS, 1) - 11) * (_FRACTIONS + np.float32(8) * (_EXPONENTS > 0)),
+}
+"""Numbers of scales that are bytes: halves of those in the OCP specifications, as ggml doubles the codes of fp4."""
 
 FLOAT4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 """Twice the numbers of fp4 e2m1: a sign, two bits of exponent and one of fraction (OCP Microscaling Formats)."""
@@ -33,7 +38,7 @@ FLOAT4_CODES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 
 def stored_scale_type(kind: ScaleKind) -> str:
     """Element type of scales as they are stored."""
-    return "uint8" if kind in ("int8", "e8m0") else kind
+    return "uint8" if kind == "int8" or kind in SCALES_OF_BYTES else kind
 
 
 @dataclass(frozen=True)
@@ -56,6 +61,10 @@ class BlockFormat:
     scale, minimum : ScaleKind
     codes : tuple of int
         Code of each quant, if codes are not consecutive.
+    factor : float
+        Factor of all scales, a power of two.
+    shares_bytes : bool
+        Whether integer scales and minimums have 4 bits and share a byte, the scale in the lowest bits.
     """
 
     name: str
@@ -67,6 +76,8 @@ class BlockFormat:
     scale: ScaleKind
     minimum: ScaleKind = ""
     codes: tuple[int, ...] = ()
+    factor: float = 1.0
+    shares_bytes: bool = False
 
     @property
     def is_float4(self) -> bool:
@@ -93,6 +104,15 @@ class BlockFormat:
         return depth // self.superblock_size * self.superblock_bytes
 
 
+def _signed(*magnitudes: int) -> tuple[int, ...]:
+    """Codes of magnitudes, and then of their negatives."""
+    return (*magnitudes, *(-magnitude for magnitude in magnitudes))
+
+
+_IQ4_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+# The last magnitude does not occur. Those of IQ1 are an eighth more or less than -1, 0 and 1.
+_IQ2_CODES, _IQ1_CODES = _signed(8, 25, 43, 43), (-7, 1, 9, 9, -9, -1, 7, 7)
+
 _FILE_FORMATS = (
     BlockFormat("q8_0", 8, -128, 32, 32, 34, "float16"),
     BlockFormat("q4_0", 4, -8, 32, 32, 18, "float16"),
@@ -102,7 +122,22 @@ _FILE_FORMATS = (
     BlockFormat("q4_k", 4, 0, 32, 256, 144, "int8", "int8"),
     BlockFormat("q5_k", 5, 0, 32, 256, 176, "int8", "int8"),
     BlockFormat("q6_k", 6, -32, 16, 256, 210, "int8"),
+    BlockFormat("q2_k", 2, 0, 16, 256, 84, "int8", "int8", shares_bytes=True),
+    BlockFormat("q3_k", 3, -4, 16, 256, 110, "int8"),
+    BlockFormat("iq4_nl", 4, -127, 32, 32, 18, "float16", codes=_IQ4_CODES),
+    BlockFormat("iq4_xs", 4, -127, 32, 256, 136, "int8", codes=_IQ4_CODES),
+    BlockFormat("iq3_s", 4, -15, 32, 256, 110, "int8", codes=_signed(1, 3, 5, 7, 9, 11, 13, 15)),
+    BlockFormat("iq3_xxs", 4, -62, 32, 256, 98, "int8", codes=_signed(4, 12, 20, 28, 36, 44, 52, 62), factor=0.25),
+    BlockFormat("iq2_s", 3, -43, 16, 256, 82, "int8", codes=_IQ2_CODES, factor=0.125),
+    BlockFormat("iq2_xs", 3, -43, 16, 256, 74, "int8", codes=_IQ2_CODES, factor=0.125),
+    BlockFormat("iq2_xxs", 3, -43, 32, 256, 66, "int8", codes=_IQ2_CODES, factor=0.125),
+    BlockFormat("iq1_m", 3, -9, 16, 256, 56, "int8", codes=_IQ1_CODES, factor=0.125),
+    BlockFormat("iq1_s", 3, -9, 32, 256, 50, "int8", codes=_IQ1_CODES, factor=0.125),
+    BlockFormat("tq2_0", 2, -1, 256, 256, 66, "float16"),
+    BlockFormat("tq1_0", 2, -1, 256, 256, 54, "float16"),
+    BlockFormat("q1_0", 2, -1, 128, 128, 18, "float16"),
     BlockFormat("mxfp4", 4, -12, 32, 32, 17, "e8m0", codes=FLOAT4_CODES),
+    BlockFormat("nvfp4", 4, -12, 16, 64, 36, "e4m3", codes=FLOAT4_CODES),
     BlockFormat("f16", 16, 0, 1, 1, 2, ""),
     BlockFormat("bf16", 16, 0, 1, 1, 2, ""),
 )
@@ -129,179 +164,11 @@ def block_format(name: str) -> BlockFormat:
     raise EncodingError(f"found weights of format {name!r}, expected one of {', '.join(FILE_FORMATS)}")
 
 
-class ArrayOps(Protocol):
-    """Operations on arrays of bytes that the readers of superblocks need."""
-
-    def slice(self, x: Any, begin: int, end: int) -> Any:
-        """Elements from `begin` to `end` of the last axis."""
-
-    def reshape(self, x: Any, shape: Sequence[int]) -> Any:
-        """The elements in another shape; one extent may be -1."""
-
-    def stack(self, arrays: Sequence[Any], axis: int) -> Any:
-        """Arrays of one shape along a new axis."""
-
-    def bits(self, x: Any, first: int, count: int) -> Any:
-        """Bits `first` to ``first + count - 1`` of each byte, shifted to bit 0."""
-
-    def or_shifted(self, x: Any, high: Any, shift: int) -> Any:
-        """``x | high << shift``."""
-
-    def flip_bit(self, x: Any, bit: int) -> Any:
-        """Bytes with one bit inverted."""
-
-    def f16(self, x: Any) -> Any:
-        """Pairs of bytes along the last axis, each a float16, as float32 without that axis."""
-
-    def bf16(self, x: Any) -> Any:
-        """Pairs of bytes along the last axis, each a bfloat16, as float32 without that axis."""
-
-
-@dataclass(frozen=True)
-class QuantizedRows:
-    """Rows of weights, separated into quants, scales and minimums as they are stored.
-
-    Attributes
-    ----------
-    quants : array of uint8, (n, depth)
-        Quants; for plain formats the numbers themselves, float32.
-    scales, minimums : array, (n, blocks) or None
-        float32; or bytes, where the format's kind is ``e8m0`` or ``int8``: integers, to be multiplied by
-        `superblock_scales` and `superblock_minimums`.
-    superblock_scales, superblock_minimums : array of float32, (n, superblocks) or None
-        ggml's ``d`` and ``dmin``. The minimum of a block is ``-superblock_minimum * minimum``.
-    """
-
-    quants: Any
-    scales: Any = None
-    minimums: Any = None
-    superblock_scales: Any = None
-    superblock_minimums: Any = None
-
-
 def split_rows(raw: Any, form: BlockFormat, depth: int, ops: ArrayOps, rows: int) -> QuantizedRows:
     """Separate `rows` rows of a file's bytes, ``(rows, form.row_bytes(depth))``, into quants, scales and minimums."""
     superblocks = depth // form.superblock_size
     data = ops.reshape(raw, [rows, superblocks, form.superblock_bytes])
-    return _READERS[form.name](data, _SuperblockReader(ops, rows, superblocks))
-
-
-@dataclass(frozen=True)
-class _SuperblockReader:
-    """Helpers of the functions below, whose `data` has the shape ``(rows, superblocks, bytes of a superblock)``."""
-
-    ops: ArrayOps
-    rows: int
-    superblocks: int
-
-    def by_row(self, x: Any) -> Any:
-        """An array with the elements of each row along one axis."""
-        return self.ops.reshape(x, [self.rows, -1])
-
-    def by_superblock(self, x: Any, *extents: int) -> Any:
-        """An array with the elements of each superblock in the shape `extents`."""
-        return self.ops.reshape(x, [self.rows, self.superblocks, *extents])
-
-    def f16(self, data: Any, offset: int) -> Any:
-        """The float16 at a byte offset of each superblock."""
-        return self.ops.f16(self.ops.slice(data, offset, offset + 2))
-
-    def nibbles(self, data: Any, run: int) -> Any:
-        """Quants of 4 bits: for each run of `run` bytes first their low halves, then their high halves."""
-        halves = [self.ops.bits(data, first, 4) for first in (0, 4)]
-        return self.by_row(self.ops.stack([self.by_superblock(half, -1, run) for half in halves], 3))
-
-
-def _read_q8_0(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-    quants = reader.ops.flip_bit(reader.ops.slice(data, 2, 34), 7)  # int8 to uint8, plus 128
-    return QuantizedRows(reader.by_row(quants), reader.f16(data, 0))
-
-
-def _read_q4(has_minimum: bool) -> Callable[[Any, _SuperblockReader], QuantizedRows]:
-    def read(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-        offset = 4 if has_minimum else 2
-        quants = reader.nibbles(reader.ops.slice(data, offset, offset + 16), 16)
-        return QuantizedRows(quants, reader.f16(data, 0), reader.f16(data, 2) if has_minimum else None)
-
-    return read
-
-
-def _read_q5(has_minimum: bool) -> Callable[[Any, _SuperblockReader], QuantizedRows]:
-    def read(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-        ops, offset = reader.ops, 4 if has_minimum else 2
-        low_bits = reader.nibbles(ops.slice(data, offset + 4, offset + 20), 16)
-        high_bytes = ops.slice(data, offset, offset + 4)
-        high_bits = reader.by_row(ops.stack([ops.bits(high_bytes, bit, 1) for bit in range(8)], 3))
-        quants = ops.or_shifted(low_bits, high_bits, 4)
-        return QuantizedRows(quants, reader.f16(data, 0), reader.f16(data, 2) if has_minimum else None)
-
-    return read
-
-
-def _read_k_scales(data: Any, reader: _SuperblockReader) -> tuple[Any, Any]:
-    """Eight scales and eight minimums of 6 bits, in 12 bytes from byte 4 on.
-
-    The last four of each have their low bits in the third group of 4 bytes, and their high bits above the first four.
-    """
-    ops = reader.ops
-    scale_bytes, minimum_bytes, low_bytes = (ops.slice(data, offset, offset + 4) for offset in (4, 8, 12))
-    factors = []
-    for first_bytes, low_bit in ((scale_bytes, 0), (minimum_bytes, 4)):
-        last_four = ops.or_shifted(ops.bits(low_bytes, low_bit, 4), ops.bits(first_bytes, 6, 2), 4)
-        factors.append(reader.by_row(ops.stack([ops.bits(first_bytes, 0, 6), last_four], 2)))
-    return factors[0], factors[1]
-
-
-def _read_q4_k(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-    quants = reader.nibbles(reader.ops.slice(data, 16, 144), 32)
-    return QuantizedRows(quants, *_read_k_scales(data, reader), reader.f16(data, 0), reader.f16(data, 2))
-
-
-def _read_q5_k(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-    ops = reader.ops
-    low_bits = reader.nibbles(ops.slice(data, 48, 176), 32)
-    high_bytes = ops.slice(data, 16, 48)
-    high_bits = reader.by_row(ops.stack([ops.bits(high_bytes, bit, 1) for bit in range(8)], 2))
-    quants = ops.or_shifted(low_bits, high_bits, 4)
-    return QuantizedRows(quants, *_read_k_scales(data, reader), reader.f16(data, 0), reader.f16(data, 2))
-
-
-def _read_q6_k(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-    ops = reader.ops
-    low_bits = reader.nibbles(ops.slice(data, 0, 128), 64)
-    high_bytes = reader.by_superblock(ops.slice(data, 128, 192), 2, 32)
-    high_bits = reader.by_row(ops.stack([ops.bits(high_bytes, first, 2) for first in (0, 2, 4, 6)], 3))
-    scales = reader.by_row(ops.slice(data, 192, 208))
-    quants = ops.or_shifted(low_bits, high_bits, 4)
-    return QuantizedRows(quants, scales, superblock_scales=reader.f16(data, 208))
-
-
-def _read_mxfp4(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-    scales = reader.by_row(reader.ops.slice(data, 0, 1))
-    return QuantizedRows(reader.nibbles(reader.ops.slice(data, 1, 17), 16), scales)
-
-
-def _read_f16(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-    return QuantizedRows(reader.ops.f16(data))
-
-
-def _read_bf16(data: Any, reader: _SuperblockReader) -> QuantizedRows:
-    return QuantizedRows(reader.ops.bf16(data))
-
-
-_READERS: dict[str, Callable[[Any, _SuperblockReader], QuantizedRows]] = {
-    "q8_0": _read_q8_0,
-    "q4_0": _read_q4(has_minimum=False),
-    "q4_1": _read_q4(has_minimum=True),
-    "q5_0": _read_q5(has_minimum=False),
-    "q5_1": _read_q5(has_minimum=True),
-    "q4_k": _read_q4_k,
-    "q5_k": _read_q5_k,
-    "q6_k": _read_q6_k,
-    "mxfp4": _read_mxfp4,
-    "f16": _read_f16,
-    "bf16": _read_bf16,
-}
+    return READERS[form.name](data, SuperblockReader(ops, rows, superblocks))
 
 
 class _NumpyOps:
@@ -316,6 +183,9 @@ class _NumpyOps:
     def stack(self, arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
         return np.stack(arrays, axis)
 
+    def concat(self, arrays: Sequence[np.ndarray], axis: int) -> np.ndarray:
+        return np.concatenate(arrays, axis)
+
     def bits(self, x: np.ndarray, first: int, count: int) -> np.ndarray:
         return x >> np.uint8(first) & np.uint8((1 << count) - 1)
 
@@ -324,6 +194,16 @@ class _NumpyOps:
 
     def flip_bit(self, x: np.ndarray, bit: int) -> np.ndarray:
         return x ^ np.uint8(1 << bit)
+
+    def joined(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        return low | high.astype(np.int32) << 8
+
+    def look_up(self, x: np.ndarray, table: np.ndarray) -> np.ndarray:
+        if table.ndim == 1:
+            return table[x]
+        size = table.itemsize * table.shape[1]  # numpy gathers words much faster than rows
+        rows = table.view(f"u{size}" if size in (4, 8) else f"V{size}")[:, 0]
+        return rows[x][..., None].view(table.dtype)
 
     def f16(self, x: np.ndarray) -> np.ndarray:
         return np.ascontiguousarray(x).view("<f2")[..., 0].astype(np.float32)
@@ -364,10 +244,10 @@ def read_block_weights(raw: np.ndarray, form: BlockFormat, depth: int) -> BlockW
     else:
         codes = (rows.quants + np.uint8(form.min_code & 255)).view(np.int8)  # the sum wraps to a code, which fits int8
     scales, minimums = rows.scales, rows.minimums
-    if form.scale == "e8m0":
-        scales = E8M0_VALUES[scales]
+    if form.scale in SCALES_OF_BYTES:
+        scales = SCALES_OF_BYTES[form.scale][scales]
     if form.scale == "int8":
-        scales = _times_superblock(scales, rows.superblock_scales)
+        scales = _times_superblock(scales, rows.superblock_scales * np.float32(form.factor))
     if form.minimum == "int8":
         minimums = -_times_superblock(minimums, rows.superblock_minimums)
     return BlockWeights(codes, scales, minimums)

@@ -3,8 +3,9 @@
 A panel is one stretch of bytes, which a kernel reads sequentially: superblocks along k, each with the scales and
 minimums of all columns of the panel, then the codes. Codes of 2, 4, 5 and 6 bits are fields of 32-bit lanes: a vector
 of lanes holds neighbours along k, one lane for each column. A lane holds as many fields as fit; for 5 and 6 bits two
-bits are left over, and those of a group's lanes together are the group's last fields. Codes of 8 bits and plain numbers
-are stored as rows over the panel's columns.
+bits are left over, and those of a group's lanes together are the group's last fields. Codes of 3 bits are lanes of the
+two low bits of a group, and then lanes of 16 bits with the high ones. Codes of 8 bits and plain numbers are stored as
+rows over the panel's columns.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ T = TypeVar("T")
 Zeros = Callable[[Sequence[int], str], np.ndarray]
 """Function that allocates an array of a shape and an element type, filled with zeros."""
 
-GROUPS = {2: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
+GROUPS = {2: 16, 3: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 """Number of weights whose fields share a group of lanes, by the bits of a weight."""
 
 _CHUNK_WEIGHTS = 1 << 19
@@ -77,7 +78,7 @@ class PanelPlan:
             "superblock_scales": 2 * columns if form.scale == "int8" else 0,
             "superblock_minimums": 2 * columns if form.minimum == "int8" else 0,
             "scales": self.blocks * columns * _size(form.scale),
-            "minimums": self.blocks * columns * _size(form.minimum),
+            "minimums": 0 if form.shares_bytes else self.blocks * columns * _size(form.minimum),
             "codes": self.superblock_size * form.bits // 8 * columns,
         }
         return dict(zip([*sizes, "end"], accumulate(sizes.values(), initial=0), strict=True))
@@ -89,8 +90,13 @@ class PanelPlan:
 
     @property
     def words(self) -> int:
-        """Number of lanes of a group, for codes that are fields of lanes."""
+        """Number of lanes of 32 bits of a group, for codes that are fields of lanes."""
         return self.group * self.form.bits // 32
+
+    @property
+    def group_bytes(self) -> int:
+        """Number of bytes of a group of all columns."""
+        return self.group * self.form.bits // 8 * self.columns
 
     @property
     def fields(self) -> int:
@@ -216,6 +222,7 @@ def in_chunks(count: int, weights: int, pack: Callable[[int, int], T]) -> list[T
 def _pack_rows(rows: QuantizedRows, plan: PanelPlan, target: np.ndarray) -> None:
     """Write rows to their panels: ``(panels, superblocks, bytes of a superblock)``."""
     form, offsets = plan.form, plan.offsets
+    rows = rows.joined_scales() if form.shares_bytes else rows
     ends = dict(zip(offsets, [*list(offsets.values())[1:], 0], strict=True))
 
     def write(name: str, values: np.ndarray | None, dtype: str, count: int) -> None:
@@ -266,12 +273,17 @@ def _joined_fields(fields: np.ndarray, bits: int) -> np.ndarray:
 
 
 def _lanes(fields: np.ndarray, plan: PanelPlan, panels: int) -> np.ndarray:
-    """Fields as lanes of 32 bits, ``(panels, superblocks, groups * words, columns)``."""
+    """Fields as lanes of 32 bits, ``(panels, superblocks, groups * words, columns)``; of 3 bits as bytes."""
     bits, words, lane_fields = plan.form.bits, plan.words, plan.fields
     columns, groups = plan.columns, plan.superblocks * plan.superblock_size // plan.group
     padded = padded_to(fields, panels * columns, groups * plan.group, "uint8").reshape(panels, columns, groups, -1)
     if bits in (2, 4):  # a lane without bits left over
         return _joined_fields(padded, bits).reshape(panels, columns, plan.superblocks, -1).transpose(0, 2, 3, 1)
+    if bits == 3:
+        low = _joined_fields(padded & np.uint8(3), 2).view(np.uint8)
+        high = np.packbits(padded >> np.uint8(2), axis=-1, bitorder="little")
+        planes = [plane.reshape(panels, columns, groups, -1).transpose(0, 2, 1, 3) for plane in (low, high)]
+        return np.concatenate([plane.reshape(panels, groups, -1) for plane in planes], axis=-1)
     lanes = np.zeros((panels, columns, groups, words), np.uint32)
     complete = padded[..., : words * lane_fields].reshape(panels, columns, groups, words, lane_fields)
     for index in range(lane_fields):

@@ -40,7 +40,7 @@ def chunk_of(bits: int) -> int:
 
 
 def lane_words(bits: int) -> int:
-    """Words of a lane in a fragment block: four, and one or two of the high bits of 5 or 6."""
+    """Words of a lane in a fragment block: four, and one or two of the high bits of 5 or 6; two or three of 2 or 3."""
     return chunk_of(bits) * bits // 64
 
 
@@ -78,17 +78,26 @@ def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> n
 
 
 def _fragments_of_quants(quants: np.ndarray, block: int, bits: int) -> np.ndarray:
-    """Fragments from one byte for each weight, (n, depth), of 4, 5, 6 or 8 bits.
+    """Fragments from one byte for each weight, (n, depth), of 2 to 6 or 8 bits.
 
     The last axis of a chunk of 5 or 6 bits is one in name only: the low 4 bits of all lanes come first, as for 4 bits,
     then their high bits, a word or two of each lane: bits 0 and 16 (0-1 and 16-17) are the first two weights of the
-    first column, the next those of the second, then the next two, as the instructions read them.
+    first column, the next those of the second, then the next two, as the instructions read them. Those of 2 or 3 bits
+    are words of 4 bits that share a word: each of two words has the low 2 bits of two, then one has the high bits of
+    all four.
     """
     if bits in (4, 8):
         return _fragments(quants, block, bits)
-    low, high = _fragments(quants & np.uint8(15), block, 4), _high_bits(quants >> np.uint8(4), block, bits - 4)
-    planes = [plane.reshape(*plane.shape[:2], -1) for plane in (low, high)]
-    return np.concatenate(planes, 2).reshape(*low.shape[:3], lane_words(bits))
+    if bits > 4:
+        planes = [_fragments(quants & np.uint8(15), block, 4), _high_bits(quants >> np.uint8(4), block, bits - 4)]
+    else:
+        low = _fragments(quants & np.uint8(3), block, 4)
+        planes = [low[..., ::2] | low[..., 1::2] << 2]
+        if bits == 3:
+            shifted = _fragments(quants >> np.uint8(2), block, 4) << np.arange(4, dtype=np.int32)
+            planes.append(np.bitwise_or.reduce(shifted, 3, keepdims=True))
+    joined = np.concatenate([plane.reshape(*plane.shape[:2], -1) for plane in planes], 2)
+    return joined.reshape(*planes[0].shape[:3], lane_words(bits))
 
 
 def _high_bits(values: np.ndarray, block: int, bits: int) -> np.ndarray:
@@ -149,7 +158,7 @@ _MAX_ZERO_POINT = 127
 """The highest zero point that kernels subtract from 4-bit weights before they multiply."""
 
 
-_PART_TYPES = {"float16": "float16", "e8m0": "uint8", "int8": "int8"}
+_PART_TYPES = {"float16": "float16", "e8m0": "uint8", "e4m3": "uint8", "int8": "int8"}
 """Element types of scales in fragments, by their kinds in a file."""
 
 
@@ -157,9 +166,9 @@ _PART_TYPES = {"float16": "float16", "e8m0": "uint8", "int8": "int8"}
 class Fragments:
     """Weights in fragments of GPUs' tensor cores, in as many bits as a file has.
 
-    Scales and minimums are those of the file: float16, or bytes of e8m0. Those of K formats stay integers, (blocks, 8,
-    2 or 4), a lane's scales and then minimums, beside the factors of superblocks, float16, in the same form; minimums'
-    are negative. Scales of separate arrays are float16 where that is exact. Plain numbers have none.
+    Scales and minimums are those of the file: float16, or bytes of e8m0 or e4m3. Integers stay so, (blocks, 8, 2 or 4),
+    a lane's scales and then minimums, which may share bytes, beside the factors of superblocks, float16, in the same
+    form; minimums' are negative. Scales of separate arrays are float16 where that is exact. Plain numbers have none.
     """
 
     lhs_types = ("float32", "float16", "bfloat16")
@@ -171,8 +180,7 @@ class Fragments:
         """Return whether kernels multiply weights of a format."""
         if form.is_plain:
             return True
-        bits = (4, 5, 6, 8) if form.superblock_bytes else (4, 8)
-        return form.bits in bits and form.block % 16 == 0 and (form.is_float4 or not form.codes)
+        return form.block % 16 == 0 and (form.superblock_bytes > 0 or form.bits in (4, 8))
 
     def multiplies(self, form: BlockFormat, dtype: str) -> bool:
         """Return whether kernels multiply a left operand of a type by weights that `fits` accepts."""
@@ -219,8 +227,8 @@ class Fragments:
             return [weights]
         blocks = [tiles, -(-depth // form.block), 8, 2]
         if form.scale == "int8":
-            blocks[-1] = 4 if form.minimum else 2
-            return [weights, blocks, [tiles, -(-depth // form.superblock_size), *blocks[2:]]]
+            factors = [tiles, -(-depth // form.superblock_size), 8, 4 if form.minimum else 2]
+            return [weights, blocks if form.shares_bytes else [*blocks[:3], factors[3]], factors]
         return [weights, *[blocks] * (1 + bool(form.minimum))]
 
     def part_types(self, form: BlockFormat) -> list[str]:
@@ -252,9 +260,11 @@ def _pack_superblocks(source: BlockSource) -> list[np.ndarray]:
         dtype = _PART_TYPES[form.scale]
         parts = [array.astype(dtype) for array in (rows.scales, rows.minimums) if array is not None]
         return [fragments, *map(pack_fragment_blocks, parts)]
+    rows = rows.joined_scales() if form.shares_bytes else rows
     scales, factors = [rows.scales.view(np.int8)], [rows.superblock_scales]
     if rows.minimums is not None:
         scales.append(rows.minimums.view(np.int8))
+    if rows.superblock_minimums is not None:
         factors.append(-rows.superblock_minimums)
     joined = [np.concatenate([*map(pack_fragment_blocks, arrays)], 3) for arrays in (scales, factors)]
     return [fragments, joined[0], joined[1].astype("float16")]

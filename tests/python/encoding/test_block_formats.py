@@ -1,5 +1,7 @@
 """Formats of GGUF files as numbers: against their definitions, weight by weight, and against the `gguf` package."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,7 @@ from relax_hetero.encoding.block_formats import (
     integer_format,
     read_block_weights,
 )
+from relax_hetero.encoding.block_panels import PanelPlan
 from relax_hetero.errors import EncodingError
 
 F = np.float32
@@ -69,7 +72,13 @@ def of_float4(superblock):
         yield F(2.0 ** (int(superblock[0]) - 127)) * F(-magnitude if bits & 8 else magnitude)
 
 
+def of_one_bit(superblock):
+    for i in range(128):
+        yield half(superblock, 0) * F(1 if superblock[2 + i // 8] >> i % 8 & 1 else -1)
+
+
 DEFINITIONS = {
+    "q1_0": of_one_bit,
     "mxfp4": of_float4,
     "q8_0": lambda superblock: (half(superblock, 0) * F(code) for code in superblock[2:].view(np.int8)),
     "q4_0": lambda superblock: of_simple(superblock, 4, False),
@@ -84,7 +93,7 @@ DEFINITIONS = {
 }
 
 
-@pytest.mark.parametrize("name", FILE_FORMATS)
+@pytest.mark.parametrize("name", DEFINITIONS)
 def test_numbers_are_those_of_the_definition(name):
     form, depth = block_format(name), 512
     raw = random_rows(name, 3, depth)
@@ -93,7 +102,7 @@ def test_numbers_are_those_of_the_definition(name):
     np.testing.assert_array_equal(dequantize_rows(raw, form, depth), want)
 
 
-@pytest.mark.parametrize("name", FILE_FORMATS)
+@pytest.mark.parametrize("name", [name for name in FILE_FORMATS if name != "q1_0"])
 def test_numbers_are_those_of_the_gguf_package(name):
     gguf = pytest.importorskip("gguf")
     raw = random_rows(name, 5, 768)
@@ -105,18 +114,31 @@ def test_numbers_are_those_of_the_gguf_package(name):
 @pytest.mark.parametrize("name", [name for name, form in FILE_FORMATS.items() if not form.is_plain])
 def test_codes_scales_and_minimums(name):
     form = block_format(name)
-    weights = read_block_weights(random_rows(name, 4, 512), form, 512)
+    weights = read_block_weights(random_rows(name, 16, 512), form, 512)
     codes = weights.codes.astype(int)
-    expected = form.codes or range(form.min_code, form.min_code + (1 << form.bits))
-    assert set(codes.ravel()) == set(expected) and form.min_code == min(expected)
-    assert weights.scales.shape == (4, 512 // form.block)
+    expected = set(form.codes or range(form.min_code, form.min_code + (1 << form.bits)))
+    expected -= {"tq1_0": {2}, "q1_0": {0, 2}}.get(name, set())
+    assert set(codes.ravel()) == expected and form.min_code == min(expected)
+    assert weights.scales.shape == (16, 512 // form.block)
     assert (weights.minimums is None) == (form.minimum == "")
+
+
+def test_table_of_the_guide():
+    """The bits of each type, as in the file and in a CPU's panels; those of GPUs are the same."""
+    guide = (Path(__file__).parents[3] / "docs/guides/language_models.md").read_text()
+    rows = []
+    for form in FILE_FORMATS.values():
+        if not form.is_plain:
+            bits = [8 * size / 4096 for size in (form.row_bytes(4096), PanelPlan(form, 4096, 32).panel_bytes / 32)]
+            rows.append(f"| {form.name.upper()} | {bits[0]:.4g} | {bits[1]:.4g} |")
+    table = "\n".join(["| type | bits in the file | bits on devices |", "| --- | --- | --- |", *rows])
+    assert f"\n\n{table}\n\n" in guide, f"docs/guides/language_models.md lacks this table:\n{table}"
 
 
 def test_names_and_what_is_refused():
     assert block_format("int4_32") == integer_format(4, 32, False)
     assert block_format("int8_128_minimum") == integer_format(8, 128, True)
-    for name in ("q3_k", "int5_32", "int4_x", "int4_32_maximum"):
+    for name in ("q3_0", "int5_32", "int4_x", "int4_32_maximum"):
         with pytest.raises(EncodingError, match=f"format '{name}', expected one of q8_0"):
             block_format(name)
     with pytest.raises(EncodingError, match="q4_k: found rows of 640 weights, expected a multiple of 256"):

@@ -213,7 +213,9 @@ def _half_bytes(tensor: FileTensor, dtype: str, shape: Sequence[int]) -> np.ndar
 
 
 def _float32_numbers(tensor: FileTensor, file: GgufFile) -> np.ndarray:
-    """Convert a vector of F32 or F16 to float32."""
-    if tensor.type not in ("F32", "F16"):
-        raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, expected F32 or F16")
-    return np.ascontiguousarray(tensor.data, "float32").reshape(tensor.shape)
+    """Convert a tensor of any type to float32."""
+    if tensor.type in ("F32", "F16"):
+        return np.ascontiguousarray(tensor.data, "float32").reshape(tensor.shape)
+    form, depth = _format_of(tensor, file), tensor.shape[-1]
+    data = np.ascontiguousarray(tensor.data).view("uint8").reshape(-1, form.row_bytes(depth))
+    return dequantize_rows(data, form, depth).reshape(tensor.shape)

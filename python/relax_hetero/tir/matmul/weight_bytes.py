@@ -37,6 +37,8 @@ def byte_order(bits: int) -> list[int]:
     """Positions in a group of the weights in byte order, four of each lane at a time."""
     if bits == 8:
         return list(range(GROUPS[8]))
+    if bits == 3:
+        return byte_order(2)
     if bits < 5:
         per, step = 32 // bits, 8 // bits
         firsts = [word * per + quad for word in range(GROUPS[bits] // per) for quad in range(step)]
@@ -72,9 +74,12 @@ class ByteReader:
         if plan.form.bits == 8:
             yield from self._read_bytes(superblock, number * plan.group, vector)
             return
-        first = superblock + plan.offsets["codes"] // 4 + number * (plan.words * columns) + vector * lanes
+        first = superblock + plan.offsets["codes"] // 4 + number * (plan.group_bytes // 4) + vector * lanes
         memory = self.panel.elements["int32"]
         words = [let(memory[lane_indices(first + word * columns, lanes)]) for word in range(plan.words)]
+        if plan.form.bits == 3:
+            yield from self._unpack_3_bits(words[0], self.panel.high_halves(superblock, number, vector))
+            return
         yield from {
             2: self._unpack_2_or_4_bits,
             4: self._unpack_2_or_4_bits,
@@ -89,12 +94,23 @@ class ByteReader:
                 shifted = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
                 yield self._codes(let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1))))
 
+    def _unpack_3_bits(self, word: Expr, high: Expr) -> Iterator[Expr]:
+        # Four bits of each byte: those of the weights that share a byte of quants in the low plane.
+        apart = tirx.bitwise_or(high, tirx.shift_left(high, self._bits(8)))
+        apart = let(tirx.bitwise_and(apart, self._bits(0x00FF00FF)))
+        apart = tirx.bitwise_or(apart, tirx.shift_left(apart, self._bits(4)))
+        apart = let(tirx.bitwise_and(apart, self._splat_byte(15)))
+        for quad in range(4):
+            low_bits = tirx.bitwise_and(tirx.shift_right(word, self._bits(2 * quad)), self._splat_byte(3))
+            shifted = tirx.shift_right(tirx.shift_left(apart, self._bits(2)), self._bits(quad))
+            yield self._codes(let(tirx.bitwise_or(low_bits, tirx.bitwise_and(shifted, self._splat_byte(4)))))
+
     def _codes(self, quants: Expr) -> Expr:
         """Codes of quants less the smallest one, where codes are from a table."""
         form, kind = self.panel.plan.form, "int8x64"
         if not form.codes:
             return quants
-        table = bytes(code - form.min_code for code in form.codes)
+        table = bytes(code - form.min_code for code in form.codes) * (16 // len(form.codes))
         halves = [tirx.const(int.from_bytes(table[i : i + 8], "little", signed=True), "int64") for i in (0, 8)]
         table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * 4, list(range(8))))
         picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP, table_vector, tirx.reinterpret(kind, quants))

@@ -15,7 +15,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...encoding.block_formats import stored_scale_type
+from ...encoding.block_formats import SCALES_OF_BYTES, stored_scale_type
 from ...encoding.block_panels import PanelPlan
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
@@ -91,13 +91,14 @@ class PanelReader:
         tables, codes = [], None
         if form.codes:
             values = [tirx.const(code, "float32") for code in form.codes]
-            if cpu.isa.name in ("avx512", "avx2") and len(values) == 16:
-                parts = [values[first : first + lanes] for first in range(0, len(values), lanes)]
+            if cpu.isa.name in ("avx512", "avx2"):
+                repeated = values * max(1, lanes // len(values))
+                parts = [repeated[first : first + lanes] for first in range(0, len(repeated), lanes)]
                 tables = [let(tirx.Shuffle(part, list(range(lanes)))) for part in parts]
             codes = T.alloc_buffer((len(values),), "float32", scope="global")
             for index, value in enumerate(values):
                 T.buffer_store(codes, value, [index])
-        elif cpu.isa.name == "avx512" and form.bits in (2, 4, 5):
+        elif cpu.isa.name == "avx512" and form.bits < 6:
             number = tirx.bitwise_and(lane_numbers(16), constant((1 << form.bits) - 1, "int32", 16))
             low = let(tirx.Cast("float32x16", number) + constant(form.min_code, "float32", 16))
             tables = [low] if form.bits < 5 else [low, let(low + constant(16, "float32", 16))]
@@ -131,11 +132,13 @@ class PanelReader:
     def outer(self, superblock: Expr, vector: Expr) -> list[Expr]:
         """The factors `d` and `dmin` of a superblock's scales and minimums; empty for formats without them."""
         kinds = ((self.plan.form.scale, "superblock_scales"), (self.plan.form.minimum, "superblock_minimums"))
-        return [
+        factors = [
             self._load_factors(superblock, part, "float16", vector * self.lanes)
             for kind, part in kinds
             if kind == "int8"
         ]
+        factor = self.plan.form.factor
+        return factors if factor == 1 else [let(value * constant(factor, "float32", self.lanes)) for value in factors]
 
     def scale(self, superblock: Expr, block: Expr, outer: list[Expr], vector: Expr) -> Expr | None:
         """Scale of a block; None if the format lacks scales."""
@@ -154,8 +157,19 @@ class PanelReader:
     def _block_factor(
         self, superblock: Expr, block: Expr, part: str, kind: str, outer: list[Expr], vector: Expr
     ) -> Expr:
-        value = self._load_factors(superblock, part, kind, block * self.plan.columns + vector * self.lanes)
+        offset = block * self.plan.columns + vector * self.lanes
+        if self.plan.form.shares_bytes:
+            value = self._nibbles(superblock, part, offset)
+        else:
+            value = self._load_factors(superblock, part, kind, offset)
         return let(value * outer[0]) if kind == "int8" else value
+
+    def _nibbles(self, superblock: Expr, part: str, offset: Expr) -> Expr:
+        """Scales or minimums in one half of bytes, as float32."""
+        start = superblock * 4 + self.plan.offsets["scales"] + offset
+        byte = tirx.Cast(vector_type("int32", self.lanes), self.elements["uint8"][lane_indices(start, self.lanes)])
+        nibble = tirx.bitwise_and(byte, self._bits(15)) if part == "scales" else tirx.shift_right(byte, self._bits(4))
+        return let(tirx.Cast(vector_type("float32", self.lanes), nibble))
 
     def _load_factors(self, superblock: Expr, part: str, kind: str, offset: Expr) -> Expr:
         """Scales or minimums of neighbouring columns in a section of a superblock, as float32."""
@@ -163,9 +177,10 @@ class PanelReader:
         start = superblock * (4 // size) + self.plan.offsets[part] // size + offset
         if kind == "float16":
             return self._load_half(start)
-        value = self.elements["uint8" if kind == "e8m0" else kind][lane_indices(start, self.lanes)]
-        if kind == "e8m0":
-            return self._power_of_two(let(tirx.Cast(vector_type("int32", self.lanes), value)))
+        value = self.elements["uint8" if kind in SCALES_OF_BYTES else kind][lane_indices(start, self.lanes)]
+        if kind in SCALES_OF_BYTES:
+            byte = let(tirx.Cast(vector_type("int32", self.lanes), value))
+            return self._power_of_two(byte) if kind == "e8m0" else self._float_of_byte(byte)
         return let(self._bytes_to_float(value) if kind == "int8" else value)
 
     def _power_of_two(self, exponent: Expr) -> Expr:
@@ -174,6 +189,12 @@ class PanelReader:
         small = tirx.shift_left(self._bits(1 << (_FRACTION_BITS - 2)), tirx.bitwise_and(exponent, self._bits(1)))
         bits = let(tirx.Select(exponent > self._bits(1), normal, small))
         return let(tirx.reinterpret(vector_type("float32", self.lanes), bits))
+
+    def _float_of_byte(self, byte: Expr) -> Expr:
+        """Half of the number of a byte of e4m3, whose exponents' bias is 120 less than that of float32."""
+        bits = tirx.shift_left(tirx.bitwise_and(byte, self._bits(0x7F)), self._bits(_FRACTION_BITS - 3))
+        number = tirx.reinterpret(vector_type("float32", self.lanes), bits)
+        return let(number * constant(2.0**119, "float32", self.lanes))
 
     def _load_half(self, start: Expr) -> Expr:
         """Contiguous float16 as float32, by integers if the CPU lacks the conversion."""
@@ -199,8 +220,11 @@ class PanelReader:
         plan, columns = self.plan, self.plan.columns
         if plan.form.bits >= 8:
             return self._read_rows(superblock, number * plan.group, vector)
-        first = superblock + plan.offsets["codes"] // 4 + number * (plan.words * columns) + vector * self.lanes
+        first = superblock + plan.offsets["codes"] // 4 + number * (plan.group_bytes // 4) + vector * self.lanes
         lanes = [let(self.elements["int32"][lane_indices(first + w * columns, self.lanes)]) for w in range(plan.words)]
+        if plan.form.bits == 3:
+            high = self.high_halves(superblock, number, vector)
+            return lambda position: self._number(self._field_of_planes(lanes[0], high, position), 0)
         readers = [self._fields(lane) for lane in lanes]
         per, last = plan.fields, plan.words * plan.fields
         if plan.group > last:
@@ -210,6 +234,19 @@ class PanelReader:
             return readers[position // per](position % per) if position < last else readers[-1](position - last)
 
         return number_at
+
+    def high_halves(self, superblock: Expr, number: Expr, vector: Expr) -> Expr:
+        """The high bits of a group of 3-bit quants, in the low halves of lanes."""
+        plan = self.plan
+        start = superblock * 2 + plan.offsets["codes"] // 2 + number * (plan.group_bytes // 2)
+        index = lane_indices(start + plan.columns * 2 + vector * self.lanes, self.lanes)
+        return let(tirx.Cast(vector_type("int32", self.lanes), self.elements["uint16"][index]))
+
+    def _field_of_planes(self, low: Expr, high: Expr, position: int) -> Expr:
+        """A quant of two low bits and a high one."""
+        low_bits = tirx.bitwise_and(tirx.shift_right(low, self._bits(2 * position)), self._bits(3))
+        shifted = tirx.shift_right(tirx.shift_left(high, self._bits(2)), self._bits(position))
+        return let(tirx.bitwise_or(low_bits, tirx.bitwise_and(shifted, self._bits(4))))
 
     def _read_rows(self, superblock: Expr, k: Expr, vector: Expr) -> Numbers:
         """8-bit quants and plain floats: a row of the panel's columns for each k."""
@@ -260,8 +297,11 @@ class PanelReader:
         bits, low = self.plan.form.bits, self.plan.form.min_code
         if self.tables and self.lanes == 8:
             low_half, high_half = (
-                tirx.call_llvm_pure_intrin("float32x8", _LOOKUP_OF_EIGHT, table, lane) for table in self.tables
+                tirx.call_llvm_pure_intrin("float32x8", _LOOKUP_OF_EIGHT, table, lane)
+                for table in (self.tables[0], self.tables[-1])
             )
+            if bits == 3:
+                return let(low_half)
             return let(tirx.Select(tirx.bitwise_and(lane, self._bits(8)) > self._bits(0), high_half, low_half))
         if self.tables and field_index == 0:
             if len(self.tables) == 1:

@@ -45,7 +45,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_formats import E8M0_VALUES, BlockFormat, block_format, dequantize_rows, split_rows
+from ...encoding.block_formats import SCALES_OF_BYTES, BlockFormat, block_format, dequantize_rows, split_rows
 from ...encoding.block_panels import BlockSource, Panels
 from ...encoding.block_weights import BlockLayout, Fragments, is_streamable, middle_of
 from ...encoding.expression import Expression, Term
@@ -143,6 +143,11 @@ class _RelaxOps:
         expanded = [self.emit(relax.op.reshape(part, expanded_shape), expanded_shape) for part in parts]
         return self.emit(relax.op.concat(expanded, axis), [*shape[:axis], len(parts), *shape[axis:]])
 
+    def concat(self, parts: Sequence[relax.Expr], axis: int) -> relax.Expr:
+        shape = list(shape_of(parts[0]) or [])
+        shape[axis] = sum(int((shape_of(part) or [])[axis]) for part in parts)
+        return self.emit(relax.op.concat(list(parts), axis), shape)
+
     def bits(self, x: relax.Expr, first: int, count: int) -> relax.Expr:
         shape = shape_of(x) or []
         if first:
@@ -159,6 +164,12 @@ class _RelaxOps:
     def flip_bit(self, x: relax.Expr, bit: int) -> relax.Expr:
         return self.emit(relax.op.bitwise_xor(x, self.number(1 << bit, "uint8")), shape_of(x) or [])
 
+    def joined(self, low: relax.Expr, high: relax.Expr) -> relax.Expr:
+        shape = shape_of(low) or []
+        low, high = (self.emit(relax.op.astype(x, "int32"), shape, "int32") for x in (low, high))
+        shifted = self.emit(relax.op.left_shift(high, self.number(8, "int32")), shape, "int32")
+        return self.emit(relax.op.bitwise_or(low, shifted), shape, "int32")
+
     def f16(self, x: relax.Expr) -> relax.Expr:
         return self._look_up_pairs(x, _FLOAT16_VALUES.astype(np.float32))
 
@@ -167,20 +178,16 @@ class _RelaxOps:
 
     def _look_up_pairs(self, x: relax.Expr, table: np.ndarray) -> relax.Expr:
         """The number of each pair of bytes, from a table: Relax lacks an op that reinterprets bytes."""
-        shape = shape_of(x) or []
-        low, high = (
-            self.emit(relax.op.astype(self.slice(x, i, i + 1), "int32"), [*shape[:-1], 1], "int32") for i in (0, 1)
-        )
-        shifted = self.emit(relax.op.left_shift(high, self.number(8, "int32")), [*shape[:-1], 1], "int32")
-        pairs = self.emit(relax.op.bitwise_or(low, shifted), [*shape[:-1], 1], "int32")
-        index = self.emit(relax.op.reshape(pairs, shape[:-1]), shape[:-1], "int32")
-        return self.emit(relax.op.take(self.array(table), index, axis=0), shape[:-1], "float32")
+        shape = (shape_of(x) or [])[:-1]
+        pairs = self.joined(*(self.slice(x, i, i + 1) for i in (0, 1)))
+        return self.look_up(self.emit(relax.op.reshape(pairs, shape), shape, "int32"), table)
 
     def look_up(self, x: relax.Expr, table: np.ndarray) -> relax.Expr:
-        """The number of each byte, from a table."""
         shape = shape_of(x) or []
-        index = self.emit(relax.op.astype(x, "int32"), shape, "int32")
-        return self.emit(relax.op.take(self.array(table), index, axis=0), shape, "float32")
+        if str(x.ty.dtype) != "int32":
+            x = self.emit(relax.op.astype(x, "int32"), shape, "int32")
+        value = relax.op.take(self.array(table), x, axis=0)
+        return self.emit(value, [*shape, *table.shape[1:]], str(table.dtype))
 
     def widened(self, x: relax.Expr, is_signed: bool) -> relax.Expr:
         """Bytes as float32."""
@@ -209,8 +216,11 @@ def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, dept
         emitter.bind(var, relax.Call(value.op, list(value.args), value.attrs, ret_ty=var.ty))
         return
 
-    if form.scale == "e8m0":
-        parts = replace(parts, scales=arrays.look_up(parts.scales, E8M0_VALUES))
+    if form.scale in SCALES_OF_BYTES:
+        parts = replace(parts, scales=arrays.look_up(parts.scales, SCALES_OF_BYTES[form.scale]))
+    if form.factor != 1:
+        scaled_factors = arrays.times(parts.superblock_scales, arrays.number(form.factor, "float32"))
+        parts = replace(parts, superblock_scales=scaled_factors)
 
     def by_weight(inner: relax.Expr, outer: relax.Expr | None) -> relax.Expr:
         if outer is not None:

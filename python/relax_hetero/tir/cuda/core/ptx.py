@@ -462,9 +462,9 @@ def and_or(register: Expr, a: Expr, mask: int, bits: int) -> None:
     _emit("lop3.b32", register, a, T.uint32(mask), T.uint32(bits), 0xEA)
 
 
-def permute_bytes(register: Expr, a: Expr, b: Expr, selector: int) -> None:
-    """Permute bytes (``prmt``): each selector digit, lowest first, is a byte of a (0-3) or b (4-7)."""
-    _emit("prmt.b32", register, a, b, T.uint32(selector))
+def permute_bytes(register: Expr, a: Expr, b: Expr, selector: int | Expr) -> None:
+    """Permute bytes (``prmt``): each of four selector digits, lowest first, is a byte of a (0-3) or b (4-7)."""
+    _emit("prmt.b32", register, a, b, T.uint32(selector) if isinstance(selector, int) else selector)
 
 
 def load_global_streaming(registers: Sequence[Expr], address: Expr) -> None:

@@ -1,19 +1,22 @@
-"""Dequantization of weights of 4, 5, 6 or 8 bits to fragments of tensor cores, in registers.
+"""Dequantization of weights of 2 to 6 or 8 bits to fragments of tensor cores, in registers.
 
 The bits of a weight w are inserted into the mantissa of a power of two, which is subtracted together with the zero
 point: the float16 1024 with the bits of w in its lowest bits is 1024 + w. The bits of an fp4 number are those of a
-16-bit float, the exponent's lowest bits, and are multiplied by the difference of the exponents' biases. 16-bit floats
-are fragments as they are.
+16-bit float, the exponent's lowest bits, and are multiplied by the difference of the exponents' biases. Other codes of
+tables are looked up by permutations of bytes (``prmt``): low and high bytes of the codes as 16-bit floats are in
+registers. Words of weights of 2 or 3 bits become words of 4 bits first. 16-bit floats are fragments as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_weights import middle_of
+from ....target.element_types import numpy_dtype
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, int64, minimum
 from ..core import ptx
@@ -58,6 +61,9 @@ class WeightFragments:
             local(num_fragments * work.units_of_chunk(part) * part.words, part.word_type) for part in work.part_list
         ]
         self.fragment, self.points, self.wide = local(4, "uint32"), local(4, "uint32"), local(2, "float32")
+        form = work.problem.form
+        self.tables = _bytes_of_codes(form.codes, self.type) if form is not None and not form.is_float4 else []
+        self.bytes = local(6, "uint32") if self.tables else None
 
     @property
     def has_minimums(self) -> bool:
@@ -121,10 +127,16 @@ class WeightFragments:
     def scale(self, slot: int, fragment: int, number: int, half: int) -> Expr:
         """Scale `number` of a chunk for one of a lane's two columns, float32."""
         value, form = self._number(0, slot, fragment, number, half), self.work.problem.form
+        if form is not None and form.scale == "e4m3":
+            bits = (T.Cast("uint32", value) & T.uint32(0x7F)) << T.uint32(7)  # a float16 of another bias
+            number = T.Cast("float32", T.reinterpret("float16", T.Cast("uint16", bits)))
+            return T.bind(number * T.float32(128))
         if form is not None and form.scale == "e8m0":
             # Scales of 2 ** -127 and less become 0.
             exponent = T.max(T.Cast("int32", value) - 1, 0)
             return T.bind(T.reinterpret("float32", exponent << T.int32(23)))
+        if form is not None and form.shares_bytes:
+            value = T.Cast("int32", value) & 15
         return T.bind(self._times_factor(value, slot, fragment, number, half))
 
     def _times_factor(self, value: Expr, slot: int, fragment: int, number: int, index: int) -> Expr:
@@ -132,7 +144,8 @@ class WeightFragments:
         value = T.cast(value, "float32")
         if not has_factors(self.work.problem):
             return value
-        return value * T.cast(self._number(1, slot, fragment, number, index), "float32")
+        factor, form = T.cast(self._number(1, slot, fragment, number, index), "float32"), self.work.problem.form
+        return value * (factor if form is None or form.factor == 1 else factor * T.float32(form.factor))
 
     def point(self, slot: int, fragment: int, number: int, half: int) -> Expr:
         """Arbitrary zero point, less the middle that `unpack` subtracts."""
@@ -143,7 +156,10 @@ class WeightFragments:
         form, bits = self.work.problem.form, self.work.problem.bits
         assert form is not None, "only GGUF formats have minimums"
         part, index = (0, 2 + half) if has_factors(self.work.problem) else (1, half)
-        value = self._times_factor(self._number(part, slot, fragment, number, index), slot, fragment, number, index)
+        value = self._number(part, slot, fragment, number, half if form.shares_bytes else index)
+        if form.shares_bytes:
+            value = (T.Cast("int32", value) >> 4) & 15
+        value = self._times_factor(value, slot, fragment, number, index)
         lowest = middle_of(bits) + form.min_code
         return T.bind(value + scale * T.float32(lowest) if lowest else value)
 
@@ -164,9 +180,12 @@ class WeightFragments:
 
     def begin(self, slot: int, fragment: int, number: int) -> None:
         """Compute the addend of `unpack` for both columns of a lane: minus the power of two and the zero point."""
-        if self.is_float4 or self.work.is_plain:
+        form = self.work.problem.form
+        if self.work.is_plain or (form is not None and form.codes):
             return
         middle, is_half = middle_of(self.work.problem.bits), self.type == "float16"
+        if form is not None and not form.minimum:
+            middle = -form.min_code
         for half in range(2):
             point: Expr = T.uint32(middle)
             if self._has_zeros("uint8"):
@@ -184,6 +203,9 @@ class WeightFragments:
         work = self.work
         begin = (slot * work.plan.fragments + fragment) * work.lane_words
         words = [self.bits[begin + step * work.words + i] for i in range(work.words)]
+        if work.problem.bits < 4:
+            low, high = self.bits[begin + step // 2], self.bits[begin + 2] if work.lane_words > 2 else None
+            words = [self.widened(low, high, 2 * (step % 2), step)]
         if work.is_plain:
             return words
         high = []
@@ -193,6 +215,11 @@ class WeightFragments:
         self.unpack_words(words if self.is_bytes else words * 2, (0, 0) if self.is_bytes else (0, 8), high)
         return [self.fragment[i] for i in range(4)]
 
+    def widened(self, low: Expr, high: Expr | None, at: int, high_at: int) -> Expr:
+        """A word of weights of 4 bits, from those of 2 bits from bit `at` on, and perhaps a third from `high_at` on."""
+        word = _shifted(low, -at) & T.uint32(0x33333333)
+        return T.bind(word if high is None else word | (_shifted(high, 2 - high_at) & T.uint32(0x44444444)))
+
     def unpack_words(
         self, words: Sequence[Expr], bits: Sequence[int], high: Sequence[tuple[Expr, int]] = (), begin: int = 0
     ) -> None:
@@ -200,6 +227,10 @@ class WeightFragments:
 
         `high` has the word and the first bit of each pair's high bits, if weights have 5 or 6.
         """
+        if self.tables:
+            for pair in range(2):
+                self._look_up(begin + 2 * pair, words[pair], bits[pair])
+            return
         for i in range(4):
             half, pair = i % 2, i // 2
             word, at = words[pair], bits[pair]
@@ -227,6 +258,23 @@ class WeightFragments:
             T.buffer_store(self.fragment, T.bitwise_or(target, T.bitwise_and(shifted, T.uint32(mask))), [i])
         ptx.multiply_add_pair(target, target, T.uint32(factor), self.points[point], self.type)
 
+    def _look_up(self, begin: int, word: Expr, at: int) -> None:
+        """Codes of two weights of both columns, whose quants are the bytes at bits `at` of both halves of a word."""
+        assert self.bytes is not None
+        selector, low, high, first, second, halves = (self.bytes[i] for i in range(6))
+        ptx.permute_bytes(selector, word, word, 0x2020 + 0x1111 * (at // 8))
+        is_long = len(self.tables[0]) == 4  # words; an instruction has two
+        if is_long:
+            ptx.and_or(halves, selector >> T.uint32(1), 0x4444, 0x3210)
+            T.buffer_store(self.bytes, selector & T.uint32(0x7777), [0])
+        for target, table in zip((low, high), self.tables, strict=True):
+            ptx.permute_bytes(first if is_long else target, T.uint32(table[0]), T.uint32(table[1]), selector)
+            if is_long:
+                ptx.permute_bytes(second, T.uint32(table[2]), T.uint32(table[3]), selector)
+                ptx.permute_bytes(target, first, second, halves)
+        for half, digits in enumerate((0x6240, 0x7351)):
+            ptx.permute_bytes(self.fragment[begin + half], low, high, digits)
+
     def _unpack_float4(self, i: int, word: Expr, at: int) -> None:
         """Fp4 numbers from bits `at` of both halves of a word on, doubled."""
         target, (shift, factor) = self.fragment[i], _FLOAT4_FACTOR[self.type]
@@ -246,6 +294,12 @@ class WeightFragments:
             number = T.reinterpret("float32", target) + T.reinterpret("float32", self.points[half])
             T.buffer_store(self.wide, number, [one])
         ptx.pack_pair(target, self.wide[0], self.wide[1], "bfloat16")
+
+
+def _bytes_of_codes(codes: Sequence[int], dtype: str) -> list[list[int]]:
+    """Low and high bytes of codes as 16-bit floats, as words; empty without codes."""
+    bits = np.array(codes, numpy_dtype(dtype)).view(np.uint16)
+    return [(bits >> shift).astype(np.uint8).view("<u4").tolist() for shift in (0, 8)] if codes else []
 
 
 def _shifted(word: Expr, bits: int) -> Expr:

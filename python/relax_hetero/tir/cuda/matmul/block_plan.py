@@ -191,8 +191,9 @@ class BlockWork:
         self.type = "float16" if problem.lhs_type == "float16" else "bfloat16"
         self.chunk = chunk_of(problem.bits)
         self.is_plain = problem.bits == 16
-        self.words, self.lane_words = problem.bits // 4, lane_words(problem.bits)
-        self.planes = [(0, 4), *([(4, self.lane_words - 4)] if self.lane_words > 4 else [])]
+        self.words, self.lane_words = max(1, problem.bits // 4), lane_words(problem.bits)
+        low = 2 if problem.bits < 4 else 4
+        self.planes = [(0, low), *([(low, self.lane_words - low)] if self.lane_words > low else [])]
         self.high_bits = max(0, problem.bits - 4) if problem.bits < 8 else 0
         self.chunk_bytes = WARP * self.lane_words * 4
         self.chunks = -(-problem.depth // self.chunk)

@@ -27,7 +27,7 @@ _THREADS, _COLUMNS, _QUARTERS = 128, 8, 4
 def _sections(form: BlockFormat, part: int) -> list[str]:
     """Sections of a superblock in a panel that a part of the fragments consists of."""
     names = ("scales", "minimums")
-    if form.scale != "int8":
+    if form.scale != "int8" or (form.shares_bytes and part == 1):
         return [names[part - 1]]
     return [name if part == 1 else f"superblock_{name}" for name in names[: 1 + bool(form.minimum)]]
 
@@ -107,8 +107,15 @@ class _Kernel:
                 self._store(first + lane * 4, [self._plain(quants, quarter, w) for w in range(4)])
             elif self.bits == 8:
                 self._store(first + lane * 4, [self._bytes(quants, quarter, w) for w in range(4)])
+            elif self.bits < 4:
+                low = [self._fields(quants, quarter, w, 3) for w in range(4)]
+                self._store(first + lane * 2, [low[w] | low[w + 1] << _u32(2) for w in (0, 2)])
+                if self.bits == 3:
+                    high = [[quant >> _u32(2) for quant in of_column] for of_column in quants]
+                    word = _joined(self._fields(high, quarter, w, 1) << _u32(w) for w in range(4))
+                    self._store(first + (32 * 2 + lane), [word])
             else:
-                self._store(first + lane * 4, [self._fields(quants, quarter, w) for w in range(4)])
+                self._store(first + lane * 4, [self._fields(quants, quarter, w, 15) for w in range(4)])
                 planes = self.bits - 4
                 if planes:
                     words = [self._high(quants, quarter, w) for w in range(planes)]
@@ -141,8 +148,14 @@ class _Kernel:
             loaded = [T.Cast("uint32", elements[place + i * columns]) for i in range(plan.group)]
             return [self._existing(T.bitwise_xor(value, _u32(flip)), exists) for value in loaded]
         elements = self.panels.elements("uint32")
-        place = T.bind(tirx.floordiv(codes, 4) + tirx.floordiv(k, plan.group) * (plan.words * columns) + column)
+        group = T.bind(codes + tirx.floordiv(k, plan.group) * plan.group_bytes)
+        place = T.bind(tirx.floordiv(group, 4) + column)
         lanes = [self._existing(elements[place + w * columns], exists) for w in range(plan.words)]
+        if bits == 3:
+            halves = self.panels.elements("uint16")
+            half = T.Cast("uint32", halves[tirx.floordiv(group, 2) + 2 * columns + column])
+            high = self._existing(half, exists)
+            return [_field(lanes[0], 2, i) | _field(high, 1, i) << _u32(2) for i in range(plan.group)]
         whole = plan.words * plan.fields
         quants = [_field(lanes[i // plan.fields], bits, i % plan.fields) for i in range(whole)]
         if plan.group > whole:  # in the two bits that are left over of each lane
@@ -154,12 +167,12 @@ class _Kernel:
     def _existing(self, value: Expr, exists: Expr | None) -> Expr:
         return T.bind(value if exists is None else T.if_then_else(exists, value, _u32(0)))
 
-    def _fields(self, quants: list[list[Expr]], quarter: int, word: int) -> Expr:
-        """Four neighbours of both columns, low 4 bits; see `pack_fragments`."""
+    def _fields(self, quants: list[list[Expr]], quarter: int, word: int, mask: int) -> Expr:
+        """Low bits of four neighbours of both columns, in 4 bits each; see `pack_fragments`."""
         k = self._first(quarter, word * 4, self.run // 4)
         shifts = [0, 16, 8, 24]
         return _joined(
-            T.bitwise_and(quants[half][k + i], _u32(15)) << _u32(shifts[i] + 4 * half)
+            T.bitwise_and(quants[half][k + i], _u32(mask)) << _u32(shifts[i] + 4 * half)
             for i in range(4)
             for half in range(2)
         )

@@ -32,7 +32,7 @@ from ...core.view import Coordinates
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
 from ..core.operand import GpuOperand
-from ..tile.epilogue import EpilogueWriter
+from ..tile.epilogue import EpilogueWriter, where
 from ..tile.fragment_store import STAGING_PAD, SWAPPED_COLUMNS, FragmentStore
 from ..tile.operand_tiles import PRODUCERS
 from ..tile.ring import Ring, RingPosition
@@ -117,10 +117,15 @@ class _OrderedFragments(StagedFragments):
         if work.is_plain:
             self.lane_offset = _held((low // 2) * (8 * CHUNK_BYTES) + (low % 2) * 8 + high * CHUNK_BYTES)
             return
+        self._shift, self._high = T.Cast("uint32", _held(low % 2 * 8)), None
+        if work.problem.bits < 4:
+            # The four weights after a lane's first ones are in its next word of 4 bits, or in one of the next lane.
+            is_own = work.steps * STEP >= 32
+            self.lane_offset = _held(high * 4 + (0 if is_own else low // 2))
+            self._next = T.Cast("uint32", _held(low // 2 if is_own else 0 * low))
+            return
         offsets = (low // 2) * self._word_at(4) + (low % 2) * self._word_at(2)
         self.lane_offset = _held(offsets + high * CHUNK_BYTES)
-        self._shift = T.Cast("uint32", _held(low % 2 * 8))
-        self._high = None
         if work.high_bits:
             # A lane's high bits are in one word of a lane, of two runs of 32 or of four of 16.
             is_long = work.steps * STEP >= 32
@@ -150,7 +155,7 @@ class _OrderedFragments(StagedFragments):
         chunk, parts : PrimExpr, list of list of PrimExpr
             Offsets of the chunk, and of the scales of `steps`, as in `load_staged`.
         """
-        weights = _held(chunk + self.lane_offset)
+        weights = _held(chunk + self.lane_offset * (8 if self.work.problem.bits < 4 else 1))
         if self.work.is_plain:  # chunks of a step each
             for step in steps:
                 for pair in range(2):
@@ -164,13 +169,29 @@ class _OrderedFragments(StagedFragments):
             if step == steps[0] or step % work.steps == 0:
                 self._load_factors(step // work.steps)
             for pair in range(2):
-                ptx.load_shared([words[pair]], shared.at(weights + self._word_at(step * STEP + 8 * pair)))
+                if work.problem.bits < 4:
+                    word = self._narrow_word(shared, chunk, weights, step * STEP + 8 * pair)
+                else:
+                    ptx.load_shared([words[pair]], shared.at(weights + self._word_at(step * STEP + 8 * pair)))
+                    word = words[pair]
                 if not self.is_bytes:
-                    T.buffer_store(words, words[pair] >> self._shift, [pair])
+                    T.buffer_store(words, word >> self._shift, [pair])
             first = begin + (step - steps[0]) * 4
             self.unpack_words([words[0], words[1]], (0, 0), self._high_words(shared, chunk, step), first)
             for i in range(4):
                 self._scale_pair(first + i, i % 2)
+
+    def _narrow_word(self, shared: SharedMemory, chunk: Expr, weights: Expr, k: int) -> Expr:
+        """The word of 4 bits that has the weight k of a chunk of 2 or 3 bits, for the lane's first four."""
+        run, words = self.work.steps * STEP, local(2, "uint32")
+        lane, in_lane = divmod(k % run, run // 4)
+        number = k // run * (run // 16) + in_lane // 4
+        ptx.load_shared([words[0]], shared.at(weights + (lane * 8 + number // 2 * 4)))
+        high = None
+        if self.work.lane_words > 2:
+            ptx.load_shared([words[1]], shared.at(chunk + self.lane_offset * 4 + (_LOW_BYTES // 2 + lane * 4)))
+            high = words[1] >> self._next
+        return self.widened(words[0] >> self._next * T.uint32(2), high, 2 * (number % 2), number)
 
     def _high_words(self, shared: SharedMemory, chunk: Expr, step: int) -> list[tuple[Expr, int]]:
         """Words with the high bits of both pairs of a step, shifted by the lane's own bits, and their first bits."""
@@ -336,7 +357,9 @@ class ExpertProduct:
         chunk, line = T.bind(thread % _CHUNKS), T.bind(thread // _CHUNKS)
         row_target = T.bind(line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES)
         warp, lane = T.bind(thread // WARP), T.bind(thread % WARP)
-        weight_target = T.bind(warp * work.chunk_bytes + (lane % 4 * 8 + lane // 4) * CHUNK_BYTES)
+        place = lane if problem.bits < 4 else lane % 4 * 8 + lane // 4
+        weight_target = T.bind(warp * work.chunk_bytes + place * CHUNK_BYTES)
+        copies = None if problem.bits > 3 else lane < work.chunk_bytes // CHUNK_BYTES
         # In units of copies, as 32 bits suffice for these.
         rows = local(self.tile // _LINES, "int32")
 
@@ -364,7 +387,8 @@ class ExpertProduct:
                     source = fragment * work.chunks + step * self.chunks + number % self.chunks
                     source = source * (work.chunk_bytes // CHUNK_BYTES) + lane
                     copied = i * (PRODUCERS // WARP * work.chunk_bytes)
-                    self._copy(weights_at + weight_target + copied, self.packed[0], source)
+                    with where([copies]):
+                        self._copy(weights_at + weight_target + copied, self.packed[0], source)
                     if work.high_bits:
                         target = weights_at + T.bind(warp * work.chunk_bytes + _LOW_BYTES + lane * CHUNK_BYTES) + copied
                         with when(lane < 8 * work.high_bits):

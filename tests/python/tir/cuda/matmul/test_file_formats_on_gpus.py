@@ -12,7 +12,7 @@ from encoding.random_blocks import random_rows
 from gpu_interpreter import run
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
-from relax_hetero.encoding.block_panels import BlockSource
+from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
@@ -120,10 +120,18 @@ def test_on_a_gpu(name, m, dtype):
     check(actual, want, arguments[0])
 
 
-def test_weights_take_as_many_bytes_as_in_the_file():
-    """Scales of 6 bits take bytes, which is 3 % of the weights."""
-    for name in FORMATS:
-        form, (_, (_, *packed), _) = FILE_FORMATS[name], case(name, 1, 16, 512, "float16")
-        size = sum(array.nbytes for array in packed)
-        assert size == Fragments().packed_bytes(16, form, 512)
-        assert size == (4736 if name == "q4_k" else 5760 if name == "q5_k" else 16 * form.row_bytes(512))
+# Scales of 6 bits take bytes, which is 1 to 4 % of the weights. Magnitudes of codebooks take 2 or 3 bits, and a sign.
+STORED_BITS = {
+    "q4_k": 4.625, "q5_k": 5.625, "q3_k": 3.5625, "iq4_xs": 4.3125, "iq3_s": 4.3125, "iq3_xxs": 4.3125, "iq2_s": 3.5625,
+    "iq2_xs": 3.5625, "iq2_xxs": 3.3125, "iq1_m": 3.5625, "iq1_s": 3.3125, "tq1_0": 2.0625, "q1_0": 2.125,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_weights_take_as_many_bytes_as_in_the_file(name):
+    form, (_, (_, *packed), _) = FILE_FORMATS[name], case(name, 1, 16, 512, "float16")
+    size = sum(array.nbytes for array in packed)
+    assert size == Fragments().packed_bytes(16, form, 512)
+    assert size == (STORED_BITS[name] * 1024 if name in STORED_BITS else 16 * form.row_bytes(512))
+    columns = Panels(16).pack(BlockSource((random_rows(name, 16, 512),), form, 512))
+    assert columns[0].nbytes == size
