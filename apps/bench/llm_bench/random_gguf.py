@@ -42,7 +42,14 @@ SCALES = {
     BlockType.Q4_K: {0: 1.0, 2: 7.5},
     BlockType.Q5_K: {0: 1.0, 2: 15.5},
     BlockType.Q6_K: {208: 1.0},
+    BlockType.Q2_K: {80: 1.0, 82: 1.5},
+    BlockType.Q3_K: {108: 1.0},
+    BlockType.TQ2_0: {64: 1.0},
+    BlockType.TQ1_0: {52: 1.0},
     BlockType.MXFP4: {},
+    BlockType.NVFP4: {},
+    BlockType.IQ1_M: {},
+    **{kind: {0: 1.0} for kind in BlockType if kind.name.startswith("IQ") and kind != BlockType.IQ1_M},
 }
 
 
@@ -190,6 +197,12 @@ def random_blocks(
 def _set_scales(blocks: np.ndarray, kind: BlockType, scales: np.ndarray) -> None:
     if kind == BlockType.MXFP4:  # a power of two
         blocks[:, 0] = 127 + np.round(np.log2(np.abs(scales)))
+    if kind == BlockType.NVFP4:  # the upper bits of a float16, with another bias of the exponent
+        blocks[:, :4] = ((np.abs(scales) / 2**7).astype("<f2").view("<u2") >> 7)[:, None]
+    if kind == BlockType.IQ1_M:  # in the high bits of the words of the blocks' scales
+        bits = scales.astype("<f2").view("<u2")
+        for word in range(4):
+            blocks[:, 49 + 2 * word] = blocks[:, 49 + 2 * word] & 15 | (bits >> 4 * word & 15) << 4
     for offset, share in SCALES[kind].items():
         blocks[:, offset : offset + 2] = (scales * share).astype("<f2")[:, None].view(np.uint8)
 

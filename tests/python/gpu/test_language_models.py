@@ -8,6 +8,7 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
 from models.running import needs_gpu
+from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.vm.device.tensors import is_host
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -29,7 +30,9 @@ def test_on_a_gpu(name, tmp_path):
     check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16", activations=activations))
 
 
-@pytest.mark.parametrize("kind", ["F16", "Q4_0", "Q4_K", "Q5_0", "Q6_K"])
+@pytest.mark.parametrize(
+    "kind", ["F16", *(form.name.upper() for form in FILE_FORMATS.values() if not form.is_plain and form.name != "q1_0")]
+)
 def test_blocks_on_a_gpu(kind, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*": kind})
     check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16"))
@@ -37,14 +40,15 @@ def test_blocks_on_a_gpu(kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("qwen3moe", "Q4_K"), ("qwen3moe", "BF16"), ("qwen2moe", "Q6_K"), ("olmoe", "Q5_1"), ("gpt-oss", "MXFP4")],
-)
+    [("qwen3moe", "Q4_K"), ("qwen3moe", "BF16"), ("qwen2moe", "Q6_K"), ("olmoe", "Q5_1"), ("gpt-oss", "MXFP4"),
+     ("qwen3moe", "Q2_K"), ("qwen3moe", "IQ4_XS"), ("qwen2moe", "IQ2_XXS"), ("olmoe", "IQ3_S"), ("olmoe", "IQ1_M")],
+)  # fmt: skip
 def test_experts_of_formats_on_a_gpu(name, kind, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], {"*exps*": kind, "*": "Q8_0"})
     check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16", activations="float32"))
 
 
-@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "MXFP4", "BF16"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_K", "Q5_1", "Q6_K", "Q8_0", "MXFP4", "BF16", "Q3_K", "IQ4_XS"])
 @pytest.mark.parametrize("pattern", ["blk.*.ffn_*_exps*", "blk.*.ffn_*", "blk.*.ffn_*_exps[0-4]"])
 def test_experts_that_are_copied_for_chunks(kind, pattern, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": kind, "*": "Q8_0"})

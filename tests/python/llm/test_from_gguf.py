@@ -1,5 +1,6 @@
 """Models of GGUF files against the float64 reference: every architecture, prompts in chunks, then token by token."""
 
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -26,6 +27,24 @@ EVERY_TYPE = {
     "*ffn_down*": "Q6_K",
     "*": "F16",
 }
+FEW_BITS = {
+    "token_embd*": "Q3_K",
+    "*attn_q*": "IQ4_XS",
+    "*attn_k*": "IQ4_NL",
+    "*attn_v*": "IQ3_S",
+    "*attn_output*": "IQ3_XXS",
+    "*ffn_gate*": "IQ2_S",
+    "*ffn_up*": "NVFP4",
+    "*": "IQ2_XXS",
+}
+FEWER_BITS = {
+    "token_embd*": "Q2_K",
+    "*attn_q*": "IQ2_XS",
+    "*attn_k*": "IQ1_M",
+    "*attn_v*": "TQ2_0",
+    "*attn_output*": "IQ1_S",
+    "*": "TQ1_0",
+}
 
 
 def check(path, actual, tolerance):
@@ -50,7 +69,10 @@ EXPERTS = {"*gate_exps*": "Q5_0", "*up_exps*": "Q4_K", "*down_exps*": "Q6_K", "*
     [
         ("llama-tied", EVERY_TYPE, 16, 5e-4),
         pytest.param("llama-tied", EVERY_TYPE, 8, 4e-2, marks=pytest.mark.slow),
+        ("llama-tied", FEW_BITS, 16, 5e-4),
+        ("llama-tied", FEWER_BITS, 16, 5e-4),
         pytest.param("qwen3moe", EXPERTS, 16, 5e-4, marks=pytest.mark.slow),
+        ("qwen3moe", {"*gate_exps*": "IQ2_XXS", "*up_exps*": "Q2_K", "*down_exps*": "Q3_K", "*": "Q8_0"}, 16, 5e-4),
         pytest.param("deepseek2", {"*exps*": "Q4_K", "*": "Q8_0"}, 16, 5e-4, marks=pytest.mark.slow),
         # Its keys' matrices are rounded to float16.
         pytest.param(
@@ -64,6 +86,14 @@ def test_logits_of_blocks(name, types, activation_bits, tolerance, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
     actual = run(path, TOKENS, 13, activation_bits=activation_bits)
     check(path, actual, tolerance)
+
+
+def test_vectors_of_other_types(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules[write_gguf.__module__], "PLAIN", ("*rope_freqs*",))
+    types = {"*attn_norm*": "BF16", "*_norm*": "Q8_0", "*": "F32"}
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], types)
+    expected = ReferenceModel(path).logits(TOKENS)
+    np.testing.assert_allclose(run(path, TOKENS, 13), expected, atol=2e-4 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("activations", slow_but_for(["float16", "bfloat16"], []))

@@ -9,8 +9,9 @@ import pytest
 from llm.gguf_files import LLAMA_CPP_MODELS, MODELS, random_blocks, write_gguf
 from llm.llama_cpp_logits import TOKENS, recorded
 from llm.reference_model import ReferenceModel, rotated
+from relax_hetero.encoding.block_formats import FILE_FORMATS
 
-KINDS = ("F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4")
+KINDS = [name.upper() for name in FILE_FORMATS if name != "q1_0"]  # which the package gguf does not dequantize
 # llama.cpp looks GELU up in a table of float16.
 TOLERANCES = {name: 5e-3 if name.startswith("gemma") else 5e-5 for name in MODELS}
 
@@ -43,8 +44,8 @@ def test_random_blocks_have_the_spread_that_is_asked_for(kind):
     weights = gguf.quants.dequantize(data, kind)
     assert weights.shape == (64, 512) and np.isfinite(weights).all()
     assert 0.04 < weights.std() < 0.06 and abs(weights.mean()) < 0.005
-    # Scales of MXFP4 are powers of two.
-    assert len(np.unique(weights[:, :32])) > (16 if kind.name == "MXFP4" else 64)
+    # Scales of MXFP4 are powers of two; blocks of ternary types have a number of each sign.
+    assert len(np.unique(weights[:, :32])) > (16 if kind.name in ("MXFP4", "NVFP4") else 64)
 
 
 def test_blocks_that_are_not_whole_are_refused():
