@@ -62,7 +62,7 @@ class BlockFormat:
     codes : tuple of int
         Code of each quant, if codes are not consecutive.
     factor : float
-        Factor of all scales, a power of two.
+        Factor of all scales and minimums, a power of two.
     shares_bytes : bool
         Whether integer scales and minimums have 4 bits and share a byte, the scale in the lowest bits.
     """
@@ -110,8 +110,8 @@ def _signed(*magnitudes: int) -> tuple[int, ...]:
 
 
 _IQ4_CODES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-# The last magnitude does not occur. Those of IQ1 are an eighth more or less than -1, 0 and 1.
-_IQ2_CODES, _IQ1_CODES = _signed(8, 25, 43, 43), (-7, 1, 9, 9, -9, -1, 7, 7)
+# The last magnitude does not occur. Those of IQ1_M are an eighth more or less than -1, 0 and 1.
+_IQ2_CODES, _IQ1_M_CODES = _signed(8, 25, 43, 43), (-7, 1, 9, 9, -9, -1, 7, 7)
 
 _FILE_FORMATS = (
     BlockFormat("q8_0", 8, -128, 32, 32, 34, "float16"),
@@ -131,8 +131,8 @@ _FILE_FORMATS = (
     BlockFormat("iq2_s", 3, -43, 16, 256, 82, "int8", codes=_IQ2_CODES, factor=0.125),
     BlockFormat("iq2_xs", 3, -43, 16, 256, 74, "int8", codes=_IQ2_CODES, factor=0.125),
     BlockFormat("iq2_xxs", 3, -43, 32, 256, 66, "int8", codes=_IQ2_CODES, factor=0.125),
-    BlockFormat("iq1_m", 3, -9, 16, 256, 56, "int8", codes=_IQ1_CODES, factor=0.125),
-    BlockFormat("iq1_s", 3, -9, 32, 256, 50, "int8", codes=_IQ1_CODES, factor=0.125),
+    BlockFormat("iq1_m", 3, -9, 16, 256, 56, "int8", codes=_IQ1_M_CODES, factor=0.125),
+    BlockFormat("iq1_s", 2, -1, 32, 256, 50, "int8", "int8", factor=0.125),
     BlockFormat("tq2_0", 2, -1, 256, 256, 66, "float16"),
     BlockFormat("tq1_0", 2, -1, 256, 256, 54, "float16"),
     BlockFormat("q1_0", 2, -1, 128, 128, 18, "float16"),
@@ -249,7 +249,7 @@ def read_block_weights(raw: np.ndarray, form: BlockFormat, depth: int) -> BlockW
     if form.scale == "int8":
         scales = _times_superblock(scales, rows.superblock_scales * np.float32(form.factor))
     if form.minimum == "int8":
-        minimums = -_times_superblock(minimums, rows.superblock_minimums)
+        minimums = -_times_superblock(minimums, rows.superblock_minimums * np.float32(form.factor))
     return BlockWeights(codes, scales, minimums)
 
 

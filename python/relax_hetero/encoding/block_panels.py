@@ -280,10 +280,10 @@ def _lanes(fields: np.ndarray, plan: PanelPlan, panels: int) -> np.ndarray:
     if bits in (2, 4):  # a lane without bits left over
         return _joined_fields(padded, bits).reshape(panels, columns, plan.superblocks, -1).transpose(0, 2, 3, 1)
     if bits == 3:
-        low = _joined_fields(padded & np.uint8(3), 2).view(np.uint8)
-        high = np.packbits(padded >> np.uint8(2), axis=-1, bitorder="little")
-        planes = [plane.reshape(panels, columns, groups, -1).transpose(0, 2, 1, 3) for plane in (low, high)]
-        return np.concatenate([plane.reshape(panels, groups, -1) for plane in planes], axis=-1)
+        low = _joined_fields(padded & np.uint8(3), 2)
+        high = np.packbits((padded >> np.uint8(2)).reshape(-1), bitorder="little").view("<u2")
+        planes = [plane.reshape(panels, columns, groups).swapaxes(1, 2) for plane in (low, high)]
+        return np.concatenate([_bytes(plane, (panels, groups)) for plane in planes], axis=-1)
     lanes = np.zeros((panels, columns, groups, words), np.uint32)
     complete = padded[..., : words * lane_fields].reshape(panels, columns, groups, words, lane_fields)
     for index in range(lane_fields):

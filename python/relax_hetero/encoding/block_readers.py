@@ -323,30 +323,33 @@ def _read_odd_scales(data: Any, begin: int, end: int, reader: SuperblockReader) 
 
 
 def _read_iq1_s(data: Any, reader: SuperblockReader) -> QuantizedRows:
-    """Like signs, a bit for 32 weights states whether an eighth is added or subtracted."""
+    """The minimum of a block is an eighth of its scale, which a bit adds or subtracts; eighths are the unit of both."""
     ops, words = reader.ops, reader.by_superblock(reader.ops.slice(data, 34, 50), 8, 2)
     index = ops.joined(reader.by_row(ops.slice(data, 2, 34)), reader.bit_fields(words, (0, 3, 6, 9), 3))
-    shifts = ops.look_up(reader.bit_field(words, 15, 1), _repeated_bits(32))
-    quants = _codebook_quants("IQ1_S", index, shifts, reader)
-    scales = ops.look_up(reader.bit_fields(words, (12,), 3), _ODD)
-    return QuantizedRows(quants, scales, superblock_scales=reader.f16(data, 0))
+    quants = reader.by_row(ops.look_up(index, _grid("IQ1_S")))
+    fields, factors = reader.bit_fields(words, (12,), 4), reader.f16(data, 0)
+    scales, minimums = (ops.look_up(fields, table) for table in _IQ1_SCALES)
+    return QuantizedRows(quants, scales, minimums, factors, factors)
+
+
+_IQ1_SCALES = np.tile(8 * _ODD[:8], 2), np.concatenate([-_ODD[:8], _ODD[:8]])
+"""Scales and minimums of 3 bits and a sign; minimums, which are subtracted, as bytes of int8."""
 
 
 def _read_iq1_m(data: Any, reader: SuperblockReader) -> QuantizedRows:
-    """As `_read_iq1_s`, with a bit for 8 weights; the float16 is in the highest bits of four words of scales."""
+    """A bit for 8 weights adds or subtracts an eighth; the float16 is in the highest bits of four words of scales."""
     ops, words = reader.ops, reader.by_superblock(reader.ops.slice(data, 48, 56), 4, 2)
     high_bits = reader.fields(ops.slice(data, 32, 48), 1, 4)
     index = ops.joined(reader.by_row(ops.slice(data, 0, 32)), ops.bits(high_bits, 0, 3))
-    quants = _codebook_quants("IQ1_M", index, ops.look_up(ops.bits(high_bits, 3, 1), _repeated_bits(8)), reader)
+    quants = _codebook_quants("IQ1_M", index, ops.look_up(ops.bits(high_bits, 3, 1), _EIGHT_TIMES), reader)
     nibbles = reader.by_superblock(reader.bit_field(words, 12, 4), 2, 2)
     halves = ops.or_shifted(ops.slice(nibbles, 0, 1), ops.slice(nibbles, 1, 2), 4)
     scales = ops.look_up(reader.bit_fields(words, (0, 3, 6, 9), 3), _ODD)
     return QuantizedRows(quants, scales, superblock_scales=ops.f16(reader.by_superblock(halves, 2)))
 
 
-def _repeated_bits(count: int) -> np.ndarray:
-    """A bit that several weights share."""
-    return np.repeat(np.array([[0], [1]], np.uint8), count, axis=1)
+_EIGHT_TIMES = np.array([[0] * 8, [1] * 8], np.uint8)
+"""A bit that eight weights share."""
 
 
 def _read_f16(data: Any, reader: SuperblockReader) -> QuantizedRows:

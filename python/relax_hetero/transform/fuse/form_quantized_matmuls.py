@@ -218,12 +218,11 @@ def _write_plain_rows(emitter: Emitter, raw: relax.Expr, form: BlockFormat, dept
 
     if form.scale in SCALES_OF_BYTES:
         parts = replace(parts, scales=arrays.look_up(parts.scales, SCALES_OF_BYTES[form.scale]))
-    if form.factor != 1:
-        scaled_factors = arrays.times(parts.superblock_scales, arrays.number(form.factor, "float32"))
-        parts = replace(parts, superblock_scales=scaled_factors)
 
     def by_weight(inner: relax.Expr, outer: relax.Expr | None) -> relax.Expr:
         if outer is not None:
+            if form.factor != 1:
+                outer = arrays.times(outer, arrays.number(form.factor, "float32"))
             per_block = arrays.repeated(outer, form.superblock_size // form.block)
             inner = arrays.times(arrays.widened(inner, is_signed=True), per_block)
         return arrays.repeated(inner, form.block)
