@@ -43,7 +43,9 @@ class ReferenceModel:
         tensor = self._tensors.get(name)
         if tensor is None:
             return None
-        return gguf.quants.dequantize(np.ascontiguousarray(tensor.data[rows]), tensor.tensor_type).astype(np.float64)
+        numbers = gguf.quants.dequantize(np.ascontiguousarray(tensor.data[rows]), tensor.tensor_type).astype(np.float64)
+        scale = self._tensors.get(f"{name.removesuffix('.weight')}.scale")
+        return numbers if scale is None else numbers * scale.data.reshape(-1, *[1] * (numbers.ndim - 1))
 
     def logits(self, tokens) -> np.ndarray:
         """Logits after each token.

@@ -96,6 +96,21 @@ def test_vectors_of_other_types(tmp_path, monkeypatch):
     np.testing.assert_allclose(run(path, TOKENS, 13), expected, atol=2e-4 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize(("name", "of_experts"), [("llama-tied", ()), ("qwen3moe", (8,))])
+def test_scales_of_matrices(name, of_experts, tmp_path, monkeypatch):
+    """NVFP4 has a scale of a tensor, or of each expert, beside those of blocks, and one of inputs."""
+    random_gguf = sys.modules[write_gguf.__module__]
+    monkeypatch.setattr(random_gguf, "PLAIN", (*random_gguf.PLAIN, "*.scale", "*.input_scale"))
+    shapes = random_gguf.shapes
+    part = "_exps" if of_experts else ""
+    scaled = [f"blk.0.attn_q.{end}" for end in ("scale", "input_scale")]
+    scaled += [f"blk.{layer}.ffn_{side}{part}.scale" for layer in (0, 1) for side in ("gate", "down")]
+    added = {end: of_experts if "exps" in end and of_experts else (1,) for end in scaled}
+    monkeypatch.setattr(random_gguf, "shapes", lambda sizes: shapes(sizes) | added)
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], {"*exps*": "NVFP4", "*attn*": "NVFP4", "*": "Q8_0"})
+    check(path, run(path, TOKENS, 13, activation_bits=16), 5e-4)
+
+
 @pytest.mark.parametrize("activations", slow_but_for(["float16", "bfloat16"], []))
 def test_logits_of_narrow_activations(activations, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama-tied"], {"*attn*": "F16", "*": "Q8_0"})

@@ -470,13 +470,17 @@ class _Function:
         selected = self.emit(relax.op.take(stacked, ids, axis=0, mode="nan"), f"{name}.selected")
         transposed = self.emit(relax.op.permute_dims(selected, [0, 1, 3, 2]), f"{name}.transposed")
         result = self.emit(relax.op.matmul(x, transposed), name)
-        if f"{tensor}.bias" not in self.weights:
-            return result
-        bias = self.weights.vector(f"{tensor}.bias", experts, out_features)
-        bias = self.emit(relax.op.take(bias, ids, axis=0, mode="nan"), f"{name}.bias")
         rows, used = ids.ty.shape.values
-        column = self.emit(relax.op.reshape(bias, [rows, used, 1, out_features]), f"{name}.bias_row")
-        return self.emit(relax.op.add(result, column), f"{name}.biased")
+        for part, done, op, size in (
+            ("scale", "scaled", relax.op.multiply, []),
+            ("bias", "biased", relax.op.add, [out_features]),
+        ):
+            if f"{tensor}.{part}" in self.weights:
+                numbers = self.weights.vector(f"{tensor}.{part}", experts, *size)
+                numbers = self.emit(relax.op.take(numbers, ids, axis=0, mode="nan"), f"{name}.{part}")
+                column = self.emit(relax.op.reshape(numbers, [rows, used, 1, *(size or [1])]), f"{name}.{part}_row")
+                result = self.emit(op(result, column), f"{name}.{done}")
+        return result
 
     def _logits(self, x: relax.Expr) -> relax.Expr:
         model = self.model
@@ -527,7 +531,7 @@ class _Function:
     def _linear(
         self, x: relax.Expr, tensor: str, out_features: int, in_features: int, name: str = "", dtype: str = ""
     ) -> relax.Expr:
-        """The product with a matrix of the file, plus its bias if it has one, (rows, out_features)."""
+        """The product with a matrix of the file, times its scale and plus its bias if any, (rows, out_features)."""
         name = name or tensor
         dtype = dtype or self.types.dtype_of(name)
         x = self._cast(x, dtype)
@@ -537,6 +541,9 @@ class _Function:
             x = self._cast(x, "float32")  # the pass FormQuantizedMatmuls matches this cast, and removes it
         transposed = self.emit(relax.op.permute_dims(matrix, [1, 0]), f"{name}.transposed")
         result = self.emit(relax.op.matmul(x, transposed, out_dtype="float32"), name)
+        if f"{tensor}.scale" in self.weights:
+            scale = self.weights.vector(f"{tensor}.scale", 1)
+            result = self.emit(relax.op.multiply(result, scale), f"{name}.scaled")
         if f"{tensor}.bias" in self.weights:
             bias = self.weights.vector(f"{tensor}.bias", out_features)
             result = self.emit(relax.op.add(result, bias), f"{name}.biased")

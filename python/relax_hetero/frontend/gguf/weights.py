@@ -36,11 +36,15 @@ class Weights:
         self._expected_names = {*architecture.required, *(name for name in architecture.optional if name in names)}
         self._constants: dict[str, relax.Expr] = {}
         further = tuple(f"blk.{layer}." for layer in range(model.layers, model.layers + model.further_layers))
-        self._unread = dict.fromkeys(name for name in file.tensors if not name.startswith(further))
+        # Scales of inputs are for activations of 4 bits.
+        read = (name for name in file.tensors if not name.endswith(".input_scale"))
+        self._unread = dict.fromkeys(name for name in read if not name.startswith(further))
         self._stacked: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
-        """Return whether an optional tensor is expected; in a file, all layers have it or none."""
+        """Return whether an optional tensor is expected; in a file, all layers have it or none, but for scales."""
+        if name.endswith(".scale") and name in self._file.tensors:
+            return True
         return name in self._stacked or _strip_layer(name) in self._expected_names
 
     def check_all_read(self) -> None:
@@ -54,7 +58,7 @@ class Weights:
             )
 
     def stack(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
-        """Stack tensors along rows into one with a new name; return False unless all exist and have one type.
+        """Stack tensors along rows into one with a new name; return False unless all exist, of one type without scales.
 
         Parameters
         ----------
@@ -68,6 +72,8 @@ class Weights:
         tensors = [self._file.tensors.get(part) for part, _ in parts]
         if len({tensor and tensor.type for tensor in tensors}) != 1 or tensors[0] is None:
             return False
+        if any(f"{part.removesuffix('.weight')}.scale" in self for part, _ in parts):
+            return False
         if name not in self._stacked:
             data = np.concatenate([self.tensor(part, [rows, *depth]).data for part, rows in parts])
             shape = (sum(rows for _, rows in parts), *depth)
@@ -75,7 +81,7 @@ class Weights:
         return True
 
     def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
-        """Give the matrices, and biases if any, of some experts a new name: views of the file if they are neighbours.
+        """Give the matrices, and scales and biases if any, of some experts a new name: views of the file if they are neighbours.
 
         Parameters
         ----------
@@ -90,7 +96,7 @@ class Weights:
             return
         is_range = experts[-1] - experts[0] + 1 == len(experts)
         rows = slice(experts[0], experts[-1] + 1) if is_range else list(experts)
-        for end, extents in (("weight", shape), ("bias", shape[:2])):
+        for end, extents in (("weight", shape), ("bias", shape[:2]), ("scale", shape[:1])):
             if end == "weight" or f"{name}.{end}" in self:
                 tensor, part = self.tensor(f"{name}.{end}", extents), f"{new_name}.{end}"
                 self._stacked[part] = FileTensor(part, (len(experts), *extents[1:]), tensor.type, tensor.data[rows])
