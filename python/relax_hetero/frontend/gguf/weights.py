@@ -81,7 +81,7 @@ class Weights:
         return True
 
     def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
-        """Give the matrices, and scales and biases if any, of some experts a new name: views of the file if they are neighbours.
+        """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours.
 
         Parameters
         ----------
