@@ -246,7 +246,8 @@ _DIGITS = [((np.arange(256) * 3**digit & 255) * 3 >> 8).astype(np.uint8) for dig
 
 
 # Formats with codebooks: an index selects four or eight magnitudes from a grid. A quant is the number of a magnitude
-# and, above its bits, a sign.
+# and, above its bits, a sign. Kernels read quants, not indices. (Measured with kernels that look entries up in memory,
+# one row, Zen 5: IQ2_XXS in 0.70 of the bytes takes 2.3 times as long, IQ3_XXS in 0.77 of the bytes 6 times.)
 
 
 @cache

@@ -58,7 +58,7 @@ DATA, SCALES = ((70, 48), "uint8"), ((70, 3), "float32")
         ([((70, 36), "uint8")], {"depth": 64, "format": "q4_k"}, "rows of 64 weights, expected a multiple of 256"),
         ([((70, 36), "uint8")], {"depth": 64, "format": "q8_0"}, r"\[70, 36\], expected \(68 bytes a row of 64"),
         ([DATA, SCALES], {"depth": 64, "format": "q8_0"}, "found 2 operands, expected rows of q8_0 alone"),
-        ([DATA, SCALES], {"depth": 64, "format": "q3_k"}, "format 'q3_k', expected one of q8_0, "),
+        ([DATA, SCALES], {"depth": 64, "format": "q3_0"}, "format 'q3_0', expected one of q8_0, "),
         ([DATA], {"depth": 64, "block": 32}, "found 1 operands, expected 2"),
         ([DATA, ((70, 3), "float16")], {"depth": 96, "block": 32}, "expected a tensor of float32"),
         ([((70, 48), "int8"), SCALES], {"depth": 96, "block": 32}, "expected a tensor of uint8"),
