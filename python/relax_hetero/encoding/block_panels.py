@@ -1,11 +1,11 @@
 """Block-quantized weights in the form that kernels of CPUs read: panels of columns, with the file's quants.
 
 A panel is one stretch of bytes, which a kernel reads sequentially: superblocks along k, each with the scales and
-minimums of all columns of the panel, then the codes. Codes of 2, 4, 5 and 6 bits are fields of 32-bit lanes: a vector
-of lanes holds neighbours along k, one lane for each column. A lane holds as many fields as fit; for 5 and 6 bits two
-bits are left over, and those of a group's lanes together are the group's last fields. Codes of 3 bits are lanes of the
-two low bits of a group, and then lanes of 16 bits with the high ones. Codes of 8 bits and plain numbers are stored as
-rows over the panel's columns.
+minimums of all columns of the panel, then the codes. Codes of 1, 2, 4, 5 and 6 bits are fields of 32-bit lanes: a
+vector of lanes holds neighbours along k, one lane for each column. A lane holds as many fields as fit; for 5 and 6 bits
+two bits are left over, and those of a group's lanes together are the group's last fields. Codes of 3 bits are lanes of
+the two low bits of a group, and then lanes of 16 bits with the high ones. Codes of 8 bits and plain numbers are stored
+as rows over the panel's columns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 Zeros = Callable[[Sequence[int], str], np.ndarray]
 """Function that allocates an array of a shape and an element type, filled with zeros."""
 
-GROUPS = {2: 16, 3: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
+GROUPS = {1: 32, 2: 16, 3: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 """Number of weights whose fields share a group of lanes, by the bits of a weight."""
 
 _CHUNK_WEIGHTS = 1 << 19
@@ -263,7 +263,7 @@ def _bytes(lanes: np.ndarray, lead: tuple[int, ...]) -> np.ndarray:
 
 
 def _joined_fields(fields: np.ndarray, bits: int) -> np.ndarray:
-    """Fields of 2 or 4 bits, one in each byte, joined to lanes of 32 bits: neighbours pair by pair, eight at a time."""
+    """Fields of 1, 2 or 4 bits, one in each byte, joined to lanes of 32 bits, pair by pair, eight at a time."""
     words = fields.view("<u8")
     for step in range(3):
         unit, width = 8 << step, bits << step  # each unit of bits begins with `width` bits of fields
@@ -277,7 +277,7 @@ def _lanes(fields: np.ndarray, plan: PanelPlan, panels: int) -> np.ndarray:
     bits, words, lane_fields = plan.form.bits, plan.words, plan.fields
     columns, groups = plan.columns, plan.superblocks * plan.superblock_size // plan.group
     padded = padded_to(fields, panels * columns, groups * plan.group, "uint8").reshape(panels, columns, groups, -1)
-    if bits in (2, 4):  # a lane without bits left over
+    if bits in (1, 2, 4):  # a lane without bits left over
         return _joined_fields(padded, bits).reshape(panels, columns, plan.superblocks, -1).transpose(0, 2, 3, 1)
     if bits == 3:
         low = _joined_fields(padded & np.uint8(3), 2)

@@ -224,8 +224,7 @@ _E4M3_WITHOUT_NAN = np.where(np.arange(256) == 127, 0, np.arange(256)).astype(np
 
 
 def _read_q1_0(data: Any, reader: SuperblockReader) -> QuantizedRows:
-    bits = reader.fields(reader.ops.slice(data, 2, 18), 1, 1)
-    return QuantizedRows(reader.ops.look_up(bits, np.array([0, 2], np.uint8)), reader.f16(data, 0))
+    return QuantizedRows(reader.fields(reader.ops.slice(data, 2, 18), 1, 1), reader.f16(data, 0))
 
 
 def _read_tq2_0(data: Any, reader: SuperblockReader) -> QuantizedRows:

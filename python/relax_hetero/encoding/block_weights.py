@@ -40,8 +40,12 @@ def chunk_of(bits: int) -> int:
 
 
 def lane_words(bits: int) -> int:
-    """Words of a lane in a fragment block: four, and one or two of the high bits of 5 or 6; two or three of 2 or 3."""
+    """Words of a lane in a fragment block: four, and one or two of the high bits of 5 or 6; one to three of fewer."""
     return chunk_of(bits) * bits // 64
+
+
+NARROW_PLANES = {1: (1,), 2: (2,), 3: (2, 1)}
+"""Bits of the planes of weights of less than 4 bits, lowest first; a lane has as many words of a plane."""
 
 
 MAX_FUSED_PAIRS, MAX_SUMMED_EXPERTS = 255, 16
@@ -78,24 +82,25 @@ def pack_fragments(data: np.ndarray, depth: int, block: int, bits: int = 4) -> n
 
 
 def _fragments_of_quants(quants: np.ndarray, block: int, bits: int) -> np.ndarray:
-    """Fragments from one byte for each weight, (n, depth), of 2 to 6 or 8 bits.
+    """Fragments from one byte for each weight, (n, depth), of 1 to 6 or 8 bits.
 
     The last axis of a chunk of 5 or 6 bits is one in name only: the low 4 bits of all lanes come first, as for 4 bits,
     then their high bits, a word or two of each lane: bits 0 and 16 (0-1 and 16-17) are the first two weights of the
-    first column, the next those of the second, then the next two, as the instructions read them. Those of 2 or 3 bits
-    are words of 4 bits that share a word: each of two words has the low 2 bits of two, then one has the high bits of
-    all four.
+    first column, the next those of the second, then the next two, as the instructions read them. Those of less than 4
+    bits are planes of 1 or 2 bits: words of 4 bits that share a word, two or four of them.
     """
     if bits in (4, 8):
         return _fragments(quants, block, bits)
     if bits > 4:
         planes = [_fragments(quants & np.uint8(15), block, 4), _high_bits(quants >> np.uint8(4), block, bits - 4)]
     else:
-        low = _fragments(quants & np.uint8(3), block, 4)
-        planes = [low[..., ::2] | low[..., 1::2] << 2]
-        if bits == 3:
-            shifted = _fragments(quants >> np.uint8(2), block, 4) << np.arange(4, dtype=np.int32)
-            planes.append(np.bitwise_or.reduce(shifted, 3, keepdims=True))
+        planes, first = [], 0
+        for width in NARROW_PLANES[bits]:
+            words = _fragments(quants >> np.uint8(first) & np.uint8((1 << width) - 1), block, 4)
+            sharing = words.reshape(*words.shape[:3], width, -1)
+            shifts = np.arange(0, 4, width, dtype=np.int32)
+            planes.append(np.bitwise_or.reduce(sharing << shifts, 4))
+            first += width
     joined = np.concatenate([plane.reshape(*plane.shape[:2], -1) for plane in planes], 2)
     return joined.reshape(*planes[0].shape[:3], lane_words(bits))
 

@@ -81,13 +81,14 @@ class ByteReader:
             yield from self._unpack_3_bits(words[0], self.panel.high_halves(superblock, number, vector))
             return
         yield from {
-            2: self._unpack_2_or_4_bits,
-            4: self._unpack_2_or_4_bits,
+            1: self._unpack_whole_fields,
+            2: self._unpack_whole_fields,
+            4: self._unpack_whole_fields,
             5: self._unpack_5_bits,
             6: self._unpack_6_bits,
         }[plan.form.bits](words)
 
-    def _unpack_2_or_4_bits(self, words: list[Expr]) -> Iterator[Expr]:
+    def _unpack_whole_fields(self, words: list[Expr]) -> Iterator[Expr]:
         bits = self.panel.plan.form.bits
         for word in words:
             for quad in range(8 // bits):

@@ -296,12 +296,12 @@ class PanelReader:
     def _number(self, lane: Expr, field_index: int) -> Expr:
         bits, low = self.plan.form.bits, self.plan.form.min_code
         if self.tables and self.lanes == 8:
-            low_half, high_half = (
-                tirx.call_llvm_pure_intrin("float32x8", _LOOKUP_OF_EIGHT, table, lane)
-                for table in (self.tables[0], self.tables[-1])
+            low_half, *high = (
+                tirx.call_llvm_pure_intrin("float32x8", _LOOKUP_OF_EIGHT, table, lane) for table in self.tables
             )
-            if bits == 3:
+            if not high:
                 return let(low_half)
+            (high_half,) = high
             return let(tirx.Select(tirx.bitwise_and(lane, self._bits(8)) > self._bits(0), high_half, low_half))
         if self.tables and field_index == 0:
             if len(self.tables) == 1:

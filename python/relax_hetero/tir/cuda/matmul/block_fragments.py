@@ -1,21 +1,22 @@
-"""Dequantization of weights of 2 to 6 or 8 bits to fragments of tensor cores, in registers.
+"""Dequantization of weights of 1 to 6 or 8 bits to fragments of tensor cores, in registers.
 
 The bits of a weight w are inserted into the mantissa of a power of two, which is subtracted together with the zero
 point: the float16 1024 with the bits of w in its lowest bits is 1024 + w. The bits of an fp4 number are those of a
 16-bit float, the exponent's lowest bits, and are multiplied by the difference of the exponents' biases. Other codes of
 tables are looked up by permutations of bytes (``prmt``): low and high bytes of the codes as 16-bit floats are in
-registers. Words of weights of 2 or 3 bits become words of 4 bits first. 16-bit floats are fragments as they are.
+registers. Words of weights of less than 4 bits become words of 4 bits first. 16-bit floats are fragments as they are.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.block_weights import middle_of
+from ....encoding.block_weights import NARROW_PLANES, middle_of
 from ....target.element_types import numpy_dtype
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, int64, minimum
@@ -204,8 +205,7 @@ class WeightFragments:
         begin = (slot * work.plan.fragments + fragment) * work.lane_words
         words = [self.bits[begin + step * work.words + i] for i in range(work.words)]
         if work.problem.bits < 4:
-            low, high = self.bits[begin + step // 2], self.bits[begin + 2] if work.lane_words > 2 else None
-            words = [self.widened(low, high, 2 * (step % 2), step)]
+            words = [self.widened([self.bits[begin + first + step * count // 4] for first, count in work.planes], step)]
         if work.is_plain:
             return words
         high = []
@@ -215,10 +215,14 @@ class WeightFragments:
         self.unpack_words(words if self.is_bytes else words * 2, (0, 0) if self.is_bytes else (0, 8), high)
         return [self.fragment[i] for i in range(4)]
 
-    def widened(self, low: Expr, high: Expr | None, at: int, high_at: int) -> Expr:
-        """A word of weights of 4 bits, from those of 2 bits from bit `at` on, and perhaps a third from `high_at` on."""
-        word = _shifted(low, -at) & T.uint32(0x33333333)
-        return T.bind(word if high is None else word | (_shifted(high, 2 - high_at) & T.uint32(0x44444444)))
+    def widened(self, words: Sequence[Expr], number: int) -> Expr:
+        """Word `number` of weights of 4 bits of a lane, from the words of the planes that have its bits."""
+        fields, first = [], 0
+        for word, bits in zip(words, NARROW_PLANES[self.work.problem.bits], strict=True):
+            mask = T.uint32(((1 << bits) - 1) * 0x11111111 << first)
+            fields.append(_shifted(word, first - number * bits % 4) & mask)
+            first += bits
+        return T.bind(reduce(T.bitwise_or, fields))
 
     def unpack_words(
         self, words: Sequence[Expr], bits: Sequence[int], high: Sequence[tuple[Expr, int]] = (), begin: int = 0
@@ -298,7 +302,7 @@ class WeightFragments:
 
 def _bytes_of_codes(codes: Sequence[int], dtype: str) -> list[list[int]]:
     """Low and high bytes of codes as 16-bit floats, as words; empty without codes."""
-    bits = np.array(codes, numpy_dtype(dtype)).view(np.uint16)
+    bits = np.array(codes * max(1, 8 // max(len(codes), 1)), numpy_dtype(dtype)).view(np.uint16)
     return [(bits >> shift).astype(np.uint8).view("<u4").tolist() for shift in (0, 8)] if codes else []
 
 

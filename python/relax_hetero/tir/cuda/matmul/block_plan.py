@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import gcd, prod
 
-from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of, lane_words
+from ....encoding.block_weights import FRAGMENT_COLUMNS, NARROW_PLANES, chunk_of, lane_words
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr
@@ -192,8 +192,8 @@ class BlockWork:
         self.chunk = chunk_of(problem.bits)
         self.is_plain = problem.bits == 16
         self.words, self.lane_words = max(1, problem.bits // 4), lane_words(problem.bits)
-        low = 2 if problem.bits < 4 else 4
-        self.planes = [(0, low), *([(low, self.lane_words - low)] if self.lane_words > low else [])]
+        counts = NARROW_PLANES.get(problem.bits) or [4, self.lane_words - 4]
+        self.planes = [(sum(counts[:i]), count) for i, count in enumerate(counts) if count]
         self.high_bits = max(0, problem.bits - 4) if problem.bits < 8 else 0
         self.chunk_bytes = WARP * self.lane_words * 4
         self.chunks = -(-problem.depth // self.chunk)

@@ -13,7 +13,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_formats import BlockFormat
-from ....encoding.block_weights import FRAGMENT_COLUMNS, chunk_of, lane_words
+from ....encoding.block_weights import FRAGMENT_COLUMNS, NARROW_PLANES, chunk_of, lane_words
 from ....encoding.problem import PanelFragmentsProblem
 from ....target.gpu_target import GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
@@ -108,12 +108,14 @@ class _Kernel:
             elif self.bits == 8:
                 self._store(first + lane * 4, [self._bytes(quants, quarter, w) for w in range(4)])
             elif self.bits < 4:
-                low = [self._fields(quants, quarter, w, 3) for w in range(4)]
-                self._store(first + lane * 2, [low[w] | low[w + 1] << _u32(2) for w in (0, 2)])
-                if self.bits == 3:
-                    high = [[quant >> _u32(2) for quant in of_column] for of_column in quants]
-                    word = _joined(self._fields(high, quarter, w, 1) << _u32(w) for w in range(4))
-                    self._store(first + (32 * 2 + lane), [word])
+                begin = 0
+                for width in NARROW_PLANES[self.bits]:
+                    plane = [[quant >> _u32(begin) for quant in of_column] for of_column in quants]
+                    words = [self._fields(plane, quarter, w, (1 << width) - 1) << _u32(w * width % 4) for w in range(4)]
+                    per_word = 4 // width
+                    joined = [_joined(words[w : w + per_word]) for w in range(0, 4, per_word)]
+                    self._store(first + (32 * begin + lane * width), joined)
+                    begin += width
             else:
                 self._store(first + lane * 4, [self._fields(quants, quarter, w, 15) for w in range(4)])
                 planes = self.bits - 4

@@ -155,7 +155,7 @@ class _OrderedFragments(StagedFragments):
         chunk, parts : PrimExpr, list of list of PrimExpr
             Offsets of the chunk, and of the scales of `steps`, as in `load_staged`.
         """
-        weights = _held(chunk + self.lane_offset * (8 if self.work.problem.bits < 4 else 1))
+        weights = _held(chunk if self.work.problem.bits < 4 else chunk + self.lane_offset)
         if self.work.is_plain:  # chunks of a step each
             for step in steps:
                 for pair in range(2):
@@ -170,7 +170,7 @@ class _OrderedFragments(StagedFragments):
                 self._load_factors(step // work.steps)
             for pair in range(2):
                 if work.problem.bits < 4:
-                    word = self._narrow_word(shared, chunk, weights, step * STEP + 8 * pair)
+                    word = self._narrow_word(shared, weights, step * STEP + 8 * pair)
                 else:
                     ptx.load_shared([words[pair]], shared.at(weights + self._word_at(step * STEP + 8 * pair)))
                     word = words[pair]
@@ -181,17 +181,16 @@ class _OrderedFragments(StagedFragments):
             for i in range(4):
                 self._scale_pair(first + i, i % 2)
 
-    def _narrow_word(self, shared: SharedMemory, chunk: Expr, weights: Expr, k: int) -> Expr:
-        """The word of 4 bits that has the weight k of a chunk of 2 or 3 bits, for the lane's first four."""
+    def _narrow_word(self, shared: SharedMemory, chunk: Expr, k: int) -> Expr:
+        """The word of 4 bits that has the weight k of a chunk of fewer bits, for the lane's first four."""
         run, words = self.work.steps * STEP, local(2, "uint32")
         lane, in_lane = divmod(k % run, run // 4)
-        number = k // run * (run // 16) + in_lane // 4
-        ptx.load_shared([words[0]], shared.at(weights + (lane * 8 + number // 2 * 4)))
-        high = None
-        if self.work.lane_words > 2:
-            ptx.load_shared([words[1]], shared.at(chunk + self.lane_offset * 4 + (_LOW_BYTES // 2 + lane * 4)))
-            high = words[1] >> self._next
-        return self.widened(words[0] >> self._next * T.uint32(2), high, 2 * (number % 2), number)
+        number, own = k // run * (run // 16) + in_lane // 4, []
+        for i, (first, count) in enumerate(self.work.planes):
+            place = (first * WARP + lane * count + number * count // 4) * 4
+            ptx.load_shared([words[i]], shared.at(chunk + self.lane_offset * (4 * count) + place))
+            own.append(words[i] >> self._next * T.uint32(count))
+        return self.widened(own, number)
 
     def _high_words(self, shared: SharedMemory, chunk: Expr, step: int) -> list[tuple[Expr, int]]:
         """Words with the high bits of both pairs of a step, shifted by the lane's own bits, and their first bits."""

@@ -123,7 +123,7 @@ def test_on_a_gpu(name, m, dtype):
 # Scales of 6 bits take bytes, which is 1 to 4 % of the weights. Magnitudes of codebooks take 2 or 3 bits, and a sign.
 STORED_BITS = {
     "q4_k": 4.625, "q5_k": 5.625, "q3_k": 3.5625, "iq4_xs": 4.3125, "iq3_s": 4.3125, "iq3_xxs": 4.3125, "iq2_s": 3.5625,
-    "iq2_xs": 3.5625, "iq2_xxs": 3.3125, "iq1_m": 3.5625, "iq1_s": 2.625, "tq1_0": 2.0625, "q1_0": 2.125,
+    "iq2_xs": 3.5625, "iq2_xxs": 3.3125, "iq1_m": 3.5625, "iq1_s": 2.625, "tq1_0": 2.0625,
 }  # fmt: skip
 
 
