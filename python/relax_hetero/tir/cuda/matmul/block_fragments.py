@@ -300,7 +300,7 @@ class WeightFragments:
         ptx.pack_pair(target, self.wide[0], self.wide[1], "bfloat16")
 
 
-def _bytes_of_codes(codes: Sequence[int], dtype: str) -> list[list[int]]:
+def _bytes_of_codes(codes: tuple[int, ...], dtype: str) -> list[list[int]]:
     """Low and high bytes of codes as 16-bit floats, as words; empty without codes."""
     bits = np.array(codes * max(1, 8 // max(len(codes), 1)), numpy_dtype(dtype)).view(np.uint16)
     return [(bits >> shift).astype(np.uint8).view("<u4").tolist() for shift in (0, 8)] if codes else []
