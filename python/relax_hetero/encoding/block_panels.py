@@ -30,6 +30,10 @@ Zeros = Callable[[Sequence[int], str], np.ndarray]
 GROUPS = {1: 32, 2: 16, 3: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 """Number of weights whose fields share a group of lanes, by the bits of a weight."""
 
+HIGH_BITS = [4 * quad + i for quad in (0, 2, 1, 3) for i in range(4)]
+"""Position of the high bit of each weight of a group of 3 bits: the second and the third four change places, so that one
+shift brings each four to a byte of its own."""
+
 _CHUNK_WEIGHTS = 1 << 19
 """Number of weights that a thread packs at a time: malloc keeps memory for numpy's temporaries of this size, a few
 times a byte for each weight. It returns larger ones to Linux, and page faults then take longer than packing."""
@@ -282,6 +286,7 @@ def _lanes(fields: np.ndarray, plan: PanelPlan, panels: int) -> np.ndarray:
     if bits == 3:
         low = _joined_fields(padded & np.uint8(3), 2)
         high = np.packbits((padded >> np.uint8(2)).reshape(-1), bitorder="little").view("<u2")
+        high = high & 0xF00F | (high & 0x00F0) << 4 | (high & 0x0F00) >> 4  # to the order of `HIGH_BITS`
         planes = [plane.reshape(panels, columns, groups).swapaxes(1, 2) for plane in (low, high)]
         return np.concatenate([_bytes(plane, (panels, groups)) for plane in planes], axis=-1)
     lanes = np.zeros((panels, columns, groups, words), np.uint32)

@@ -96,11 +96,8 @@ class ByteReader:
                 yield self._codes(let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1))))
 
     def _unpack_3_bits(self, word: Expr, high: Expr) -> Iterator[Expr]:
-        # Four bits of each byte: those of the weights that share a byte of quants in the low plane.
-        apart = tirx.bitwise_or(high, tirx.shift_left(high, self._bits(8)))
-        apart = let(tirx.bitwise_and(apart, self._bits(0x00FF00FF)))
-        apart = tirx.bitwise_or(apart, tirx.shift_left(apart, self._bits(4)))
-        apart = let(tirx.bitwise_and(apart, self._splat_byte(15)))
+        # In the low bits of each byte are those of the weights that share a byte of the low plane.
+        apart = let(tirx.bitwise_or(high, tirx.shift_left(high, self._bits(12))))
         for quad in range(4):
             low_bits = tirx.bitwise_and(tirx.shift_right(word, self._bits(2 * quad)), self._splat_byte(3))
             shifted = tirx.shift_right(tirx.shift_left(apart, self._bits(2)), self._bits(quad))

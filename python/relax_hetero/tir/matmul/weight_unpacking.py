@@ -16,7 +16,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_formats import SCALES_OF_BYTES, stored_scale_type
-from ...encoding.block_panels import PanelPlan
+from ...encoding.block_panels import HIGH_BITS, PanelPlan
 from ...target.cpu_target import CpuTarget
 from ...target.element_types import bytes_of
 from ..core.builder import (
@@ -245,7 +245,7 @@ class PanelReader:
     def _field_of_planes(self, low: Expr, high: Expr, position: int) -> Expr:
         """A quant of two low bits and a high one."""
         low_bits = tirx.bitwise_and(tirx.shift_right(low, self._bits(2 * position)), self._bits(3))
-        shifted = tirx.shift_right(tirx.shift_left(high, self._bits(2)), self._bits(position))
+        shifted = tirx.shift_right(tirx.shift_left(high, self._bits(2)), self._bits(HIGH_BITS[position]))
         return let(tirx.bitwise_or(low_bits, tirx.bitwise_and(shifted, self._bits(4))))
 
     def _read_rows(self, superblock: Expr, k: Expr, vector: Expr) -> Numbers:

@@ -13,6 +13,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.block_formats import BlockFormat
+from ....encoding.block_panels import HIGH_BITS
 from ....encoding.block_weights import FRAGMENT_COLUMNS, NARROW_PLANES, chunk_of, lane_words
 from ....encoding.problem import PanelFragmentsProblem
 from ....target.gpu_target import GpuTarget
@@ -157,7 +158,7 @@ class _Kernel:
             halves = self.panels.elements("uint16")
             half = T.Cast("uint32", halves[tirx.floordiv(group, 2) + 2 * columns + column])
             high = self._existing(half, exists)
-            return [_field(lanes[0], 2, i) | _field(high, 1, i) << _u32(2) for i in range(plan.group)]
+            return [_field(lanes[0], 2, i) | _field(high, 1, HIGH_BITS[i]) << _u32(2) for i in range(plan.group)]
         whole = plan.words * plan.fields
         quants = [_field(lanes[i // plan.fields], bits, i % plan.fields) for i in range(whole)]
         if plan.group > whole:  # in the two bits that are left over of each lane
