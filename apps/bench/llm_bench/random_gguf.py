@@ -44,6 +44,7 @@ SCALES = {
     BlockType.Q6_K: {208: 1.0},
     BlockType.Q2_K: {80: 1.0, 82: 1.5},
     BlockType.Q3_K: {108: 1.0},
+    BlockType.Q1_0: {0: 1.0},
     BlockType.TQ2_0: {64: 1.0},
     BlockType.TQ1_0: {52: 1.0},
     BlockType.MXFP4: {},
@@ -187,7 +188,8 @@ def random_blocks(
     count = rows * columns // block
     blocks = np.frombuffer(bytearray(generator.bytes(count * size)), np.uint8).reshape(count, size)
     _set_scales(blocks[:256], kind, np.ones(len(blocks[:256])))
-    unit = float(gguf.quants.dequantize(blocks[:256], kind).std())
+    # The package gguf lacks Q1_0, whose weights are plus or minus their scale.
+    unit = 1.0 if kind == BlockType.Q1_0 else float(gguf.quants.dequantize(blocks[:256], kind).std())
     # Scales of either sign: codes of some types lie around -1/2, not 0.
     scales = generator.uniform(0.5, 1.5, count) * generator.choice((-1, 1), count)
     _set_scales(blocks, kind, scales * spread / unit)

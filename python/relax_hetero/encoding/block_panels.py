@@ -31,8 +31,8 @@ GROUPS = {1: 32, 2: 16, 3: 16, 4: 8, 5: 32, 6: 16, 8: 8, 16: 8}
 """Number of weights whose fields share a group of lanes, by the bits of a weight."""
 
 HIGH_BITS = [4 * quad + i for quad in (0, 2, 1, 3) for i in range(4)]
-"""Position of the high bit of each weight of a group of 3 bits: the second and the third four change places, so that one
-shift brings each four to a byte of its own."""
+"""Position of the high bit of each weight of a group of 3 bits: the second and the third four change places, so that
+one shift brings each four to a byte of its own."""
 
 _CHUNK_WEIGHTS = 1 << 19
 """Number of weights that a thread packs at a time: malloc keeps memory for numpy's temporaries of this size, a few

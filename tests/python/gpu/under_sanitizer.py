@@ -44,7 +44,7 @@ CONVOLUTIONS = {
     "f16 convolution of an image": (20, 3, 40, 7, 2, 1, "f16"),
     "f32 convolution": (9, 20, 24, 3, 2, 1, "f32"),
 }
-LANGUAGE = ("Q4_0", "Q4_K", "Q6_K", "F16")
+LANGUAGE = ("Q4_0", "Q4_K", "Q6_K", "F16", "Q3_K", "IQ4_XS")
 ATTENTION = {
     "attention": (2, 130, 130, 64, True, "float16", 2),
     "attention of few queries": (2, 3, 700, 128, False, "float16", 2),
