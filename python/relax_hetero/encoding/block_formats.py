@@ -3,7 +3,7 @@
 A weight is ``scale * code + minimum`` with ``code = quant + min_code``: the quant is an unsigned integer of a few bits,
 `min_code` a constant of the format. Formats with a table have ``code = codes[quant]`` instead. A block of neighbours
 along k shares a scale and perhaps a minimum. A row of a file is a sequence of superblocks of equal size: one block each
-or, in formats whose names end in ``_k``, 256 weights in several blocks, whose scales and minimums are small integers
+or, in formats with scales of ``int8``, 256 weights in several blocks, whose scales and minimums are small integers
 times the superblock's float16 factors (ggml's ``d`` and ``dmin``).
 
 A format is one row here, for packing and for kernels, and one reader of its bytes (`block_readers`).
