@@ -135,6 +135,7 @@ _FILE_FORMATS = (
     BlockFormat("iq1_s", 2, -1, 32, 256, 50, "int8", "int8", factor=0.125),
     BlockFormat("tq2_0", 2, -1, 256, 256, 66, "float16"),
     BlockFormat("tq1_0", 2, -1, 256, 256, 54, "float16"),
+    BlockFormat("q2_0", 2, -1, 64, 64, 18, "float16"),
     BlockFormat("q1_0", 1, -1, 128, 128, 18, "float16", codes=(-1, 1)),
     BlockFormat("mxfp4", 4, -12, 32, 32, 17, "e8m0", codes=FLOAT4_CODES),
     BlockFormat("nvfp4", 4, -12, 16, 64, 36, "e4m3", codes=FLOAT4_CODES),

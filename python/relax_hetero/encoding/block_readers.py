@@ -223,8 +223,11 @@ _E4M3_WITHOUT_NAN = np.where(np.arange(256) == 127, 0, np.arange(256)).astype(np
 """Bytes of e4m3, which lack a sign; ggml reads NaN as 0."""
 
 
-def _read_q1_0(data: Any, reader: SuperblockReader) -> QuantizedRows:
-    return QuantizedRows(reader.fields(reader.ops.slice(data, 2, 18), 1, 1), reader.f16(data, 0))
+def _read_neighbours(bits: int) -> Callable[[Any, SuperblockReader], QuantizedRows]:
+    def read(data: Any, reader: SuperblockReader) -> QuantizedRows:
+        return QuantizedRows(reader.fields(reader.ops.slice(data, 2, 18), 1, bits), reader.f16(data, 0))
+
+    return read
 
 
 def _read_tq2_0(data: Any, reader: SuperblockReader) -> QuantizedRows:
@@ -382,7 +385,8 @@ READERS: dict[str, Callable[[Any, SuperblockReader], QuantizedRows]] = {
     "iq1_s": _read_iq1_s,
     "tq2_0": _read_tq2_0,
     "tq1_0": _read_tq1_0,
-    "q1_0": _read_q1_0,
+    "q2_0": _read_neighbours(2),
+    "q1_0": _read_neighbours(1),
     "mxfp4": _read_mxfp4,
     "nvfp4": _read_nvfp4,
     "f16": _read_f16,

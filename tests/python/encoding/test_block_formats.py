@@ -72,13 +72,16 @@ def of_float4(superblock):
         yield F(2.0 ** (int(superblock[0]) - 127)) * F(-magnitude if bits & 8 else magnitude)
 
 
-def of_one_bit(superblock):
-    for i in range(128):
-        yield half(superblock, 0) * F(1 if superblock[2 + i // 8] >> i % 8 & 1 else -1)
+def of_neighbours(superblock, bits):
+    """Weights of a byte are neighbours: 64 of 2 bits, or 128 of one."""
+    for i in range(128 // bits):
+        quant = int(superblock[2 + i * bits // 8]) >> i * bits % 8 & (1 << bits) - 1
+        yield half(superblock, 0) * F(quant - 1 if bits == 2 else 2 * quant - 1)
 
 
 DEFINITIONS = {
-    "q1_0": of_one_bit,
+    "q2_0": lambda superblock: of_neighbours(superblock, 2),
+    "q1_0": lambda superblock: of_neighbours(superblock, 1),
     "mxfp4": of_float4,
     "q8_0": lambda superblock: (half(superblock, 0) * F(code) for code in superblock[2:].view(np.int8)),
     "q4_0": lambda superblock: of_simple(superblock, 4, False),
@@ -102,7 +105,7 @@ def test_numbers_are_those_of_the_definition(name):
     np.testing.assert_array_equal(dequantize_rows(raw, form, depth), want)
 
 
-@pytest.mark.parametrize("name", [name for name in FILE_FORMATS if name != "q1_0"])
+@pytest.mark.parametrize("name", [name for name in FILE_FORMATS if name not in ("q1_0", "q2_0")])
 def test_numbers_are_those_of_the_gguf_package(name):
     gguf = pytest.importorskip("gguf")
     raw = random_rows(name, 5, 768)

@@ -11,7 +11,7 @@ from llm.llama_cpp_logits import TOKENS, recorded
 from llm.reference_model import ReferenceModel, rotated
 from relax_hetero.encoding.block_formats import FILE_FORMATS
 
-KINDS = [name.upper() for name in FILE_FORMATS if name != "q1_0"]  # which the package gguf does not dequantize
+KINDS = [name.upper() for name in FILE_FORMATS if name not in ("q1_0", "q2_0")]  # gguf does not dequantize these
 # llama.cpp looks GELU up in a table of float16.
 TOLERANCES = {name: 5e-3 if name.startswith("gemma") else 5e-5 for name in MODELS}
 

@@ -191,6 +191,9 @@ _DEFAULT_ALIGNMENT = 32
 _NUMPY_TYPES = {"F32": "<f4", "F16": "<f2", "F64": "<f8", "I8": "<i1", "I16": "<i2", "I32": "<i4", "I64": "<i8"}
 """Types that numpy has; tensors of all other types are bytes."""
 
+_NEWER_TYPES = {40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 18)}
+"""Types that some versions of the package gguf lack: number, name, elements and bytes of a block."""
+
 
 @dataclass(frozen=True)
 class FileTensor:
@@ -284,6 +287,7 @@ def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileT
     if alignment < 1 or alignment & (alignment - 1):
         raise reader.error(f"general.alignment is {alignment}, expected a power of two")
     types = {int(kind): (str(kind.name), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}
+    types = _NEWER_TYPES | types
     entries: dict[str, tuple[tuple[int, ...], str, int, int]] = {}
     previous, end = "the data's beginning", 0
     for _ in range(count):

@@ -11,6 +11,7 @@ import pytest
 
 gguf = pytest.importorskip("gguf")
 
+from relax_hetero.encoding.block_formats import FILE_FORMATS  # noqa: E402
 from relax_hetero.errors import FrontendError  # noqa: E402
 from relax_hetero.frontend.gguf.file import read_gguf  # noqa: E402
 
@@ -168,6 +169,13 @@ def test_files_of_the_second_version_and_of_few_tensors(tmp_path):
     path.write_bytes(file([alignment], tensors, data=-len(head) % 64 + 192 + 4, version=2))
     shapes = {name: found.data.shape for name, found in read_gguf(path).tensors.items()}
     assert shapes == {"a": (3,), "b": (1,), "c": (), "d": (1, 1, 1, 1)}
+
+
+def test_types_that_the_package_may_lack(tmp_path):
+    path, head = tmp_path / "model.gguf", file(tensors=[tensor("a", 128, 3, kind=42)])
+    path.write_bytes(head + bytes(-len(head) % 32 + 108))
+    found = read_gguf(path).tensors["a"]
+    assert found.type == "Q2_0" and found.data.shape == (3, FILE_FORMATS["q2_0"].row_bytes(128))
 
 
 def test_released_pages_are_read_again(path: Path) -> None:
