@@ -180,7 +180,7 @@ def _load_file(
         batches, chunks = (max(batches),), (max(chunks),)
     # Code depends on the longest context only, so that another context of the file compiles nothing.
     is_fixed = placement == "auto" or (context < PAGE * MANY_PAGES and not all(map(is_cpu, devices)))
-    columns = context if is_fixed else max(model.context, context)
+    columns = context if is_fixed else model.compiled_context(context)
     options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
     donated = [f"pages_{layer}" for layer in range(model.layers)]
     if options["count_experts"]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -17,44 +17,101 @@ from ...tir.routing import ROUTING_KINDS, RoutingProblem
 
 
 @dataclass(frozen=True)
+class Norms:
+    """Norms of a layer, by the names of their tensors; without a name, nothing is normalized there.
+
+    Attributes
+    ----------
+    kind : str
+        "rms": RMS norm; "layer": layer norm, with a bias if the file has one.
+    attention, feed_forward : str
+        Norms of the inputs. If one is optional and the file lacks it, the other is that of both. If both are the same,
+        attention and feed-forward are parallel: both read the normalized input of the layer, which gets their sum.
+    attention_out, feed_forward_out : str
+        Norms of the results, before they are added to the residual.
+    heads : str
+        Norms of queries and keys, if the file has them. "each": RMS norm of each head, with factors of all heads;
+        "rotated": the same after rotation; "own": layer norm of each head, with factors of its own; "joint": RMS norm
+        of all heads together.
+    """
+
+    kind: str = "rms"
+    attention: str = "attn_norm"
+    feed_forward: str = "ffn_norm"
+    attention_out: str = ""
+    feed_forward_out: str = ""
+    heads: str = "each"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Layers that attend to a sliding window.
+
+    Attributes
+    ----------
+    period : int
+        Default period of layers: the last layer of each period attends to all keys; 0: none does.
+    length : int or None
+        Default length of the window, 0 without; None: the file must state it.
+    base : float or None
+        Default base of rotary frequencies of these layers; None: that of the others.
+    is_scaled : bool
+        True if the file's scaling of positions applies to them, too.
+    are_rotated : bool
+        True if these layers alone are rotated, in models that have any.
+    """
+
+    period: int = 0
+    length: int | None = None
+    base: float | None = None
+    is_scaled: bool = True
+    are_rotated: bool = False
+
+
+@dataclass(frozen=True)
 class Architecture:
     """Properties of an architecture that its files do not state.
 
     Attributes
     ----------
     rotary : str
-        Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2).
+        Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2);
+        "": none, because positions have embeddings.
     activation : str
-        Activation of the feed-forward gate: "silu", "gelu_tanh", or "clamped_swiglu", which also changes the other
-        factor: ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up` from -7 to 7.
+        Activation of the feed-forward network: "silu", "gelu", "gelu_tanh", "squared_relu", or "clamped_swiglu", which
+        also changes the other factor: ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up`
+        from -7 to 7.
+    is_gated : bool
+        True if the activation is that of a gate, whose product with `up` is the input of the last matrix. Gates may be
+        the first half of a matrix ``ffn_up``.
     scaled_embedding : bool
         True if embeddings are multiplied by the square root of their width.
-    post_norms : bool
-        True if the results of attention and feed-forward are normalized before the residual addition.
-    pattern : int
-        Default period of layers: the last layer of each period attends to all keys, the others to a sliding window.
-        0: no layer has a window.
-    window : int or None
-        Default length of the sliding window; None: the file must state it.
-    window_base : float or None
-        Default base of the frequencies of layers with a window; None: that of the other layers.
-    window_scaled : bool
-        True if the file's scaling of positions applies to layers with a window, too.
+    norms : Norms
+    is_parallel : bool or None
+        True if attention and feed-forward are parallel, even if their norms differ; None: the file states it.
+    windows : Windows or None
+        Layers with a sliding window; None: windows in the file are ignored, as in llama.cpp.
+    unrotated_period : int
+        Period of layers whose last layer is not rotated; 0: all layers are rotated.
     wide_layers : int or None
         Number of layers that identifies the model whose attention scores are divided by the square root of
         hidden_size / heads, instead of that of a head's size.
-    wide_qk_norms : bool
-        True if queries are normalized over all heads together, and keys, too, instead of each head.
+    alibi_layers : int or None
+        Number of layers that identifies the model whose scores have biases in place of rotation, which is refused.
     routing : str
         Name of the `RoutingKind` of files that do not state it.
     normalizes_shares : bool
         True if the shares of a token's experts sum to 1, unless the file states it.
-    ffn_norm : str
-        Name of the norm of the feed-forward network's input.
+    ffn_parts : int
+        Number of matrices whose rows the file's width of the feed-forward network counts.
     has_latent_attention : bool
         True if keys and values of all heads are products with one vector of a token, which the cache stores (MLA).
-    has_factors : bool
-        True if the file's factors of embeddings, residuals, scores and logits apply.
+    scales : mapping from str to float or None
+        Keys of factors that apply, with their defaults; None: the file must state it.
+    has_temperature : bool
+        True if the file's factor applies by which queries grow with their position.
+    multiplies_logits : bool
+        True if logits are multiplied by the file's scale, not divided.
     trained_type : str
         16-bit float that its models are trained in, used if the file's weights are quantized.
     required, optional : tuple of str
@@ -65,93 +122,256 @@ class Architecture:
 
     rotary: str
     activation: str = "silu"
+    is_gated: bool = True
     scaled_embedding: bool = False
-    post_norms: bool = False
-    pattern: int = 0
-    window: int | None = 0
-    window_base: float | None = None
-    window_scaled: bool = True
+    norms: Norms = Norms()
+    is_parallel: bool | None = False
+    windows: Windows | None = None
+    unrotated_period: int = 0
     wide_layers: int | None = None
-    wide_qk_norms: bool = False
+    alibi_layers: int | None = None
     routing: str = "softmax"
     normalizes_shares: bool = True
-    ffn_norm: str = "ffn_norm"
+    ffn_parts: int = 1
     has_latent_attention: bool = False
-    has_factors: bool = False
+    scales: Mapping[str, float | None] = field(default_factory=dict)
+    has_temperature: bool = False
+    multiplies_logits: bool = False
     trained_type: str = "bfloat16"
     required: tuple[str, ...] = ()
-    optional: tuple[str, ...] = ("output.weight",)
+    optional: tuple[str, ...] = ()
 
 
+_OUTPUT = ("output.weight",)
+_ROPE = (*_OUTPUT, "rope_freqs.weight")
+"""The output matrix, if it is not that of embeddings, and divisors of frequencies, as of llama 3.1 and later."""
 _BIASES = tuple(
     f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
 )
+_ANY_BIASES = (*_ROPE, *_BIASES)
+_QKV = ("attn_qkv.weight", "attn_qkv.bias")
+"""One matrix of queries, keys and values."""
 _QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+_NORM_BIASES = ("attn_norm.bias", "output_norm.bias")
+_LAYER_BIASES = (*_NORM_BIASES, "ffn_norm.bias")
+_OWN_BIASES = ("attn_output.bias", "ffn_up.bias", "ffn_down.bias")
+_ALL_BIASES = (*_LAYER_BIASES, *_OWN_BIASES)
+"""Biases of all norms and products but those of queries, keys and values."""
+_LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
+
+_OUT = {"attention_out": "post_attention_norm", "feed_forward_out": "post_ffw_norm"}
+_SANDWICH = Norms(**_OUT)
+_POST_NORMS = Norms(attention="", feed_forward="", **_OUT)
+_GLM_NORMS = Norms(feed_forward="post_attention_norm")
+_LAYER_NORMS = Norms("layer")
+_ONE_LAYER_NORM = Norms("layer", feed_forward="attn_norm", heads="own")
+_GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "attention.scale": 0.0}
+
+_LLAMA = Architecture("pairs", trained_type="float16", optional=(*_ANY_BIASES, *_QKV))
+_QWEN2 = Architecture("halves", required=_BIASES[:3], optional=(*_OUTPUT, "output.bias"))
+_QWEN3 = Architecture("halves", required=_QK_NORMS, optional=_OUTPUT)
+_BAILING = Architecture("pairs", normalizes_shares=False, optional=(*_ANY_BIASES, "exp_probs_b.bias"))
+_GPT = Architecture("halves", "gelu", is_gated=False, norms=_LAYER_NORMS, trained_type="float16")
+_GPT2 = replace(
+    _GPT,
+    rotary="",
+    activation="gelu_tanh",
+    required=(*_ALL_BIASES, *_QKV, "position_embd.weight"),
+    optional=_OUTPUT,
+)
 
 ARCHITECTURES = {
-    # llama 3.1 and later have divisors of frequencies, rope_freqs.
-    "llama": Architecture("pairs", trained_type="float16", optional=("output.weight", "rope_freqs.weight", *_BIASES)),
-    "qwen2": Architecture("halves", required=_BIASES[:3], optional=("output.weight", "output.bias")),
-    "qwen2moe": Architecture("halves", normalizes_shares=False, required=(*_BIASES[:3], "ffn_gate_inp_shexp.weight")),
-    "qwen3": Architecture("halves", required=_QK_NORMS),
-    "qwen3moe": Architecture("halves", required=_QK_NORMS),
-    "olmoe": Architecture("halves", wide_qk_norms=True, normalizes_shares=False, required=_QK_NORMS),
-    "granite": Architecture("pairs", has_factors=True, optional=("output.weight", *_BIASES)),
-    "granitemoe": Architecture("pairs", has_factors=True),
+    "llama": _LLAMA,
+    "mistral3": replace(_LLAMA, trained_type="bfloat16", has_temperature=True),
+    "internlm2": replace(_LLAMA, trained_type="bfloat16"),
+    "xverse": replace(_LLAMA, trained_type="bfloat16"),
+    "baichuan": replace(_LLAMA, trained_type="bfloat16", alibi_layers=40),
+    "ernie4_5": replace(_LLAMA, trained_type="bfloat16"),
+    "ernie4_5-moe": replace(_BAILING, normalizes_shares=True),
+    "smollm3": replace(_LLAMA, trained_type="bfloat16", unrotated_period=4),
+    "arcee": replace(_LLAMA, trained_type="bfloat16", activation="squared_relu", is_gated=False),
+    "deepseek": _BAILING,
+    "bailingmoe": _BAILING,
+    "minicpm": replace(
+        _LLAMA,
+        trained_type="bfloat16",
+        scales=dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale")),
+        optional=(*_ANY_BIASES, *_LONG_ROPE),
+    ),
+    "granite": Architecture("pairs", scales=_GRANITE_SCALES, optional=(*_OUTPUT, *_BIASES)),
+    "granitemoe": Architecture("pairs", scales=_GRANITE_SCALES, optional=_OUTPUT),
+    "exaone": Architecture("halves", optional=_ROPE),
+    "exaone4": Architecture(
+        "halves",
+        norms=_POST_NORMS,
+        windows=Windows(4, 0, are_rotated=True),
+        required=_QK_NORMS,
+        optional=_ROPE,
+    ),
+    "qwen": Architecture("halves", ffn_parts=2, required=_QKV, optional=_OUTPUT),
+    "qwen2": _QWEN2,
+    # Their sections of rotated elements have positions of their own in pictures, and the same one in texts.
+    "qwen2vl": _QWEN2,
+    "pangu-embedded": replace(_QWEN2, required=(*_BIASES[:4],)),
+    "seed_oss": replace(_QWEN2, norms=_GLM_NORMS, optional=(*_OUTPUT, "attn_output.bias")),
+    "qwen2moe": Architecture(
+        "halves",
+        normalizes_shares=False,
+        required=(*_BIASES[:3], "ffn_gate_inp_shexp.weight"),
+        optional=_OUTPUT,
+    ),
+    "qwen3": _QWEN3,
+    "qwen3vl": _QWEN3,
+    "qwen3moe": _QWEN3,
+    "qwen3vlmoe": _QWEN3,
+    "hunyuan-dense": Architecture("halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE),
+    "hunyuan-moe": Architecture("halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE),
+    "dots1": replace(_QWEN3, routing="sigmoid", normalizes_shares=False, required=(*_QK_NORMS, "exp_probs_b.bias")),
+    "bailingmoe2": Architecture(
+        "halves",
+        routing="sigmoid",
+        normalizes_shares=False,
+        required=_QK_NORMS,
+        optional=(*_OUTPUT, "exp_probs_b.bias", *_QKV),
+    ),
+    "minimax-m2": Architecture(
+        "halves",
+        norms=Norms(heads="joint"),
+        routing="sigmoid",
+        required=(*_QK_NORMS, "exp_probs_b.bias"),
+        optional=_OUTPUT,
+    ),
+    # Version 3 has windows.
+    "olmo2": Architecture(
+        "halves",
+        norms=replace(_POST_NORMS, heads="joint"),
+        windows=Windows(4, 0, is_scaled=False),
+        required=_QK_NORMS,
+        optional=_OUTPUT,
+    ),
+    "olmoe": Architecture(
+        "halves", norms=Norms(heads="joint"), normalizes_shares=False, required=_QK_NORMS, optional=_OUTPUT
+    ),
+    "chatglm": Architecture("pairs", optional=(*_ROPE, *_BIASES[:3], *_QKV)),
+    "glm4": Architecture("pairs", norms=_SANDWICH, optional=(*_OUTPUT, *_BIASES[:3], *_QKV)),
     "glm4moe": Architecture(
         "halves",
         routing="sigmoid",
         normalizes_shares=False,
-        ffn_norm="post_attention_norm",
+        norms=_GLM_NORMS,
         required=("exp_probs_b.bias",),
-        optional=("output.weight", *_BIASES[:3], *_QK_NORMS),
+        optional=(*_OUTPUT, *_BIASES[:3], *_QK_NORMS),
     ),
     # Versions 2 and 3: the latter's queries are products of a narrow vector, its experts have biases.
     "deepseek2": Architecture(
         "pairs",
         normalizes_shares=False,
         has_latent_attention=True,
-        optional=("output.weight", "exp_probs_b.bias"),
+        optional=(*_OUTPUT, "exp_probs_b.bias"),
     ),
     "gpt-oss": Architecture(
         "halves",
         "clamped_swiglu",
-        pattern=2,
-        window=None,
+        windows=Windows(2),
         routing="softmax_of_chosen",
-        ffn_norm="post_attention_norm",
+        norms=_GLM_NORMS,
         required=(
             *_BIASES[:4],
             "attn_sinks.weight",
             *(f"{name}.bias" for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
         ),
+        optional=_OUTPUT,
     ),
     # The matrix of embeddings is also the output matrix.
-    "gemma2": Architecture("halves", "gelu_tanh", True, True, pattern=2, window=4096, wide_layers=46, optional=()),
+    "gemma": Architecture("halves", "gelu_tanh", scaled_embedding=True),
+    "gemma2": Architecture(
+        "halves", "gelu_tanh", scaled_embedding=True, norms=_SANDWICH, windows=Windows(2, 4096), wide_layers=46
+    ),
     "gemma3": Architecture(
         "halves",
         "gelu_tanh",
-        True,
-        True,
-        pattern=6,
-        window_base=10000.0,
-        window_scaled=False,
+        scaled_embedding=True,
+        norms=_SANDWICH,
+        windows=Windows(6, 0, base=10000.0, is_scaled=False),
         wide_layers=62,
         required=_QK_NORMS,
+        optional=_OUTPUT,
     ),
+    "command-r": Architecture(
+        "pairs",
+        norms=_ONE_LAYER_NORM,
+        scales={"logit_scale": None},
+        multiplies_logits=True,
+        trained_type="float16",
+        optional=_QK_NORMS,
+    ),
+    "cohere2": Architecture(
+        "pairs",
+        norms=_ONE_LAYER_NORM,
+        windows=Windows(4, are_rotated=True),
+        scales={"logit_scale": None},
+        multiplies_logits=True,
+    ),
+    "phi2": replace(
+        _GPT,
+        activation="gelu_tanh",
+        norms=_ONE_LAYER_NORM,
+        required=(*_NORM_BIASES, *_OWN_BIASES, "output.weight", "output.bias"),
+        optional=(*_BIASES[:3], *_QKV),
+    ),
+    "phi3": Architecture("halves", windows=Windows(0, 0), optional=(*_OUTPUT, *_LONG_ROPE, *_QKV)),
+    "stablelm": Architecture(
+        "halves",
+        norms=Norms("layer", heads="own"),
+        required=_NORM_BIASES,
+        optional=(*_OUTPUT, *_BIASES[:3], *_QK_NORMS, "ffn_norm.weight", "ffn_norm.bias"),
+    ),
+    "orion": Architecture("halves", norms=_LAYER_NORMS, required=_LAYER_BIASES, optional=_ROPE),
+    "nemotron": replace(
+        _GPT,
+        activation="squared_relu",
+        trained_type="bfloat16",
+        required=_LAYER_BIASES,
+        optional=(*_ROPE, *_BIASES[:4], "ffn_up.bias", "ffn_down.bias"),
+    ),
+    "jais2": replace(
+        _GPT, activation="squared_relu", trained_type="bfloat16", required=(*_ALL_BIASES, *_BIASES[:3]), optional=_ROPE
+    ),
+    "starcoder2": replace(
+        _GPT, activation="gelu_tanh", trained_type="bfloat16", required=(*_ALL_BIASES, *_BIASES[:3]), optional=_ROPE
+    ),
+    "codeshell": replace(_GPT, activation="gelu_tanh", required=(*_ALL_BIASES, *_QKV), optional=_ROPE),
+    # The larger ones have a norm of each input.
+    "falcon": replace(
+        _GPT,
+        norms=Norms("layer", attention="attn_norm_2", feed_forward="attn_norm"),
+        is_parallel=True,
+        trained_type="bfloat16",
+        required=_NORM_BIASES,
+        optional=(*_OUTPUT, "attn_qkv.weight", "attn_norm_2.weight", "attn_norm_2.bias"),
+    ),
+    "gptneox": replace(_GPT, is_parallel=None, required=(*_ALL_BIASES, *_QKV), optional=_OUTPUT),
+    "gpt2": _GPT2,
+    "starcoder": _GPT2,
 }
 """Architectures by the file's ``general.architecture``."""
 
 
-_ROPE_SCALINGS = ("none", "linear", "yarn")
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _YARN_TURNS = (("slow", 1.0), ("fast", 32.0))
 """Turns within the original context of frequencies that are scaled, and of those that stay, by default."""
-_REFUSED = {"attention.temperature_scale": 0.0, "expert_group_scale": 0.0, "router_logit_softcapping": 0.0}
+_REFUSED = {
+    "attention.clamp_kqv": 0.0,
+    "attention.max_alibi_bias": 0.0,
+    "expert_group_scale": 0.0,
+    "interleave_moe_layer_step": 1.0,
+    "router_logit_softcapping": 0.0,
+}
 """Keys that would change results, with the values that would not."""
 _YARN_FACTORS = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
 """Keys of factors of YaRN's magnitude, with their defaults."""
-_SCALES = ("embedding_scale", "residual_scale", "logit_scale", "attention.scale")
-"""Keys of factors; logits are divided by theirs."""
+_EPSILONS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
+"""Keys of the epsilon of norms by their kind."""
 _MAX_INT32 = (1 << 31) - 1
 """Maximum of counts: positions, tokens and sizes are int32."""
 MAX_LAYERS = 10_000
@@ -233,14 +453,22 @@ class Hyperparameters:
         Base and scale of rotary frequencies ``base_scale * base ** (-2i / rotary_size)``.
     yarn : Yarn or None
         Rule by which frequencies are scaled; None: all by `base_scale`.
+    magnitude : float
+        Factor of cosines and sines without YaRN.
+    short_context : int
+        Positions up to which a model with two lists of divisors of frequencies uses the short one; 0 without.
     rotary_size : int
         Number of rotated elements of a head.
+    temperature : (float, int)
+        Factor f and positions n in ``1 + f * log(1 + floor(position / n))``, by which queries are multiplied.
     window_base : float
         Base of layers with a window.
     windows : tuple of int
         Number of positions that each layer attends to; 0: all.
     attention_softcap, logit_softcap : float
         Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
+    is_parallel : bool
+        True if attention and feed-forward both read the input of a layer.
     routing : RoutingProblem or None
         Choice of experts, for any number of rows and without biases; None without experts.
     shared_feed_forward : int
@@ -269,11 +497,15 @@ class Hyperparameters:
     base: float
     base_scale: float
     yarn: Yarn | None
+    magnitude: float
+    short_context: int
     rotary_size: int
+    temperature: tuple[float, int]
     window_base: float
     windows: tuple[int, ...]
     attention_softcap: float
     logit_softcap: float
+    is_parallel: bool
     routing: RoutingProblem | None
     shared_feed_forward: int
     embedding_scale: float
@@ -313,13 +545,23 @@ class Hyperparameters:
         """Number of positions that a layer attends to; 0: all."""
         return self.windows[layer]
 
+    def is_rotated(self, layer: int) -> bool:
+        """Return whether queries and keys of a layer are rotated."""
+        rule, period = self.architecture.windows, self.architecture.unrotated_period
+        if rule is not None and rule.are_rotated and any(self.windows):
+            return self.windows[layer] > 0
+        return bool(self.architecture.rotary) and not (period and layer % period == period - 1)
+
     def rotary_base_of(self, layer: int) -> tuple[float, float, Yarn | None]:
         """Base and scale of the frequencies of a layer, and the rule by which they are scaled."""
-        if not self.windows[layer]:
+        rule = self.architecture.windows
+        if not self.windows[layer] or rule is None:
             return self.base, self.base_scale, self.yarn
-        if self.architecture.window_scaled:
-            return self.window_base, self.base_scale, self.yarn
-        return self.window_base, 1.0, None
+        return (self.window_base, self.base_scale, self.yarn) if rule.is_scaled else (self.window_base, 1.0, None)
+
+    def compiled_context(self, context: int) -> int:
+        """Context of code for a cache of so many positions: the trained one, unless other frequencies are for it."""
+        return self.short_context if context <= self.short_context else max(self.context, context)
 
 
 def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
@@ -372,9 +614,20 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     expert_width = metadata.count("expert_feed_forward_length", 0) if routing else 0
     expert_width = expert_width or (metadata.count("feed_forward_length") if routing else 0)
     metadata.refuse(_REFUSED)
+    if layers == architecture.alibi_layers:
+        raise FrontendError(f"{file}: {name} of {layers} layers has ALiBi positions, expected a model with rotary ones")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
     factor, yarn = _read_rope_scaling(metadata, rotary_size, base)
-    scales = {key: metadata.number(key, above=0.0) for key in _SCALES if architecture.has_factors and metadata.has(key)}
+    scales = {key: metadata.number(key, default) for key, default in architecture.scales.items()}
+    logit_scale = scales.get("logit_scale", 1.0)
+    if not logit_scale:
+        raise FrontendError(f"{file}: {name}.logit_scale is 0, expected a number above 0")
+    ffn_parts, windows = architecture.ffn_parts, architecture.windows
+    feed_forward = metadata.count("feed_forward_length") if dense_layers else 0
+    if feed_forward % ffn_parts:
+        raise FrontendError(
+            f"{file}: {name}.feed_forward_length is {feed_forward:,}, expected a multiple of {ffn_parts}"
+        )
     model = Hyperparameters(
         name=name,
         architecture=architecture,
@@ -388,23 +641,27 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         kv_heads=1 if latent else metadata.count("attention.head_count_kv", heads),
         head_size=size,
         latent=latent,
-        feed_forward=metadata.count("feed_forward_length") if dense_layers else 0,
+        feed_forward=feed_forward // ffn_parts,
         expert_feed_forward=expert_width,
-        eps=metadata.number("attention.layer_norm_rms_epsilon"),
+        eps=metadata.number(_EPSILONS[architecture.norms.kind]),
         base=base,
         base_scale=1.0 / factor if factor else 1.0,
         yarn=yarn,
+        magnitude=metadata.number("rope.scaling.attn_factor", 1.0) if not yarn else 1.0,
+        short_context=_read_short_context(metadata, architecture),
         rotary_size=rotary_size,
-        window_base=metadata.number("rope.freq_base_swa", architecture.window_base or base, above=0.0),
+        temperature=_read_temperature(metadata),
+        window_base=metadata.number("rope.freq_base_swa", (windows and windows.base) or base, above=0.0),
         windows=_read_windows(metadata, architecture, layers),
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
         logit_softcap=metadata.number("final_logit_softcapping", 0.0),
+        is_parallel=_read_is_parallel(metadata, architecture),
         routing=routing,
         shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
         or metadata.count("expert_shared_count", 0) * expert_width,
         embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
         residual_scale=scales.get("residual_scale", 1.0),
-        logit_scale=1.0 / scales.get("logit_scale", 1.0),
+        logit_scale=logit_scale if architecture.multiplies_logits else 1.0 / logit_scale,
         attention_scale=_latent_scale(metadata, latent, yarn, factor) if latent else scales.get("attention.scale", 0.0),
     )
     if model.heads % model.kv_heads:
@@ -473,8 +730,8 @@ def _read_rope_scaling(metadata: _Fields, rotary_size: int, base: float) -> tupl
         problem = f"found {metadata.name}.rope.scaling.type {scaling!r}, expected one of {_ROPE_SCALINGS}"
         raise FrontendError(f"{metadata.file}: {problem}")
     if scaling != "yarn":
-        metadata.refuse(_YARN_FACTORS)
-    factor = metadata.number("rope.scaling.factor", 0.0) if scaling != "none" else 0.0
+        metadata.refuse({"rope.scaling.yarn_attn_factor": 1.0})
+    factor = metadata.number("rope.scaling.factor", 0.0) if scaling in ("linear", "yarn") else 0.0
     return factor, _read_yarn(metadata, rotary_size, base, factor) if scaling == "yarn" and factor else None
 
 
@@ -507,16 +764,38 @@ def _magnitude(factor: float, multiplier: float = 1.0) -> float:
     return 1.0 + 0.1 * multiplier * math.log(factor) if factor > 1 else 1.0
 
 
+def _read_short_context(metadata: _Fields, architecture: Architecture) -> int:
+    """Positions of the short list of divisors of frequencies; 0 for architectures without lists."""
+    if _LONG_ROPE[0] not in architecture.optional:
+        return 0
+    return metadata.count("rope.scaling.original_context_length", 0)
+
+
+def _read_is_parallel(metadata: _Fields, architecture: Architecture) -> bool:
+    stated = architecture.is_parallel
+    return metadata.flag("use_parallel_residual", False) if stated is None else stated
+
+
+def _read_temperature(metadata: _Fields) -> tuple[float, int]:
+    """Factor of the logarithm by which queries grow, and the positions of its steps."""
+    factor = metadata.number("attention.temperature_scale", 0.0)
+    if not ARCHITECTURES[metadata.name].has_temperature:
+        metadata.refuse({"attention.temperature_scale": 0.0})
+    return factor, metadata.count("rope.scaling.original_context_length") if factor else 1
+
+
 def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
     """Window of each layer, from a list of layers with a window or from a period of layers."""
-    window = metadata.count("attention.sliding_window", architecture.window) if architecture.pattern else 0
-    pattern = metadata.pattern("attention.sliding_window_pattern", architecture.pattern)
+    rule = architecture.windows
+    window = metadata.count("attention.sliding_window", rule.length) if rule else 0
+    if rule is None or not window:
+        return (0,) * layers
+    pattern = metadata.pattern("attention.sliding_window_pattern", rule.period)
     if isinstance(pattern, list):
         if len(pattern) != layers:
             raise FrontendError(f"{metadata.file}: found windows of {len(pattern)} layers, expected {layers}")
         return tuple(window if has_window else 0 for has_window in pattern)
-    has_window = [bool(pattern) and layer % pattern != pattern - 1 for layer in range(layers)]
-    return tuple(window if windowed else 0 for windowed in has_window)
+    return tuple(0 if pattern and layer % pattern == pattern - 1 else window for layer in range(layers))
 
 
 class _Fields:

@@ -16,6 +16,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.pages import TABLES
+from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
@@ -86,6 +87,7 @@ class _Function:
         self.rotary_tables: dict[tuple[float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
         kv_heads = [model.kv_heads] * model.layers
         shared = model.has_shared_values
+        self.context = cache.context
         self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size, shared)
 
     def add_counters(self) -> None:
@@ -138,7 +140,18 @@ class _Function:
         model = self.model
         table = self._matrix("token_embd", [model.vocabulary, model.hidden_size])
         x = self.emit(relax.op.take(table, self.params["tokens"], axis=0), "token_embd")
-        return self._scaled(x, model.embedding_scale, "token_embd.scaled")
+        x = self._scaled(x, model.embedding_scale, "token_embd.scaled")
+        if model.architecture.rotary:
+            return x
+        if self.context > model.context:
+            raise FrontendError(
+                f"context is {self.context:,}, expected at most {model.context:,}: positions have learned embeddings"
+            )
+        table = self._matrix("position_embd", [model.context, model.hidden_size], "token_embd.table")
+        positions = self.emit(
+            relax.op.take(table, self.params["positions"], axis=0, mode="clip"), "token_embd.positions"
+        )
+        return self.emit(relax.op.add(x, positions), "token_embd.sum")
 
     def _scaled(self, x: relax.Expr, factor: float, name: str) -> relax.Expr:
         """Multiply by a factor, unless it is 1."""
@@ -146,36 +159,53 @@ class _Function:
 
     def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         """The output of a layer, and its pages."""
-        name, model = f"blk.{layer}", self.model
-        attention, pages = self._attention(self._norm(x, f"{name}.attn_norm"), layer)
+        name, model, norms = f"blk.{layer}", self.model, self.model.architecture.norms
+        before, between = self._input_norms(name)
+        inputs = self._optional_norm(x, before)
+        attention, pages = self._attention(inputs, layer)
         projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.value_size)
-        if model.architecture.post_norms:
-            projection = self._norm(projection, f"{name}.post_attention_norm")
+        if norms.attention_out:
+            projection = self._norm(projection, f"{name}.{norms.attention_out}")
         projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
-        x = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
-        normalized = self._norm(x, f"{name}.{model.architecture.ffn_norm}")
+        total = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
+        if before != between or not before:
+            inputs = self._optional_norm(x if model.is_parallel else total, between)
         if layer < model.dense_layers:
-            feed_forward = self._feed_forward(normalized, name, model.feed_forward)
+            feed_forward = self._feed_forward(inputs, name, model.feed_forward)
         else:
-            feed_forward = self._experts(normalized, name)
+            feed_forward = self._experts(inputs, name)
             if model.shared_feed_forward:
-                shared = self._shared_expert(normalized, name)
+                shared = self._shared_expert(inputs, name)
                 feed_forward = self.emit(relax.op.add(feed_forward, shared), f"{name}.ffn_out")
-        if model.architecture.post_norms:
-            feed_forward = self._norm(feed_forward, f"{name}.post_ffw_norm")
+        if norms.feed_forward_out:
+            feed_forward = self._norm(feed_forward, f"{name}.{norms.feed_forward_out}")
         feed_forward = self._scaled(feed_forward, model.residual_scale, f"{name}.ffn_scaled")
-        return self.emit(relax.op.add(x, feed_forward), f"{name}.ffn_sum"), pages
+        return self.emit(relax.op.add(total, feed_forward), f"{name}.ffn_sum"), pages
+
+    def _input_norms(self, name: str) -> tuple[str, str]:
+        """Names of the norms of the inputs of attention and feed-forward; "": none."""
+        norms = self.model.architecture.norms
+        names = [f"{name}.{norm}" if norm else "" for norm in (norms.attention, norms.feed_forward)]
+        before, between = (other if self.weights.lacks(f"{own}.weight") else own for own, other in (names, names[::-1]))
+        return before, between
+
+    def _optional_norm(self, x: relax.Expr, name: str) -> relax.Expr:
+        """The norm of a name; without a name, the value."""
+        return self._norm(x, name) if name else x
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
-        qkv = self._latent_qkv(x, name) if model.latent else self._qkv(x, name)
+        qkv = self._latent_qkv(x, name) if model.latent else self._qkv(x, layer)
         qkv = self._cast(qkv, self.types.dtype_of(f"{name}.attn"))
         window = model.window_of(layer)
         page_table = TABLES[window > 0]
-        norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
-        norms = "" if model.architecture.wide_qk_norms else norms
+        norms, rotary = "", model.architecture.rotary if model.is_rotated(layer) else ""
+        if model.architecture.norms.heads == "each":
+            norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
+        elif self._has_rotated_norms(name):  # `_changed_heads` rotates
+            rotary = ""
         has_sinks = f"{name}.attn_sinks.weight" in self.weights
-        operands = [self._rotary_table(layer)]
+        operands = [self._rotary_table(layer)] if rotary else []
         operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
         if has_sinks:
             operands.append(self.weights.vector(f"{name}.attn_sinks.weight", model.heads))
@@ -189,7 +219,7 @@ class _Function:
             scale=model.scale,
             window=window,
             softcap=model.attention_softcap,
-            rotary=model.architecture.rotary,
+            rotary=rotary,
             norms=norms,
             eps=model.eps,
             rows=self.kind,
@@ -202,20 +232,80 @@ class _Function:
             output = self._latent_values(output, name)
         return output, self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=True)
 
-    def _qkv(self, x: relax.Expr, name: str) -> relax.Expr:
+    def _qkv(self, x: relax.Expr, layer: int) -> relax.Expr:
         """Queries, keys and values of all heads, (rows, (heads + 2 * kv_heads) * head_size)."""
-        model = self.model
+        model, name = self.model, f"blk.{layer}"
         kv_size = model.kv_heads * model.head_size
         sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
-        has_wide_norms = model.architecture.wide_qk_norms
-        if not has_wide_norms and self._try_merge(
-            f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
-        ):
-            return self._linear(x, f"{name}.attn_qkv", sum(sizes.values()), model.hidden_size)
-        parts = [self._linear(x, f"{name}.attn_{part}", size, model.hidden_size) for part, size in sizes.items()]
-        if has_wide_norms:
-            parts[:2] = [self._norm(x, f"{name}.attn_{part}_norm") for x, part in zip(parts, "qk", strict=False)]
-        return self.emit(relax.op.concat(parts, axis=1), f"{name}.attn_qkv")
+        joined, names = f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
+        has_norms = model.architecture.norms.heads != "each" and f"{name}.attn_q_norm.weight" in self.weights
+        is_changed = has_norms or model.temperature[0] > 0
+        if f"{joined}.weight" in self.weights or (not is_changed and self._try_merge(joined, names)):
+            product = self._linear(x, joined, sum(sizes.values()), model.hidden_size)
+            if not is_changed:
+                return product
+            parts, end = [], 0
+            for part, size in names.items():
+                begin, end = end, end + size
+                parts.append(self._sliced(product, begin, end, part))
+        else:
+            parts = [self._linear(x, part, size, model.hidden_size) for part, size in names.items()]
+        if has_norms:
+            parts[:2] = [self._normalized_heads(part, layer, key) for part, key in zip(parts, "qk", strict=False)]
+        if model.temperature[0]:
+            parts[0] = self.emit(relax.op.multiply(parts[0], self._temperature(layer)), f"{name}.attn_q_tempered")
+        return self.emit(relax.op.concat(parts, axis=1), joined)
+
+    def _has_rotated_norms(self, name: str) -> bool:
+        """Return whether a layer normalizes queries and keys after their rotation."""
+        return self.model.architecture.norms.heads == "rotated" and f"{name}.attn_q_norm.weight" in self.weights
+
+    def _normalized_heads(self, x: relax.Expr, layer: int, part: str) -> relax.Expr:
+        """Queries or keys (`part`: "q" or "k") of all heads with norms that the attention kernel does not compute."""
+        model, name = self.model, f"blk.{layer}.attn_{part}"
+        kind, size, width = model.architecture.norms.heads, model.head_size, int(x.ty.shape.values[-1])
+        if kind == "joint":
+            return self._norm(x, f"{name}_norm")
+        heads = self._reshaped(x, [self.rows, width // size, size], f"{name}_heads")
+        if kind == "rotated":
+            if model.is_rotated(layer):
+                heads = self._rotated(heads, layer, name)
+            result = self._norm(heads, f"{name}_norm")
+        else:
+            ones, zeros = (relax.const(np.full(size, value, "float32")) for value in (1.0, 0.0))
+            normal = self.emit(
+                relax.op.nn.layer_norm(heads, ones, zeros, axes=[-1], epsilon=model.eps), f"{name}_normal"
+            )
+            factors = self.weights.vector(f"{name}_norm.weight", width // size, size)
+            result = self.emit(relax.op.multiply(normal, factors), f"{name}_norm")
+        return self._reshaped(result, [self.rows, width], f"{name}_rows")
+
+    def _rotated(self, x: relax.Expr, layer: int, name: str) -> relax.Expr:
+        """Rotate heads in halves, (rows, heads, size)."""
+        size, half = self.model.head_size, self.model.rotary_size // 2
+        table = self.emit(relax.op.expand_dims(self._rotary_table(layer), 1), f"{name}_angles")
+        cosines, sines = (self._sliced(table, i * half, (i + 1) * half, f"{name}_angles") for i in range(2))
+        first, second = (self._sliced(x, i * half, (i + 1) * half, f"{name}_half") for i in range(2))
+
+        def multiply(x: relax.Expr, y: relax.Expr) -> relax.Expr:
+            return self.emit(relax.op.multiply(x, y), f"{name}_product")
+
+        low = relax.op.subtract(multiply(first, cosines), multiply(second, sines))
+        high = relax.op.add(multiply(second, cosines), multiply(first, sines))
+        parts = [self.emit(part, f"{name}_part") for part in (low, high)]
+        if 2 * half < size:
+            parts.append(self._sliced(x, 2 * half, size, f"{name}_unrotated"))
+        return self.emit(relax.op.concat(parts, axis=2), f"{name}_rotated")
+
+    def _temperature(self, layer: int) -> relax.Expr:
+        """Factors of the queries of each row, which grow with its position, (rows, 1)."""
+        factor, length = self.model.temperature
+        name = f"blk.{layer}.attn_temperature"
+        positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
+        steps = self.emit(relax.op.floor(self._scaled(positions, 1.0 / length, f"{name}.scaled")), f"{name}.steps")
+        logarithm = self.emit(relax.op.log(self.emit(relax.op.add(steps, _scalar(1.0)), f"{name}.sum")), f"{name}.log")
+        scaled = self._scaled(logarithm, factor, f"{name}.grown")
+        return self.emit(relax.op.expand_dims(self.emit(relax.op.add(scaled, _scalar(1.0)), f"{name}.factor"), 1), name)
 
     def _latent_qkv(self, x: relax.Expr, name: str) -> relax.Expr:
         """Queries of all heads in the space of compressed keys, then a compressed key, which is the value, too.
@@ -309,7 +399,8 @@ class _Function:
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
             table = self.emit(relax.op.concat(parts, axis=1), name)
-            self.rotary_tables[key] = self._scaled(table, yarn.magnitude if yarn else 1.0, f"{name}.scaled")
+            magnitude = yarn.magnitude if yarn else self.model.magnitude
+            self.rotary_tables[key] = self._scaled(table, magnitude, f"{name}.scaled")
         return self.rotary_tables[key]
 
     def _frequencies(self, base: float, scale: float, yarn: Yarn | None) -> np.ndarray:
@@ -317,24 +408,43 @@ class _Function:
         rotary_size = self.model.rotary_size
         frequencies = base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
         frequencies = yarn.scaled(frequencies, scale) if yarn else scale * frequencies
-        if "rope_freqs.weight" in self.weights:
-            frequencies = frequencies / self.weights.numbers("rope_freqs.weight", [rotary_size // 2])
+        divisors = {name: f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")}
+        numbers = {
+            name: self.weights.numbers(tensor, [rotary_size // 2])
+            for name, tensor in divisors.items()
+            if tensor in self.weights
+        }
+        is_short = self.context <= self.model.short_context
+        numbers.pop("factors_long" if is_short else "factors_short", None)
+        for each in numbers.values():
+            frequencies = frequencies / each
         return np.asarray(frequencies, "float32")
 
     def _feed_forward(self, x: relax.Expr, name: str, width: int, suffix: str = "") -> relax.Expr:
-        """The result of a gated network of `width`, whose matrices have a suffix, (rows, hidden_size)."""
+        """The result of a network of `width`, whose matrices have a suffix, (rows, hidden_size)."""
         model = self.model
-        gate = self._linear(x, f"{name}.ffn_gate{suffix}", width, model.hidden_size)
-        up = self._linear(x, f"{name}.ffn_up{suffix}", width, model.hidden_size)
-        gated = self._gated(gate, up, f"{name}.ffn{{}}{suffix}")
+        parts = [f"{name}.ffn_{part}{suffix}" for part in (("gate", "up") if model.architecture.is_gated else ("up",))]
+        self.weights.split_rows(f"{parts[-1]}.weight", [f"{part}.weight" for part in parts], [width, model.hidden_size])
+        products = [self._linear(x, part, width, model.hidden_size) for part in parts]
+        gated = self._activated(products, f"{name}.ffn{{}}{suffix}")
         return self._linear(gated, f"{name}.ffn_down{suffix}", model.hidden_size, width)
 
-    def _gated(self, gate: relax.Expr, up: relax.Expr, name: str) -> relax.Expr:
-        """The input of the last matrix of a gated network; `name` takes the ends of variables' names."""
-        function = self.model.architecture.activation
-        if function != "clamped_swiglu":
+    def _activated(self, products: Sequence[relax.Expr], name: str) -> relax.Expr:
+        """The input of the last matrix, from one product or from those of gate and up.
+
+        `name` takes the ends of variables' names.
+        """
+        function, gate = self.model.architecture.activation, products[0]
+        if function == "squared_relu":
+            positive = self.emit(relax.op.nn.relu(gate), name.format("_relu"))
+            active = self.emit(relax.op.multiply(positive, positive), name.format("_act"))
+        elif function != "clamped_swiglu":
             active = self.emit(apply_function(function, gate), name.format("_act"))
-            return self.emit(relax.op.multiply(active, up), name.format("_par"))
+        else:
+            return self._clamped_swiglu(gate, products[1], name)
+        return active if len(products) == 1 else self.emit(relax.op.multiply(active, products[1]), name.format("_par"))
+
+    def _clamped_swiglu(self, gate: relax.Expr, up: relax.Expr, name: str) -> relax.Expr:
         limit = _scalar(_SWIGLU_LIMIT)
         gate = self.emit(relax.op.minimum(gate, limit), name.format("_gate_clamped"))
         scaled = self._scaled(gate, _SWIGLU_ALPHA, name.format("_gate_scaled"))
@@ -434,7 +544,7 @@ class _Function:
             return self._expert_linear(x, ids, f"{tensor}{end}", *sizes, tensor=f"{tensor}{kept}")
 
         gate, up = linear(expert_input, "gate", width, hidden), linear(expert_input, "up", width, hidden)
-        gated = self._gated(gate, up, f"{name}.ffn{{}}_exps{end}")
+        gated = self._activated([gate, up], f"{name}.ffn{{}}_exps{end}")
         down = linear(gated, "down", hidden, width)
         flat = self._reshaped(down, [rows, used, hidden], f"{name}.ffn_rows_exps{end}")
         column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_shares_exps{end}")
@@ -497,8 +607,13 @@ class _Function:
         return self.emit(relax.op.multiply(bounded, _scalar(model.logit_softcap)), "output.capped")
 
     def _norm(self, x: relax.Expr, name: str) -> relax.Expr:
-        """``x / sqrt(mean(x * x) + eps) * weight``, row by row."""
-        weight = self.weights.vector(f"{name}.weight", int(x.ty.shape.values[-1]))
+        """RMS norm ``x / sqrt(mean(x * x) + eps) * weight`` or layer norm, row by row."""
+        size = int(x.ty.shape.values[-1])
+        weight = self.weights.vector(f"{name}.weight", size)
+        if self.model.architecture.norms.kind == "layer":
+            has_bias = f"{name}.bias" in self.weights
+            bias = self.weights.vector(f"{name}.bias", size) if has_bias else relax.const(np.zeros(size, "float32"))
+            return self.emit(relax.op.nn.layer_norm(x, weight, bias, axes=[-1], epsilon=self.model.eps), name)
         squares = self.emit(relax.op.multiply(x, x), f"{name}.squares")
         mean = self.emit(relax.op.mean(squares, [-1], keepdims=True), f"{name}.mean")
         stable = self.emit(relax.op.add(mean, _scalar(self.model.eps)), f"{name}.stable")

@@ -298,7 +298,10 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
         return [(1, f"{prefix}ffn_*_exps*")]
     if part.name in ("ffn", "router"):
         return [(2, f"{prefix}*")]
-    return [(0, f"{prefix}attn*"), *([(0, f"{prefix}post_attention*")] if model.architecture.post_norms else [])]
+    return [
+        (0, f"{prefix}attn*"),
+        *([(0, f"{prefix}post_attention*")] if model.architecture.norms.attention_out else []),
+    ]
 
 
 def _estimate(problem: LayerProblem, seconds: float, busy_seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -364,7 +367,7 @@ class ModelParts:
     def _of_layer(self, layer: int) -> list[Part]:
         model, cache, prefix = self._model, self._cache, f"blk.{layer}"
         tensors = [tensor for name, tensor in self._file.tensors.items() if name.startswith(f"{prefix}.")]
-        prefixes = ("attn", *(["post_attention"] if model.architecture.post_norms else []))
+        prefixes = ("attn", *(["post_attention"] if model.architecture.norms.attention_out else []))
         attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
         experts = [tensor for tensor in tensors if "_exps." in tensor.name]
         rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]

@@ -34,6 +34,7 @@ class Weights:
         self._file, architecture = file, model.architecture
         names = set(map(_strip_layer, file.tensors))
         self._expected_names = {*architecture.required, *(name for name in architecture.optional if name in names)}
+        self._missing_names = {*architecture.optional} - names
         self._constants: dict[str, relax.Expr] = {}
         further = tuple(f"blk.{layer}." for layer in range(model.layers, model.layers + model.further_layers))
         # Scales of inputs are for activations of 4 bits.
@@ -46,6 +47,10 @@ class Weights:
         if name.endswith(".scale") and name in self._file.tensors:
             return True
         return name in self._stacked or _strip_layer(name) in self._expected_names
+
+    def lacks(self, name: str) -> bool:
+        """Return whether a tensor is optional and the file does not have it."""
+        return _strip_layer(name) in self._missing_names
 
     def check_all_read(self) -> None:
         """Raise FrontendError if the file has tensors that were not read."""
@@ -79,6 +84,26 @@ class Weights:
             shape = (sum(rows for _, rows in parts), *depth)
             self._stacked[name] = FileTensor(name, shape, tensors[0].type, data)
         return True
+
+    def split_rows(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
+        """Split a matrix along rows into equal parts with new names: views of the file.
+
+        Parameters
+        ----------
+        name : str
+            Name of the matrix, which may also be that of a part.
+        parts : sequence of str
+            New names, in order.
+        shape : sequence of int
+            Rows and depth of a part.
+        """
+        if parts[0] in self._stacked or parts[0] in self._file.tensors:
+            return
+        rows, depth = shape
+        tensor = self.tensor(name, [rows * len(parts), depth])
+        for index, part in enumerate(parts):
+            data = tensor.data[index * rows : (index + 1) * rows]
+            self._stacked[part] = FileTensor(part, (rows, depth), tensor.type, data)
 
     def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
         """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours.

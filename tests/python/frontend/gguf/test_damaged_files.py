@@ -97,7 +97,7 @@ def test_wrong_bytes(file, tmp_path):
         ("rope.scaling.type", "longrope", "found llama.rope.scaling.type 'longrope'"),
         ("rope.scaling.type", 3, "found llama.rope.scaling.type '3'"),
         ("rope.scaling.factor", float("inf"), "is inf, expected a number"),
-        ("rope.scaling.attn_factor", 0.5, "attn_factor is 0.5, expected 1: it is not supported"),
+        ("rope.scaling.yarn_attn_factor", 0.5, "attn_factor is 0.5, expected 1: it is not supported"),
         ("attention.temperature_scale", 0.1, "temperature_scale is 0.1, expected 0: it is not supported"),
         ("final_logit_softcapping", -1.0, "is -1.0, expected a number of at least 0"),
         ("rope.dimension_count", 63, "rotates 63 elements of a head"),

@@ -1,0 +1,432 @@
+"""Small models of architectures: their classes in `transformers`, the keys of their files, and their weights as files.
+
+Weights are random numbers in the order of the names in `transformers`; `tensors_of` does with them what llama.cpp's
+converter does. `architecture_logits.npz` has the names and shapes, and logits that `transformers` computed, so that
+tests need neither it nor PyTorch; `python tests/python/llm/test_torch_architectures.py` records them anew.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+LAYERS, WIDTH, HEADS, KV_HEADS, SIZE, VOCABULARY, CONTEXT = 3, 64, 4, 2, 16, 96, 256
+TOKENS = np.random.default_rng(1).integers(0, VOCABULARY, 70)
+ROWS = (0, 20, 31, 45, 63, 66, 69)
+"""Positions of the recorded logits: in both chunks of a prompt, and in tokens that are decoded."""
+RECORDED = Path(__file__).with_name("architecture_logits.npz")
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model.
+
+    Attributes
+    ----------
+    architecture : str
+        GGUF's name.
+    family : str
+        Start of the names of the classes in `transformers`; that of a look-alike where it lacks the architecture.
+    config : dict
+        Parameters of the configuration besides the usual ones.
+    keys : dict
+        Keys of the file besides the usual ones, without the architecture's prefix.
+    rope : dict
+        Rotary parameters of the configuration.
+    norm : str
+        "rms" or "layer".
+    names : dict
+        Names of modules that the package `gguf` does not translate, by their ends.
+    steps : tuple of str
+        Conversions besides names: "pairs", "norms", "joint_qkv", "split_experts", … (`tensors_of`).
+    """
+
+    architecture: str
+    family: str
+    config: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, Any] = field(default_factory=dict)
+    rope: dict[str, Any] = field(default_factory=dict)
+    norm: str = "rms"
+    names: dict[str, str] = field(default_factory=dict)
+    steps: tuple[str, ...] = ()
+
+    @property
+    def layers(self) -> int:
+        """Number of layers."""
+        return self.config.get("num_hidden_layers", LAYERS)
+
+    @property
+    def kv_heads(self) -> int:
+        """Number of heads of keys and values."""
+        return self.keys.get("attention.head_count_kv", KV_HEADS)
+
+
+def _partial(share: float) -> dict[str, Any]:
+    return {"rope": {"partial_rotary_factor": share}, "keys": {"rope.dimension_count": int(SIZE * share)}}
+
+
+_LONG = {"long_factor": [1.0 + 0.5 * i for i in range(8)], "short_factor": [1.0 + 0.1 * i for i in range(8)]}
+_WINDOW = {"attention.sliding_window": 24}
+_SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention"] * 2 + ["full_attention"]}
+_PATTERN = {**_WINDOW, "attention.sliding_window_pattern": [True, True, False]}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4}
+_EXPERTS |= {"num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "moe_intermediate_size": 32}
+_EXPERT_KEYS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+_DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2, "topk_group": 1}
+_DENSE_FIRST_KEYS = {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
+_GROUP_KEYS = {"expert_group_count": 2, "expert_group_used_count": 1}
+_MOE_STEPS = ("split_experts",)
+_FALCON = {"ffn_hidden_size": 128, "new_decoder_architecture": False, "alibi": False, "bias": False}
+_NEOX = {"rotary_pct": 0.25, "use_parallel_residual": True}
+_PAIRS = ("pairs",)
+
+MODELS = {
+    "mistral3": Model(
+        "mistral3",
+        "Ministral3",
+        keys={
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 16,
+            "rope.scaling.yarn_log_multiplier": 1.0,
+            "attention.temperature_scale": 0.1,
+        },
+        rope={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 16,
+            "llama_4_scaling_beta": 0.1,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+        steps=_PAIRS,
+    ),
+    "internlm2": Model("internlm2", "Llama", steps=_PAIRS),
+    "xverse": Model("xverse", "Llama", steps=_PAIRS),
+    "baichuan": Model("baichuan", "Llama", steps=_PAIRS),
+    "ernie4_5": Model("ernie4_5", "Ernie4_5"),
+    "ernie4_5-moe": Model(
+        "ernie4_5-moe",
+        "Ernie4_5_Moe",
+        {**_EXPERTS, "moe_num_shared_experts": 2, "moe_layer_start_index": 1, "use_bias": False},
+        {**_EXPERT_KEYS, "leading_dense_block_count": 1, "expert_shared_feed_forward_length": 64},
+        steps=_MOE_STEPS,
+    ),
+    "smollm3": Model("smollm3", "SmolLM3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}, steps=_PAIRS),
+    "arcee": Model("arcee", "Arcee", steps=_PAIRS),
+    # Their attention and experts are those of Mixtral and Qwen 2, whose shares sum to 1 only if the file says so.
+    "deepseek": Model(
+        "deepseek",
+        "Mixtral",
+        {**_EXPERTS, "intermediate_size": 32},
+        {"expert_weights_norm": True, **_EXPERT_KEYS},
+        steps=_PAIRS,
+    ),
+    "minicpm": Model(
+        "minicpm",
+        "Granite",
+        {"embedding_multiplier": 12.0, "residual_multiplier": 0.8, "logits_scaling": 4.0, "attention_multiplier": 0.25},
+        {"embedding_scale": 12.0, "residual_scale": 0.8, "logit_scale": 4.0},
+        steps=_PAIRS,
+    ),
+    "exaone": Model("exaone", "Llama"),
+    "exaone4": Model("exaone4", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}),
+    "exaone4-window": Model("exaone4", "Exaone4", {**_SLIDING, "sliding_window_pattern": 3}, _PATTERN),
+    "qwen": Model("qwen", "Qwen2", keys={"feed_forward_length": 256}, steps=("fused_qkv",)),
+    "qwen2vl": Model("qwen2vl", "Qwen2", keys={"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vl": Model("qwen3vl", "Qwen3", keys={"rope.dimension_sections": [2, 3, 3, 0]}),
+    "qwen3vlmoe": Model("qwen3vlmoe", "Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}, _EXPERT_KEYS, steps=_MOE_STEPS),
+    "pangu-embedded": Model("pangu-embedded", "Llama", {"attention_bias": True}),
+    "seed_oss": Model("seed_oss", "SeedOss"),
+    "hunyuan-dense": Model("hunyuan-dense", "HunYuanDenseV1"),
+    "hunyuan-moe": Model(
+        "hunyuan-moe",
+        "HunYuanMoEV1",
+        {"num_experts": 4, "moe_topk": 2},
+        {**_EXPERT_KEYS, "expert_feed_forward_length": 128, "expert_shared_feed_forward_length": 128},
+        names={"mlp.shared_mlp.gate_proj": "ffn_gate_shexp"},
+        steps=_MOE_STEPS,
+    ),
+    "dots1": Model(
+        "dots1",
+        "Dots1",
+        {**_EXPERTS, **_DENSE_FIRST, "n_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.5},
+        {**_EXPERT_KEYS, **_DENSE_FIRST_KEYS, "expert_weights_norm": True, "expert_weights_scale": 1.5},
+        steps=_MOE_STEPS,
+    ),
+    "bailingmoe2": Model(
+        "bailingmoe2",
+        "Glm4Moe",
+        {**_EXPERTS, **_DENSE_FIRST, "use_qk_norm": True, "routed_scaling_factor": 2.5},
+        {
+            **_EXPERT_KEYS,
+            **_DENSE_FIRST_KEYS,
+            **_GROUP_KEYS,
+            "expert_weights_norm": True,
+            "expert_weights_scale": 2.5,
+            "rope.dimension_count": 8,
+        },
+        {"partial_rotary_factor": 0.5},
+        names={"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
+        steps=(*_MOE_STEPS, "fused_qkv"),
+    ),
+    "minimax-m2": Model(
+        "minimax-m2",
+        "MiniMaxM2",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 32},
+        {**_EXPERT_KEYS, "expert_gating_func": 2, "rope.dimension_count": 8},
+        {"partial_rotary_factor": 0.5},
+        names={"self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm"},
+        steps=_MOE_STEPS,
+    ),
+    "olmo2": Model("olmo2", "Olmo2"),
+    "olmo3": Model(
+        "olmo2",
+        "Olmo3",
+        _SLIDING,
+        {
+            **_PATTERN,
+            "rope.scaling.type": "yarn",
+            "rope.scaling.factor": 4.0,
+            "rope.scaling.original_context_length": 64,
+        },
+        {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+    ),
+    "chatglm": Model("chatglm", "Glm", steps=("fused_qkv",), **_partial(0.5)),
+    "glm4": Model("glm4", "Glm4", **_partial(0.5)),
+    "gemma": Model("gemma", "Gemma", {"tie_word_embeddings": True}, steps=("norms",)),
+    "command-r": Model(
+        "command-r",
+        "Cohere",
+        {"tie_word_embeddings": True, "logit_scale": 0.3},
+        {"logit_scale": 0.3},
+        norm="layer",
+    ),
+    "command-r-plus": Model(
+        "command-r",
+        "Cohere",
+        {"tie_word_embeddings": True, "logit_scale": 0.3, "use_qk_norm": True},
+        {"logit_scale": 0.3},
+        norm="layer",
+    ),
+    "cohere2": Model(
+        "cohere2",
+        "Cohere2",
+        {**_SLIDING, "tie_word_embeddings": True, "logit_scale": 0.3},
+        {**_PATTERN, "logit_scale": 0.3},
+        norm="layer",
+    ),
+    "phi2": Model("phi2", "Phi", norm="layer", **_partial(0.5)),
+    "phi2-fused": Model("phi2", "Phi", norm="layer", steps=("fused_qkv",), **_partial(0.5)),
+    "phi3": Model("phi3", "Phi3", {"sliding_window": 24}, _WINDOW),
+    "phi3-long": Model(
+        "phi3",
+        "Phi3",
+        {"original_max_position_embeddings": 32},
+        {"rope.scaling.original_context_length": 32, "rope.scaling.attn_factor": 1.2649110640673518},
+        {"rope_type": "longrope", **_LONG},
+        steps=("long_rope",),
+    ),
+    "phi3-short": Model(
+        "phi3",
+        "Phi3",
+        {"original_max_position_embeddings": 256, "max_position_embeddings": 512},
+        {
+            "rope.scaling.original_context_length": 256,
+            "rope.scaling.attn_factor": 1.125**0.5,
+            "context_length": 512,
+        },
+        {"rope_type": "longrope", **_LONG},
+        steps=("long_rope",),
+    ),
+    "stablelm": Model("stablelm", "StableLm", {"use_qkv_bias": True}, norm="layer", **_partial(0.25)),
+    "stablelm2-12b": Model(
+        "stablelm",
+        "StableLm",
+        {"use_parallel_residual": True, "qk_layernorm": True},
+        norm="layer",
+        steps=("stacked_norms",),
+        **_partial(0.25),
+    ),
+    "orion": Model("orion", "StableLm", norm="layer", rope={"partial_rotary_factor": 1.0}),
+    "nemotron": Model("nemotron", "Nemotron", norm="layer", steps=("norms",), **_partial(0.5)),
+    "jais2": Model("jais2", "Jais2", norm="layer"),
+    "starcoder2": Model("starcoder2", "Starcoder2", {"sliding_window": None}, norm="layer"),
+    "codeshell": Model("codeshell", "Starcoder2", {"sliding_window": None}, norm="layer", steps=("fused_qkv",)),
+    "falcon-7b": Model(
+        "falcon",
+        "Falcon",
+        {**_FALCON, "multi_query": True},
+        {"attention.head_count_kv": 1},
+        norm="layer",
+    ),
+    "falcon-40b": Model(
+        "falcon",
+        "Falcon",
+        {**_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+        norm="layer",
+        steps=("joint_qkv",),
+    ),
+    "gptneox": Model(
+        "gptneox",
+        "GPTNeoX",
+        {**_NEOX, "num_key_value_heads": 4},
+        {"use_parallel_residual": True, "attention.head_count_kv": 4, "rope.dimension_count": 4},
+        {"partial_rotary_factor": 0.25},
+        norm="layer",
+        steps=("joint_qkv",),
+    ),
+    "gptneox-sequential": Model(
+        "gptneox",
+        "GPTNeoX",
+        {**_NEOX, "use_parallel_residual": False, "num_key_value_heads": 4},
+        {"use_parallel_residual": False, "attention.head_count_kv": 4, "rope.dimension_count": 4},
+        {"partial_rotary_factor": 0.25},
+        norm="layer",
+        steps=("joint_qkv",),
+    ),
+    "gpt2": Model(
+        "gpt2",
+        "GPT2LMHead",
+        {"n_inner": 128, "tie_word_embeddings": True},
+        {"attention.head_count_kv": 4},
+        norm="layer",
+        steps=("transposed",),
+    ),
+    "starcoder": Model(
+        "starcoder",
+        "GPTBigCode",
+        {"n_inner": 128, "tie_word_embeddings": True},
+        {"attention.head_count_kv": 1},
+        norm="layer",
+    ),
+}
+"""The architectures with what their files may differ in; windows end inside of the prompt."""
+
+
+def weights_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
+    """Random weights with the names in `transformers`: products keep the spread of their inputs."""
+    generator, weights = np.random.default_rng(0), {}
+    for name in sorted(shapes):
+        shape = tuple(shapes[name])
+        numbers = generator.standard_normal(shape, dtype=np.float32)
+        if len(shape) < 2:
+            weights[name] = numbers * 0.2 + (name.endswith("weight"))
+        else:
+            weights[name] = numbers * (1 if re.search("emb|wte|wpe", name) else shape[-1] ** -0.5)
+    return weights
+
+
+_NAMES = {
+    "mlp.gate.wg": "ffn_gate_inp",
+    "mlp.gate.moe_statics.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.gate.e_score_correction_bias": "exp_probs_b.bias",
+    "mlp.e_score_correction_bias": "exp_probs_b.bias",
+    "self_attn.query_layernorm": "attn_q_norm",
+    "self_attn.key_layernorm": "attn_k_norm",
+}
+"""Ends of names that the package `gguf` does not translate, or not for every architecture."""
+
+
+def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors of a file by their names, as llama.cpp's converter makes them of the weights."""
+    architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[model.architecture]
+    table = gguf.get_tensor_name_map(architecture, model.layers)
+    tensors: dict[str, np.ndarray] = {}
+    for name, weight in weights.items():
+        if name.startswith("lm_head") and model.config.get("tie_word_embeddings"):
+            continue
+        if name.endswith("e_score_correction_bias"):
+            weight = weight.reshape(-1)
+        layer = re.search(r"(?:layers|h)\.(\d+)\.", name)
+        prefix, end = (f"blk.{layer[1]}.", name[layer.end() :]) if layer else ("", name)
+        stem, _, suffix = end.rpartition(".")
+        if (model.names | _NAMES).get(end):
+            tensors[prefix + (model.names | _NAMES)[end]] = weight
+        elif (model.names | _NAMES).get(stem):
+            tensors[f"{prefix}{(model.names | _NAMES)[stem]}.{suffix}"] = weight
+        elif ".experts." in name:
+            gate_up = suffix == "gate_up_proj"
+            parts = np.split(weight, 2, axis=1) if gate_up else [weight]
+            for part, data in zip(("gate", "up") if gate_up else ("down",), parts, strict=True):
+                tensors[f"{prefix}ffn_{part}_exps.weight"] = data
+        elif "layernorm.norms" in name:
+            part = f"{prefix}attn_{stem.split('.')[1][0]}_norm.weight"
+            tensors[part] = np.stack([*tensors.get(part, []), weight])
+        elif "fused_qkv" in model.steps and re.fullmatch(r"self_attn\.[qkv]_proj", stem):
+            tensors[f"{prefix}attn_{stem[10]}.{suffix}"] = weight
+        else:
+            tensors[table.get_name(name, (".weight", ".bias"))] = weight
+    for name in list(tensors):
+        tensors[name] = _changed(model, name, tensors[name])
+    if "fused_qkv" in model.steps:
+        for name in [name for name in tensors if ".attn_q." in name]:
+            parts = [tensors.pop(name.replace("attn_q.", f"attn_{part}.")) for part in "qkv"]
+            tensors[name.replace("attn_q.", "attn_qkv.")] = np.concatenate(parts)
+    if "long_rope" in model.steps:
+        for end, factors in _LONG.items():
+            tensors[f"rope_factors_{end.removesuffix('_factor')}.weight"] = np.array(factors, "float32")
+    return tensors
+
+
+def _changed(model: Model, name: str, weight: np.ndarray) -> np.ndarray:
+    """The numbers of a tensor in the order of the file."""
+    if "pairs" in model.steps and re.search(r"\.attn_[qk]\.", name):
+        return weight.reshape(-1, 2, SIZE // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    if "joint_qkv" in model.steps and ".attn_qkv." in name:
+        per_group = HEADS // model.kv_heads
+        groups = weight.reshape(model.kv_heads, per_group + 2, SIZE, *weight.shape[1:])
+        parts = groups[:, :per_group], groups[:, per_group : per_group + 1], groups[:, per_group + 1 :]
+        return np.concatenate([part.reshape(-1, *weight.shape[1:]) for part in parts])
+    if "transposed" in model.steps and weight.ndim == 2 and name.startswith("blk."):
+        return np.ascontiguousarray(weight.T)
+    return weight + 1 if "norms" in model.steps and name.endswith("norm.weight") else weight
+
+
+def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str = "F32") -> Path:
+    """Write a file; matrices whose rows are whole blocks have type `kind`."""
+    writer = gguf.GGUFWriter(path, model.architecture)
+    eps = "attention.layer_norm_epsilon" if model.norm == "layer" else "attention.layer_norm_rms_epsilon"
+    fields = {
+        "block_count": model.layers,
+        "context_length": CONTEXT,
+        "embedding_length": WIDTH,
+        "feed_forward_length": 128,
+        "attention.head_count": HEADS,
+        "attention.head_count_kv": model.kv_heads,
+        eps: 1e-5,
+        **model.keys,
+    }
+    for key, value in fields.items():
+        add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+        add.get(type(value), writer.add_array)(f"{model.architecture}.{key}", value)
+    for name, weight in tensors.items():
+        number = gguf.GGMLQuantizationType[kind if weight.ndim > 1 and "norm" not in name else "F32"]
+        data = np.ascontiguousarray(weight)
+        writer.add_tensor(name, gguf.quants.quantize(data, number), raw_dtype=number)
+    for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):
+        step()
+    return path
+
+
+def recorded(name: str) -> tuple[dict[str, tuple[int, ...]], np.ndarray]:
+    """Names and shapes of a model's weights in `transformers`, and its logits at `ROWS`."""
+    with np.load(RECORDED) as archive:
+        return json.loads(str(archive[f"{name}/shapes"])), archive[f"{name}/logits"]

@@ -1,0 +1,129 @@
+"""Models of every row of the table of architectures against logits of `transformers`, and what files may lack."""
+
+from dataclasses import replace
+
+import gguf
+import numpy as np
+import pytest
+from tvm import relax
+
+import relax_hetero as rh
+from llm import gguf_files
+from llm.architecture_models import CONTEXT, MODELS, ROWS, TOKENS, Model, recorded, tensors_of, weights_of, write
+from llm.run_gguf import run
+from marks import slow_but_for
+from relax_hetero.frontend.from_gguf import hyperparameters_of
+from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import ARCHITECTURES
+from relax_hetero.frontend.gguf.weights import Weights
+
+QUICK = ["stablelm2-12b", "hunyuan-moe", "phi3-long", "gpt2"]
+
+
+def tensors(name):
+    return tensors_of(MODELS[name], weights_of(recorded(name)[0]))
+
+
+@pytest.mark.parametrize("name", slow_but_for(MODELS, QUICK))
+def test_logits(name, tmp_path):
+    path, expected = write(tmp_path / "model.gguf", MODELS[name], tensors(name)), recorded(name)[1]
+    assert expected.std() > 0.2
+    np.testing.assert_allclose(run(path, TOKENS, 6)[list(ROWS)], expected, atol=2e-5 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize("name", slow_but_for(["phi3-long", "glm4", "chatglm", "falcon-40b"], ["glm4"]))
+def test_logits_of_blocks(name, tmp_path):
+    """Matrices of several parts are split in whole blocks."""
+    numbers = tensors(name)
+    path = write(tmp_path / "model.gguf", MODELS[name], numbers, "Q8_0")
+    for tensor in gguf.GGUFReader(path).tensors:
+        numbers[tensor.name] = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+    expected = run(write(tmp_path / "plain.gguf", MODELS[name], numbers), TOKENS, 6)
+    np.testing.assert_allclose(run(path, TOKENS, 6), expected, atol=1e-3 * np.abs(expected).max())
+
+
+def test_every_architecture_has_a_model():
+    others = {sizes.architecture for sizes in gguf_files.MODELS.values()}
+    assert {model.architecture for model in MODELS.values()} | others | {"bailingmoe"} == {*ARCHITECTURES}
+    assert ARCHITECTURES["bailingmoe"] == ARCHITECTURES["deepseek"]
+
+
+def test_parts_of_a_matrix_are_views_of_the_file(tmp_path):
+    file = read_gguf(write(tmp_path / "model.gguf", MODELS["phi3"], tensors("phi3")))
+    weights = Weights(file, hyperparameters_of(file))
+    names = [f"blk.1.ffn_{part}.weight" for part in ("gate", "up")]
+    weights.split_rows(names[1], names, (128, 64))
+    parts = [weights.tensor(name, (128, 64)).data for name in names]
+    whole = file.tensors[names[1]].data
+    assert all(np.shares_memory(part, whole) for part in parts)
+    np.testing.assert_array_equal(np.concatenate(parts), whole)
+
+
+def frequencies(mod, model):
+    """The rotary frequencies of a module: a constant of a row."""
+    rows = []
+
+    def visit(expr):
+        value = getattr(expr, "value", None)
+        if getattr(value, "shape", None) is not None and tuple(value.shape) == (1, model.rotary_size // 2):
+            rows.append(value.numpy()[0])
+
+    relax.analysis.post_order_visit(mod["decode_1"], visit)
+    [row] = rows
+    return row
+
+
+def test_the_context_chooses_divisors_of_frequencies(tmp_path):
+    """Long texts need other frequencies than short ones, for all of their positions."""
+    file = read_gguf(write(tmp_path / "model.gguf", MODELS["phi3-long"], tensors("phi3-long")))
+    model = hyperparameters_of(file)
+    short, long = (frequencies(rh.from_gguf(file, context=context), model) for context in (32, 33))
+    divisors = [tensors("phi3-long")[f"rope_factors_{end}.weight"] for end in ("short", "long")]
+    np.testing.assert_allclose(short * divisors[0], long * divisors[1], rtol=1e-6)
+    assert not np.allclose(short, long)
+    assert [model.compiled_context(context) for context in (1, 32, 33, 1000)] == [32, 32, CONTEXT, 1000]
+
+
+def refusal(tmp_path, model: Model, numbers, context=None):
+    with pytest.raises(rh.HeteroError) as error:
+        rh.from_gguf(write(tmp_path / "model.gguf", model, numbers), context=context)
+    return str(error.value)
+
+
+def without(model, key):
+    return replace(model, keys={name: value for name, value in model.keys.items() if name != key})
+
+
+def test_what_a_file_must_state(tmp_path):
+    for name in ("minicpm", "command-r"):
+        text = refusal(tmp_path, without(MODELS[name], "logit_scale"), tensors(name))
+        assert f"lacks {MODELS[name].architecture}.logit_scale" in text
+    zero = replace(MODELS["command-r"], keys={"logit_scale": 0.0})
+    assert "logit_scale is 0, expected a number above 0" in refusal(tmp_path, zero, tensors("command-r"))
+    odd = replace(MODELS["qwen"], keys={"feed_forward_length": 255})
+    assert "feed_forward_length is 255, expected a multiple of 2" in refusal(tmp_path, odd, tensors("qwen"))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "expected"),
+    [
+        ("baichuan", {"block_count": 40}, "baichuan of 40 layers has ALiBi positions"),
+        ("ernie4_5-moe", {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step is 2, expected 1"),
+        ("falcon-7b", {"attention.max_alibi_bias": 8.0}, "max_alibi_bias is 8, expected 0"),
+        ("phi3", {"rope.scaling.type": "ntk"}, "expected one of"),
+    ],
+)
+def test_what_is_refused(name, keys, expected, tmp_path):
+    model = replace(MODELS[name], keys={**MODELS[name].keys, **keys})
+    assert expected in refusal(tmp_path, model, tensors(name))
+
+
+def test_learned_positions_end(tmp_path):
+    assert "expected at most 256" in refusal(tmp_path, MODELS["gpt2"], tensors("gpt2"), context=257)
+
+
+def test_a_layer_without_its_optional_norm(tmp_path):
+    """All layers have an optional tensor, or none."""
+    numbers = tensors("stablelm")
+    del numbers["blk.1.ffn_norm.weight"]
+    assert "lacks tensor 'blk.1.ffn_norm.weight'" in refusal(tmp_path, MODELS["stablelm"], numbers)

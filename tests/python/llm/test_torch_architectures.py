@@ -1,0 +1,92 @@
+"""Models of `transformers` with small sizes and random weights, whose logits are recorded for the other tests.
+
+`python tests/python/llm/test_torch_architectures.py` records them anew.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from llm.architecture_models import (
+    CONTEXT,
+    HEADS,
+    KV_HEADS,
+    LAYERS,
+    MODELS,
+    RECORDED,
+    ROWS,
+    SIZE,
+    TOKENS,
+    VOCABULARY,
+    WIDTH,
+    recorded,
+    weights_of,
+)
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def fresh(name):
+    """Names and shapes of a model's weights, and its logits."""
+    model = MODELS[name]
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "layer_norm_eps": 1e-5,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "attn_implementation": "eager",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rope_parameters": model.rope if "full_attention" in model.rope else {**_ROPE, **model.rope},
+        **model.config,
+    }
+    if model.family == "Falcon":
+        del options["head_dim"]
+    family = model.family.removesuffix("LMHead")
+    config = getattr(transformers, f"{family}Config")(**options)
+    end = "Model" if model.family.endswith("LMHead") else "ForCausalLM"
+    network = getattr(transformers, f"{model.family}{end}")(config).eval()
+    shapes = {key: list(value.shape) for key, value in network.state_dict().items()}
+    weights = weights_of(shapes)
+    if config.tie_word_embeddings:
+        table = next(key for key in shapes if key.endswith(("embed_tokens.weight", "wte.weight")))
+        weights["lm_head.weight"] = weights[table]
+    network.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()})
+    with torch.no_grad():
+        return shapes, network(torch.from_numpy(TOKENS)[None]).logits[0].numpy()[list(ROWS)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recorded_logits_are_those_of_transformers(name):
+    (shapes, logits), (expected_shapes, expected) = recorded(name), fresh(name)
+    assert shapes == expected_shapes
+    np.testing.assert_allclose(logits, expected, atol=1e-4)
+
+
+def _record() -> None:
+    arrays = {}
+    for name in MODELS:
+        shapes, logits = fresh(name)
+        arrays |= {f"{name}/shapes": np.array(json.dumps(shapes)), f"{name}/logits": logits}
+    np.savez_compressed(RECORDED, **arrays)
+
+
+if __name__ == "__main__":
+    _record()
