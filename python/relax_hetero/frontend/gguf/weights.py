@@ -86,7 +86,7 @@ class Weights:
         return True
 
     def split_rows(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
-        """Split a matrix along rows into equal parts with new names: views of the file.
+        """Split a matrix along rows into equal parts with new names, views of the file, if it has the rows of all.
 
         Parameters
         ----------
@@ -97,10 +97,12 @@ class Weights:
         shape : sequence of int
             Rows and depth of a part.
         """
-        if parts[0] in self._stacked or parts[0] in self._file.tensors:
-            return
         rows, depth = shape
-        tensor = self.tensor(name, [rows * len(parts), depth])
+        tensor = self._file.tensors.get(name)
+        if len(parts) < 2 or parts[0] in self._file.tensors or tensor is None:
+            return
+        if tensor.shape != (rows * len(parts), depth):
+            return
         for index, part in enumerate(parts):
             data = tensor.data[index * rows : (index + 1) * rows]
             self._stacked[part] = FileTensor(part, (rows, depth), tensor.type, data)
