@@ -132,6 +132,14 @@ def test_the_page_on_encodings_shows_what_the_passes_make():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_the_page_on_architectures_shows_the_rows():
+    """On failure: python docs/tools/architecture_table.py --write."""
+    words = [sys.executable, ROOT / "docs" / "tools" / "architecture_table.py", "--check"]
+    settings = {**os.environ, "PYTHONPATH": str(ROOT / "python")}
+    done = subprocess.run(words, env=settings, capture_output=True, text=True, timeout=250)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_links_between_documents_lead_somewhere():
     for document in (*PAGES, ROOT / "CHANGELOG.md"):
         prose = re.sub(r"^ *```.*?^ *```|`[^`\n]*`(?!\])", "", document.read_text(), flags=re.MULTILINE | re.DOTALL)

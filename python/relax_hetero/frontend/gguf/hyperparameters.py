@@ -74,6 +74,8 @@ class Architecture:
 
     Attributes
     ----------
+    models : str
+        Names of models that people know it by.
     rotary : str
         Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2);
         "": none, because positions have embeddings.
@@ -121,6 +123,7 @@ class Architecture:
     """
 
     rotary: str
+    models: str = ""
     activation: str = "silu"
     is_gated: bool = True
     scaled_embedding: bool = False
@@ -168,10 +171,11 @@ _ONE_LAYER_NORM = Norms("layer", feed_forward="attn_norm", heads="own")
 _GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "attention.scale": 0.0}
 
 _LLAMA = Architecture("pairs", trained_type="float16", optional=(*_ANY_BIASES, *_QKV))
+_LLAMA_BF16 = replace(_LLAMA, trained_type="bfloat16")
 _QWEN2 = Architecture("halves", required=_BIASES[:3], optional=(*_OUTPUT, "output.bias"))
 _QWEN3 = Architecture("halves", required=_QK_NORMS, optional=_OUTPUT)
 _BAILING = Architecture("pairs", normalizes_shares=False, optional=(*_ANY_BIASES, "exp_probs_b.bias"))
-_GPT = Architecture("halves", "gelu", is_gated=False, norms=_LAYER_NORMS, trained_type="float16")
+_GPT = Architecture("halves", activation="gelu", is_gated=False, norms=_LAYER_NORMS, trained_type="float16")
 _GPT2 = replace(
     _GPT,
     rotary="",
@@ -181,58 +185,71 @@ _GPT2 = replace(
 )
 
 ARCHITECTURES = {
-    "llama": _LLAMA,
-    "mistral3": replace(_LLAMA, trained_type="bfloat16", has_temperature=True),
-    "internlm2": replace(_LLAMA, trained_type="bfloat16"),
-    "xverse": replace(_LLAMA, trained_type="bfloat16"),
-    "baichuan": replace(_LLAMA, trained_type="bfloat16", alibi_layers=40),
-    "ernie4_5": replace(_LLAMA, trained_type="bfloat16"),
-    "ernie4_5-moe": replace(_BAILING, normalizes_shares=True),
-    "smollm3": replace(_LLAMA, trained_type="bfloat16", unrotated_period=4),
-    "arcee": replace(_LLAMA, trained_type="bfloat16", activation="squared_relu", is_gated=False),
-    "deepseek": _BAILING,
-    "bailingmoe": _BAILING,
+    "llama": replace(_LLAMA, models="Llama, Mistral, Mixtral, TinyLlama, SmolLM 2, Falcon 3"),
+    "mistral3": replace(_LLAMA_BF16, has_temperature=True, models="Ministral 3"),
+    "internlm2": replace(_LLAMA_BF16, models="InternLM 2"),
+    "xverse": replace(_LLAMA_BF16, models="XVERSE"),
+    "baichuan": replace(_LLAMA_BF16, alibi_layers=40, models="Baichuan 7B, Baichuan 2 7B"),
+    "ernie4_5": replace(_LLAMA_BF16, models="ERNIE 4.5 0.3B"),
+    "ernie4_5-moe": replace(_BAILING, normalizes_shares=True, models="ERNIE 4.5 21B-A3B, 300B-A47B"),
+    "smollm3": replace(_LLAMA_BF16, unrotated_period=4, models="SmolLM 3"),
+    "arcee": replace(_LLAMA_BF16, activation="squared_relu", is_gated=False, models="AFM 4.5B"),
+    "deepseek": replace(_BAILING, models="DeepSeek MoE 16B"),
+    "bailingmoe": replace(_BAILING, models="Ling Lite, Ling Plus"),
     "minicpm": replace(
-        _LLAMA,
-        trained_type="bfloat16",
+        _LLAMA_BF16,
         scales=dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale")),
         optional=(*_ANY_BIASES, *_LONG_ROPE),
+        models="MiniCPM, MiniCPM 4",
     ),
-    "granite": Architecture("pairs", scales=_GRANITE_SCALES, optional=(*_OUTPUT, *_BIASES)),
-    "granitemoe": Architecture("pairs", scales=_GRANITE_SCALES, optional=_OUTPUT),
-    "exaone": Architecture("halves", optional=_ROPE),
+    "granite": Architecture("pairs", scales=_GRANITE_SCALES, optional=(*_OUTPUT, *_BIASES), models="Granite 3"),
+    "granitemoe": Architecture("pairs", scales=_GRANITE_SCALES, optional=_OUTPUT, models="Granite 3 MoE"),
+    "exaone": Architecture("halves", optional=_ROPE, models="EXAONE 3"),
     "exaone4": Architecture(
         "halves",
         norms=_POST_NORMS,
         windows=Windows(4, 0, are_rotated=True),
         required=_QK_NORMS,
         optional=_ROPE,
+        models="EXAONE 4",
     ),
-    "qwen": Architecture("halves", ffn_parts=2, required=_QKV, optional=_OUTPUT),
-    "qwen2": _QWEN2,
+    "qwen": Architecture("halves", ffn_parts=2, required=_QKV, optional=_OUTPUT, models="Qwen"),
+    "qwen2": replace(_QWEN2, models="Qwen 1.5, 2 and 2.5, QwQ"),
     # Their sections of rotated elements have positions of their own in pictures, and the same one in texts.
-    "qwen2vl": _QWEN2,
-    "pangu-embedded": replace(_QWEN2, required=(*_BIASES[:4],)),
-    "seed_oss": replace(_QWEN2, norms=_GLM_NORMS, optional=(*_OUTPUT, "attn_output.bias")),
+    "qwen2vl": replace(_QWEN2, models="Qwen 2 VL, Qwen 2.5 VL"),
+    "pangu-embedded": replace(_QWEN2, required=(*_BIASES[:4],), models="openPangu Embedded"),
+    "seed_oss": replace(_QWEN2, norms=_GLM_NORMS, optional=(*_OUTPUT, "attn_output.bias"), models="Seed OSS"),
     "qwen2moe": Architecture(
         "halves",
         normalizes_shares=False,
         required=(*_BIASES[:3], "ffn_gate_inp_shexp.weight"),
         optional=_OUTPUT,
+        models="Qwen 1.5 MoE, Qwen 2 57B-A14B",
     ),
-    "qwen3": _QWEN3,
-    "qwen3vl": _QWEN3,
-    "qwen3moe": _QWEN3,
-    "qwen3vlmoe": _QWEN3,
-    "hunyuan-dense": Architecture("halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE),
-    "hunyuan-moe": Architecture("halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE),
-    "dots1": replace(_QWEN3, routing="sigmoid", normalizes_shares=False, required=(*_QK_NORMS, "exp_probs_b.bias")),
+    "qwen3": replace(_QWEN3, models="Qwen 3"),
+    "qwen3vl": replace(_QWEN3, models="Qwen 3 VL"),
+    "qwen3moe": replace(_QWEN3, models="Qwen 3 30B-A3B, 235B-A22B"),
+    "qwen3vlmoe": replace(_QWEN3, models="Qwen 3 VL 30B-A3B, 235B-A22B"),
+    "hunyuan-dense": Architecture(
+        "halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE, models="Hunyuan 0.5B to 7B"
+    ),
+    "hunyuan-moe": Architecture(
+        "halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE, models="Hunyuan A13B"
+    ),
+    "dots1": replace(
+        _QWEN3,
+        routing="sigmoid",
+        normalizes_shares=False,
+        required=(*_QK_NORMS, "exp_probs_b.bias"),
+        models="dots.llm1",
+    ),
     "bailingmoe2": Architecture(
         "halves",
         routing="sigmoid",
         normalizes_shares=False,
         required=_QK_NORMS,
         optional=(*_OUTPUT, "exp_probs_b.bias", *_QKV),
+        models="Ling 2, Ring 2",
     ),
     "minimax-m2": Architecture(
         "halves",
@@ -240,6 +257,7 @@ ARCHITECTURES = {
         routing="sigmoid",
         required=(*_QK_NORMS, "exp_probs_b.bias"),
         optional=_OUTPUT,
+        models="MiniMax M2",
     ),
     # Version 3 has windows.
     "olmo2": Architecture(
@@ -248,12 +266,20 @@ ARCHITECTURES = {
         windows=Windows(4, 0, is_scaled=False),
         required=_QK_NORMS,
         optional=_OUTPUT,
+        models="OLMo 2 and 3",
     ),
     "olmoe": Architecture(
-        "halves", norms=Norms(heads="joint"), normalizes_shares=False, required=_QK_NORMS, optional=_OUTPUT
+        "halves",
+        norms=Norms(heads="joint"),
+        normalizes_shares=False,
+        required=_QK_NORMS,
+        optional=_OUTPUT,
+        models="OLMoE",
     ),
-    "chatglm": Architecture("pairs", optional=(*_ROPE, *_BIASES[:3], *_QKV)),
-    "glm4": Architecture("pairs", norms=_SANDWICH, optional=(*_OUTPUT, *_BIASES[:3], *_QKV)),
+    "chatglm": Architecture("pairs", optional=(*_ROPE, *_BIASES[:3], *_QKV), models="ChatGLM 3, GLM 4 9B"),
+    "glm4": Architecture(
+        "pairs", norms=_SANDWICH, optional=(*_OUTPUT, *_BIASES[:3], *_QKV), models="GLM 4 0414, GLM Z1"
+    ),
     "glm4moe": Architecture(
         "halves",
         routing="sigmoid",
@@ -261,6 +287,7 @@ ARCHITECTURES = {
         norms=_GLM_NORMS,
         required=("exp_probs_b.bias",),
         optional=(*_OUTPUT, *_BIASES[:3], *_QK_NORMS),
+        models="GLM 4.5 and 4.6",
     ),
     # Versions 2 and 3: the latter's queries are products of a narrow vector, its experts have biases.
     "deepseek2": Architecture(
@@ -268,10 +295,11 @@ ARCHITECTURES = {
         normalizes_shares=False,
         has_latent_attention=True,
         optional=(*_OUTPUT, "exp_probs_b.bias"),
+        models="DeepSeek V2, V3 and R1",
     ),
     "gpt-oss": Architecture(
         "halves",
-        "clamped_swiglu",
+        activation="clamped_swiglu",
         windows=Windows(2),
         routing="softmax_of_chosen",
         norms=_GLM_NORMS,
@@ -281,21 +309,29 @@ ARCHITECTURES = {
             *(f"{name}.bias" for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
         ),
         optional=_OUTPUT,
+        models="gpt-oss",
     ),
     # The matrix of embeddings is also the output matrix.
-    "gemma": Architecture("halves", "gelu_tanh", scaled_embedding=True),
+    "gemma": Architecture("halves", activation="gelu_tanh", scaled_embedding=True, models="Gemma, CodeGemma"),
     "gemma2": Architecture(
-        "halves", "gelu_tanh", scaled_embedding=True, norms=_SANDWICH, windows=Windows(2, 4096), wide_layers=46
+        "halves",
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        norms=_SANDWICH,
+        windows=Windows(2, 4096),
+        wide_layers=46,
+        models="Gemma 2",
     ),
     "gemma3": Architecture(
         "halves",
-        "gelu_tanh",
+        activation="gelu_tanh",
         scaled_embedding=True,
         norms=_SANDWICH,
         windows=Windows(6, 0, base=10000.0, is_scaled=False),
         wide_layers=62,
         required=_QK_NORMS,
         optional=_OUTPUT,
+        models="Gemma 3",
     ),
     "command-r": Architecture(
         "pairs",
@@ -304,6 +340,7 @@ ARCHITECTURES = {
         multiplies_logits=True,
         trained_type="float16",
         optional=_QK_NORMS,
+        models="Command R and R+, Aya 23",
     ),
     "cohere2": Architecture(
         "pairs",
@@ -311,6 +348,7 @@ ARCHITECTURES = {
         windows=Windows(4, are_rotated=True),
         scales={"logit_scale": None},
         multiplies_logits=True,
+        models="Command R7B, Command A",
     ),
     "phi2": replace(
         _GPT,
@@ -318,29 +356,46 @@ ARCHITECTURES = {
         norms=_ONE_LAYER_NORM,
         required=(*_NORM_BIASES, *_OWN_BIASES, "output.weight", "output.bias"),
         optional=(*_BIASES[:3], *_QKV),
+        models="Phi 1, 1.5 and 2",
     ),
-    "phi3": Architecture("halves", windows=Windows(0, 0), optional=(*_OUTPUT, *_LONG_ROPE, *_QKV)),
+    "phi3": Architecture(
+        "halves", windows=Windows(0, 0), optional=(*_OUTPUT, *_LONG_ROPE, *_QKV), models="Phi 3, 3.5 and 4"
+    ),
     "stablelm": Architecture(
         "halves",
         norms=Norms("layer", heads="own"),
         required=_NORM_BIASES,
         optional=(*_OUTPUT, *_BIASES[:3], *_QK_NORMS, "ffn_norm.weight", "ffn_norm.bias"),
+        models="StableLM, StableLM 2, Zephyr 3B",
     ),
-    "orion": Architecture("halves", norms=_LAYER_NORMS, required=_LAYER_BIASES, optional=_ROPE),
+    "orion": Architecture("halves", norms=_LAYER_NORMS, required=_LAYER_BIASES, optional=_ROPE, models="Orion 14B"),
     "nemotron": replace(
         _GPT,
         activation="squared_relu",
         trained_type="bfloat16",
         required=_LAYER_BIASES,
         optional=(*_ROPE, *_BIASES[:4], "ffn_up.bias", "ffn_down.bias"),
+        models="Nemotron 4, Minitron",
     ),
     "jais2": replace(
-        _GPT, activation="squared_relu", trained_type="bfloat16", required=(*_ALL_BIASES, *_BIASES[:3]), optional=_ROPE
+        _GPT,
+        activation="squared_relu",
+        trained_type="bfloat16",
+        required=(*_ALL_BIASES, *_BIASES[:3]),
+        optional=_ROPE,
+        models="Jais 2",
     ),
     "starcoder2": replace(
-        _GPT, activation="gelu_tanh", trained_type="bfloat16", required=(*_ALL_BIASES, *_BIASES[:3]), optional=_ROPE
+        _GPT,
+        activation="gelu_tanh",
+        trained_type="bfloat16",
+        required=(*_ALL_BIASES, *_BIASES[:3]),
+        optional=_ROPE,
+        models="StarCoder 2",
     ),
-    "codeshell": replace(_GPT, activation="gelu_tanh", required=(*_ALL_BIASES, *_QKV), optional=_ROPE),
+    "codeshell": replace(
+        _GPT, activation="gelu_tanh", required=(*_ALL_BIASES, *_QKV), optional=_ROPE, models="CodeShell"
+    ),
     # The larger ones have a norm of each input.
     "falcon": replace(
         _GPT,
@@ -349,10 +404,17 @@ ARCHITECTURES = {
         trained_type="bfloat16",
         required=_NORM_BIASES,
         optional=(*_OUTPUT, "attn_qkv.weight", "attn_norm_2.weight", "attn_norm_2.bias"),
+        models="Falcon 7B, 40B and 180B",
     ),
-    "gptneox": replace(_GPT, is_parallel=None, required=(*_ALL_BIASES, *_QKV), optional=_OUTPUT),
-    "gpt2": _GPT2,
-    "starcoder": _GPT2,
+    "gptneox": replace(
+        _GPT,
+        is_parallel=None,
+        required=(*_ALL_BIASES, *_QKV),
+        optional=_OUTPUT,
+        models="GPT-NeoX, Pythia, RedPajama INCITE",
+    ),
+    "gpt2": replace(_GPT2, models="GPT-2"),
+    "starcoder": replace(_GPT2, models="StarCoder, SantaCoder"),
 }
 """Architectures by the file's ``general.architecture``."""
 
