@@ -21,11 +21,13 @@ def differences(row: Architecture) -> str:
     """Differences from Llama, in words."""
     norms, windows = row.norms, row.windows
     texts = {
+        "encoder": not row.is_causal,
         "learned positions": not row.rotary,
         "layer norms": norms.kind == "layer",
         "norms of results": norms.attention_out and norms.attention,
-        "norms of results only": not norms.attention,
-        "parallel": row.is_parallel or norms.attention == norms.feed_forward != "",
+        "norms of results only": norms.attention_out and not norms.attention,
+        "norms of sums": norms.attention_sum,
+        "parallel": row.is_parallel or norms.attention == norms.feed_forward and norms.attention,
         "parallel if stated": row.is_parallel is None,
         "windows": windows is not None,
         "rotated windows": windows is not None and windows.are_rotated,
@@ -47,13 +49,15 @@ def table() -> str:
     """The table in Markdown."""
     sys.path.insert(0, str(ROOT / "tests" / "python"))
     from llm import gguf_files
-    from llm.architecture_models import MODELS
+    from llm.architecture_models import ENCODERS, MODELS
 
-    classes = {model.architecture: model.family for model in reversed(MODELS.values())}
+    models = [*ENCODERS.values(), *MODELS.values()]
+    classes = {model.architecture: model.family for model in reversed(models)}
     compared = {sizes.architecture for sizes in gguf_files.MODELS.values()}
-    lines = ["| architecture | models | rotated | differences from Llama | compared with |", "| --- | --- | --- | --- | --- |"]
+    columns = ("architecture", "models", "rotated", "differences from Llama", "compared with")
+    lines = [f"| {' | '.join(columns)} |", "| --- " * len(columns) + "|"]
     for name, row in ARCHITECTURES.items():
-        other = "its own, llama.cpp" if name in compared else classes.get(name, "as deepseek")
+        other = "its own, llama.cpp" if name in compared else classes[name]
         lines.append(f"| {name} | {row.models} | {row.rotary or 'no'} | {differences(row)} | {other} |")
     return "\n".join(lines) + "\n"
 

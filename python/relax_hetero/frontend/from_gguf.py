@@ -14,6 +14,7 @@ from ..transform.ir.remarks import with_remarks
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
 from .gguf.activation_types import ActivationTypes, check_activations, trained_type
+from .gguf.encoder_graph import encoder_module
 from .gguf.expert_rules import split_rules
 from .gguf.file import GgufFile, read_gguf
 from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
@@ -126,6 +127,10 @@ def from_gguf(
     check_stream_experts(stream_experts)
     file = path if isinstance(path, GgufFile) else read_gguf(path)
     model = hyperparameters_of(file)
+    if not model.is_causal:
+        raise FrontendError(
+            f"{file.path}: {model.name} encodes texts, expected a model that generates them; use rh.llm.Encoder"
+        )
     if count_experts and not model.experts:
         raise FrontendError(f"{file.path}: the model has no experts, expected a mixture of experts for count_experts")
     cache = PagedCache(
@@ -154,6 +159,48 @@ def from_gguf(
     if devices is not None:
         mod = with_rule_reasons(place(mod, rules, devices), {**split.reasons(reasons), **dict(streams.reasons)})
     return mod if estimate is None else with_remarks(mod, placement_estimate=estimate)
+
+
+def encoder_from_gguf(
+    path: str | os.PathLike[str] | GgufFile,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    placement: PlacementRules | None = None,
+    lengths: Sequence[int] = (512,),
+    activation_bits: int = 8,
+    activations: str | None = None,
+) -> tvm.IRModule:
+    """Import a model of a GGUF file as functions ``encode_C`` that return the embedding of a text.
+
+    Parameters
+    ----------
+    path, vdevices, activation_bits, activations
+        As for `from_gguf`.
+    placement : mapping or list of (pattern, device) pairs, optional
+        As for `from_gguf`, without lists of experts.
+    lengths : sequence of int
+        Maximum tokens of a text of each function.
+
+    Returns
+    -------
+    mod : tvm.IRModule
+        See `gguf.encoder_graph.encoder_module`.
+
+    Raises
+    ------
+    FrontendError
+        As for `from_gguf`, or if the architecture has an attention that only its kernel with a cache computes.
+    """
+    devices = check_placement(vdevices, placement, None, "latency", None)
+    check_activations(activations)
+    file = path if isinstance(path, GgufFile) else read_gguf(path)
+    model = hyperparameters_of(file)
+    if model.latent or model.attention_softcap or "attn_sinks.weight" in model.architecture.required:
+        raise FrontendError(f"{file.path}: {model.name} has an attention that rh.llm.Encoder does not compute")
+    types = ActivationTypes(activations, trained_type(file, model), placement or {}, devices or ())
+    weights = Weights(file, model)
+    mod = encoder_module(model, weights, lengths, activation_bits, types)
+    weights.check_all_read(unused=("output.weight", "output.bias"))
+    return mod if devices is None else place(mod, placement or {}, devices)
 
 
 def hyperparameters_of(file: GgufFile) -> Hyperparameters:

@@ -3,6 +3,7 @@ from .cache import KVCache as KVCache
 from .chat_template import ChatTemplate as ChatTemplate
 from .compiled_model import CompiledModel as CompiledModel
 from .description import ModelDescription as ModelDescription
+from .encoder import Encoder as Encoder
 from .engine import Engine as Engine
 from .engine import Statistics as Statistics
 from .errors import EngineClosedError as EngineClosedError

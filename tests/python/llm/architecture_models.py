@@ -56,6 +56,7 @@ class Model:
     norm: str = "rms"
     names: dict[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
+    pooling: str = ""
 
     @property
     def layers(self) -> int:
@@ -123,6 +124,13 @@ MODELS = {
     ),
     "smollm3": Model("smollm3", "SmolLM3", {"num_hidden_layers": 5, "no_rope_layers": [1, 1, 1, 0, 1]}, steps=_PAIRS),
     "arcee": Model("arcee", "Arcee", steps=_PAIRS),
+    "bailingmoe": Model(
+        "bailingmoe",
+        "Ernie4_5_Moe",
+        {**_EXPERTS, "moe_num_shared_experts": 2, "moe_layer_start_index": 0, "use_bias": False},
+        {**_EXPERT_KEYS, "expert_shared_count": 2, "expert_weights_norm": True},
+        steps=_MOE_STEPS,
+    ),
     # Their attention and experts are those of Mixtral and Qwen 2, whose shares sum to 1 only if the file says so.
     "deepseek": Model(
         "deepseek",
@@ -320,6 +328,55 @@ MODELS = {
 }
 """The architectures with what their files may differ in; windows end inside of the prompt."""
 
+_BERT = {"attention.head_count_kv": 4, "attention.causal": False}
+
+ENCODERS = {
+    "bert": Model("bert", "Bert", {"hidden_act": "gelu"}, {**_BERT, "pooling_type": 2}, norm="layer", pooling="cls"),
+    "nomic-bert": Model(
+        "nomic-bert",
+        "NomicBert",
+        {"num_key_value_heads": 4},
+        {**_BERT, "pooling_type": 1, "rope.freq_base": 1000.0},
+        {"rope_theta": 1000.0},
+        norm="layer",
+        names={"post_attention_layernorm": "attn_output_norm", "post_mlp_layernorm": "layer_output_norm"},
+        steps=("fused_qkv",),
+        pooling="mean",
+    ),
+    "gemma-embedding": Model(
+        "gemma-embedding",
+        "Gemma3Text",
+        {**_SLIDING, "use_bidirectional_attention": True, "query_pre_attn_scalar": SIZE},
+        {**_PATTERN, "attention.causal": False, "rope.freq_base": 1e6, "pooling_type": 1},
+        {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+        },
+        steps=("norms", "dense"),
+        pooling="mean",
+    ),
+    "qwen3-embedding": Model("qwen3", "Qwen3", keys={"pooling_type": 3}, pooling="last"),
+    "llama-embedding": Model("llama", "Llama", keys={"pooling_type": 1}, steps=_PAIRS, pooling="mean"),
+    "hunyuan-embedding": Model("hunyuan-dense", "HunYuanDenseV1", pooling="last"),
+}
+"""Models whose results are embeddings."""
+
+LENGTHS = (20, 70)
+"""Tokens of the texts whose embeddings are recorded."""
+
+
+def pooled(model: Model, length: int) -> np.ndarray:
+    """Factors of the results of a text's tokens."""
+    share = {"mean": np.full(length, 1 / length), "cls": np.eye(length)[0], "last": np.eye(length)[-1]}
+    return share[model.pooling].astype("float32")
+
+
+def dense_layers(model: Model) -> dict[str, np.ndarray]:
+    """Matrices by which an embedding is multiplied, in order."""
+    generator = np.random.default_rng(2)
+    shapes = {"dense_2.weight": (96, WIDTH), "dense_3.weight": (WIDTH, 96)} if "dense" in model.steps else {}
+    return {name: generator.standard_normal(shape, dtype="float32") for name, shape in shapes.items()}
+
 
 def weights_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
     """Random weights with the names in `transformers`: products keep the spread of their inputs."""
@@ -355,7 +412,7 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
             continue
         if name.endswith("e_score_correction_bias"):
             weight = weight.reshape(-1)
-        layer = re.search(r"(?:layers|h)\.(\d+)\.", name)
+        layer = re.search(r"(?:layers?|h)\.(\d+)\.", name)
         prefix, end = (f"blk.{layer[1]}.", name[layer.end() :]) if layer else ("", name)
         stem, _, suffix = end.rpartition(".")
         if (model.names | _NAMES).get(end):
@@ -374,6 +431,7 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
             tensors[f"{prefix}attn_{stem[10]}.{suffix}"] = weight
         else:
             tensors[table.get_name(name, (".weight", ".bias"))] = weight
+    tensors |= dense_layers(model)
     for name in list(tensors):
         tensors[name] = _changed(model, name, tensors[name])
     if "fused_qkv" in model.steps:
@@ -400,11 +458,12 @@ def _changed(model: Model, name: str, weight: np.ndarray) -> np.ndarray:
     return weight + 1 if "norms" in model.steps and name.endswith("norm.weight") else weight
 
 
-def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str = "F32") -> Path:
-    """Write a file; matrices whose rows are whole blocks have type `kind`."""
+def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str = "F32", fields: Any = None) -> Path:
+    """Write a file with matrices of type `kind`, and further fields."""
     writer = gguf.GGUFWriter(path, model.architecture)
     eps = "attention.layer_norm_epsilon" if model.norm == "layer" else "attention.layer_norm_rms_epsilon"
-    fields = {
+    fields = dict(fields or {})
+    own = {
         "block_count": model.layers,
         "context_length": CONTEXT,
         "embedding_length": WIDTH,
@@ -414,9 +473,10 @@ def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str
         eps: 1e-5,
         **model.keys,
     }
+    fields |= {f"{model.architecture}.{key}": value for key, value in own.items()}
     for key, value in fields.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
-        add.get(type(value), writer.add_array)(f"{model.architecture}.{key}", value)
+        add.get(type(value), writer.add_array)(key, value)
     for name, weight in tensors.items():
         number = gguf.GGMLQuantizationType[kind if weight.ndim > 1 and "norm" not in name else "F32"]
         data = np.ascontiguousarray(weight)
@@ -427,6 +487,6 @@ def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str
 
 
 def recorded(name: str) -> tuple[dict[str, tuple[int, ...]], np.ndarray]:
-    """Names and shapes of a model's weights in `transformers`, and its logits at `ROWS`."""
+    """Names and shapes of a model's weights in `transformers`, and its logits at `ROWS` or embeddings of `LENGTHS`."""
     with np.load(RECORDED) as archive:
         return json.loads(str(archive[f"{name}/shapes"])), archive[f"{name}/logits"]

@@ -4,6 +4,7 @@
 """
 
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -13,9 +14,11 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from llm.architecture_models import (
     CONTEXT,
+    ENCODERS,
     HEADS,
     KV_HEADS,
     LAYERS,
+    LENGTHS,
     MODELS,
     RECORDED,
     ROWS,
@@ -23,6 +26,8 @@ from llm.architecture_models import (
     TOKENS,
     VOCABULARY,
     WIDTH,
+    dense_layers,
+    pooled,
     recorded,
     weights_of,
 )
@@ -35,8 +40,8 @@ _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 
 def fresh(name):
-    """Names and shapes of a model's weights, and its logits."""
-    model = MODELS[name]
+    """Names and shapes of a model's weights, and its logits or embeddings."""
+    model = (MODELS | ENCODERS)[name]
     options = {
         "vocab_size": VOCABULARY,
         "hidden_size": WIDTH,
@@ -61,10 +66,15 @@ def fresh(name):
         del options["head_dim"]
     family = model.family.removesuffix("LMHead")
     config = getattr(transformers, f"{family}Config")(**options)
-    end = "Model" if model.family.endswith("LMHead") else "ForCausalLM"
-    network = getattr(transformers, f"{model.family}{end}")(config).eval()
-    shapes = {key: list(value.shape) for key, value in network.state_dict().items()}
+    end = "Model" if model.pooling or model.family.endswith("LMHead") else "ForCausalLM"
+    without_pooler = {"add_pooling_layer": False} if "Bert" in family else {}
+    network = getattr(transformers, f"{model.family}{end}")(config, **without_pooler).eval()
+    names = {key: re.sub("^(layers|embed_tokens|norm)", r"model.\1", key) for key in network.state_dict()}
+    shapes = {names[key]: list(value.shape) for key, value in network.state_dict().items()}
     weights = weights_of(shapes)
+    if model.pooling:
+        network.load_state_dict({key: torch.from_numpy(weights[name]) for key, name in names.items()})
+        return shapes, np.stack([embedding(model, network, TOKENS[:length]) for length in LENGTHS])
     if config.tie_word_embeddings:
         table = next(key for key in shapes if key.endswith(("embed_tokens.weight", "wte.weight")))
         weights["lm_head.weight"] = weights[table]
@@ -73,7 +83,17 @@ def fresh(name):
         return shapes, network(torch.from_numpy(TOKENS)[None]).logits[0].numpy()[list(ROWS)]
 
 
-@pytest.mark.parametrize("name", MODELS)
+def embedding(model, network, tokens):
+    """The embedding of a text."""
+    with torch.no_grad():
+        results = network(torch.from_numpy(tokens)[None]).last_hidden_state[0].numpy()
+    x = pooled(model, len(tokens)) @ results
+    for matrix in dense_layers(model).values():
+        x = matrix @ x
+    return x
+
+
+@pytest.mark.parametrize("name", [*MODELS, *ENCODERS])
 def test_recorded_logits_are_those_of_transformers(name):
     (shapes, logits), (expected_shapes, expected) = recorded(name), fresh(name)
     assert shapes == expected_shapes
@@ -82,7 +102,7 @@ def test_recorded_logits_are_those_of_transformers(name):
 
 def _record() -> None:
     arrays = {}
-    for name in MODELS:
+    for name in [*MODELS, *ENCODERS]:
         shapes, logits = fresh(name)
         arrays |= {f"{name}/shapes": np.array(json.dumps(shapes)), f"{name}/logits": logits}
     np.savez_compressed(RECORDED, **arrays)

@@ -29,6 +29,8 @@ class Norms:
         attention and feed-forward are parallel: both read the normalized input of the layer, which gets their sum.
     attention_out, feed_forward_out : str
         Norms of the results, before they are added to the residual.
+    attention_sum, feed_forward_sum : str
+        Norms of the residual, after they are added.
     heads : str
         Norms of queries and keys, if the file has them. "each": RMS norm of each head, with factors of all heads;
         "rotated": the same after rotation; "own": layer norm of each head, with factors of its own; "joint": RMS norm
@@ -40,6 +42,8 @@ class Norms:
     feed_forward: str = "ffn_norm"
     attention_out: str = ""
     feed_forward_out: str = ""
+    attention_sum: str = ""
+    feed_forward_sum: str = ""
     heads: str = "each"
 
 
@@ -91,6 +95,8 @@ class Architecture:
     norms : Norms
     is_parallel : bool or None
         True if attention and feed-forward are parallel, even if their norms differ; None: the file states it.
+    is_causal : bool
+        False for encoders of whole texts, whose tokens attend to all others, within half a window on both sides.
     windows : Windows or None
         Layers with a sliding window; None: windows in the file are ignored, as in llama.cpp.
     unrotated_period : int
@@ -129,6 +135,7 @@ class Architecture:
     scaled_embedding: bool = False
     norms: Norms = Norms()
     is_parallel: bool | None = False
+    is_causal: bool = True
     windows: Windows | None = None
     unrotated_period: int = 0
     wide_layers: int | None = None
@@ -181,6 +188,28 @@ _GPT2 = replace(
     rotary="",
     activation="gelu_tanh",
     required=(*_ALL_BIASES, *_QKV, "position_embd.weight"),
+    optional=_OUTPUT,
+)
+_BERT = Architecture(
+    "",
+    activation="gelu",
+    is_gated=False,
+    norms=Norms("layer", "", "", attention_sum="attn_output_norm", feed_forward_sum="layer_output_norm"),
+    is_causal=False,
+)
+_BERT_TENSORS = tuple(
+    f"{name}.{end}"
+    for name in ("token_embd_norm", "attn_output_norm", "layer_output_norm")
+    for end in ("weight", "bias")
+)
+_GEMMA3 = Architecture(
+    "halves",
+    activation="gelu_tanh",
+    scaled_embedding=True,
+    norms=_SANDWICH,
+    windows=Windows(6, 0, base=10000.0, is_scaled=False),
+    wide_layers=62,
+    required=_QK_NORMS,
     optional=_OUTPUT,
 )
 
@@ -322,16 +351,9 @@ ARCHITECTURES = {
         wide_layers=46,
         models="Gemma 2",
     ),
-    "gemma3": Architecture(
-        "halves",
-        activation="gelu_tanh",
-        scaled_embedding=True,
-        norms=_SANDWICH,
-        windows=Windows(6, 0, base=10000.0, is_scaled=False),
-        wide_layers=62,
-        required=_QK_NORMS,
-        optional=_OUTPUT,
-        models="Gemma 3",
+    "gemma3": replace(_GEMMA3, models="Gemma 3"),
+    "gemma-embedding": replace(
+        _GEMMA3, is_causal=False, optional=("dense_2.weight", "dense_3.weight"), models="EmbeddingGemma"
     ),
     "command-r": Architecture(
         "pairs",
@@ -413,6 +435,21 @@ ARCHITECTURES = {
         optional=_OUTPUT,
         models="GPT-NeoX, Pythia, RedPajama INCITE",
     ),
+    "bert": replace(
+        _BERT,
+        required=(*_BERT_TENSORS, "ffn_up.bias", "ffn_down.bias", "attn_output.bias"),
+        optional=(*_BIASES[:3], *_QKV, "token_types.weight", "position_embd.weight"),
+        models="BERT, BGE, E5, all-MiniLM, GTE, Arctic Embed",
+    ),
+    "nomic-bert": replace(
+        _BERT,
+        rotary="halves",
+        activation="silu",
+        is_gated=True,
+        required=_BERT_TENSORS,
+        optional=("attn_qkv.weight", "token_types.weight"),
+        models="Nomic Embed",
+    ),
     "gpt2": replace(_GPT2, models="GPT-2"),
     "starcoder": replace(_GPT2, models="StarCoder, SantaCoder"),
 }
@@ -432,6 +469,8 @@ _REFUSED = {
 """Keys that would change results, with the values that would not."""
 _YARN_FACTORS = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
 """Keys of factors of YaRN's magnitude, with their defaults."""
+POOLINGS = ("mean", "cls", "last")
+"""Poolings by their number in a file, from 1 on."""
 _EPSILONS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
 """Keys of the epsilon of norms by their kind."""
 _MAX_INT32 = (1 << 31) - 1
@@ -531,6 +570,10 @@ class Hyperparameters:
         Softcap c in ``c * tanh(x / c)`` of scores and of logits; 0: none.
     is_parallel : bool
         True if attention and feed-forward both read the input of a layer.
+    is_causal : bool
+        True if tokens attend to earlier ones only.
+    pooling : str
+        Tokens of a text whose results are its embedding: the "mean" of all, the first ("cls") or the "last".
     routing : RoutingProblem or None
         Choice of experts, for any number of rows and without biases; None without experts.
     shared_feed_forward : int
@@ -568,6 +611,8 @@ class Hyperparameters:
     attention_softcap: float
     logit_softcap: float
     is_parallel: bool
+    is_causal: bool
+    pooling: str
     routing: RoutingProblem | None
     shared_feed_forward: int
     embedding_scale: float
@@ -718,6 +763,8 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
         logit_softcap=metadata.number("final_logit_softcapping", 0.0),
         is_parallel=_read_is_parallel(metadata, architecture),
+        is_causal=metadata.flag("attention.causal", architecture.is_causal),
+        pooling=_read_pooling(metadata, architecture),
         routing=routing,
         shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
         or metadata.count("expert_shared_count", 0) * expert_width,
@@ -830,12 +877,20 @@ def _read_short_context(metadata: _Fields, architecture: Architecture) -> int:
     """Positions of the short list of divisors of frequencies; 0 for architectures without lists."""
     if _LONG_ROPE[0] not in architecture.optional:
         return 0
-    return metadata.count("rope.scaling.original_context_length", 0)
+    return metadata.count("rope.scaling.original_context_length", metadata.count("context_length"))
 
 
 def _read_is_parallel(metadata: _Fields, architecture: Architecture) -> bool:
     stated = architecture.is_parallel
     return metadata.flag("use_parallel_residual", False) if stated is None else stated
+
+
+def _read_pooling(metadata: _Fields, architecture: Architecture) -> str:
+    number = metadata.count("pooling_type", 0)
+    if number > len(POOLINGS):
+        names = ", ".join(f"{i} ({name})" for i, name in enumerate(POOLINGS, 1))
+        raise FrontendError(f"{metadata.file}: {metadata.name}.pooling_type is {number}, expected one of {names}")
+    return POOLINGS[number - 1] if number else "last" if architecture.is_causal else "mean"
 
 
 def _read_temperature(metadata: _Fields) -> tuple[float, int]:

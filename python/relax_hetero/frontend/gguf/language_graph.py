@@ -53,21 +53,27 @@ def language_module(
     builder = relax.BlockBuilder()
     functions = {}
     for name, rows, kind in cache.functions:
-        function = _Function(model, weights, cache, rows, kind, activation_bits, types, expert_groups, streams, builder)
+        kv_heads = [model.kv_heads] * model.layers
+        params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size, model.has_shared_values)
+        context = cache.context
+        function = LanguageFunction(
+            model, weights, params, context, rows, kind, activation_bits, types, expert_groups, streams, builder
+        )
         if count_experts:
             function.add_counters()
         functions[tvm.ir.GlobalVar(name)] = function.build(name)
     return tvm.IRModule({**functions, **builder.get().functions})
 
 
-class _Function:
+class LanguageFunction:
     """Builder of one function, which takes `rows` tokens: those of a decode step or a prefill chunk (`kind`)."""
 
     def __init__(
         self,
         model: Hyperparameters,
         weights: Weights,
-        cache: PagedCache,
+        params: dict[str, relax.Var],
+        context: int,
         rows: int,
         kind: str,
         activation_bits: int,
@@ -85,10 +91,7 @@ class _Function:
         self.counters: dict[str, relax.Expr] = {}  # by the prefix of the layer
         self.bindings: list[relax.Binding] = []
         self.rotary_tables: dict[tuple[float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
-        kv_heads = [model.kv_heads] * model.layers
-        shared = model.has_shared_values
-        self.context = cache.context
-        self.params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size, shared)
+        self.params, self.context = params, context
 
     def add_counters(self) -> None:
         """Add counters of the experts of each layer to the parameters and results."""
@@ -116,6 +119,10 @@ class _Function:
             outputs["greedy_tokens"] = self.emit(tokens, "output.greedy_tokens", is_output=True)
         outputs |= {f"pages_{layer}": layer_pages for layer, layer_pages in enumerate(pages)}
         outputs |= {name.replace("blk.", EXPERT_COUNTS): counters for name, counters in self.counters.items()}
+        return self.function(name, outputs)
+
+    def function(self, name: str, outputs: Mapping[str, relax.Expr]) -> relax.Function:
+        """The function of all bindings, with `name` as its global symbol."""
         result = relax.Tuple(list(outputs.values()))
         attributes = {
             "global_symbol": name,
@@ -141,8 +148,16 @@ class _Function:
         table = self._matrix("token_embd", [model.vocabulary, model.hidden_size])
         x = self.emit(relax.op.take(table, self.params["tokens"], axis=0), "token_embd")
         x = self._scaled(x, model.embedding_scale, "token_embd.scaled")
-        if model.architecture.rotary:
-            return x
+        if not model.architecture.rotary:
+            x = self._with_positions(x)
+        if "token_types.weight" in self.weights:
+            kind = relax.const(self.weights.first_row("token_types.weight", model.hidden_size))
+            x = self.emit(relax.op.add(x, kind), "token_embd.typed")
+        return self._norm(x, "token_embd_norm") if "token_embd_norm.weight" in self.weights else x
+
+    def _with_positions(self, x: relax.Expr) -> relax.Expr:
+        """The embeddings plus those of their positions, (rows, hidden_size)."""
+        model = self.model
         if self.context > model.context:
             raise FrontendError(
                 f"context is {self.context:,}, expected at most {model.context:,}: positions have learned embeddings"
@@ -168,6 +183,8 @@ class _Function:
             projection = self._norm(projection, f"{name}.{norms.attention_out}")
         projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
         total = self.emit(relax.op.add(x, projection), f"{name}.attn_sum")
+        if norms.attention_sum:
+            total = self._norm(total, f"{name}.{norms.attention_sum}")
         if before != between or not before:
             inputs = self._optional_norm(x if model.is_parallel else total, between)
         if layer < model.dense_layers:
@@ -180,7 +197,8 @@ class _Function:
         if norms.feed_forward_out:
             feed_forward = self._norm(feed_forward, f"{name}.{norms.feed_forward_out}")
         feed_forward = self._scaled(feed_forward, model.residual_scale, f"{name}.ffn_scaled")
-        return self.emit(relax.op.add(total, feed_forward), f"{name}.ffn_sum"), pages
+        result = self.emit(relax.op.add(total, feed_forward), f"{name}.ffn_sum")
+        return self._norm(result, f"{name}.{norms.feed_forward_sum}") if norms.feed_forward_sum else result, pages
 
     def _input_norms(self, name: str) -> tuple[str, str]:
         """Names of the norms of the inputs of attention and feed-forward; "": none."""
@@ -281,11 +299,17 @@ class _Function:
         return self._reshaped(result, [self.rows, width], f"{name}_rows")
 
     def _rotated(self, x: relax.Expr, layer: int, name: str) -> relax.Expr:
-        """Rotate heads in halves, (rows, heads, size)."""
+        """Rotate heads, (rows, heads, size)."""
         size, half = self.model.head_size, self.model.rotary_size // 2
+        rows, heads = self.rows, int(x.ty.shape.values[1])
         table = self.emit(relax.op.expand_dims(self._rotary_table(layer), 1), f"{name}_angles")
         cosines, sines = (self._sliced(table, i * half, (i + 1) * half, f"{name}_angles") for i in range(2))
-        first, second = (self._sliced(x, i * half, (i + 1) * half, f"{name}_half") for i in range(2))
+        in_pairs, turned = self.model.architecture.rotary == "pairs", self._sliced(x, 0, 2 * half, f"{name}_turned")
+        if in_pairs:
+            turned = self._reshaped(turned, [rows, heads, half, 2], f"{name}_pairs")
+            turned = self.emit(relax.op.permute_dims(turned, [0, 1, 3, 2]), f"{name}_unpaired")
+            turned = self._reshaped(turned, [rows, heads, 2 * half], f"{name}_halves")
+        first, second = (self._sliced(turned, i * half, (i + 1) * half, f"{name}_half") for i in range(2))
 
         def multiply(x: relax.Expr, y: relax.Expr) -> relax.Expr:
             return self.emit(relax.op.multiply(x, y), f"{name}_product")
@@ -293,9 +317,13 @@ class _Function:
         low = relax.op.subtract(multiply(first, cosines), multiply(second, sines))
         high = relax.op.add(multiply(second, cosines), multiply(first, sines))
         parts = [self.emit(part, f"{name}_part") for part in (low, high)]
+        if in_pairs:
+            columns = [self.emit(relax.op.expand_dims(part, 3), f"{name}_column") for part in parts]
+            parts = [self.emit(relax.op.concat(columns, axis=3), f"{name}_pairs")]
+            parts = [self._reshaped(parts[0], [rows, heads, 2 * half], f"{name}_paired")]
         if 2 * half < size:
             parts.append(self._sliced(x, 2 * half, size, f"{name}_unrotated"))
-        return self.emit(relax.op.concat(parts, axis=2), f"{name}_rotated")
+        return parts[0] if len(parts) == 1 else self.emit(relax.op.concat(parts, axis=2), f"{name}_rotated")
 
     def _temperature(self, layer: int) -> relax.Expr:
         """Factors of the queries of each row, which grow with its position, (rows, 1)."""

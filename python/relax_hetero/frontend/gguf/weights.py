@@ -52,11 +52,12 @@ class Weights:
         """Return whether a tensor is optional and the file does not have it."""
         return _strip_layer(name) in self._missing_names
 
-    def check_all_read(self) -> None:
-        """Raise FrontendError if the file has tensors that were not read."""
-        if self._unread:
-            names = ", ".join(map(repr, list(self._unread)[:_MAX_LISTED]))
-            suffix = f" and {len(self._unread) - _MAX_LISTED:,} more" if len(self._unread) > _MAX_LISTED else ""
+    def check_all_read(self, unused: Sequence[str] = ()) -> None:
+        """Raise FrontendError if the file has tensors that were not read, except some that may be unused."""
+        unread = [name for name in self._unread if name not in unused]
+        if unread:
+            names = ", ".join(map(repr, unread[:_MAX_LISTED]))
+            suffix = f" and {len(unread) - _MAX_LISTED:,} more" if len(unread) > _MAX_LISTED else ""
             raise FrontendError(
                 f"{self._file.path}: found tensors that its architecture does not use: {names}{suffix}; expected "
                 "none, since without them the model computes something else"
@@ -163,6 +164,15 @@ class Weights:
     def numbers(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """A tensor's numbers as float32."""
         return _float32_numbers(self.tensor(name, shape), self._file)
+
+    def first_row(self, name: str, depth: int) -> np.ndarray:
+        """The first row of a matrix with any number of rows, as float32."""
+        return np.array(self.numbers(name, [self.rows_of(name), depth])[0])
+
+    def rows_of(self, name: str) -> int:
+        """Number of rows of a matrix; 1 if the file lacks it."""
+        tensor = self._file.tensors.get(name)
+        return tensor.shape[0] if tensor is not None else 1
 
     def vector(self, name: str, *shape: int) -> relax.Expr:
         """A vector, or an array of vectors, of float32."""
