@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from relax_hetero.frontend.gguf.hyperparameters import ARCHITECTURES, Architecture
+from relax_hetero.frontend.gguf.architectures import ARCHITECTURES, Architecture
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "reference" / "architectures.md"

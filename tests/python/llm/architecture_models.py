@@ -221,11 +221,7 @@ MODELS = {
     "glm4": Model("glm4", "Glm4", **_partial(0.5)),
     "gemma": Model("gemma", "Gemma", {"tie_word_embeddings": True}, steps=("norms",)),
     "command-r": Model(
-        "command-r",
-        "Cohere",
-        {"tie_word_embeddings": True, "logit_scale": 0.3},
-        {"logit_scale": 0.3},
-        norm="layer",
+        "command-r", "Cohere", {"tie_word_embeddings": True, "logit_scale": 0.3}, {"logit_scale": 0.3}, norm="layer"
     ),
     "command-r-plus": Model(
         "command-r",
@@ -256,11 +252,7 @@ MODELS = {
         "phi3",
         "Phi3",
         {"original_max_position_embeddings": 256, "max_position_embeddings": 512},
-        {
-            "rope.scaling.original_context_length": 256,
-            "rope.scaling.attn_factor": 1.125**0.5,
-            "context_length": 512,
-        },
+        {"rope.scaling.original_context_length": 256, "rope.scaling.attn_factor": 1.125**0.5, "context_length": 512},
         {"rope_type": "longrope", **_LONG},
         steps=("long_rope",),
     ),
@@ -279,11 +271,7 @@ MODELS = {
     "starcoder2": Model("starcoder2", "Starcoder2", {"sliding_window": None}, norm="layer"),
     "codeshell": Model("codeshell", "Starcoder2", {"sliding_window": None}, norm="layer", steps=("fused_qkv",)),
     "falcon-7b": Model(
-        "falcon",
-        "Falcon",
-        {**_FALCON, "multi_query": True},
-        {"attention.head_count_kv": 1},
-        norm="layer",
+        "falcon", "Falcon", {**_FALCON, "multi_query": True}, {"attention.head_count_kv": 1}, norm="layer"
     ),
     "falcon-40b": Model(
         "falcon",

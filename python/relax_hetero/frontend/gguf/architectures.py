@@ -1,0 +1,445 @@
+"""Architectures of language models: rows of what their files do not state.
+
+The rules are those of llama.cpp (`src/llama-model.cpp`) and of the authors' code in `transformers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Norms of a layer, by the names of their tensors; without a name, nothing is normalized there.
+
+    Attributes
+    ----------
+    kind : str
+        "rms": RMS norm; "layer": layer norm, with a bias if the file has one.
+    attention, feed_forward : str
+        Norms of the inputs. If one is optional and the file lacks it, the other is that of both. If both are the same,
+        attention and feed-forward are parallel: both read the normalized input of the layer, which gets their sum.
+    attention_out, feed_forward_out : str
+        Norms of the results, before they are added to the residual.
+    attention_sum, feed_forward_sum : str
+        Norms of the residual, after they are added.
+    heads : str
+        Norms of queries and keys, if the file has them. "each": RMS norm of each head, with factors of all heads;
+        "rotated": the same after rotation; "own": layer norm of each head, with factors of its own; "joint": RMS norm
+        of all heads together.
+    """
+
+    kind: str = "rms"
+    attention: str = "attn_norm"
+    feed_forward: str = "ffn_norm"
+    attention_out: str = ""
+    feed_forward_out: str = ""
+    attention_sum: str = ""
+    feed_forward_sum: str = ""
+    heads: str = "each"
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Layers that attend to a sliding window.
+
+    Attributes
+    ----------
+    period : int
+        Default period of layers: the last layer of each period attends to all keys; 0: none does.
+    length : int or None
+        Default length of the window, 0 without; None: the file must state it.
+    base : float or None
+        Default base of rotary frequencies of these layers; None: that of the others.
+    is_scaled : bool
+        True if the file's scaling of positions applies to them, too.
+    are_rotated : bool
+        True if these layers alone are rotated, in models that have any.
+    """
+
+    period: int = 0
+    length: int | None = None
+    base: float | None = None
+    is_scaled: bool = True
+    are_rotated: bool = False
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Properties of an architecture that its files do not state.
+
+    Attributes
+    ----------
+    models : str
+        Names of models that people know it by.
+    rotary : str
+        Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2);
+        "": none, because positions have embeddings.
+    activation : str
+        Activation of the feed-forward network: "silu", "gelu", "gelu_tanh", "squared_relu", or "clamped_swiglu", which
+        also changes the other factor: ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up`
+        from -7 to 7.
+    is_gated : bool
+        True if the activation is that of a gate, whose product with `up` is the input of the last matrix. Gates may be
+        the first half of a matrix ``ffn_up``.
+    scaled_embedding : bool
+        True if embeddings are multiplied by the square root of their width.
+    norms : Norms
+    is_parallel : bool or None
+        True if attention and feed-forward are parallel, even if their norms differ; None: the file states it.
+    is_causal : bool
+        False for encoders of whole texts, whose tokens attend to all others, within half a window on both sides.
+    windows : Windows or None
+        Layers with a sliding window; None: windows in the file are ignored, as in llama.cpp.
+    unrotated_period : int
+        Period of layers whose last layer is not rotated; 0: all layers are rotated.
+    wide_layers : int or None
+        Number of layers that identifies the model whose attention scores are divided by the square root of
+        hidden_size / heads, instead of that of a head's size.
+    alibi_layers : int or None
+        Number of layers that identifies the model whose scores have biases in place of rotation, which is refused.
+    routing : str
+        Name of the `RoutingKind` of files that do not state it.
+    normalizes_shares : bool
+        True if the shares of a token's experts sum to 1, unless the file states it.
+    ffn_parts : int
+        Number of matrices whose rows the file's width of the feed-forward network counts.
+    has_latent_attention : bool
+        True if keys and values of all heads are products with one vector of a token, which the cache stores (MLA).
+    scales : mapping from str to float or None
+        Keys of factors that apply, with their defaults; None: the file must state it.
+    has_temperature : bool
+        True if the file's factor applies by which queries grow with their position.
+    multiplies_logits : bool
+        True if logits are multiplied by the file's scale, not divided.
+    trained_type : str
+        16-bit float that its models are trained in, used if the file's weights are quantized.
+    required, optional : tuple of str
+        Names, without ``blk.N.``, of tensors that a file must have or may have, besides the tensors of every
+        architecture. All layers have the same tensors, except that dense layers have none of experts. As in llama.cpp,
+        a file with any other tensor is refused, because the model would compute something else without it.
+    """
+
+    rotary: str
+    models: str = ""
+    activation: str = "silu"
+    is_gated: bool = True
+    scaled_embedding: bool = False
+    norms: Norms = Norms()
+    is_parallel: bool | None = False
+    is_causal: bool = True
+    windows: Windows | None = None
+    unrotated_period: int = 0
+    wide_layers: int | None = None
+    alibi_layers: int | None = None
+    routing: str = "softmax"
+    normalizes_shares: bool = True
+    ffn_parts: int = 1
+    has_latent_attention: bool = False
+    scales: Mapping[str, float | None] = field(default_factory=dict)
+    has_temperature: bool = False
+    multiplies_logits: bool = False
+    trained_type: str = "bfloat16"
+    required: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
+
+
+_OUTPUT = ("output.weight",)
+_ROPE = (*_OUTPUT, "rope_freqs.weight")
+"""The output matrix, if it is not that of embeddings, and divisors of frequencies, as of llama 3.1 and later."""
+_BIASES = tuple(
+    f"{name}.bias" for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
+)
+_ANY_BIASES = (*_ROPE, *_BIASES)
+_QKV = ("attn_qkv.weight", "attn_qkv.bias")
+"""One matrix of queries, keys and values."""
+_QK_NORMS = ("attn_q_norm.weight", "attn_k_norm.weight")
+_NORM_BIASES = ("attn_norm.bias", "output_norm.bias")
+_LAYER_BIASES = (*_NORM_BIASES, "ffn_norm.bias")
+_OWN_BIASES = ("attn_output.bias", "ffn_up.bias", "ffn_down.bias")
+_ALL_BIASES = (*_LAYER_BIASES, *_OWN_BIASES)
+"""Biases of all norms and products but those of queries, keys and values."""
+LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
+
+_OUT = {"attention_out": "post_attention_norm", "feed_forward_out": "post_ffw_norm"}
+_SANDWICH = Norms(**_OUT)
+_POST_NORMS = Norms(attention="", feed_forward="", **_OUT)
+_GLM_NORMS = Norms(feed_forward="post_attention_norm")
+_LAYER_NORMS = Norms("layer")
+_ONE_LAYER_NORM = Norms("layer", feed_forward="attn_norm", heads="own")
+_GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "attention.scale": 0.0}
+
+_LLAMA = Architecture("pairs", trained_type="float16", optional=(*_ANY_BIASES, *_QKV))
+_LLAMA_BF16 = replace(_LLAMA, trained_type="bfloat16")
+_QWEN2 = Architecture("halves", required=_BIASES[:3], optional=(*_OUTPUT, "output.bias"))
+_QWEN3 = Architecture("halves", required=_QK_NORMS, optional=_OUTPUT)
+_BAILING = Architecture("pairs", normalizes_shares=False, optional=(*_ANY_BIASES, "exp_probs_b.bias"))
+_GPT = Architecture("halves", activation="gelu", is_gated=False, norms=_LAYER_NORMS, trained_type="float16")
+_GPT2 = replace(
+    _GPT, rotary="", activation="gelu_tanh", required=(*_ALL_BIASES, *_QKV, "position_embd.weight"), optional=_OUTPUT
+)
+_BERT = Architecture(
+    "",
+    activation="gelu",
+    is_gated=False,
+    norms=Norms("layer", "", "", attention_sum="attn_output_norm", feed_forward_sum="layer_output_norm"),
+    is_causal=False,
+)
+_BERT_TENSORS = tuple(
+    f"{name}.{end}"
+    for name in ("token_embd_norm", "attn_output_norm", "layer_output_norm")
+    for end in ("weight", "bias")
+)
+_GEMMA3 = Architecture(
+    "halves",
+    activation="gelu_tanh",
+    scaled_embedding=True,
+    norms=_SANDWICH,
+    windows=Windows(6, 0, base=10000.0, is_scaled=False),
+    wide_layers=62,
+    required=_QK_NORMS,
+    optional=_OUTPUT,
+)
+
+ARCHITECTURES = {
+    "llama": replace(_LLAMA, models="Llama, Mistral, Mixtral, TinyLlama, SmolLM 2, Falcon 3"),
+    "mistral3": replace(_LLAMA_BF16, has_temperature=True, models="Ministral 3"),
+    "internlm2": replace(_LLAMA_BF16, models="InternLM 2"),
+    "xverse": replace(_LLAMA_BF16, models="XVERSE"),
+    "baichuan": replace(_LLAMA_BF16, alibi_layers=40, models="Baichuan 7B, Baichuan 2 7B"),
+    "ernie4_5": replace(_LLAMA_BF16, models="ERNIE 4.5 0.3B"),
+    "ernie4_5-moe": replace(_BAILING, normalizes_shares=True, models="ERNIE 4.5 21B-A3B, 300B-A47B"),
+    "smollm3": replace(_LLAMA_BF16, unrotated_period=4, models="SmolLM 3"),
+    "arcee": replace(_LLAMA_BF16, activation="squared_relu", is_gated=False, models="AFM 4.5B"),
+    "deepseek": replace(_BAILING, models="DeepSeek MoE 16B"),
+    "bailingmoe": replace(_BAILING, models="Ling Lite, Ling Plus"),
+    "minicpm": replace(
+        _LLAMA_BF16,
+        scales=dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale")),
+        optional=(*_ANY_BIASES, *LONG_ROPE),
+        models="MiniCPM, MiniCPM 4",
+    ),
+    "granite": Architecture("pairs", scales=_GRANITE_SCALES, optional=(*_OUTPUT, *_BIASES), models="Granite 3"),
+    "granitemoe": Architecture("pairs", scales=_GRANITE_SCALES, optional=_OUTPUT, models="Granite 3 MoE"),
+    "exaone": Architecture("halves", optional=_ROPE, models="EXAONE 3"),
+    "exaone4": Architecture(
+        "halves",
+        norms=_POST_NORMS,
+        windows=Windows(4, 0, are_rotated=True),
+        required=_QK_NORMS,
+        optional=_ROPE,
+        models="EXAONE 4",
+    ),
+    "qwen": Architecture("halves", ffn_parts=2, required=_QKV, optional=_OUTPUT, models="Qwen"),
+    "qwen2": replace(_QWEN2, models="Qwen 1.5, 2 and 2.5, QwQ"),
+    # Their sections of rotated elements have positions of their own in pictures, and the same one in texts.
+    "qwen2vl": replace(_QWEN2, models="Qwen 2 VL, Qwen 2.5 VL"),
+    "pangu-embedded": replace(_QWEN2, required=(*_BIASES[:4],), models="openPangu Embedded"),
+    "seed_oss": replace(_QWEN2, norms=_GLM_NORMS, optional=(*_OUTPUT, "attn_output.bias"), models="Seed OSS"),
+    "qwen2moe": Architecture(
+        "halves",
+        normalizes_shares=False,
+        required=(*_BIASES[:3], "ffn_gate_inp_shexp.weight"),
+        optional=_OUTPUT,
+        models="Qwen 1.5 MoE, Qwen 2 57B-A14B",
+    ),
+    "qwen3": replace(_QWEN3, models="Qwen 3"),
+    "qwen3vl": replace(_QWEN3, models="Qwen 3 VL"),
+    "qwen3moe": replace(_QWEN3, models="Qwen 3 30B-A3B, 235B-A22B"),
+    "qwen3vlmoe": replace(_QWEN3, models="Qwen 3 VL 30B-A3B, 235B-A22B"),
+    "hunyuan-dense": Architecture(
+        "halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE, models="Hunyuan 0.5B to 7B"
+    ),
+    "hunyuan-moe": Architecture(
+        "halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE, models="Hunyuan A13B"
+    ),
+    "dots1": replace(
+        _QWEN3,
+        routing="sigmoid",
+        normalizes_shares=False,
+        required=(*_QK_NORMS, "exp_probs_b.bias"),
+        models="dots.llm1",
+    ),
+    "bailingmoe2": Architecture(
+        "halves",
+        routing="sigmoid",
+        normalizes_shares=False,
+        required=_QK_NORMS,
+        optional=(*_OUTPUT, "exp_probs_b.bias", *_QKV),
+        models="Ling 2, Ring 2",
+    ),
+    "minimax-m2": Architecture(
+        "halves",
+        norms=Norms(heads="joint"),
+        routing="sigmoid",
+        required=(*_QK_NORMS, "exp_probs_b.bias"),
+        optional=_OUTPUT,
+        models="MiniMax M2",
+    ),
+    # Version 3 has windows.
+    "olmo2": Architecture(
+        "halves",
+        norms=replace(_POST_NORMS, heads="joint"),
+        windows=Windows(4, 0, is_scaled=False),
+        required=_QK_NORMS,
+        optional=_OUTPUT,
+        models="OLMo 2 and 3",
+    ),
+    "olmoe": Architecture(
+        "halves",
+        norms=Norms(heads="joint"),
+        normalizes_shares=False,
+        required=_QK_NORMS,
+        optional=_OUTPUT,
+        models="OLMoE",
+    ),
+    "chatglm": Architecture("pairs", optional=(*_ROPE, *_BIASES[:3], *_QKV), models="ChatGLM 3, GLM 4 9B"),
+    "glm4": Architecture(
+        "pairs", norms=_SANDWICH, optional=(*_OUTPUT, *_BIASES[:3], *_QKV), models="GLM 4 0414, GLM Z1"
+    ),
+    "glm4moe": Architecture(
+        "halves",
+        routing="sigmoid",
+        normalizes_shares=False,
+        norms=_GLM_NORMS,
+        required=("exp_probs_b.bias",),
+        optional=(*_OUTPUT, *_BIASES[:3], *_QK_NORMS),
+        models="GLM 4.5 and 4.6",
+    ),
+    # Versions 2 and 3: the latter's queries are products of a narrow vector, its experts have biases.
+    "deepseek2": Architecture(
+        "pairs",
+        normalizes_shares=False,
+        has_latent_attention=True,
+        optional=(*_OUTPUT, "exp_probs_b.bias"),
+        models="DeepSeek V2, V3 and R1",
+    ),
+    "gpt-oss": Architecture(
+        "halves",
+        activation="clamped_swiglu",
+        windows=Windows(2),
+        routing="softmax_of_chosen",
+        norms=_GLM_NORMS,
+        required=(
+            *_BIASES[:4],
+            "attn_sinks.weight",
+            *(f"{name}.bias" for name in ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")),
+        ),
+        optional=_OUTPUT,
+        models="gpt-oss",
+    ),
+    # The matrix of embeddings is also the output matrix.
+    "gemma": Architecture("halves", activation="gelu_tanh", scaled_embedding=True, models="Gemma, CodeGemma"),
+    "gemma2": Architecture(
+        "halves",
+        activation="gelu_tanh",
+        scaled_embedding=True,
+        norms=_SANDWICH,
+        windows=Windows(2, 4096),
+        wide_layers=46,
+        models="Gemma 2",
+    ),
+    "gemma3": replace(_GEMMA3, models="Gemma 3"),
+    "gemma-embedding": replace(
+        _GEMMA3, is_causal=False, optional=("dense_2.weight", "dense_3.weight"), models="EmbeddingGemma"
+    ),
+    "command-r": Architecture(
+        "pairs",
+        norms=_ONE_LAYER_NORM,
+        scales={"logit_scale": None},
+        multiplies_logits=True,
+        trained_type="float16",
+        optional=_QK_NORMS,
+        models="Command R and R+, Aya 23",
+    ),
+    "cohere2": Architecture(
+        "pairs",
+        norms=_ONE_LAYER_NORM,
+        windows=Windows(4, are_rotated=True),
+        scales={"logit_scale": None},
+        multiplies_logits=True,
+        models="Command R7B, Command A",
+    ),
+    "phi2": replace(
+        _GPT,
+        activation="gelu_tanh",
+        norms=_ONE_LAYER_NORM,
+        required=(*_NORM_BIASES, *_OWN_BIASES, "output.weight", "output.bias"),
+        optional=(*_BIASES[:3], *_QKV),
+        models="Phi 1, 1.5 and 2",
+    ),
+    "phi3": Architecture(
+        "halves", windows=Windows(0, 0), optional=(*_OUTPUT, *LONG_ROPE, *_QKV), models="Phi 3, 3.5 and 4"
+    ),
+    "stablelm": Architecture(
+        "halves",
+        norms=Norms("layer", heads="own"),
+        required=_NORM_BIASES,
+        optional=(*_OUTPUT, *_BIASES[:3], *_QK_NORMS, "ffn_norm.weight", "ffn_norm.bias"),
+        models="StableLM, StableLM 2, Zephyr 3B",
+    ),
+    "orion": Architecture("halves", norms=_LAYER_NORMS, required=_LAYER_BIASES, optional=_ROPE, models="Orion 14B"),
+    "nemotron": replace(
+        _GPT,
+        activation="squared_relu",
+        trained_type="bfloat16",
+        required=_LAYER_BIASES,
+        optional=(*_ROPE, *_BIASES[:4], "ffn_up.bias", "ffn_down.bias"),
+        models="Nemotron 4, Minitron",
+    ),
+    "jais2": replace(
+        _GPT,
+        activation="squared_relu",
+        trained_type="bfloat16",
+        required=(*_ALL_BIASES, *_BIASES[:3]),
+        optional=_ROPE,
+        models="Jais 2",
+    ),
+    "starcoder2": replace(
+        _GPT,
+        activation="gelu_tanh",
+        trained_type="bfloat16",
+        required=(*_ALL_BIASES, *_BIASES[:3]),
+        optional=_ROPE,
+        models="StarCoder 2",
+    ),
+    "codeshell": replace(
+        _GPT, activation="gelu_tanh", required=(*_ALL_BIASES, *_QKV), optional=_ROPE, models="CodeShell"
+    ),
+    # The larger ones have a norm of each input.
+    "falcon": replace(
+        _GPT,
+        norms=Norms("layer", attention="attn_norm_2", feed_forward="attn_norm"),
+        is_parallel=True,
+        trained_type="bfloat16",
+        required=_NORM_BIASES,
+        optional=(*_OUTPUT, "attn_qkv.weight", "attn_norm_2.weight", "attn_norm_2.bias"),
+        models="Falcon 7B, 40B and 180B",
+    ),
+    "gptneox": replace(
+        _GPT,
+        is_parallel=None,
+        required=(*_ALL_BIASES, *_QKV),
+        optional=_OUTPUT,
+        models="GPT-NeoX, Pythia, RedPajama INCITE",
+    ),
+    "bert": replace(
+        _BERT,
+        required=(*_BERT_TENSORS, "ffn_up.bias", "ffn_down.bias", "attn_output.bias"),
+        optional=(*_BIASES[:3], *_QKV, "token_types.weight", "position_embd.weight"),
+        models="BERT, BGE, E5, all-MiniLM, GTE, Arctic Embed",
+    ),
+    "nomic-bert": replace(
+        _BERT,
+        rotary="halves",
+        activation="silu",
+        is_gated=True,
+        required=_BERT_TENSORS,
+        optional=("attn_qkv.weight", "token_types.weight"),
+        models="Nomic Embed",
+    ),
+    "gpt2": replace(_GPT2, models="GPT-2"),
+    "starcoder": replace(_GPT2, models="StarCoder, SantaCoder"),
+}
+"""Architectures by the file's ``general.architecture``."""
