@@ -146,6 +146,7 @@ MODELS = {
         {"embedding_scale": 12.0, "residual_scale": 0.8, "logit_scale": 4.0},
         steps=_PAIRS,
     ),
+    "apertus": Model("apertus", "Apertus"),
     "exaone": Model("exaone", "Llama"),
     "exaone4": Model("exaone4", "Exaone4", {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}),
     "exaone4-window": Model("exaone4", "Exaone4", {**_SLIDING, "sliding_window_pattern": 3}, _PATTERN),
@@ -343,6 +344,20 @@ ENCODERS = {
         steps=("norms", "dense"),
         pooling="mean",
     ),
+    "modern-bert": Model(
+        "modern-bert",
+        "ModernBert",
+        {"local_attention": 24, "layer_types": ["full_attention", "sliding_attention", "sliding_attention"]},
+        {"attention.head_count_kv": 4, "attention.causal": False, "rope.freq_base": 1e5, **_WINDOW},
+        {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1e5},
+        },
+        norm="layer",
+        pooling="mean",
+    ),
+    "eurobert": Model("eurobert", "EuroBert", keys={"attention.causal": False}, pooling="mean"),
+    "llama-embed": Model("llama-embed", "EuroBert", keys={"pooling_type": 3}, steps=_PAIRS, pooling="last"),
     "qwen3-embedding": Model("qwen3", "Qwen3", keys={"pooling_type": 3}, pooling="last"),
     "llama-embedding": Model("llama", "Llama", keys={"pooling_type": 1}, steps=_PAIRS, pooling="mean"),
     "hunyuan-embedding": Model("hunyuan-dense", "HunYuanDenseV1", pooling="last"),
@@ -373,7 +388,7 @@ def weights_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
         shape = tuple(shapes[name])
         numbers = generator.standard_normal(shape, dtype=np.float32)
         if len(shape) < 2:
-            weights[name] = numbers * 0.2 + (name.endswith("weight"))
+            weights[name] = np.asarray(numbers * 0.2 + name.endswith("weight"), "float32")
         else:
             weights[name] = numbers * (1 if re.search("emb|wte|wpe", name) else shape[-1] ** -0.5)
     return weights
@@ -407,6 +422,8 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
             tensors[prefix + (model.names | _NAMES)[end]] = weight
         elif (model.names | _NAMES).get(stem):
             tensors[f"{prefix}{(model.names | _NAMES)[stem]}.{suffix}"] = weight
+        elif ".act_fn." in name:  # a number of a layer, which is metadata
+            tensors[f"xielu.{suffix}"] = np.append(tensors.get(f"xielu.{suffix}", []), weight)
         elif ".experts." in name:
             gate_up = suffix == "gate_up_proj"
             parts = np.split(weight, 2, axis=1) if gate_up else [weight]
@@ -418,7 +435,8 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
         elif "fused_qkv" in model.steps and re.fullmatch(r"self_attn\.[qkv]_proj", stem):
             tensors[f"{prefix}attn_{stem[10]}.{suffix}"] = weight
         else:
-            tensors[table.get_name(name, (".weight", ".bias"))] = weight
+            found = [table.get_name(each, (".weight", ".bias")) for each in (name, name.removeprefix("model."))]
+            tensors[found[0] or found[1]] = weight
     tensors |= dense_layers(model)
     for name in list(tensors):
         tensors[name] = _changed(model, name, tensors[name])
@@ -461,11 +479,14 @@ def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str
         eps: 1e-5,
         **model.keys,
     }
+    fields |= {name: list(map(float, values)) for name, values in tensors.items() if name.startswith("xielu.")}
     fields |= {f"{model.architecture}.{key}": value for key, value in own.items()}
     for key, value in fields.items():
         add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
         add.get(type(value), writer.add_array)(key, value)
     for name, weight in tensors.items():
+        if name in fields:
+            continue
         number = gguf.GGMLQuantizationType[kind if weight.ndim > 1 and "norm" not in name else "F32"]
         data = np.ascontiguousarray(weight)
         writer.add_tensor(name, gguf.quants.quantize(data, number), raw_dtype=number)

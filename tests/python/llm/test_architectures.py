@@ -110,6 +110,8 @@ def test_what_a_file_must_state(tmp_path):
         assert f"lacks {MODELS[name].architecture}.logit_scale" in text
     zero = replace(MODELS["command-r"], keys={"logit_scale": 0.0})
     assert "logit_scale is 0, expected a number above 0" in refusal(tmp_path, zero, tensors("command-r"))
+    numbers = {name: value[:2] if name == "xielu.beta" else value for name, value in tensors("apertus").items()}
+    assert "expected a number for each of 3 layers" in refusal(tmp_path, MODELS["apertus"], numbers)
     odd = replace(MODELS["qwen"], keys={"feed_forward_length": 255})
     assert "feed_forward_length is 255, expected a multiple of 2" in refusal(tmp_path, odd, tensors("qwen"))
 

@@ -67,8 +67,8 @@ def fresh(name):
     family = model.family.removesuffix("LMHead")
     config = getattr(transformers, f"{family}Config")(**options)
     end = "Model" if model.pooling or model.family.endswith("LMHead") else "ForCausalLM"
-    without_pooler = {"add_pooling_layer": False} if "Bert" in family else {}
-    network = getattr(transformers, f"{model.family}{end}")(config, **without_pooler).eval()
+    without_pooler = {"add_pooling_layer": False} if family in ("Bert", "NomicBert") else {}
+    network = getattr(transformers, f"{model.family}{end}")(config, **without_pooler).float().eval()
     names = {key: re.sub("^(layers|embed_tokens|norm)", r"model.\1", key) for key in network.state_dict()}
     shapes = {names[key]: list(value.shape) for key, value in network.state_dict().items()}
     weights = weights_of(shapes)

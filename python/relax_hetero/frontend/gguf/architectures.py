@@ -20,6 +20,8 @@ class Norms:
     attention, feed_forward : str
         Norms of the inputs. If one is optional and the file lacks it, the other is that of both. If both are the same,
         attention and feed-forward are parallel: both read the normalized input of the layer, which gets their sum.
+    skips_first : bool
+        True if the first layer's attention reads the embeddings as they are.
     attention_out, feed_forward_out : str
         Norms of the results, before they are added to the residual.
     attention_sum, feed_forward_sum : str
@@ -33,6 +35,7 @@ class Norms:
     kind: str = "rms"
     attention: str = "attn_norm"
     feed_forward: str = "ffn_norm"
+    skips_first: bool = False
     attention_out: str = ""
     feed_forward_out: str = ""
     attention_sum: str = ""
@@ -54,6 +57,8 @@ class Windows:
         Default base of rotary frequencies of these layers; None: that of the others.
     is_scaled : bool
         True if the file's scaling of positions applies to them, too.
+    first_is_full : bool
+        True if the first layer of each period attends to all keys, not the last.
     are_rotated : bool
         True if these layers alone are rotated, in models that have any.
     """
@@ -62,6 +67,7 @@ class Windows:
     length: int | None = None
     base: float | None = None
     is_scaled: bool = True
+    first_is_full: bool = False
     are_rotated: bool = False
 
 
@@ -77,9 +83,9 @@ class Architecture:
         Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2);
         "": none, because positions have embeddings.
     activation : str
-        Activation of the feed-forward network: "silu", "gelu", "gelu_tanh", "squared_relu", or "clamped_swiglu", which
-        also changes the other factor: ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up`
-        from -7 to 7.
+        Activation of the feed-forward network: "silu", "gelu", "gelu_tanh", "squared_relu", "xielu"
+        with numbers that the file states, or "clamped_swiglu", which also changes the other factor:
+        ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up` from -7 to 7.
     is_gated : bool
         True if the activation is that of a gate, whose product with `up` is the input of the last matrix. Gates may be
         the first half of a matrix ``ffn_up``.
@@ -222,6 +228,9 @@ ARCHITECTURES = {
     ),
     "granite": Architecture("pairs", scales=_GRANITE_SCALES, optional=(*_OUTPUT, *_BIASES), models="Granite 3"),
     "granitemoe": Architecture("pairs", scales=_GRANITE_SCALES, optional=_OUTPUT, models="Granite 3 MoE"),
+    "apertus": Architecture(
+        "halves", activation="xielu", is_gated=False, required=_QK_NORMS, optional=_ROPE, models="Apertus"
+    ),
     "exaone": Architecture("halves", optional=_ROPE, models="EXAONE 3"),
     "exaone4": Architecture(
         "halves",
@@ -341,6 +350,18 @@ ARCHITECTURES = {
         models="Gemma 2",
     ),
     "gemma3": replace(_GEMMA3, models="Gemma 3"),
+    "eurobert": Architecture("halves", is_causal=False, models="EuroBERT"),
+    "llama-embed": replace(_LLAMA, is_causal=False, models="Llama Embed Nemotron"),
+    "modern-bert": Architecture(
+        "halves",
+        activation="gelu",
+        norms=Norms("layer", skips_first=True),
+        is_causal=False,
+        windows=Windows(3, base=10000.0, first_is_full=True),
+        required=("token_embd_norm.weight",),
+        optional=("attn_qkv.weight",),
+        models="ModernBERT, GTE ModernBERT, Granite Embedding R2",
+    ),
     "gemma-embedding": replace(
         _GEMMA3, is_causal=False, optional=("dense_2.weight", "dense_3.weight"), models="EmbeddingGemma"
     ),

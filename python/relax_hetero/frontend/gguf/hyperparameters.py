@@ -134,6 +134,9 @@ class Hyperparameters:
         True if tokens attend to earlier ones only.
     pooling : str
         Tokens of a text whose results are its embedding: the "mean" of all, the first ("cls") or the "last".
+    xielu : tuple of (float, float, float, float)
+        For each layer, the numbers of its activation: of negative values, of positive ones, of both, and the bound of
+        the exponential function (arXiv:2411.13010); none without.
     routing : RoutingProblem or None
         Choice of experts, for any number of rows and without biases; None without experts.
     shared_feed_forward : int
@@ -173,6 +176,7 @@ class Hyperparameters:
     is_parallel: bool
     is_causal: bool
     pooling: str
+    xielu: tuple[tuple[float, ...], ...]
     routing: RoutingProblem | None
     shared_feed_forward: int
     embedding_scale: float
@@ -325,6 +329,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         is_parallel=_read_is_parallel(metadata, architecture),
         is_causal=metadata.flag("attention.causal", architecture.is_causal),
         pooling=_read_pooling(metadata, architecture),
+        xielu=_read_xielu(metadata, layers) if architecture.activation == "xielu" else (),
         routing=routing,
         shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
         or metadata.count("expert_shared_count", 0) * expert_width,
@@ -453,6 +458,19 @@ def _read_pooling(metadata: _Fields, architecture: Architecture) -> str:
     return POOLINGS[number - 1] if number else "last" if architecture.is_causal else "mean"
 
 
+def _read_xielu(metadata: _Fields, layers: int) -> tuple[tuple[float, ...], ...]:
+    """Numbers of each layer's activation; files state the first two before softplus."""
+    columns = []
+    for key in ("xielu.alpha_n", "xielu.alpha_p", "xielu.beta", "xielu.eps"):
+        value = metadata.fields.get(key)
+        values = value if isinstance(value, list) else [value] * layers
+        if len(values) != layers or not all(type(each) is float and math.isfinite(each) for each in values):
+            raise FrontendError(f"{metadata.file}: {key} is {value!r}, expected a number for each of {layers} layers")
+        columns.append(values)
+    rows = zip(*columns, strict=True)
+    return tuple((b + np.logaddexp(0, n).item(), np.logaddexp(0, p).item(), b, e) for n, p, b, e in rows)
+
+
 def _read_temperature(metadata: _Fields) -> tuple[float, int]:
     """Factor of the logarithm by which queries grow, and the positions of its steps."""
     factor = metadata.number("attention.temperature_scale", 0.0)
@@ -472,7 +490,8 @@ def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) ->
         if len(pattern) != layers:
             raise FrontendError(f"{metadata.file}: found windows of {len(pattern)} layers, expected {layers}")
         return tuple(window if has_window else 0 for has_window in pattern)
-    return tuple(0 if pattern and layer % pattern == pattern - 1 else window for layer in range(layers))
+    full = 0 if rule.first_is_full else pattern - 1
+    return tuple(0 if pattern and layer % pattern == full else window for layer in range(layers))
 
 
 class _Fields:

@@ -175,7 +175,7 @@ class LanguageFunction:
     def _layer(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         """The output of a layer, and its pages."""
         name, model, norms = f"blk.{layer}", self.model, self.model.architecture.norms
-        before, between = self._input_norms(name)
+        before, between = self._input_norms(layer)
         inputs = self._optional_norm(x, before)
         attention, pages = self._attention(inputs, layer)
         projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.value_size)
@@ -200,10 +200,11 @@ class LanguageFunction:
         result = self.emit(relax.op.add(total, feed_forward), f"{name}.ffn_sum")
         return self._norm(result, f"{name}.{norms.feed_forward_sum}") if norms.feed_forward_sum else result, pages
 
-    def _input_norms(self, name: str) -> tuple[str, str]:
+    def _input_norms(self, layer: int) -> tuple[str, str]:
         """Names of the norms of the inputs of attention and feed-forward; "": none."""
         norms = self.model.architecture.norms
-        names = [f"{name}.{norm}" if norm else "" for norm in (norms.attention, norms.feed_forward)]
+        attention = "" if norms.skips_first and layer == 0 else norms.attention
+        names = [f"blk.{layer}.{norm}" if norm else "" for norm in (attention, norms.feed_forward)]
         before, between = (other if self.weights.lacks(f"{own}.weight") else own for own, other in (names, names[::-1]))
         return before, between
 
@@ -466,11 +467,28 @@ class LanguageFunction:
         if function == "squared_relu":
             positive = self.emit(relax.op.nn.relu(gate), name.format("_relu"))
             active = self.emit(relax.op.multiply(positive, positive), name.format("_act"))
+        elif function == "xielu":
+            active = self._xielu(gate, name)
         elif function != "clamped_swiglu":
             active = self.emit(apply_function(function, gate), name.format("_act"))
         else:
             return self._clamped_swiglu(gate, products[1], name)
         return active if len(products) == 1 else self.emit(relax.op.multiply(active, products[1]), name.format("_par"))
+
+    def _xielu(self, x: relax.Expr, name: str) -> relax.Expr:
+        """``p * x * x + b * x`` of positive values, ``n * (exp(min(x, e)) - 1 - x) + b * x`` of the others."""
+        negative, positive, both, bound = map(_scalar, self.model.xielu[int(name.split(".")[1])])
+
+        def emit(value: relax.Expr, part: str) -> relax.Expr:
+            return self.emit(value, name.format(f"_{part}"))
+
+        linear = emit(relax.op.multiply(x, both), "linear")
+        square = emit(relax.op.multiply(emit(relax.op.multiply(x, x), "square"), positive), "positive")
+        power = emit(relax.op.exp(emit(relax.op.minimum(x, bound), "bounded")), "exp")
+        rest = emit(relax.op.subtract(emit(relax.op.subtract(power, _scalar(1.0)), "expm1"), x), "rest")
+        curve = emit(relax.op.multiply(rest, negative), "negative")
+        is_positive = emit(relax.op.greater(x, _scalar(0.0)), "is_positive")
+        return emit(relax.op.add(emit(relax.op.where(is_positive, square, curve), "curve"), linear), "act")
 
     def _clamped_swiglu(self, gate: relax.Expr, up: relax.Expr, name: str) -> relax.Expr:
         limit = _scalar(_SWIGLU_LIMIT)
