@@ -168,9 +168,8 @@ _ALL_BIASES = (*_LAYER_BIASES, *_OWN_BIASES)
 """Biases of all norms and products but those of queries, keys and values."""
 LONG_ROPE = ("rope_factors_long.weight", "rope_factors_short.weight")
 
-_OUT = {"attention_out": "post_attention_norm", "feed_forward_out": "post_ffw_norm"}
-_SANDWICH = Norms(**_OUT)
-_POST_NORMS = Norms(attention="", feed_forward="", **_OUT)
+_SANDWICH = Norms(attention_out="post_attention_norm", feed_forward_out="post_ffw_norm")
+_POST_NORMS = replace(_SANDWICH, attention="", feed_forward="")
 _GLM_NORMS = Norms(feed_forward="post_attention_norm")
 _LAYER_NORMS = Norms("layer")
 _ONE_LAYER_NORM = Norms("layer", feed_forward="attn_norm", heads="own")
