@@ -58,6 +58,14 @@ def test_texts_that_are_too_long(encoder):
             encoder.embed_tokens(tokens)
 
 
+@pytest.mark.parametrize("device", ["llvm", {"kind": "cuda", "arch": "sm_90a"}])
+def test_attention_is_one_kernel(device, tmp_path):
+    """With heads of keys that are shared, windows and rotation, on CPUs and GPUs."""
+    mod = encoder_from_gguf(file_of(tmp_path, "gemma-embedding"), [device], lengths=(32,))
+    formed = rh.transform.FormAttention()(rh.transform.RealizeVDevice()(mod))
+    assert formed.script().count("R.hetero.attention(") == ENCODERS["gemma-embedding"].layers
+
+
 def test_two_devices(tmp_path):
     path, two = file_of(tmp_path, "gemma-embedding"), ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
     split = rh.llm.Encoder(path, two, {"blk.0.*": "llvm:1", "blk.1.ffn*": "llvm:1"}, lengths=(80,), activation_bits=16)

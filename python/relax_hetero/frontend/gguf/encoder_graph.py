@@ -68,31 +68,33 @@ class _Encoder(LanguageFunction):
         return self.function(name, {"embedding": result})
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
-        """The values that each token attends to, (rows, heads * head_size); there are no pages."""
+        """The values that each token attends to, (rows, heads * head_size); there are no pages.
+
+        The ops are those that `FormAttention` makes one kernel of.
+        """
         name, model, rows, size = f"blk.{layer}", self.model, self.rows, self.model.head_size
-        group = model.heads // model.kv_heads
         qkv, widths = self._qkv(x, layer), (model.heads * size, model.kv_heads * size, model.kv_heads * size)
-        parts, end = {}, 0
+        parts, end = [], 0
         for part, width in zip("qkv", widths, strict=True):
             begin, end = end, end + width
             value = self._sliced(qkv, begin, end, f"{name}.attn_{part}_part")
             heads = self._reshaped(value, [rows, width // size, size], f"{name}.attn_{part}_split")
-            parts[part] = heads if part == "v" else self._turned_heads(heads, layer, part)
-        query = self._reshaped(parts["q"], [rows, model.kv_heads, group, size], f"{name}.attn_groups")
-        query = self.emit(relax.op.permute_dims(query, [1, 2, 0, 3]), f"{name}.attn_queries")
-        query = self._reshaped(query, [model.kv_heads, group * rows, size], f"{name}.attn_query_rows")
-        keys = self.emit(relax.op.permute_dims(parts["k"], [1, 2, 0]), f"{name}.attn_keys")
-        values = self.emit(relax.op.permute_dims(parts["v"], [1, 0, 2]), f"{name}.attn_values")
-        scores = self._scaled(
-            self.emit(relax.op.matmul(query, keys), f"{name}.attn"), model.scale, f"{name}.attn_scaled"
-        )
-        scores = self._reshaped(scores, [model.heads, rows, rows], f"{name}.attn_scores")
+            heads = heads if part == "v" else self._turned_heads(heads, layer, part)
+            heads = self._cast(heads, self.types.dtype_of(f"{name}.attn"))
+            heads = self._reshaped(heads, [1, rows, width // size, size], f"{name}.attn_{part}_batch")
+            heads = self.emit(relax.op.permute_dims(heads, [0, 2, 1, 3]), f"{name}.attn_{part}_turned")
+            if width < widths[0]:
+                heads = self.emit(relax.op.repeat(heads, widths[0] // width, 1), f"{name}.attn_{part}_repeated")
+            parts.append(heads)
+        query, key, value = parts
+        key = self.emit(relax.op.permute_dims(key, [0, 1, 3, 2]), f"{name}.attn_keys")
+        product = self._cast(self.emit(relax.op.matmul(query, key), f"{name}.attn"), "float32")
+        scores = self._scaled(product, model.scale, f"{name}.attn_scaled")
         scores = self.emit(relax.op.add(scores, self._mask(layer)), f"{name}.attn_masked")
         shares = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.attn_shares")
-        shares = self._reshaped(shares, [model.kv_heads, group * rows, rows], f"{name}.attn_share_rows")
-        result = self.emit(relax.op.matmul(shares, values), f"{name}.attn_sums")
-        result = self._reshaped(result, [model.heads, rows, size], f"{name}.attn_heads")
-        result = self.emit(relax.op.permute_dims(result, [1, 0, 2]), f"{name}.attn_rows")
+        shares = self._cast(shares, str(value.ty.dtype))
+        result = self._cast(self.emit(relax.op.matmul(shares, value), f"{name}.attn_heads"), "float32")
+        result = self.emit(relax.op.permute_dims(result, [0, 2, 1, 3]), f"{name}.attn_rows")
         return self._reshaped(result, [rows, model.heads * size], f"{name}.attn.kqv"), result
 
     def _turned_heads(self, x: relax.Expr, layer: int, part: str) -> relax.Expr:
