@@ -27,7 +27,7 @@ def file_of(folder, name, models=ENCODERS):
     return write(folder / f"{name}.gguf", model, tensors_of(model, weights_of(recorded(name)[0])), fields=VOCABULARY)
 
 
-@pytest.mark.parametrize("name", slow_but_for(ENCODERS, ["bert", "gemma-embedding"]))
+@pytest.mark.parametrize("name", slow_but_for(ENCODERS, ["bert"]))
 def test_embeddings(name, tmp_path):
     """Of a text that fills a function, and of one that does not."""
     encoder = rh.llm.Encoder(file_of(tmp_path, name), lengths=(70, 32), activation_bits=16)
