@@ -26,5 +26,6 @@ from .request import Usage as Usage
 from .sampling import TokenLogprob as TokenLogprob
 from .sampling import sample as sample
 from .special_tokens import Prompt as Prompt
+from .structured_output import StructuredOutputs as StructuredOutputs
 from .text_stream import Delta as Delta
 from .tokenizer import Tokenizer as Tokenizer

@@ -7,6 +7,7 @@ import threading
 import time
 from collections import abc, deque
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +18,8 @@ from .params import SamplingParams
 from .request import Request
 from .scheduler import Load, Scheduler
 from .sequence import Sequence
+from .special_tokens import NamingTokenizer
+from .structured_output import Grammars
 
 SPEED_WINDOW_SECONDS = 10.0
 """Seconds over which `Statistics.tokens_per_second` is averaged."""
@@ -125,6 +128,7 @@ class Engine:
         self.model, self.tokenizer = model, tokenizer
         self._max_waiting = max_waiting
         self._scheduler = Scheduler(model, prefixes)
+        self._grammars = Grammars(tokenizer, model.vocabulary)
         self._speed = Speed()
         self._changed = threading.Condition()
         self._inbox: deque[Sequence] = deque()
@@ -157,7 +161,7 @@ class Engine:
         ------
         RequestError
             If the prompt is empty, longer than the model's context, or a token of the prompt or the parameters is not
-            in the vocabulary.
+            in the vocabulary, or `SamplingParams.structured_outputs` are invalid.
         EngineFullError
             If too many requests are waiting.
         EngineClosedError
@@ -167,6 +171,9 @@ class Engine:
         params.check_tokens(self.model.vocabulary)
         tokens = self.tokens_of(prompt) if isinstance(prompt, str) else _parse_tokens(prompt)
         self.check_prompt(tokens)
+        outputs = params.structured_outputs
+        constraint = None if outputs is None else self._grammars.constraint(outputs)
+        tokenizer = self.tokenizer if params.skip_special_tokens else self._naming_tokenizer
         request = Request(tuple(tokens), params, self._wake)
         with self._changed:
             if self._closed:
@@ -175,7 +182,8 @@ class Engine:
             if waiting >= self._max_waiting + max(0, self.model.slots - self._load.active):
                 raise EngineFullError(f"found {waiting} waiting requests, expected at most {self._max_waiting}")
             self._arrivals += 1
-            self._inbox.append(Sequence(request, self._arrivals, self.tokenizer, self.model.context))
+            sequence = Sequence(request, self._arrivals, tokenizer, self.model.context, constraint)
+            self._inbox.append(sequence)
             self._notify_thread()
         return request
 
@@ -257,6 +265,10 @@ class Engine:
             ttft_seconds=sum(ttft) / len(ttft) if ttft else 0.0,
         )
 
+    @cached_property
+    def _naming_tokenizer(self) -> TokenizerProtocol:
+        return NamingTokenizer(self.tokenizer)
+
     @property
     def healthy(self) -> bool:
         """True if the engine accepts requests."""
@@ -269,6 +281,7 @@ class Engine:
             self._notify_thread()
         if threading.current_thread() is not self._thread:
             self._thread.join()
+            self._grammars.close()
 
     def __enter__(self) -> Engine:
         return self

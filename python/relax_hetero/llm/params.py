@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import RequestError
+from .structured_output import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """Limit of OpenAI's ``top_logprobs``."""
@@ -50,6 +51,12 @@ class SamplingParams:
         Whether the tokenizer's stop tokens do not end the text.
     max_tokens : int or None
         Maximum number of tokens of the text; None for as many as fit into the context.
+    min_tokens : int
+        Number of tokens before which neither stop tokens nor stop strings end the text.
+    skip_special_tokens : bool
+        Whether control tokens add nothing to the text; otherwise their names.
+    structured_outputs : StructuredOutputs or None
+        Form of the text, such as a JSON schema; None for any text.
     logprobs : int or None
         Number of most probable tokens to return with each token, by the distribution before all steps above; 0 for the
         chosen token only, None for nothing.
@@ -73,6 +80,9 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     max_tokens: int | None = None
+    min_tokens: int = 0
+    skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -95,6 +105,13 @@ class SamplingParams:
             _check_integer("stop_token_ids", token, 0)
         if self.max_tokens is not None:
             _check_integer("max_tokens", self.max_tokens, 1)
+        _check_integer("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise RequestError(f"min_tokens: found {self.min_tokens}, expected at most max_tokens, {self.max_tokens}")
+        if not isinstance(self.structured_outputs, (StructuredOutputs, type(None))):
+            raise RequestError(
+                f"structured_outputs: found {self.structured_outputs!r:.100}, expected StructuredOutputs"
+            )
         if self.logprobs is not None:
             _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
 
@@ -111,7 +128,8 @@ class SamplingParams:
     @property
     def needs_logits(self) -> bool:
         """True if more than the index of the largest logit is needed: to sample, or for log-probabilities."""
-        return not self.greedy or self.penalizes or bool(self.logit_bias) or self.logprobs is not None
+        masks = self.structured_outputs is not None or self.min_tokens > 0
+        return not self.greedy or self.penalizes or bool(self.logit_bias) or masks or self.logprobs is not None
 
     def check_tokens(self, vocabulary: int) -> None:
         """Raise RequestError if a token id is not below `vocabulary`.

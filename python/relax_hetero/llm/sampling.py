@@ -70,7 +70,11 @@ class History:
 
 
 def sample(
-    logits: np.ndarray, params: SamplingParams, generator: np.random.Generator, history: History
+    logits: np.ndarray,
+    params: SamplingParams,
+    generator: np.random.Generator,
+    history: History,
+    mask: np.ndarray | None = None,
 ) -> tuple[int, TokenLogprob | None]:
     """Sample a token.
 
@@ -84,20 +88,27 @@ def sample(
         Generator of one random number; unused if sampling is greedy.
     history : History
         Tokens for penalties.
+    mask : array of bool, (vocabulary,), optional
+        Tokens that may be sampled; all without it.
 
     Returns
     -------
     token : int
         Token id.
     logprob : TokenLogprob or None
-        Log-probabilities before bias and penalties; None if `params.logprobs` is None.
+        Log-probabilities before bias, penalties and mask; None if `params.logprobs` is None.
 
     Raises
     ------
     HeteroError
         If the largest logit is infinite, or one is NaN.
     """
-    token = _sample_token(_apply_bias_and_penalties(logits, params, history), params, generator)
+    adjusted = _apply_bias_and_penalties(logits, params, history)
+    if mask is None or (params.greedy and mask[np.argmax(adjusted)]):  # most greedy tokens have the form anyway
+        token = _sample_token(adjusted, params, generator)
+    else:
+        tokens = np.flatnonzero(mask)
+        token = int(tokens[_sample_token(adjusted[tokens], params, generator)])
     return token, None if params.logprobs is None else _logprob(logits, token, params.logprobs)
 
 

@@ -8,6 +8,7 @@ from ..errors import HeteroError
 from .model import TokenizerProtocol
 from .request import FinishReason, Request
 from .sampling import History, TokenLogprob, sample
+from .structured_output import Constraint
 from .text_stream import Delta, TextStream
 
 
@@ -21,9 +22,11 @@ class Sequence:
     arrival : int
         Number of the request in order of arrival.
     tokenizer : TokenizerProtocol
-        Tokenizer of the model.
+        Tokenizer that the text is made with.
     context : int
         Maximum number of tokens of prompt and text together.
+    constraint : Constraint, optional
+        Tokens that `SamplingParams.structured_outputs` allows.
 
     Attributes
     ----------
@@ -37,7 +40,14 @@ class Sequence:
         See `SamplingParams`.
     """
 
-    def __init__(self, request: Request, arrival: int, tokenizer: TokenizerProtocol, context: int) -> None:
+    def __init__(
+        self,
+        request: Request,
+        arrival: int,
+        tokenizer: TokenizerProtocol,
+        context: int,
+        constraint: Constraint | None = None,
+    ) -> None:
         params = request.params
         self.request, self.arrival = request, arrival
         self.tokens = list(request.prompt)
@@ -45,6 +55,7 @@ class Sequence:
         self.cached = 0
         self.needs_logits = params.needs_logits
         self._reused = 0
+        self._constraint = constraint
         self._max_tokens = min(context, len(self.tokens) + (params.max_tokens or context))
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.stop_ids)
         self._generator = np.random.Generator(np.random.PCG64(_seed(params.seed)))
@@ -84,9 +95,11 @@ class Sequence:
         Raises
         ------
         HeteroError
-            If the logits are not finite.
+            If the logits are not finite, or the grammar takes too long.
         """
-        return self.append(*sample(logits, self.request.params, self._generator, self._history))
+        return self.append(
+            *sample(logits, self.request.params, self._generator, self._history, self._mask(logits.size))
+        )
 
     def append(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Append a token and stream its text; return the reason if that ends the text."""
@@ -94,8 +107,10 @@ class Sequence:
         self._history.add(token)
         self.request.update_usage(self.generated, self._reused)
         is_stop = token in self._stop_ids
-        self._send(self._stream.add(token, logprob, silent=is_stop))
-        if is_stop or self._stream.stopped:
+        is_complete = self._constraint is not None and self._constraint.advance(token)
+        is_early = self.generated < self.request.params.min_tokens
+        self._send(self._stream.add(token, logprob, silent=is_stop, may_stop=not is_early))
+        if is_stop or is_complete or self._stream.stopped:
             return "stop"
         return "length" if self.remaining <= 0 else None
 
@@ -104,6 +119,15 @@ class Sequence:
         if reason != "cancelled":
             self._send(self._stream.finish())
         self.request.finish(reason, error)
+
+    def _mask(self, vocabulary: int) -> np.ndarray | None:
+        """Tokens that may follow; None for all."""
+        mask = None if self._constraint is None else self._constraint.mask()
+        if self.generated >= self.request.params.min_tokens:
+            return mask
+        continuing = np.ones(vocabulary, np.bool_) if mask is None else mask.copy()
+        continuing[list(self._stop_ids)] = False
+        return continuing if continuing.any() else mask
 
     def _send(self, delta: Delta) -> None:
         if delta.text or delta.tokens:

@@ -7,6 +7,8 @@ from array import array
 from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from .model import TokenizerProtocol
+
 NONCHARACTERS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 """Unicode noncharacters, which no text should contain: markers of user text."""
 
@@ -78,3 +80,44 @@ class SpecialTokens:
             if name in self._tokens and not (name in self._control and next_mark < offset + max(2, length)):
                 return name
         return None
+
+
+def control_ids(tokenizer: TokenizerProtocol) -> dict[int, str]:
+    """Names of a tokenizer's control tokens, by token; empty if it does not tell them.
+
+    Parameters
+    ----------
+    tokenizer : TokenizerProtocol
+        Tokenizer, perhaps with `names` and `control_names` as `Tokenizer` has them.
+    """
+    control = getattr(tokenizer, "control_names", ())
+    return {token: name for token, name in enumerate(getattr(tokenizer, "names", ())) if name in control}
+
+
+class NamingTokenizer:
+    """Tokenizer whose control tokens add their names to a text.
+
+    Parameters
+    ----------
+    tokenizer : TokenizerProtocol
+        Tokenizer of the model.
+
+    Attributes
+    ----------
+    stop_ids : frozenset of int
+        Tokens that end a text.
+    """
+
+    def __init__(self, tokenizer: TokenizerProtocol) -> None:
+        self.stop_ids, self.encode, self._piece = tokenizer.stop_ids, tokenizer.encode, tokenizer.piece
+        self._names = {token: name.encode() for token, name in control_ids(tokenizer).items()}
+
+    def piece(self, token: int) -> bytes:
+        """Bytes that a token adds to a text.
+
+        Parameters
+        ----------
+        token : int
+            Token id.
+        """
+        return self._names.get(token) or self._piece(token)

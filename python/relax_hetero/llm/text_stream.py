@@ -53,10 +53,12 @@ class TextStream:
         self._pending_tokens: list[tuple[int, int, TokenLogprob | None]] = []  # (offset of its text, token, logprob)
         self.stopped = False
 
-    def add(self, token: int, logprob: TokenLogprob | None = None, silent: bool = False) -> Delta:
-        """Append a token; a `silent` one adds no characters."""
+    def add(
+        self, token: int, logprob: TokenLogprob | None = None, silent: bool = False, may_stop: bool = True
+    ) -> Delta:
+        """Append a token; a `silent` one adds no characters, and stop strings count only if the text `may_stop`."""
         self._pending_tokens.append((self._begin + len(self._pending), token, logprob))
-        return self._grow("" if silent else self._decoder.decode(self._piece(token)))
+        return self._grow("" if silent else self._decoder.decode(self._piece(token)), may_stop)
 
     def finish(self) -> Delta:
         """Return the rest of the text at its end; an incomplete character becomes U+FFFD."""
@@ -65,10 +67,12 @@ class TextStream:
             return delta
         return _join(delta, self._take(len(self._pending), everything=True))
 
-    def _grow(self, text: str) -> Delta:
+    def _grow(self, text: str, may_stop: bool = True) -> Delta:
         if self.stopped:
             return Delta("", ())
         self._pending += text
+        if not may_stop:
+            return self._take(len(self._pending))
         stops = [offset for offset in (self._pending.find(stop) for stop in self._stops) if offset >= 0]
         if stops:
             self.stopped = True

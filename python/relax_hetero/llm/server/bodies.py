@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
+from ..errors import RequestError
 from ..params import SamplingParams
+from ..structured_output import FORMS, StructuredOutputs
 from .api_errors import ApiError
 from .chat_messages import Message
 from .fields import NEUTRAL_STREAM_VALUES, NEUTRAL_VALUES, refuse_unsupported_fields
@@ -33,10 +36,19 @@ class StreamOptions(BaseModel):
 _SCALARS = {name: kind for name, kind in get_type_hints(SamplingParams).items() if kind in (bool, int, float)}
 """Types of sampling parameters that are fields of bodies by the same name, those of OpenAI and of vLLM."""
 
+_FORM_BY_FIELD = {
+    **dict.fromkeys(("guided_json", "json_schema"), "json"),
+    **dict.fromkeys(("guided_regex", "regex"), "regex"),
+    **dict.fromkeys(("guided_choice", "choices"), "choice"),
+    **dict.fromkeys(("guided_grammar", "grammar", "ebnf"), "grammar"),
+}
+"""Forms of structured output by their fields in vLLM, SGLang and llama.cpp."""
+
 _SamplingFields: Any = create_model(
     "_SamplingFields",
     __config__=ConfigDict(strict=True, extra="allow"),
     **{name: (kind | None, None) for name, kind in _SCALARS.items()},  # type: ignore[call-overload]
+    **{name: (Any, None) for name in (*_FORM_BY_FIELD, "response_format", "structured_outputs")},
 )
 
 
@@ -71,6 +83,28 @@ class Body(_SamplingFields):  # type: ignore[misc]
         """True if a stream ends with the usage."""
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @property
+    def form(self) -> StructuredOutputs | None:
+        """Form of the text, if one of the fields asks for it.
+
+        Raises
+        ------
+        RequestError
+            If several do, or one is malformed.
+        """
+        forms = [
+            StructuredOutputs(**{form: value}, location=name)
+            for name, form in _FORM_BY_FIELD.items()
+            if (value := getattr(self, name)) not in (None, "")
+        ]
+        if self.structured_outputs is not None:
+            forms.append(_parse_structured_outputs(self.structured_outputs))
+        if self.response_format not in (None, {"type": "text"}):
+            forms.append(_parse_response_format(self.response_format))
+        if len(forms) > 1:
+            raise RequestError(f"{forms[0].location}: found also {forms[1].location}, expected one of them")
+        return forms[0] if forms else None
+
     def params(self, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """Sampling parameters of one of the `n` choices; each has a seed of its own.
 
@@ -90,6 +124,7 @@ class Body(_SamplingFields):  # type: ignore[misc]
             stop=tuple(stops),
             stop_token_ids=tuple(self.stop_token_ids or ()),
             max_tokens=max_tokens,
+            structured_outputs=self.form,
             logprobs=logprobs,
         )
 
@@ -168,6 +203,29 @@ class ChatBody(Body):
         if self.max_tokens is not None and self.max_tokens != self.max_answer_tokens:
             found = f"found {self.max_tokens} and {self.max_answer_tokens} as max_completion_tokens"
             raise ApiError(400, f"max_tokens: {found}, expected one of them", "max_tokens")
+
+
+def _parse_structured_outputs(value: Any) -> StructuredOutputs:
+    """Parse vLLM's field of this name."""
+    if not isinstance(value, dict) or not value.keys() <= FORMS.keys():
+        found = f"found {json.dumps(value):.100}, expected an object with one of {', '.join(FORMS)}"
+        raise RequestError(f"structured_outputs: {found}")
+    return StructuredOutputs(**value)
+
+
+def _parse_response_format(value: Any) -> StructuredOutputs:
+    """Parse OpenAI's field; llama.cpp's ``json_object`` may have a ``schema``."""
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind == "json_object":
+        schema = value.get("schema")
+        form: dict[str, Any] = {"json_object": True} if schema is None else {"json": schema}
+        return StructuredOutputs(**form, location="response_format")
+    outer = value.get("json_schema") if kind == "json_schema" else None
+    schema = outer.get("schema") if isinstance(outer, dict) else None
+    if not isinstance(schema, dict):
+        expected = 'expected {"type": "text"}, {"type": "json_object"} or one of type json_schema with a schema'
+        raise RequestError(f"response_format: found {json.dumps(value):.100}, {expected}")
+    return StructuredOutputs(json=schema, location="response_format")
 
 
 def _parse_logit_bias(biases: Mapping[str, float]) -> dict[int, float]:

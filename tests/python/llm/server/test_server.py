@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import time
 
@@ -141,8 +142,36 @@ def test_logprobs(client):
     assert all(entry.logprob == entry.top_logprobs[0].logprob and len(entry.top_logprobs) == 2 for entry in streamed)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_structured_output(client, http, stream):
+    schema = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+    chat = {"model": "toy", "messages": USER, "max_tokens": 100}
+    answer = client.chat.completions.create(**chat, response_format=as_format(schema), stream=stream)
+    choices = [part.choices[0] for part in (answer if stream else [answer])]
+    text = "".join((each.delta if stream else each.message).content or "" for each in choices)
+    assert choices[-1].finish_reason == "stop" and json.loads(text)["a"] in (1, 2)
+    fields = [
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, "yes|no"),
+        ({"choices": ["yes", "no"], "ignore_eos": True}, "yes|no"),
+        ({"guided_regex": "[a-c]{3}-[0-9]+"}, "[a-c]{3}-[0-9]+"),
+        ({"grammar": 'root ::= "x" [yz]{1,4} "."'}, r"x[yz]{1,4}\."),
+        ({"response_format": {"type": "json_object", "schema": {"const": "b"}}}, '"b"'),
+    ]
+    for field, expression in fields:
+        body = {"prompt": "a", "max_tokens": 100, "temperature": 0, **field}
+        choice = http.post(COMPLETIONS, json=body).json()["choices"][0]
+        assert re.fullmatch(expression, choice["text"]) and choice["finish_reason"] == "stop"
+
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "a"}]
+
+
+def as_format(schema):
+    """OpenAI's `response_format` for a schema."""
+    return {"type": "json_schema", "json_schema": {"name": "answer", "strict": True, "schema": schema}}
+
+
 # Fields that change nothing, and one that nobody knows.
 OTHERS = {
     **{"user": "u", "metadata": {"a": "b"}, "store": True, "service_tier": "auto", "parallel_tool_calls": True},
@@ -190,11 +219,19 @@ BAD = [
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, 400, "messages.0.content.0"),
     (CHAT, {"messages": [*USER, {"role": "assistant", "tool_calls": [{}]}]}, 400, "messages.1.tool_calls"),
     (CHAT, {"messages": USER, "tools": [{}]}, 400, "tools"),
-    (CHAT, {"messages": USER, "response_format": {"type": "json_object"}}, 400, 'null or {"type": "text"}'),
+    (CHAT, {"messages": USER, "response_format": {"type": "xml"}}, 400, "response_format: found"),
+    (CHAT, {"messages": USER, "response_format": {"type": "json_schema"}}, 400, "json_schema with a schema"),
+    (CHAT, {"messages": USER, "response_format": as_format({"type": "nothing"})}, 400, "Invalid type: nothing"),
+    (CHAT, {"messages": USER, "response_format": as_format({"uniqueItems": True})}, 400, 'keys: ["uniqueItems"]'),
+    (CHAT, {"messages": USER, "guided_json": {}, "regex": "a"}, 400, "guided_json: found also regex"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"json": {}, "location": "b"}}, 400, "structured_outputs"),
+    (COMPLETIONS, {"prompt": "a", "structured_outputs": {"regex": "("}}, 400, "unclosed group"),
+    (COMPLETIONS, {"prompt": "a", "grammar": "root ::= ("}, 400, "Expected ')'"),
+    (COMPLETIONS, {"prompt": "a", "choices": "yes"}, 400, "expected a list of texts"),
     (CHAT, {"messages": USER, "max_tokens": 3, "max_completion_tokens": 4}, 400, "max_tokens: found 3"),
     (CHAT, {"messages": USER, "n_predict": 4}, 400, "use max_tokens"),
     (CHAT, {"messages": USER, "stream_options": {"continuous_usage_stats": True}}, 400, "stream_options.continuous"),
-    (CHAT, {"messages": USER, "extra_body": {"min_tokens": 3}}, 400, "min_tokens: found 3"),
+    (CHAT, {"messages": USER, "extra_body": {"min_tokens": 3}, "max_tokens": 2}, 400, "min_tokens: found 3"),
     (CHAT, {"messages": USER, "extra_body": {"top_k": -2}}, 400, "top_k"),
     (COMPLETIONS, {"prompt": "a", "extra_body": "min_tokens"}, 400, "extra_body"),
     (CHAT, {"messages": USER, "top_logprobs": 2}, 400, "logprobs"),

@@ -1,0 +1,289 @@
+"""Structured output: texts that fit a JSON schema, a regular expression, a grammar, or a list of choices.
+
+The package llguidance compiles each of them to a grammar over the bytes of tokens. After each token, a thread computes
+the mask of tokens that may follow, while the model computes their logits.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import RequestError
+from .model import TokenizerProtocol
+from .special_tokens import control_ids
+
+JSON_OPTIONS = {"whitespace_pattern": r"(| |\n{1,2}[ \t]{0,20})"}
+"""Options of llguidance for JSON: blanks as in llama.cpp's grammars, so that a weak model cannot write them forever."""
+_MAX_COMPILED = 64
+"""Number of compiled grammars to keep for further requests; large ones take a second to compile."""
+_MAX_SOURCE_CHARACTERS = 1 << 20
+
+
+@dataclass(frozen=True)
+class StructuredOutputs:
+    """Form of a text, by one of the first five attributes, with vLLM's names.
+
+    A text that ends with ``stop`` has this form; one that ends with ``length`` is the beginning of such a text.
+
+    Attributes
+    ----------
+    json : mapping or str, optional
+        JSON schema, or its JSON text. Keywords that llguidance lacks, such as ``uniqueItems``, are errors.
+    regex : str, optional
+        Regular expression (of Rust's package regex) that the whole text matches.
+    choice : sequence of str, optional
+        Texts, one of which is written.
+    grammar : str, optional
+        Grammar in llguidance's dialect of Lark, with a rule ``start``, or in GBNF of llama.cpp, with a rule ``root``.
+    json_object : bool, optional
+        Whether the text is any JSON object.
+    location : str
+        Name of the field that asks for it, for errors.
+
+    Raises
+    ------
+    RequestError
+        If none of the five is given, or several, or one has another type.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    location: str = "structured_outputs"
+
+    def __post_init__(self) -> None:
+        given = [name for name in FORMS if getattr(self, name) not in _ABSENT]
+        if len(given) != 1:
+            found = " and ".join(given) or "nothing"
+            raise RequestError(f"{self.location}: found {found}, expected one of {', '.join(FORMS)}")
+        value, kinds = getattr(self, given[0]), FORMS[given[0]].kinds
+        if not isinstance(value, kinds) or (given[0] == "choice" and not _is_choice(value)):
+            raise RequestError(f"{self.location}: found {value!r:.100}, expected {FORMS[given[0]].expected}")
+
+    @property
+    def source(self) -> str:
+        """Grammar as llguidance takes it.
+
+        Raises
+        ------
+        RequestError
+            If it is too long, or not a grammar in GBNF.
+        """
+        name = next(name for name in FORMS if getattr(self, name) not in _ABSENT)
+        with _package_errors(self.location):
+            source = FORMS[name].convert(getattr(self, name))
+        if len(source) > _MAX_SOURCE_CHARACTERS:
+            found = f"found {len(source):,} characters"
+            raise RequestError(f"{self.location}: {found}, expected at most {_MAX_SOURCE_CHARACTERS:,}")
+        return source
+
+
+@dataclass(frozen=True)
+class _Form:
+    """Types of a form's value, their description, and the conversion to a grammar of llguidance."""
+
+    kinds: tuple[type, ...]
+    expected: str
+    convert: Callable[[Any], str]
+
+
+def _is_choice(value: Any) -> bool:
+    return not isinstance(value, str) and len(value) > 0 and all(isinstance(each, str) and each for each in value)
+
+
+def _json_grammar(schema: Mapping[str, Any] | str) -> str:
+    value = json.loads(schema) if isinstance(schema, str) else schema
+    if not isinstance(value, Mapping):
+        raise RequestError(f"found {value!r:.100}, expected an object")
+    return str(_matcher().grammar_from_json_schema(json.dumps(value), overrides=JSON_OPTIONS))
+
+
+def _lark_grammar(grammar: str) -> str:
+    matcher = _matcher()
+    from llguidance.gbnf_to_lark import any_to_lark
+
+    return str(matcher.grammar_from_lark(any_to_lark(grammar)))
+
+
+def _choice_grammar(choices: Sequence[str]) -> str:
+    return _lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
+
+
+FORMS = {
+    "json": _Form((Mapping, str), "a JSON schema", _json_grammar),
+    "regex": _Form((str,), "a regular expression", lambda regex: str(_matcher().grammar_from_regex(regex))),
+    "choice": _Form((list, tuple), "a list of texts that are not empty", _choice_grammar),
+    "grammar": _Form((str,), "a grammar in Lark or GBNF", _lark_grammar),
+    "json_object": _Form((bool,), "true", lambda _: _json_grammar({"type": "object"})),
+}
+"""Forms of a text, by their name in `StructuredOutputs`."""
+
+
+_ABSENT: tuple[Any, ...] = (None, False)
+
+
+@contextmanager
+def _package_errors(location: str) -> Iterator[None]:
+    """Turn errors of llguidance, which include Rust panics, into `RequestError`."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        text = str(error) or type(error).__name__
+        raise RequestError(f"{location}: {text}") from error
+
+
+def _matcher() -> Any:
+    try:
+        from llguidance import LLMatcher
+    except ImportError as error:
+        raise RequestError("structured output needs the package llguidance; pip install 'relax-hetero[llm]'") from error
+    return LLMatcher
+
+
+class Constraint:
+    """Tokens that may follow the text of one sequence.
+
+    Parameters
+    ----------
+    matcher : llguidance.LLMatcher
+        Parser of the text so far.
+    vocabulary : int
+        Number of logits of a token.
+    pool : ThreadPoolExecutor
+        Threads that compute masks.
+    location : str
+        Name of the field that asks for it, for errors.
+    """
+
+    def __init__(self, matcher: Any, vocabulary: int, pool: ThreadPoolExecutor, location: str) -> None:
+        self._matcher, self._vocabulary, self._pool, self._location = matcher, vocabulary, pool, location
+        self._mask: Future[np.ndarray] = pool.submit(self._compute_mask)
+
+    def mask(self) -> np.ndarray:
+        """Wait for the mask of the next token: bool, (vocabulary,)."""
+        return self._mask.result()
+
+    def advance(self, token: int) -> bool:
+        """Append a token; return True if the text is complete, so that nothing may follow.
+
+        Raises
+        ------
+        RequestError
+            If the grammar needs more time or memory than llguidance allows.
+        """
+        if not self._matcher.consume_token(token):
+            self._raise_error()
+        if self._matcher.is_stopped():
+            return True
+        self._mask = self._pool.submit(self._compute_mask)
+        return False
+
+    def _compute_mask(self) -> np.ndarray:
+        data = self._matcher.compute_bitmask()
+        if self._matcher.is_error():
+            self._raise_error()
+        bits = np.unpackbits(np.frombuffer(data, np.uint8), count=self._vocabulary, bitorder="little")
+        return bits.view(np.bool_)
+
+    def _raise_error(self) -> None:
+        problem = self._matcher.get_error() or "does not allow the next token"
+        raise RequestError(f"{self._location}: {problem}")
+
+
+class Grammars:
+    """Compiles structured outputs for the tokens of one tokenizer. Thread-safe.
+
+    Parameters
+    ----------
+    tokenizer : TokenizerProtocol
+        Tokenizer of the model.
+    vocabulary : int
+        Number of logits of a token; tokens beyond the tokenizer's are never allowed.
+    """
+
+    def __init__(self, tokenizer: TokenizerProtocol, vocabulary: int) -> None:
+        self._tokenizer, self._vocabulary = tokenizer, vocabulary
+        self._lock = threading.Lock()
+        self._tokens: Any = None
+        self._compiled: OrderedDict[str, Any] = OrderedDict()
+        self._pool = ThreadPoolExecutor(1, "relax_hetero.llm masks")
+
+    def constraint(self, outputs: StructuredOutputs) -> Constraint:
+        """Compile a form, and begin to compute the mask of the first token.
+
+        Parameters
+        ----------
+        outputs : StructuredOutputs
+            Form of the text.
+
+        Raises
+        ------
+        RequestError
+            If it is not a valid schema, expression or grammar, or the package llguidance is not installed.
+        """
+        matcher = self._compile(outputs.source, outputs.location).deep_copy()
+        return Constraint(matcher, self._vocabulary, self._pool, outputs.location)
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(wait=False)
+
+    def _compile(self, source: str, location: str) -> Any:
+        with self._lock:
+            if source in self._compiled:
+                self._compiled.move_to_end(source)
+                return self._compiled[source]
+            if self._tokens is None:
+                with _package_errors(location):
+                    self._tokens = self._make_tokens()
+        with _package_errors(location):
+            matcher = _matcher()(self._tokens, source, log_level=0)
+        if matcher.is_error():
+            raise RequestError(f"{location}: {matcher.get_error().strip()}")
+        with self._lock:
+            self._compiled[source] = matcher
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _make_tokens(self) -> Any:
+        """Trie of the bytes of all tokens, in which control tokens are apart from texts."""
+        from llguidance import LLTokenizer, TokenizerWrapper
+
+        return LLTokenizer(TokenizerWrapper(_Tokens(self._tokenizer, self._vocabulary)), eos_token=self._stops())
+
+    def _stops(self) -> list[int]:
+        return sorted(token for token in self._tokenizer.stop_ids if token < self._vocabulary)
+
+
+class _Tokens:
+    """Tokenizer as llguidance reads it."""
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: TokenizerProtocol, vocabulary: int) -> None:
+        control = control_ids(tokenizer)
+        self.eos_token_id = min(tokenizer.stop_ids, default=None)
+        self.special_token_ids = sorted({*control, *tokenizer.stop_ids} & set(range(vocabulary)))
+        self.tokens = [tokenizer.piece(token) for token in range(vocabulary)]
+        for token in self.special_token_ids:
+            self.tokens[token] = control.get(token, f"<|{token}|>").encode()
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        if isinstance(text, bytes):  # the package tries these first
+            raise TypeError("expected text")
+        return self._tokenizer.encode(text, special=False, begin=False)
