@@ -93,6 +93,8 @@ class ChatTemplate:
 
     Attributes
     ----------
+    source : str
+        Template in jinja2; empty if there is none.
     origin : str
         Source of the template: "given", "file", "guessed from <|im_start|>", "missing", or "unusable: " and a reason.
     guessed_from : str or None
@@ -113,7 +115,7 @@ class ChatTemplate:
         control_names: Collection[str] = (),
         origin: str = "given",
     ) -> None:
-        self.origin = origin
+        self.source, self.origin = source, origin
         self.guessed_from: str | None = None
         self.fault: TokenizerError | None = None
         self._names = dict(names or {})
@@ -175,7 +177,7 @@ class ChatTemplate:
             return cls.from_tokenizer(tokenizer, source)
         except TokenizerError as error:
             template = cls.__new__(cls)
-            template.fault, template.guessed_from = error, None
+            template.source, template.fault, template.guessed_from = "", error, None
             template.origin = "missing" if not (source or tokenizer.chat_template) else f"unusable: {error}"
             return template
 

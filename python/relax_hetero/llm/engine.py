@@ -7,7 +7,7 @@ import threading
 import time
 from collections import abc, deque
 from dataclasses import dataclass
-from functools import cached_property
+from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
@@ -129,6 +129,7 @@ class Engine:
         self._max_waiting = max_waiting
         self._scheduler = Scheduler(model, prefixes)
         self._grammars = Grammars(tokenizer, model.vocabulary)
+        self._naming_tokenizer = lru_cache(8)(partial(NamingTokenizer, tokenizer))
         self._speed = Speed()
         self._changed = threading.Condition()
         self._inbox: deque[Sequence] = deque()
@@ -173,7 +174,7 @@ class Engine:
         self.check_prompt(tokens)
         outputs = params.structured_outputs
         constraint = None if outputs is None else self._grammars.constraint(outputs)
-        tokenizer = self.tokenizer if params.skip_special_tokens else self._naming_tokenizer
+        tokenizer = self._naming_tokenizer(params.visible_tokens) if params.visible_tokens else self.tokenizer
         request = Request(tuple(tokens), params, self._wake)
         with self._changed:
             if self._closed:
@@ -264,10 +265,6 @@ class Engine:
             tokens_per_second=self._speed.mean(counts.tokens),
             ttft_seconds=sum(ttft) / len(ttft) if ttft else 0.0,
         )
-
-    @cached_property
-    def _naming_tokenizer(self) -> TokenizerProtocol:
-        return NamingTokenizer(self.tokenizer)
 
     @property
     def healthy(self) -> bool:

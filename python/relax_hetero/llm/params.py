@@ -53,8 +53,8 @@ class SamplingParams:
         Maximum number of tokens of the text; None for as many as fit into the context.
     min_tokens : int
         Number of tokens before which neither stop tokens nor stop strings end the text.
-    skip_special_tokens : bool
-        Whether control tokens add nothing to the text; otherwise their names.
+    visible_tokens : tuple of str
+        Names of control tokens that add their names to the text; others add nothing.
     structured_outputs : StructuredOutputs or None
         Form of the text, such as a JSON schema; None for any text.
     logprobs : int or None
@@ -81,7 +81,7 @@ class SamplingParams:
     ignore_eos: bool = False
     max_tokens: int | None = None
     min_tokens: int = 0
-    skip_special_tokens: bool = True
+    visible_tokens: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
 

@@ -82,8 +82,8 @@ class SpecialTokens:
         return None
 
 
-def control_ids(tokenizer: TokenizerProtocol) -> dict[int, str]:
-    """Names of a tokenizer's control tokens, by token; empty if it does not tell them.
+def control_tokens(tokenizer: TokenizerProtocol) -> dict[str, int]:
+    """Control tokens of a tokenizer by name; empty if it does not tell them.
 
     Parameters
     ----------
@@ -91,16 +91,18 @@ def control_ids(tokenizer: TokenizerProtocol) -> dict[int, str]:
         Tokenizer, perhaps with `names` and `control_names` as `Tokenizer` has them.
     """
     control = getattr(tokenizer, "control_names", ())
-    return {token: name for token, name in enumerate(getattr(tokenizer, "names", ())) if name in control}
+    return {name: token for token, name in enumerate(getattr(tokenizer, "names", ())) if name in control}
 
 
 class NamingTokenizer:
-    """Tokenizer whose control tokens add their names to a text.
+    """Tokenizer some of whose control tokens add their names to a text.
 
     Parameters
     ----------
     tokenizer : TokenizerProtocol
         Tokenizer of the model.
+    visible : collection of str
+        Names of these control tokens.
 
     Attributes
     ----------
@@ -108,9 +110,9 @@ class NamingTokenizer:
         Tokens that end a text.
     """
 
-    def __init__(self, tokenizer: TokenizerProtocol) -> None:
+    def __init__(self, tokenizer: TokenizerProtocol, visible: Collection[str]) -> None:
         self.stop_ids, self.encode, self._piece = tokenizer.stop_ids, tokenizer.encode, tokenizer.piece
-        self._names = {token: name.encode() for token, name in control_ids(tokenizer).items()}
+        self._names = {token: name.encode() for name, token in control_tokens(tokenizer).items() if name in visible}
 
     def piece(self, token: int) -> bytes:
         """Bytes that a token adds to a text.

@@ -19,13 +19,15 @@ import numpy as np
 
 from .errors import RequestError
 from .model import TokenizerProtocol
-from .special_tokens import control_ids
+from .special_tokens import control_tokens
 
 JSON_OPTIONS = {"whitespace_pattern": r"(| |\n{1,2}[ \t]{0,20})"}
 """Options of llguidance for JSON: blanks as in llama.cpp's grammars, so that a weak model cannot write them forever."""
 _MAX_COMPILED = 64
 """Number of compiled grammars to keep for further requests; large ones take a second to compile."""
 _MAX_SOURCE_CHARACTERS = 1 << 20
+_THREADS = 4
+"""Threads that compute masks: most take a fraction of a millisecond, those of unusual grammars must not block them."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,8 @@ class StructuredOutputs:
         Whether the text is any JSON object.
     location : str
         Name of the field that asks for it, for errors.
+    prefix : str
+        Rules in Lark for what precedes the form, such as reasoning, with a rule ``prefix``; empty for nothing.
 
     Raises
     ------
@@ -61,6 +65,7 @@ class StructuredOutputs:
     grammar: str | None = None
     json_object: bool | None = None
     location: str = "structured_outputs"
+    prefix: str = ""
 
     def __post_init__(self) -> None:
         given = [name for name in FORMS if getattr(self, name) not in _ABSENT]
@@ -73,7 +78,7 @@ class StructuredOutputs:
 
     @property
     def source(self) -> str:
-        """Grammar as llguidance takes it.
+        """Grammar in Lark.
 
         Raises
         ------
@@ -82,7 +87,8 @@ class StructuredOutputs:
         """
         name = next(name for name in FORMS if getattr(self, name) not in _ABSENT)
         with _package_errors(self.location):
-            source = FORMS[name].convert(getattr(self, name))
+            source = FORMS[name].rule(getattr(self, name))
+        source = f"start: {'prefix ' * bool(self.prefix)}form\n{self.prefix}\nform: {source}"
         if len(source) > _MAX_SOURCE_CHARACTERS:
             found = f"found {len(source):,} characters"
             raise RequestError(f"{self.location}: {found}, expected at most {_MAX_SOURCE_CHARACTERS:,}")
@@ -91,44 +97,45 @@ class StructuredOutputs:
 
 @dataclass(frozen=True)
 class _Form:
-    """Types of a form's value, their description, and the conversion to a grammar of llguidance."""
+    """Types of a form's value, their description, and the function that writes the right side of a rule in Lark."""
 
     kinds: tuple[type, ...]
     expected: str
-    convert: Callable[[Any], str]
+    rule: Callable[[Any], str]
 
 
 def _is_choice(value: Any) -> bool:
     return not isinstance(value, str) and len(value) > 0 and all(isinstance(each, str) and each for each in value)
 
 
-def _json_grammar(schema: Mapping[str, Any] | str) -> str:
+def _json_rule(schema: Mapping[str, Any] | str) -> str:
     value = json.loads(schema) if isinstance(schema, str) else schema
     if not isinstance(value, Mapping):
         raise RequestError(f"found {value!r:.100}, expected an object")
-    return str(_matcher().grammar_from_json_schema(json.dumps(value), overrides=JSON_OPTIONS))
+    return "%json " + json.dumps({**value, "x-guidance": JSON_OPTIONS})
 
 
-def _lark_grammar(grammar: str) -> str:
-    matcher = _matcher()
+def _regex_rule(regex: str) -> str:
+    return f"/{_package().regex_to_lark(regex, use_ascii='')}/"
+
+
+def _grammar_rule(grammar: str) -> str:
+    _package()
     from llguidance.gbnf_to_lark import any_to_lark
 
-    return str(matcher.grammar_from_lark(any_to_lark(grammar)))
-
-
-def _choice_grammar(choices: Sequence[str]) -> str:
-    return _lark_grammar("start: " + " | ".join(map(json.dumps, choices)))
+    return f"%lark {{\n{any_to_lark(grammar)}\n}}"
 
 
 FORMS = {
-    "json": _Form((Mapping, str), "a JSON schema", _json_grammar),
-    "regex": _Form((str,), "a regular expression", lambda regex: str(_matcher().grammar_from_regex(regex))),
-    "choice": _Form((list, tuple), "a list of texts that are not empty", _choice_grammar),
-    "grammar": _Form((str,), "a grammar in Lark or GBNF", _lark_grammar),
-    "json_object": _Form((bool,), "true", lambda _: _json_grammar({"type": "object"})),
+    "json": _Form((Mapping, str), "a JSON schema", _json_rule),
+    "regex": _Form((str,), "a regular expression", _regex_rule),
+    "choice": _Form(
+        (list, tuple), "a list of texts that are not empty", lambda texts: " | ".join(map(json.dumps, texts))
+    ),
+    "grammar": _Form((str,), "a grammar in Lark or GBNF", _grammar_rule),
+    "json_object": _Form((bool,), "true", lambda _: _json_rule({"type": "object"})),
 }
 """Forms of a text, by their name in `StructuredOutputs`."""
-
 
 _ABSENT: tuple[Any, ...] = (None, False)
 
@@ -145,12 +152,12 @@ def _package_errors(location: str) -> Iterator[None]:
         raise RequestError(f"{location}: {text}") from error
 
 
-def _matcher() -> Any:
+def _package() -> Any:
     try:
-        from llguidance import LLMatcher
+        import llguidance
     except ImportError as error:
         raise RequestError("structured output needs the package llguidance; pip install 'relax-hetero[llm]'") from error
-    return LLMatcher
+    return llguidance
 
 
 class Constraint:
@@ -219,7 +226,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._tokens: Any = None
         self._compiled: OrderedDict[str, Any] = OrderedDict()
-        self._pool = ThreadPoolExecutor(1, "relax_hetero.llm masks")
+        self._pool = ThreadPoolExecutor(_THREADS, "relax_hetero.llm masks")
 
     def constraint(self, outputs: StructuredOutputs) -> Constraint:
         """Compile a form, and begin to compute the mask of the first token.
@@ -250,7 +257,12 @@ class Grammars:
                 with _package_errors(location):
                     self._tokens = self._make_tokens()
         with _package_errors(location):
-            matcher = _matcher()(self._tokens, source, log_level=0)
+            package = _package()
+            limits = package.LLParserLimits(verbose_errors=False)
+            matcher = package.LLMatcher(
+                self._tokens, package.LLMatcher.grammar_from_lark(source), log_level=0, limits=limits
+            )
+            matcher.compute_bitmask()  # fails for expressions that are too large, and warms the caches of copies
         if matcher.is_error():
             raise RequestError(f"{location}: {matcher.get_error().strip()}")
         with self._lock:
@@ -261,9 +273,9 @@ class Grammars:
 
     def _make_tokens(self) -> Any:
         """Trie of the bytes of all tokens, in which control tokens are apart from texts."""
-        from llguidance import LLTokenizer, TokenizerWrapper
-
-        return LLTokenizer(TokenizerWrapper(_Tokens(self._tokenizer, self._vocabulary)), eos_token=self._stops())
+        package = _package()
+        tokens = package.TokenizerWrapper(_Tokens(self._tokenizer, self._vocabulary))
+        return package.LLTokenizer(tokens, eos_token=self._stops())
 
     def _stops(self) -> list[int]:
         return sorted(token for token in self._tokenizer.stop_ids if token < self._vocabulary)
@@ -275,15 +287,27 @@ class _Tokens:
     bos_token_id = None
 
     def __init__(self, tokenizer: TokenizerProtocol, vocabulary: int) -> None:
-        control = control_ids(tokenizer)
+        control = {token: name for name, token in control_tokens(tokenizer).items()}
         self.eos_token_id = min(tokenizer.stop_ids, default=None)
         self.special_token_ids = sorted({*control, *tokenizer.stop_ids} & set(range(vocabulary)))
         self.tokens = [tokenizer.piece(token) for token in range(vocabulary)]
         for token in self.special_token_ids:
             self.tokens[token] = control.get(token, f"<|{token}|>").encode()
         self._tokenizer = tokenizer
+        self._byte_tokens = {data: token for token, data in enumerate(self.tokens) if len(data) == 1}
 
     def __call__(self, text: str) -> list[int]:
+        """Tokens of a text in the middle of another; llguidance prefers them where the form leaves no choice."""
         if isinstance(text, bytes):  # the package tries these first
             raise TypeError("expected text")
-        return self._tokenizer.encode(text, special=False, begin=False)
+        data = text.encode()
+        for prefix in ("", "\n"):  # tokenizers may add a space before the first word
+            tokens, size = self._tokenizer.encode(prefix + text, special=False, begin=False), 0
+            for index in reversed(range(len(tokens))):
+                size += len(self.tokens[tokens[index]])
+                if size >= len(data):
+                    break
+            suffix = tokens[index:] if tokens else []
+            if b"".join(self.tokens[token] for token in suffix) == data:
+                return suffix
+        return [self._byte_tokens[data[index : index + 1]] for index in range(len(data))]

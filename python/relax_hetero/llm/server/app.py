@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -31,12 +31,14 @@ from ..engine import CONTEXT_LENGTH_EXCEEDED, Engine
 from ..params import SamplingParams
 from ..request import Request
 from ..sampling import TokenLogprob
+from ..special_tokens import control_tokens
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody
-from .chat_messages import render_checked
+from .chat_messages import render_chat
 from .guard import Guard
 from .limits import Limits
 from .responses import ChatResponses, Choices, CompletionResponses, ResponseFormat, wait_for_disconnect
+from .tools import AnswerFormats
 
 LOG = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
@@ -130,9 +132,13 @@ class StreamedAnswer(Response):
         try:
             async for growth in self._choices.stream():
                 if growth.delta is None:
-                    yield self._format.chunk(growth.index, "", (), finish_reason(self._choices.requests[growth.index]))
-                elif growth.delta.text or growth.delta.logprobs:
-                    yield self._format.chunk(growth.index, growth.delta.text, growth.delta.logprobs, None)
+                    chunk = self._format.chunk(
+                        growth.index, "", (), finish_reason(self._choices.requests[growth.index])
+                    )
+                else:
+                    chunk = self._format.chunk(growth.index, growth.delta.text, growth.delta.logprobs, None)
+                if chunk is not None:
+                    yield chunk
         except Exception as error:
             yield log_defect(error).body
         else:
@@ -256,6 +262,8 @@ class Settings:
         Limits of requests and connections.
     cors_origins : tuple of str
         Origins that CORS allows, such as ``https://chat.example``; ``*`` for all.
+    tool_format : str or None
+        Name of a row of `call_formats.FORMATS`; None for the one that the chat template has.
 
     Raises
     ------
@@ -267,6 +275,7 @@ class Settings:
     api_key: str | None = None
     limits: Limits = field(default_factory=Limits)
     cors_origins: tuple[str, ...] = ()
+    tool_format: str | None = None
 
     def __post_init__(self) -> None:
         if self.api_key == "":
@@ -319,6 +328,11 @@ class _Server:
     def __init__(self, engine: Engine, settings: Settings, template: ChatTemplate | None) -> None:
         self._engine, self._settings, self._template = engine, settings, template
         self._limits, self._metrics = settings.limits, Metrics(engine)
+        self._formats = (
+            None
+            if template is None
+            else AnswerFormats(template, control_tokens(engine.tokenizer), settings.tool_format)
+        )
         self._in_flight = 0
         self._tokenizer_threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "relax_hetero.llm prompts")
         self._created = int(time.time())
@@ -368,21 +382,31 @@ class _Server:
         """Answer a conversation."""
         self._check_model(body.model)
         body.refuse_unsupported()
-        template, tokenizer = self._template, self._engine.tokenizer
-        if template is None:
+        template, formats = self._template, self._formats
+        if template is None or formats is None:
             raise ApiError(400, "messages: the model's file lacks a chat template; use /v1/completions", "messages")
+        use, continues = body.tool_use, body.continues
+        formats.check(use)
         messages = [message.flatten(f"messages.{index}") for index, message in enumerate(body.messages)]
         max_tokens = self._max_tokens(body.max_answer_tokens)
+        response_format = ChatResponses(self._engine.tokenizer, self._settings.name, bool(body.logprobs))
 
         def submit() -> tuple[list[Request], list[str]]:
             # Templates render one prompt at a time: refuse too long ones beforehand.
             self._engine.check_length("\n".join(message["content"] for message in messages))
-            tokens = self._engine.tokens_of(render_checked(template, messages, body.template_values))
-            requests = self._submit([tokens], body, lambda choice: body.params(choice, max_tokens, body.alternatives))
-            return requests, [""] * body.n
+            prompt = render_chat(template, messages, {**use.template_values, **body.template_values}, continues)
+            answers = formats.answers(use, prompt, messages[-1]["content"] if continues else None)
+            response_format.answers = [answers.messages() for _ in range(body.n)]
+            tokens = self._engine.tokens_of(prompt)
+
+            def params_of_choice(choice: int) -> SamplingParams:
+                params = body.params(choice, max_tokens, body.alternatives)
+                form = answers.form(params.structured_outputs)
+                return replace(params, structured_outputs=form, visible_tokens=formats.visible_tokens)
+
+            return self._submit([tokens], body, params_of_choice), [""] * body.n
 
         self._check_choices(body.n)
-        response_format = ChatResponses(tokenizer, self._settings.name, bool(body.logprobs))
         return await self._answer(body, http, response_format, submit)
 
     async def _answer(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
 
@@ -14,6 +14,7 @@ from ..structured_output import FORMS, StructuredOutputs
 from .api_errors import ApiError
 from .chat_messages import Message
 from .fields import NEUTRAL_STREAM_VALUES, NEUTRAL_VALUES, refuse_unsupported_fields
+from .tools import Tool, ToolChoice, ToolUse
 
 _MAX_TOKEN_ID_DIGITS = 9
 
@@ -169,6 +170,34 @@ class ChatBody(Body):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    parallel_tool_calls: Annotated[bool, _or(True)] = True
+    reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """Tools of the request.
+
+        Raises
+        ------
+        ApiError
+            If they contradict each other.
+        """
+        return ToolUse.from_fields(self.tools, self.tool_choice, self.parallel_tool_calls)
+
+    @property
+    def continues(self) -> bool:
+        """True if the answer continues the last message, which is the assistant's."""
+        last = self.messages[-1]
+        may = last.role == "assistant" and bool(last.content) and not (last.model_extra or {}).get("tool_calls")
+        if self.continue_final_message and (self.add_generation_prompt or not may):
+            found = "add_generation_prompt" if self.add_generation_prompt else f"a last message of role {last.role!r}"
+            expected = "expected a text of role 'assistant', and no add_generation_prompt"
+            raise ApiError(400, f"continue_final_message: found {found}, {expected}", "continue_final_message")
+        return may and self.continue_final_message is not False and not self.add_generation_prompt
 
     @property
     def template_values(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..chat_template import ChatTemplate
 from ..errors import RequestError
+from ..special_tokens import Prompt
 from .api_errors import ApiError
 from .fields import NEUTRAL_MESSAGE_VALUES, is_neutral
 
@@ -53,6 +55,77 @@ class Message(BaseModel):
             and not (name in NEUTRAL_MESSAGE_VALUES and is_neutral(name, value, NEUTRAL_MESSAGE_VALUES))
         }
         return {**extra, "role": self.role, "content": content or ""}
+
+
+def render_chat(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], values: Mapping[str, Any], continues: bool = False
+) -> str:
+    """Render messages whose calls have arguments as OpenAI's clients write them, texts of JSON.
+
+    Parameters
+    ----------
+    template, messages, values
+        As for `render_checked`.
+    continues : bool
+        Whether the prompt ends where the last message does.
+
+    Raises
+    ------
+    RequestError, ApiError
+        See `render_checked`.
+    """
+    values = {**values, "add_generation_prompt": False} if continues else values
+    parsed = [_parse_arguments(message) for message in messages]
+    try:
+        prompt = render_checked(template, parsed, values)
+        is_text = parsed != messages and any(repr(arguments) in prompt for arguments in _arguments_of(parsed))
+    except RequestError:  # some templates join the texts
+        if parsed == messages:
+            raise
+        is_text = True
+    if is_text:
+        prompt = render_checked(template, messages, values)
+    return _cut_after(prompt, messages[-1]["content"].strip()) if continues else prompt
+
+
+def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """Message with the arguments of its calls as values, which most templates expect."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+
+    def parse(call: Any) -> Any:
+        try:
+            function = call["function"]
+            arguments = json.loads(function["arguments"] or "{}")
+        except (ValueError, TypeError, KeyError, RecursionError):
+            return call
+        return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+    return {**message, "tool_calls": [parse(call) for call in calls]}
+
+
+def _arguments_of(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    functions = [call["function"] for call in calls if isinstance(call.get("function"), dict)]
+    return [function["arguments"] for function in functions if isinstance(function.get("arguments"), dict)]
+
+
+def _cut_after(prompt: str, text: str) -> str:
+    """Prompt up to the end of the last message's text.
+
+    Raises
+    ------
+    ApiError
+        If the template changes the text.
+    """
+    end = prompt.rfind(text) + len(text)
+    if end < len(text):
+        message = "continue_final_message: the model's chat template changes the text of the last message"
+        raise ApiError(400, message, "continue_final_message")
+    return (
+        Prompt(prompt[:end], [mark for mark in prompt.marks if mark <= end]) if isinstance(prompt, Prompt) else prompt
+    )
 
 
 def render_checked(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:

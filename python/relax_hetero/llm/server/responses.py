@@ -16,6 +16,7 @@ from ..request import Request, Usage
 from ..sampling import TokenLogprob
 from ..text_stream import Delta
 from .api_errors import ApiError
+from .tools import AnswerMessages
 
 
 @dataclass(frozen=True)
@@ -137,8 +138,10 @@ class ResponseFormat(Protocol):
     def begin(self, index: int, text: str) -> dict[str, Any] | None:
         """First chunk of a choice, which begins with `text`; None if the endpoint sends no such chunk."""
 
-    def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
-        """Chunk of a choice; the last one has a finish reason."""
+    def chunk(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any] | None:
+        """Chunk of a choice, None if there is nothing to send; the last one has a finish reason."""
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """Last chunk of a stream, with the usage."""
@@ -183,8 +186,12 @@ class CompletionResponses(_Responses):
         """See `ResponseFormat`."""
         return self.chunk(index, text, (), None) if text else None
 
-    def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+    def chunk(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any] | None:
         """See `ResponseFormat`."""
+        if not text and not logprobs and reason is None:
+            return None
         return self._response([self._choice(index, text, logprobs, reason)], True)
 
     def _choice(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
@@ -206,19 +213,26 @@ class CompletionResponses(_Responses):
 
 
 class ChatResponses(_Responses):
-    """JSON of ``/v1/chat/completions``."""
+    """JSON of ``/v1/chat/completions``.
+
+    Attributes
+    ----------
+    answers : list of AnswerMessages
+        Answer of each choice.
+    """
 
     def __init__(self, tokenizer: TokenizerProtocol, model: str, logprobs: bool) -> None:
         super().__init__(tokenizer, model, "chat.completion", "chatcmpl", logprobs)
+        self.answers: list[AnswerMessages] = []
 
     def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
         """See `ResponseFormat`."""
         choices = [
             {
                 "index": index,
-                "message": {"role": "assistant", "content": text},
+                "message": self.answers[index].message(text),
                 "logprobs": self._logprobs_json(logprobs),
-                "finish_reason": reason,
+                "finish_reason": self._finish_reason(index, reason),
             }
             for index, (text, logprobs, reason) in enumerate(texts)
         ]
@@ -229,13 +243,21 @@ class ChatResponses(_Responses):
         delta = {"role": "assistant", "content": text}
         return self._response([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)
 
-    def chunk(self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None) -> dict[str, Any]:
+    def chunk(
+        self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None
+    ) -> dict[str, Any] | None:
         """See `ResponseFormat`."""
-        delta = {"content": text} if text else {}
+        delta = self.answers[index].delta(text, reason is not None)
         logprobs_json = self._logprobs_json(logprobs) if logprobs else None
+        if not delta and logprobs_json is None and reason is None:
+            return None
+        reason = None if reason is None else self._finish_reason(index, reason)
         return self._response(
             [{"index": index, "delta": delta, "logprobs": logprobs_json, "finish_reason": reason}], True
         )
+
+    def _finish_reason(self, index: int, reason: str) -> str:
+        return "tool_calls" if reason == "stop" and self.answers[index].calls else reason
 
     def _logprobs_json(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not self._logprobs:

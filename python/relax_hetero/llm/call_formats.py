@@ -1,0 +1,377 @@
+"""Formats in which models write calls of tools: rows with the texts around a call, and routines that parse them."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .answer_parts import AnswerParser, Reader, Reasoning, Routine, call_object
+from .special_tokens import SpecialTokens
+from .structured_output import JSON_OPTIONS
+
+Schemas = Mapping[str, Mapping[str, Any]]
+ANY_TEXT = r"/(?s:.*)/"
+"""Terminal of Lark."""
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """Format of calls.
+
+    Attributes
+    ----------
+    name : str
+        Name, for options.
+    texts : tuple of str
+        Texts that are all in the chat templates of models with this format.
+    parse : callable
+        Routine that parses an answer after the reasoning, given a `Reader` and an `AnswerParser`.
+    first, before, after, between, last : str
+        Texts before all calls, before and after the arguments of one, between two, and after all, in calls that the
+        server forces; ``{name}`` is the tool. No calls follow the first if `between` is None.
+    control : tuple of str
+        Names of control tokens that `parse` has to see.
+    xml : tuple of str
+        Texts before the name of an argument, between name and value, and after the value; empty for JSON arguments.
+    id_length : int
+        Number of characters of the identifier of a call; 0 for OpenAI's form.
+    reasoning : Reasoning or None
+        Texts around the reasoning, which `parse` handles; None if it is as in `REASONING`.
+    content : str
+        Text before an answer that is not a call.
+    """
+
+    name: str
+    texts: tuple[str, ...]
+    parse: Callable[[Reader, AnswerParser], Routine[None]]
+    before: str
+    after: str = ""
+    between: str | None = None
+    first: str = ""
+    last: str = ""
+    control: tuple[str, ...] = ()
+    xml: tuple[str, ...] = ()
+    id_length: int = 0
+    reasoning: Reasoning | None = None
+    content: str = ""
+
+    def new_id(self) -> str:
+        """Identifier of a call."""
+        if not self.id_length:
+            return f"call_{secrets.token_hex(12)}"
+        return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(self.id_length))
+
+    def grammar(self, tools: Schemas, several: bool, control: Mapping[str, int]) -> str:
+        """Grammar of one call or `several`, in Lark.
+
+        Parameters
+        ----------
+        tools : mapping of str to mapping
+            JSON schemas of the arguments of the tools that may be called, by name.
+        several : bool
+            Whether further calls may follow the first.
+        control : mapping of str to int
+            Control tokens of the model.
+        """
+        lark = LarkWriter(control)
+        more = f" ({lark.text(self.between)} call)*" if several and self.between is not None else ""
+        rules = [f"start: {lark.text(self.first)} call{more} {lark.text(self.last)}"]
+        rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
+        for index, (name, schema) in enumerate(tools.items()):
+            before, after = (lark.text(text.replace("{name}", name)) for text in (self.before, self.after))
+            rules.append(f"call_{index}: {before} arguments_{index} {after}")
+            rules += (
+                lark.xml_arguments(index, schema, self.xml) if self.xml else [f"arguments_{index}: {_json(schema)}"]
+            )
+        return "\n".join(rules)
+
+
+class LarkWriter:
+    """Writes rules of Lark grammars.
+
+    Parameters
+    ----------
+    control : mapping of str to int
+        Control tokens of the model.
+    """
+
+    def __init__(self, control: Mapping[str, int]) -> None:
+        self._control = SpecialTokens(control)
+
+    def text(self, text: str) -> str:
+        """Terminals of a text."""
+        parts = self._control.split(text)
+        return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
+
+    def text_until(self, rule: str, end: str) -> str:
+        """Rule of any text up to the first `end`."""
+        terminals = self.text(end)
+        if terminals.startswith("<"):  # a control token, which no text contains
+            return f"{rule}: {ANY_TEXT} {terminals}"
+        return f"{rule}[suffix={json.dumps(end)}]: {ANY_TEXT}"
+
+    def before_answer(self, reasoning: Reasoning | None, is_reasoning: bool, content: str) -> str:
+        """Rules of `StructuredOutputs.prefix`: the reasoning, if the prompt has begun or the model begins it.
+
+        Parameters
+        ----------
+        reasoning : Reasoning or None
+            Texts around the reasoning.
+        is_reasoning : bool
+            Whether the prompt has begun the reasoning.
+        content : str
+            Text before the answer.
+        """
+        if reasoning is None:
+            return f"prefix: {self.text(content)}" if content else ""
+        thoughts = "thoughts" if is_reasoning else f"({self.text(reasoning.begin)} thoughts)?"
+        rule = self.text_until("thoughts", reasoning.end)
+        blanks = "" if content else r"/\n{0,2}/"
+        return f"prefix: {thoughts} {blanks} {self.text(content)}\n{rule}"
+
+    def xml_arguments(self, index: int, schema: Mapping[str, Any], xml: tuple[str, ...]) -> list[str]:
+        """Rules of the arguments of a call in the order of the schema; optional ones may be left out."""
+        begin, middle, end = xml
+        required = schema.get("required", ())
+        rules, names = [], []
+        for number, (name, value) in enumerate((schema.get("properties") or {}).items()):
+            rule = f"argument_{index}_{number}"
+            names.append(rule if name in required else f"{rule}?")
+            before = self.text(begin + name + middle)
+            if _is_text(value):
+                rules.append(f"{rule}: {before} text_{rule}")
+                rules.append(self.text_until(f"text_{rule}", end))
+            else:
+                rules.append(f"{rule}: {before} {_json(value)} {self.text(end)}")
+        return [f"arguments_{index}: {' '.join(names) or json.dumps('')}", *rules]
+
+
+def _json(schema: Mapping[str, Any]) -> str:
+    """Rule of a JSON text; keywords that are not implemented do not restrict it."""
+    return "%json " + json.dumps({**schema, "x-guidance": {**JSON_OPTIONS, "lenient": True}})
+
+
+def _is_text(schema: Any) -> bool:
+    """True if a schema allows only texts, which XML formats write without quotes."""
+    return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def parse_text(reader: Reader, answer: AnswerParser) -> Routine[None]:
+    """Parse an answer without calls."""
+    yield from reader.until((), answer.content)
+
+
+def _parse_hermes(reader: Reader, answer: AnswerParser) -> Routine[None]:
+    while (yield from reader.until(("<tool_call>",), answer.content))[1]:
+        if (yield from call_object(reader, answer)):
+            yield from reader.literal("</tool_call>")
+        else:
+            answer.content("<tool_call>")
+
+
+def _parse_llama3(reader: Reader, answer: AnswerParser) -> Routine[None]:
+    yield from reader.literal("<|python_tag|>")
+    while True:
+        while (yield from call_object(reader, answer, known_only=True)):
+            yield from reader.literal(";")
+        if not (yield from reader.until(("<|python_tag|>",), answer.content))[1]:
+            return
+
+
+def _parse_mistral(reader: Reader, answer: AnswerParser) -> Routine[None]:
+    while (yield from reader.until(("[TOOL_CALLS]",), answer.content))[1]:
+        following = yield from reader.peek()
+        if following == "{":
+            yield from call_object(reader, answer)
+        elif following == "[":
+            yield from reader.literal("[")
+            while (yield from call_object(reader, answer)):
+                yield from reader.literal(",")
+            yield from reader.literal("]")
+        else:
+            name, stop = yield from reader.until(("[ARGS]", "[CALL_ID]", "{"))
+            if stop == "[CALL_ID]":
+                yield from reader.until(("[ARGS]",))
+            reader.position -= stop == "{"
+            answer.call(name.strip())
+            yield from reader.json_text(answer.arguments)
+
+
+def _parse_harmony(reader: Reader, answer: AnswerParser) -> Routine[None]:
+    while True:
+        header, stop = yield from reader.until(("<|message|>",))
+        if not stop:  # the model does not keep to its format
+            answer.content("" if header.startswith(("<|channel|>", "<|start|>")) else header)
+            return
+        recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
+        sink = answer.reasoning if "<|channel|>analysis" in header else answer.content
+        if recipient is not None and recipient[1] not in ("user", "assistant"):
+            answer.call(recipient[1])
+            sink = answer.arguments
+        yield from reader.until(("<|end|>", "<|call|>", "<|return|>"), sink)
+
+
+def _parse_sections(begin: str, separator: str, end: str, others: tuple[str, ...]) -> Any:
+    """Routine for calls of a name, a separator and JSON between `begin` and `end`; `others` are left out."""
+
+    def parse(reader: Reader, answer: AnswerParser) -> Routine[None]:
+        while stop := (yield from reader.until((begin, *others), answer.content))[1]:
+            if stop != begin:
+                continue
+            name = (yield from reader.until((separator,)))[0]
+            if (yield from reader.peek()) != "{":  # the name is after the kind, and the arguments are marked as code
+                name = (yield from reader.until(("\n",)))[0]
+                yield from reader.literal("```json")
+            answer.call(re.sub(r"^functions\.|:\d+$", "", name.strip()))
+            yield from reader.json_text(answer.arguments)
+            yield from reader.until((end,))
+
+    return parse
+
+
+def _parse_glm(reader: Reader, answer: AnswerParser) -> Routine[None]:
+    while (yield from reader.until(("<tool_call>",), answer.content))[1]:
+        name, stop = yield from reader.until(("<arg_key>", "</tool_call>"))
+        arguments = _XmlArguments(answer, name.strip())
+        while stop == "<arg_key>":
+            key = (yield from reader.until(("</arg_key>",)))[0]
+            yield from reader.until(("<arg_value>",))
+            value, is_complete = yield from reader.until(("</arg_value>",))
+            if is_complete:
+                arguments.add(key.strip(), value)
+            _, stop = yield from reader.until(("<arg_key>", "</tool_call>"))
+        if stop:
+            arguments.close()
+
+
+def _parse_qwen3_coder(reader: Reader, answer: AnswerParser) -> Routine[None]:
+    while (yield from reader.until(("<tool_call>", "<function="), answer.content))[1]:
+        yield from reader.literal("<function=")
+        name = (yield from reader.until((">",)))[0]
+        arguments = _XmlArguments(answer, name.strip())
+        _, stop = yield from reader.until(("<parameter=", "</function>"))
+        while stop == "<parameter=":
+            key = (yield from reader.until((">",)))[0]
+            value, is_complete = yield from reader.until(("</parameter>",))
+            if is_complete:
+                arguments.add(key.strip(), value.removeprefix("\n").removesuffix("\n"))
+            _, stop = yield from reader.until(("<parameter=", "</function>"))
+        if stop:
+            arguments.close()
+        yield from reader.literal("</tool_call>")
+
+
+class _XmlArguments:
+    """Arguments of a call that come one by one, and become a JSON object."""
+
+    def __init__(self, answer: AnswerParser, name: str) -> None:
+        self._answer, self._separator = answer, "{"
+        properties = answer.tools.get(name, {}).get("properties")
+        self._properties = properties if isinstance(properties, Mapping) else {}
+        answer.call(name)
+
+    def add(self, name: str, text: str) -> None:
+        """Append an argument: JSON, unless its schema or its form says that it is text."""
+        value: Any = text
+        if not _is_text(self._properties.get(name)):
+            try:
+                value = json.loads(text)
+            except (ValueError, RecursionError):
+                pass
+        self._answer.arguments(f"{self._separator}{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")
+        self._separator = ", "
+
+    def close(self) -> None:
+        """End the object."""
+        self._answer.arguments("{}" if self._separator == "{" else "}")
+
+
+_HARMONY_TOKENS = ("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|constrain|>")
+_DEEPSEEK = ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>")
+_DEEPSEEK_SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+_KIMI = ("<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>")
+_KIMI_SECTION = ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>")
+
+FORMATS = (
+    CallFormat(
+        "harmony", ("<|channel|>", "<|message|>"), _parse_harmony,
+        "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>", control=_HARMONY_TOKENS,
+        reasoning=Reasoning("<|channel|>analysis<|message|>", "<|end|><|start|>assistant"),
+        content="<|channel|>final<|message|>",
+    ),
+    CallFormat(
+        "deepseek_v3", ("<｜tool▁call▁begin｜>", "```json"), _parse_sections(*_DEEPSEEK, _DEEPSEEK_SECTION),
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", "\n",
+        *_DEEPSEEK_SECTION, control=(*_DEEPSEEK, *_DEEPSEEK_SECTION),
+    ),
+    CallFormat(
+        "deepseek_v31", ("<｜tool▁call▁begin｜>",), _parse_sections(*_DEEPSEEK, _DEEPSEEK_SECTION),
+        "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "",
+        *_DEEPSEEK_SECTION, control=(*_DEEPSEEK, *_DEEPSEEK_SECTION),
+    ),
+    CallFormat(
+        "kimi", ("<|tool_call_begin|>",), _parse_sections(*_KIMI, _KIMI_SECTION),
+        "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>", "<|tool_call_end|>", "",
+        *_KIMI_SECTION, control=(*_KIMI, *_KIMI_SECTION),
+    ),
+    CallFormat(
+        "mistral_v11", ("[TOOL_CALLS]", "[ARGS]"), _parse_mistral, "[TOOL_CALLS]{name}[ARGS]", between="",
+        control=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_length=9,
+    ),
+    CallFormat(
+        "mistral", ("[TOOL_CALLS]",), _parse_mistral, '{"name": "{name}", "arguments": ', "}", ", ",
+        "[TOOL_CALLS][", "]", control=("[TOOL_CALLS]",), id_length=9,
+    ),
+    CallFormat(
+        "glm", ("<tool_call>", "<arg_key>"), _parse_glm, "<tool_call>{name}\n", "</tool_call>", "\n",
+        control=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        xml=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+    ),
+    CallFormat(
+        "qwen3_coder", ("<tool_call>", "<function="), _parse_qwen3_coder, "<tool_call>\n<function={name}>\n",
+        "</function>\n</tool_call>", "\n", control=("<tool_call>", "</tool_call>"),
+        xml=("<parameter=", ">\n", "\n</parameter>\n"),
+    ),
+    CallFormat(
+        "hermes", ("<tool_call>", '"name"'), _parse_hermes,
+        '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n",
+        control=("<tool_call>", "</tool_call>"),
+    ),
+    CallFormat(
+        "llama3", ("<|start_header_id|>", '"parameters": '), _parse_llama3, '{"name": "{name}", "parameters": ', "}",
+        control=("<|python_tag|>",),
+    ),
+)  # fmt: skip
+"""Formats; the first one whose texts a template has is the template's."""
+
+REASONING = (Reasoning("<think>", "</think>"), Reasoning("[THINK]", "[/THINK]"))
+"""Texts around reasoning; a template with the second one has it."""
+
+
+def format_of_template(source: str) -> CallFormat | None:
+    """Format of calls that a chat template describes or writes, if it is known.
+
+    Parameters
+    ----------
+    source : str
+        Template in jinja2.
+    """
+    unquoted = source.replace('\\"', '"')
+    return next((row for row in FORMATS if all(text in unquoted for text in row.texts)), None)
+
+
+def reasoning_of_template(source: str) -> Reasoning | None:
+    """Texts around the reasoning in answers, if a chat template knows of one.
+
+    Parameters
+    ----------
+    source : str
+        Template in jinja2.
+    """
+    return next((row for row in REASONING if row.end in source), None)

@@ -1,0 +1,303 @@
+"""Tools of a conversation, and the parts of its answers: reasoning, text and calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..answer_parts import AnswerParser, Reasoning
+from ..call_formats import FORMATS, CallFormat, LarkWriter, format_of_template, parse_text, reasoning_of_template
+from ..chat_template import ChatTemplate
+from ..errors import HeteroError
+from ..structured_output import StructuredOutputs
+from .api_errors import ApiError
+
+_MAX_TOOLS = 128
+
+
+class Function(BaseModel):
+    """Function of a tool."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """Tool that the model may call."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """Name of a function."""
+
+    name: str
+
+
+class ToolChoice(BaseModel):
+    """Choice of one tool."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+@dataclass(frozen=True)
+class ToolUse:
+    """Tools of one request.
+
+    Attributes
+    ----------
+    tools : sequence of Tool
+        Tools that the template shows; none if the model must not call any.
+    forced : bool
+        Whether the answer has to be a call.
+    several : bool
+        Whether an answer may have several calls.
+    name : str or None
+        Name of the tool that has to be called; None for any.
+    """
+
+    tools: Sequence[Tool] = ()
+    forced: bool = False
+    several: bool = True
+    name: str | None = None
+
+    @classmethod
+    def from_fields(cls, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, several: bool) -> ToolUse:
+        """Combine the fields of a body.
+
+        Parameters
+        ----------
+        tools : sequence of Tool, optional
+            Field ``tools``.
+        choice : str or ToolChoice, optional
+            Field ``tool_choice``.
+        several : bool
+            Field ``parallel_tool_calls``.
+
+        Raises
+        ------
+        ApiError
+            If they contradict each other.
+        """
+        names = [tool.function.name for tool in tools or ()]
+        if len(names) > _MAX_TOOLS:
+            raise ApiError(400, f"tools: found {len(names)}, expected at most {_MAX_TOOLS}", "tools")
+        duplicate = next((name for name in names if names.count(name) > 1), None)
+        if duplicate is not None:
+            raise ApiError(400, f"tools: found {duplicate!r} twice, expected unique names", "tools")
+        if choice == "none" or not (names or choice in ("required",) or isinstance(choice, ToolChoice)):
+            return cls()
+        name = choice.function.name if isinstance(choice, ToolChoice) else None
+        if not names or (name is not None and name not in names):
+            found = f"found {name or choice!r} and the tools {names}"
+            raise ApiError(400, f"tool_choice: {found}, expected it among the tools", "tool_choice")
+        return cls(tools or (), choice == "required" or name is not None, several and name is None, name)
+
+    @property
+    def schemas(self) -> dict[str, Mapping[str, Any]]:
+        """JSON schemas of the arguments, by name."""
+        return {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools}
+
+    @property
+    def template_values(self) -> dict[str, Any]:
+        """Values for the chat template."""
+        return {"tools": [tool.model_dump(exclude_unset=True) for tool in self.tools]} if self.tools else {}
+
+
+class AnswerFormats:
+    """Format of the answers of one model.
+
+    Parameters
+    ----------
+    template : ChatTemplate
+        Chat template, which has the format.
+    control : mapping of str to int
+        Control tokens of the model.
+    call_format : str, optional
+        Name of the format of calls; by default it is known from the template.
+
+    Attributes
+    ----------
+    calls : CallFormat or None
+        Format of calls, if it is known.
+    control
+        As above.
+    reasoning : Reasoning or None
+        Texts around reasoning, if answers may have one.
+    parses_always : bool
+        Whether `calls` parses reasoning and text, too, so that it is needed without tools.
+    visible_tokens : tuple of str
+        As for `SamplingParams`.
+
+    Raises
+    ------
+    HeteroError
+        If there is no format of this name.
+    """
+
+    def __init__(self, template: ChatTemplate, control: Mapping[str, int], call_format: str | None = None) -> None:
+        names = {row.name: row for row in FORMATS}
+        if call_format is not None and call_format not in names:
+            raise HeteroError(f"call_format: found {call_format!r}, expected one of {', '.join(names)}")
+        self.calls = format_of_template(template.source) if call_format is None else names[call_format]
+        self.control = control
+        own = self.calls.reasoning if self.calls is not None else None
+        self.reasoning = own or reasoning_of_template(template.source)
+        self.parses_always = own is not None
+        self._shows_tools = "tools" in template.source
+        seen = (*(self.calls.control if self.calls else ()), *(self.reasoning or ()))
+        self.visible_tokens = tuple(name for name in seen if name in control)
+
+    def check(self, use: ToolUse) -> None:
+        """Raise ApiError if the model cannot use tools.
+
+        Parameters
+        ----------
+        use : ToolUse
+            Tools of a request.
+        """
+        if use.tools and not self._shows_tools:
+            raise ApiError(400, "tools: the model's chat template leaves them out", "tools")
+        if use.tools and self.calls is None:
+            names = ", ".join(row.name for row in FORMATS)
+            found = f"found none of the formats {names} in the model's chat template"
+            raise ApiError(400, f"tools: {found}, expected one, or the server's option --tool-format", "tools")
+
+    def answers(self, use: ToolUse, prompt: str, continued: str | None = None) -> Answers:
+        """Format of the answers to one prompt.
+
+        Parameters
+        ----------
+        use : ToolUse
+            Tools of the request.
+        prompt : str
+            Prompt.
+        continued : str, optional
+            Text of the message that the answer continues.
+        """
+        reasoning, end, is_open = self.reasoning, prompt[-256:].rstrip(), False
+        if reasoning is not None and not self.parses_always:
+            if continued is None:
+                is_open = end.endswith(reasoning.begin)
+            else:
+                is_open = continued.rfind(reasoning.begin) > continued.rfind(reasoning.end)
+            if end.endswith(reasoning.end) or (continued is not None and not is_open):
+                reasoning = None
+        return Answers(self, use, reasoning, is_open)
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Format of the answers to one prompt.
+
+    Attributes
+    ----------
+    formats : AnswerFormats
+        Format of the model's answers.
+    use : ToolUse
+        Tools of the request.
+    reasoning : Reasoning or None
+        Texts around the reasoning, if answers may have one.
+    is_reasoning : bool
+        Whether the prompt has begun the reasoning.
+    """
+
+    formats: AnswerFormats
+    use: ToolUse
+    reasoning: Reasoning | None
+    is_reasoning: bool
+
+    def messages(self) -> AnswerMessages:
+        """Messages of one answer."""
+        formats, use = self.formats, self.use
+        row = formats.calls if use.tools or formats.parses_always else None
+        reasoning = None if formats.parses_always else self.reasoning
+        parse = parse_text if row is None else row.parse
+        parser = AnswerParser(parse, reasoning, self.is_reasoning, use.schemas, None if use.several else 1)
+        return AnswerMessages(parser, row)
+
+    def form(self, form: StructuredOutputs | None) -> StructuredOutputs | None:
+        """Form of an answer: calls if they are forced, else `form`; reasoning may precede it.
+
+        Parameters
+        ----------
+        form : StructuredOutputs or None
+            Form that the request asks for.
+        """
+        formats, use = self.formats, self.use
+        content = "" if formats.calls is None else formats.calls.content
+        if use.forced and formats.calls is not None:
+            tools = {name: schema for name, schema in use.schemas.items() if use.name in (None, name)}
+            grammar, content = formats.calls.grammar(tools, use.several, formats.control), ""
+            form = StructuredOutputs(grammar=grammar, location="tools")
+        if form is None:
+            return None
+        prefix = LarkWriter(formats.control).before_answer(self.reasoning, self.is_reasoning, content)
+        return replace(form, prefix=prefix)
+
+
+class AnswerMessages:
+    """Messages and deltas in OpenAI's form, made of the parts of one answer.
+
+    Parameters
+    ----------
+    parser : AnswerParser
+        Parser of the answer.
+    row : CallFormat or None
+        Format of calls; None if there cannot be any.
+    """
+
+    def __init__(self, parser: AnswerParser, row: CallFormat | None) -> None:
+        self._parser, self._row = parser, row
+        self.calls = 0
+
+    def delta(self, text: str, is_end: bool) -> dict[str, Any]:
+        """Growth of the message after more text, which may be the last.
+
+        Parameters
+        ----------
+        text : str
+            Text to append to the answer.
+        is_end : bool
+            Whether the answer is complete.
+        """
+        parts = self._parser.feed(text) + (self._parser.finish() if is_end else [])
+        delta: dict[str, Any] = {}
+        for kind, text in parts:
+            if kind == "content":
+                delta["content"] = delta.get("content", "") + text
+            elif kind == "reasoning":
+                delta["reasoning_content"] = delta.get("reasoning_content", "") + text
+            else:
+                self._add_call(delta.setdefault("tool_calls", []), kind == "call", text)
+        return delta
+
+    def _add_call(self, calls: list[dict[str, Any]], begins: bool, text: str) -> None:
+        if begins and self._row is not None:
+            function = {"name": text, "arguments": ""}
+            calls.append({"index": self.calls, "id": self._row.new_id(), "type": "function", "function": function})
+            self.calls += 1
+            return
+        if not calls:
+            calls.append({"index": self.calls - 1, "function": {"arguments": ""}})
+        calls[-1]["function"]["arguments"] += text
+
+    def message(self, text: str) -> dict[str, Any]:
+        """Message of a complete answer.
+
+        Parameters
+        ----------
+        text : str
+            Whole answer.
+        """
+        delta = self.delta(text, True)
+        for call in delta.get("tool_calls", ()):
+            del call["index"]
+        return {"role": "assistant", "content": None if self.calls else "", **delta}
