@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import HeteroError
 from .answer_parts import AnswerParser, Reader, Reasoning, Routine, call_object
 from .special_tokens import SpecialTokens
 from .structured_output import JSON_OPTIONS
@@ -352,6 +353,26 @@ FORMATS = (
 
 REASONING = (Reasoning("<think>", "</think>"), Reasoning("[THINK]", "[/THINK]"))
 """Texts around reasoning; a template with the second one has it."""
+
+
+def format_named(name: str) -> CallFormat:
+    """Format of a name.
+
+    Parameters
+    ----------
+    name : str
+        Name of a row of `FORMATS`.
+
+    Raises
+    ------
+    HeteroError
+        If there is none.
+    """
+    row = next((row for row in FORMATS if row.name == name), None)
+    if row is None:
+        names = ", ".join(row.name for row in FORMATS)
+        raise HeteroError(f"tool_format: found {name!r}, expected one of {names}")
+    return row
 
 
 def format_of_template(source: str) -> CallFormat | None:

@@ -131,6 +131,12 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "on the fastest device, as rh.llm.load(expert_counts=FILE) does.",
 )
 @click.option(
+    "--tool-format",
+    metavar="NAME",
+    help="Format in which the model writes calls of tools, such as hermes or mistral; by default it is known from the "
+    "chat template.",
+)
+@click.option(
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
 )
 def serve_command(
@@ -142,6 +148,7 @@ def serve_command(
     cors_origin: tuple[str, ...],
     prefixes: int,
     count_experts: Path | None,
+    tool_format: str | None,
     replicas: int | None,
     **limit_values: Any,
 ) -> None:
@@ -158,7 +165,7 @@ def serve_command(
     from ..llm.server.app import Settings
 
     limits = Limits(**{field: value for field, value in limit_values.items() if value is not None})
-    settings = Settings(name or model_options.path.stem, api_key, limits, cors_origin)
+    settings = Settings(name or model_options.path.stem, api_key, limits, cors_origin, tool_format)
     stderr = console(stderr=True)
 
     def on_ready(url: str) -> None:

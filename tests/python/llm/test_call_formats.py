@@ -8,7 +8,7 @@ import string
 import numpy as np
 import pytest
 
-from llm.toy_model import ToyCodec, ToyModel
+from llm.toy_model import ScriptModel, ToyCodec
 from relax_hetero.llm import Engine, SamplingParams, StructuredOutputs
 from relax_hetero.llm.answer_parts import AnswerParser
 from relax_hetero.llm.call_formats import FORMATS, REASONING, LarkWriter, format_of_template, parse_text
@@ -214,18 +214,6 @@ def test_reasoning(is_reasoning):
     assert AnswerParser(parse_text, THINK).feed(" a <think>b</think>")[-1].text == " a <think>b</think>"
 
 
-class ScriptModel(ToyModel):
-    """A model that wants to write a script, and then anything."""
-
-    script: tuple[int, ...] = ()
-
-    def logits_of(self, tokens):
-        logits = super().logits_of(tokens)
-        if len(tokens) <= len(self.script):  # the prompt has one token
-            logits[self.script[len(tokens) - 1]] += 100
-        return logits
-
-
 @pytest.mark.parametrize("visible", [False, True])
 @pytest.mark.parametrize("name", ROWS)
 def test_forced_calls(name, visible):
@@ -254,12 +242,13 @@ def test_forced_calls(name, visible):
     def answer(script: str, several: bool, seed: int = 0) -> tuple[str, str, list]:
         parts = SpecialTokens(control).split(script)
         model = ScriptModel(vocabulary=280)
-        model.script = tuple(token for part in parts for token in ([part] if isinstance(part, int) else part.encode()))
+        model.begin = b"prompt"
+        model.script = [token for part in parts for token in ([part] if isinstance(part, int) else part.encode())]
         prefix = LarkWriter(control).before_answer(row.reasoning or THINK, False, "")
         form = StructuredOutputs(grammar=row.grammar(tools, several, control), prefix=prefix)
         params = SamplingParams(seed=seed, max_tokens=500, visible_tokens=names, structured_outputs=form)
         with Engine(model, Codec()) as engine:
-            request = engine.submit("a", params)
+            request = engine.submit("prompt", params)
             written = request.result(60)
         message = AnswerMessages(AnswerParser(row.parse, None if row.reasoning else THINK, tools=tools), row).message(
             written

@@ -140,6 +140,21 @@ class ToyModel:
         return np.stack([self.logits_of(self.cache.tokens[slot]) for slot in slots])
 
 
+class ScriptModel(ToyModel):
+    """Model that wants to write a script after the last `begin` of a text, then the end."""
+
+    script: str | list[int] = ""
+    begin = b""
+
+    def logits_of(self, tokens: Sequence[int]) -> np.ndarray:
+        logits = super().logits_of(tokens)
+        script = list(self.script.encode()) if isinstance(self.script, str) else self.script
+        data = bytes(token % BYTES for token in tokens)
+        written = len(data) - data.rfind(self.begin) - len(self.begin)
+        logits[[*script, EOS][min(written, len(script))]] += 100
+        return logits
+
+
 class ToyStep:
     """A decode step of `LookAheadToyModel`, with the greedy token of each sequence."""
 

@@ -25,6 +25,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...errors import HeteroError
+from ..call_formats import format_named
 from ..chat_template import ChatTemplate
 from ..description import context_warning
 from ..engine import CONTEXT_LENGTH_EXCEEDED, Engine
@@ -268,7 +269,7 @@ class Settings:
     Raises
     ------
     HeteroError
-        If `cors_origins` has a text that is not an origin, or the key is empty.
+        If `cors_origins` has a text that is not an origin, the key is empty, or there is no such `tool_format`.
     """
 
     name: str
@@ -280,6 +281,8 @@ class Settings:
     def __post_init__(self) -> None:
         if self.api_key == "":
             raise HeteroError("api_key: found an empty text, expected a key that is not empty, or none")
+        if self.tool_format is not None:
+            format_named(self.tool_format)
         for origin in self.cors_origins:
             try:
                 parts = urlsplit(origin)
@@ -395,7 +398,8 @@ class _Server:
             # Templates render one prompt at a time: refuse too long ones beforehand.
             self._engine.check_length("\n".join(message["content"] for message in messages))
             prompt = render_chat(template, messages, {**use.template_values, **body.template_values}, continues)
-            answers = formats.answers(use, prompt, messages[-1]["content"] if continues else None)
+            continued = messages[-1]["content"] if continues else None
+            answers = formats.answers(use, prompt, continued, body.reasoning_format != "none")
             response_format.answers = [answers.messages() for _ in range(body.n)]
             tokens = self._engine.tokens_of(prompt)
 

@@ -75,24 +75,36 @@ def render_chat(
         See `render_checked`.
     """
     values = {**values, "add_generation_prompt": False} if continues else values
+    first_error: RequestError | ApiError | None = None
+    for variant in _variants(messages):
+        try:
+            prompt = render_checked(template, variant, values)
+        except (RequestError, ApiError) as error:
+            first_error = first_error or error
+            continue
+        if not any(repr(arguments) in prompt for arguments in _arguments_of(variant)):  # not JSON, but Python
+            return _cut_after(prompt, messages[-1]["content"].strip()) if continues else prompt
+    raise first_error or ApiError(400, "messages: the model's chat template does not write calls as JSON", "messages")
+
+
+def _variants(messages: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any]]]:
+    """Messages as templates may expect calls: arguments as values, or as texts; no content, or an empty one."""
+    if not any(message.get("tool_calls") for message in messages):
+        return [messages]
     parsed = [_parse_arguments(message) for message in messages]
-    try:
-        prompt = render_checked(template, parsed, values)
-        is_text = parsed != messages and any(repr(arguments) in prompt for arguments in _arguments_of(parsed))
-    except RequestError:  # some templates join the texts
-        if parsed == messages:
-            raise
-        is_text = True
-    if is_text:
-        prompt = render_checked(template, messages, values)
-    return _cut_after(prompt, messages[-1]["content"].strip()) if continues else prompt
+
+    def without_content(message: dict[str, Any]) -> dict[str, Any]:
+        return {**message, "content": None} if message.get("tool_calls") and not message["content"] else message
+
+    return [parsed, messages, *([without_content(each) for each in variant] for variant in (parsed, messages))]
 
 
 def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Message with the arguments of its calls as values, which most templates expect."""
+    """Message with the arguments of its calls as values, which most templates expect, and gpt-oss' name of reasoning."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message
+    thoughts = {} if message["content"] else {"thinking": message.get("reasoning_content")}
 
     def parse(call: Any) -> Any:
         try:
@@ -102,7 +114,8 @@ def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
             return call
         return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
 
-    return {**message, "tool_calls": [parse(call) for call in calls]}
+    thoughts = {name: text for name, text in thoughts.items() if text}
+    return {**thoughts, **message, "tool_calls": [parse(call) for call in calls]}
 
 
 def _arguments_of(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
@@ -159,7 +172,7 @@ def render_checked(template: ChatTemplate, messages: Sequence[Mapping[str, Any]]
             raise ApiError(400, f"{location}: the model's chat template leaves it out", location.partition(":")[0])
 
     for name in NEUTRAL_MESSAGE_VALUES:
-        index = _index_of_true(not is_neutral(name, each.get(name), NEUTRAL_MESSAGE_VALUES) for each in messages)
+        index = _index_of_true(_matters(each, name) for each in messages)
         if index is not None:
             reduced = [{key: value for key, value in each.items() if key != name} for each in messages]
             refuse_if_unchanged(f"messages.{index}.{name}", reduced)
@@ -179,12 +192,19 @@ def _find_missing_texts(messages: Sequence[Mapping[str, Any]], prompt: str) -> l
     for index, message in enumerate(messages):
         if message["role"] in index_by_role:
             continue
-        text = message["content"].strip()
+        text = (message["content"] or "").strip()
         begin = prompt.find(text, position)  # texts are usually in order, so that one pass finds all
         if begin < 0 and text not in prompt:
             index_by_role[message["role"]] = index
         position = max(position, begin)
     return list(index_by_role.values())
+
+
+def _matters(message: Mapping[str, Any], name: str) -> bool:
+    """True if a template must not drop a field; the name of a tool is that of the call before, too."""
+    if name == "name" and message["role"] == "tool":
+        return False
+    return not is_neutral(name, message.get(name), NEUTRAL_MESSAGE_VALUES)
 
 
 def _index_of_true(matches: Iterable[bool]) -> int | None:

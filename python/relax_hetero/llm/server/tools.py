@@ -9,9 +9,16 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..answer_parts import AnswerParser, Reasoning
-from ..call_formats import FORMATS, CallFormat, LarkWriter, format_of_template, parse_text, reasoning_of_template
+from ..call_formats import (
+    FORMATS,
+    CallFormat,
+    LarkWriter,
+    format_named,
+    format_of_template,
+    parse_text,
+    reasoning_of_template,
+)
 from ..chat_template import ChatTemplate
-from ..errors import HeteroError
 from ..structured_output import StructuredOutputs
 from .api_errors import ApiError
 
@@ -143,10 +150,7 @@ class AnswerFormats:
     """
 
     def __init__(self, template: ChatTemplate, control: Mapping[str, int], call_format: str | None = None) -> None:
-        names = {row.name: row for row in FORMATS}
-        if call_format is not None and call_format not in names:
-            raise HeteroError(f"call_format: found {call_format!r}, expected one of {', '.join(names)}")
-        self.calls = format_of_template(template.source) if call_format is None else names[call_format]
+        self.calls = format_of_template(template.source) if call_format is None else format_named(call_format)
         self.control = control
         own = self.calls.reasoning if self.calls is not None else None
         self.reasoning = own or reasoning_of_template(template.source)
@@ -170,7 +174,9 @@ class AnswerFormats:
             found = f"found none of the formats {names} in the model's chat template"
             raise ApiError(400, f"tools: {found}, expected one, or the server's option --tool-format", "tools")
 
-    def answers(self, use: ToolUse, prompt: str, continued: str | None = None) -> Answers:
+    def answers(
+        self, use: ToolUse, prompt: str, continued: str | None = None, splits_reasoning: bool = True
+    ) -> Answers:
         """Format of the answers to one prompt.
 
         Parameters
@@ -181,6 +187,8 @@ class AnswerFormats:
             Prompt.
         continued : str, optional
             Text of the message that the answer continues.
+        splits_reasoning : bool
+            Whether reasoning is apart from the text of an answer.
         """
         reasoning, end, is_open = self.reasoning, prompt[-256:].rstrip(), False
         if reasoning is not None and not self.parses_always:
@@ -190,7 +198,7 @@ class AnswerFormats:
                 is_open = continued.rfind(reasoning.begin) > continued.rfind(reasoning.end)
             if end.endswith(reasoning.end) or (continued is not None and not is_open):
                 reasoning = None
-        return Answers(self, use, reasoning, is_open)
+        return Answers(self, use, reasoning, is_open, splits_reasoning)
 
 
 @dataclass(frozen=True)
@@ -207,18 +215,21 @@ class Answers:
         Texts around the reasoning, if answers may have one.
     is_reasoning : bool
         Whether the prompt has begun the reasoning.
+    splits_reasoning : bool
+        Whether reasoning is apart from the text of an answer.
     """
 
     formats: AnswerFormats
     use: ToolUse
     reasoning: Reasoning | None
     is_reasoning: bool
+    splits_reasoning: bool
 
     def messages(self) -> AnswerMessages:
         """Messages of one answer."""
         formats, use = self.formats, self.use
-        row = formats.calls if use.tools or formats.parses_always else None
-        reasoning = None if formats.parses_always else self.reasoning
+        row = formats.calls if use.tools or (formats.parses_always and self.splits_reasoning) else None
+        reasoning = self.reasoning if self.splits_reasoning and not formats.parses_always else None
         parse = parse_text if row is None else row.parse
         parser = AnswerParser(parse, reasoning, self.is_reasoning, use.schemas, None if use.several else 1)
         return AnswerMessages(parser, row)

@@ -46,7 +46,7 @@ def running(engine: Engine, **settings) -> Iterator[Server]:
 
     limits = settings.pop("limits", Limits())
     module.make_server = make
-    template = ChatTemplate(TEMPLATE)
+    template = ChatTemplate(settings.pop("template", TEMPLATE))
     work = threading.Thread(
         target=serve,
         args=(engine, Settings("toy", limits=limits, **settings), template, "127.0.0.1", 0, on_ready),
