@@ -16,11 +16,13 @@ from .model import Cache as Cache
 from .model import DecodeStep as DecodeStep
 from .model import LookAheadModel as LookAheadModel
 from .model import Model as Model
+from .model import PromptLogitsModel as PromptLogitsModel
 from .model import TokenizerProtocol as TokenizerProtocol
 from .model_loader import load as load
 from .model_loader import load_onnx as load_onnx
 from .model_loader import save as save
 from .params import SamplingParams as SamplingParams
+from .request import Completion as Completion
 from .request import Request as Request
 from .request import Usage as Usage
 from .sampling import TokenLogprob as TokenLogprob

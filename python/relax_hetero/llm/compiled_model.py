@@ -235,6 +235,8 @@ class CompiledModel:
         self.looks_ahead = (
             isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
         )
+        prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
+        self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
         self.cache = KVCache.from_executable(executable, description)
         inputs = executable.signature(f"decode_{self._batches[0]}").inputs
         self.expert_counts = ExpertCounts(inputs, self.machine.devices)
@@ -278,6 +280,44 @@ class CompiledModel:
         if all_logits:
             return logits[:count]
         return logits[0 if len(logits) == 1 else count - 1]
+
+    @property
+    def prompt_chunk(self) -> int:
+        """Maximum number of tokens of one call of `prefill_logits`."""
+        if self._has_all_logits:
+            return self.chunk
+        return self._batches[-1] if all(map(is_host, self.machine.devices)) else 1
+
+    def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
+        """Append tokens to a sequence, and return the logits of all of them.
+
+        A module made with ``all_logits=True`` prefills them. Others decode them: on CPUs as rows of one call, since
+        all rows write their keys there before any is computed.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        tokens : array of int, (count,)
+            At most `prompt_chunk`.
+
+        Returns
+        -------
+        array of float32, (count, vocabulary)
+            May be overwritten by the next call.
+
+        Raises
+        ------
+        CacheError
+            If pages run out.
+        """
+        if self._has_all_logits:
+            return self.prefill(slot, tokens, all_logits=True)
+        count, length = len(tokens), self.cache.length(slot)
+        rows = next(rows for rows in self._batches if rows >= count)
+        self.cache.extend(slot, count)
+        results = self._call(f"decode_{rows}", tokens, length + np.arange(count), [slot] * count, 0)
+        return self._to_host(f"decode_{rows}", results[0])[:count]
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Append one token to each of several sequences.

@@ -13,9 +13,9 @@ from typing import Any
 
 from ..errors import HeteroError
 from .errors import EngineClosedError, EngineFullError, RequestError
-from .model import Model, TokenizerProtocol
+from .model import Model, PromptLogitsModel, TokenizerProtocol
 from .params import SamplingParams
-from .request import Request
+from .request import Completion, Request
 from .scheduler import Load, Scheduler
 from .sequence import Sequence
 from .special_tokens import NamingTokenizer
@@ -172,6 +172,8 @@ class Engine:
         params.check_tokens(self.model.vocabulary)
         tokens = self.tokens_of(prompt) if isinstance(prompt, str) else _parse_tokens(prompt)
         self.check_prompt(tokens)
+        if params.prompt_logprobs is not None and not isinstance(self.model, PromptLogitsModel):
+            raise RequestError("prompt_logprobs: the model cannot return logits of all tokens of a prompt")
         outputs = params.structured_outputs
         constraint = None if outputs is None else self._grammars.constraint(outputs)
         tokenizer = self._naming_tokenizer(params.visible_tokens) if params.visible_tokens else self.tokenizer
@@ -187,6 +189,58 @@ class Engine:
             self._inbox.append(sequence)
             self._notify_thread()
         return request
+
+    def generate(
+        self,
+        prompts: str | abc.Sequence[str] | abc.Sequence[abc.Sequence[int]],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+    ) -> list[Completion]:
+        """Generate the texts of prompts, and wait for all of them; more than `max_waiting` are submitted by and by.
+
+        Parameters
+        ----------
+        prompts : str, sequence of str, or sequence of sequences of int
+            One text, or texts or token ids of each prompt.
+        params : SamplingParams or sequence of SamplingParams, optional
+            Sampling parameters of all prompts, or of each.
+
+        Returns
+        -------
+        list of Completion
+            Completions in the order of the prompts.
+
+        Raises
+        ------
+        HeteroError
+            See `submit`, and if a request fails; then the others are cancelled.
+
+        Examples
+        --------
+        >>> with Engine(*load("model.gguf")) as engine:  # doctest: +SKIP
+        ...     print(engine.generate(["One", "Two"], SamplingParams(max_tokens=9))[1].text)
+        """
+        texts: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        all_params = [params] * len(texts) if isinstance(params, SamplingParams) or params is None else list(params)
+        if len(all_params) != len(texts):
+            raise RequestError(f"params: found {len(all_params)}, expected one for each of {len(texts)} prompts")
+        requests: list[Request] = []
+        completions: list[Completion] = []
+        try:
+            for text, each in zip(texts, all_params, strict=True):
+                while True:
+                    try:
+                        requests.append(self.submit(text, each))
+                        break
+                    except EngineFullError:
+                        if len(completions) == len(requests):  # others fill the queue
+                            raise
+                        completions.append(Completion.wait(requests[len(completions)]))
+            completions += [Completion.wait(request) for request in requests[len(completions) :]]
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        return completions
 
     def tokens_of(self, text: str) -> list[int]:
         """Encode a prompt.

@@ -206,6 +206,41 @@ class LookAheadModel(Model, Protocol):
 
 
 @runtime_checkable
+class PromptLogitsModel(Model, Protocol):
+    """A model that can return the logits of all tokens of a prompt.
+
+    Attributes
+    ----------
+    prompt_chunk : int
+        Maximum number of tokens of one call of `prefill_logits`.
+    """
+
+    @property
+    def prompt_chunk(self) -> int: ...  # noqa: D102
+
+    def prefill_logits(self, slot: int, tokens: np.ndarray) -> np.ndarray:
+        """Append tokens to a sequence as `prefill` does.
+
+        Parameters
+        ----------
+        slot : int
+            Slot of the sequence.
+        tokens : np.ndarray
+            Tokens in order, (count,) int32.
+
+        Returns
+        -------
+        np.ndarray
+            Logits of each token, (count, vocabulary) float32; may be overwritten by the next call.
+
+        Raises
+        ------
+        CacheError
+            If pages run out.
+        """
+
+
+@runtime_checkable
 class TokenizerProtocol(Protocol):
     """Tokenizer as the engine uses it; `Tokenizer` and `JsonTokenizer` are made from files.
 

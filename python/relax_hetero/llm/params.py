@@ -50,7 +50,7 @@ class SamplingParams:
     ignore_eos : bool
         Whether the tokenizer's stop tokens do not end the text.
     max_tokens : int or None
-        Maximum number of tokens of the text; None for as many as fit into the context.
+        Maximum number of tokens of the text, at least 0; None for as many as fit into the context.
     min_tokens : int
         Number of tokens before which neither stop tokens nor stop strings end the text.
     visible_tokens : tuple of str
@@ -60,6 +60,8 @@ class SamplingParams:
     logprobs : int or None
         Number of most probable tokens to return with each token, by the distribution before all steps above; 0 for the
         chosen token only, None for nothing.
+    prompt_logprobs : int or None
+        As `logprobs`, for the tokens of the prompt (`Request.prompt_logprobs`). The whole prompt is computed then.
 
     Raises
     ------
@@ -84,6 +86,7 @@ class SamplingParams:
     visible_tokens: tuple[str, ...] = ()
     structured_outputs: StructuredOutputs | None = None
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         _check_number("temperature", self.temperature, 0, 100)
@@ -104,7 +107,7 @@ class SamplingParams:
         for token in self.stop_token_ids:
             _check_integer("stop_token_ids", token, 0)
         if self.max_tokens is not None:
-            _check_integer("max_tokens", self.max_tokens, 1)
+            _check_integer("max_tokens", self.max_tokens, 0)
         _check_integer("min_tokens", self.min_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(f"min_tokens: found {self.min_tokens}, expected at most max_tokens, {self.max_tokens}")
@@ -112,8 +115,9 @@ class SamplingParams:
             raise RequestError(
                 f"structured_outputs: found {self.structured_outputs!r:.100}, expected StructuredOutputs"
             )
-        if self.logprobs is not None:
-            _check_integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
 
     @property
     def greedy(self) -> bool:

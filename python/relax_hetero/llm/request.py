@@ -12,6 +12,7 @@ from typing import Literal
 
 from ..errors import HeteroError
 from .params import SamplingParams
+from .sampling import TokenLogprob
 from .text_stream import Delta
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -37,6 +38,57 @@ class Usage:
     def total_tokens(self) -> int:
         """Tokens of prompt and text."""
         return self.prompt_tokens + self.completion_tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A complete text.
+
+    Attributes
+    ----------
+    text : str
+        Text.
+    tokens : tuple of int
+        Its tokens.
+    finish_reason : str
+        See `Request`.
+    usage : Usage
+        Numbers of tokens.
+    logprobs, prompt_logprobs : tuple of TokenLogprob
+        Log-probabilities of the tokens of text and prompt, if requested.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    finish_reason: FinishReason
+    usage: Usage
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+
+    @classmethod
+    def wait(cls, request: Request) -> Completion:
+        """Wait for the end of a request that nobody else reads.
+
+        Parameters
+        ----------
+        request : Request
+            Handle of the text.
+
+        Raises
+        ------
+        HeteroError
+            If the request fails.
+        """
+        deltas = list(request)
+        assert request.finish_reason is not None
+        return cls(
+            "".join(delta.text for delta in deltas),
+            tuple(token for delta in deltas for token in delta.tokens),
+            request.finish_reason,
+            request.usage,
+            tuple(logprob for delta in deltas for logprob in delta.logprobs),
+            tuple(request.prompt_logprobs),
+        )
 
 
 @dataclass
@@ -69,11 +121,15 @@ class Request:
         Sampling parameters.
     times : Times
         Times of submission, first token and end.
+    prompt_logprobs : list of TokenLogprob
+        Log-probabilities of the prompt's tokens, complete with the first delta, if `SamplingParams.prompt_logprobs`
+        asks for them.
     """
 
     def __init__(self, prompt: tuple[int, ...], params: SamplingParams, on_cancel: Callable[[], None]) -> None:
         self.prompt, self.params = prompt, params
         self.times = Times(submitted=time.monotonic())
+        self.prompt_logprobs: list[TokenLogprob] = []
         self._on_cancel = on_cancel
         self._changed = threading.Condition()
         self._deltas: deque[Delta] = deque()

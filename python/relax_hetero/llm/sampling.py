@@ -30,7 +30,7 @@ class TokenLogprob:
     token : int
         Token id.
     logprob : float
-        Natural logarithm of its probability.
+        Natural logarithm of its probability; NaN for the first token of a prompt, which nothing predicts.
     top : tuple of (int, float)
         Most probable tokens with their log-probabilities, most probable first.
     """
@@ -109,7 +109,7 @@ def sample(
     else:
         tokens = np.flatnonzero(mask)
         token = int(tokens[_sample_token(adjusted[tokens], params, generator)])
-    return token, None if params.logprobs is None else _logprob(logits, token, params.logprobs)
+    return token, None if params.logprobs is None else logprob_of(logits, token, params.logprobs)
 
 
 def largest(logits: np.ndarray, count: int) -> np.ndarray:
@@ -227,8 +227,18 @@ def _first_above(sums: np.ndarray, value: float) -> int:
     return min(int(np.searchsorted(sums, value, side="right")), int(np.searchsorted(sums, sums[-1])))
 
 
-def _logprob(logits: np.ndarray, chosen: int, count: int) -> TokenLogprob:
-    """Log-probabilities of a token and of the `count` most probable ones."""
+def logprob_of(logits: np.ndarray, chosen: int, count: int) -> TokenLogprob:
+    """Log-probabilities of a token and of the `count` most probable ones.
+
+    Parameters
+    ----------
+    logits : array of float32, (vocabulary,)
+        Logits.
+    chosen : int
+        Token.
+    count : int
+        Number of most probable tokens.
+    """
     max_logit = float(logits.max())
     log_sum = max_logit + math.log(float(np.exp(logits - np.float32(max_logit)).sum(dtype=np.float64)))
     top: tuple[tuple[int, float], ...] = ()

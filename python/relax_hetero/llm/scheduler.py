@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import CacheError, HeteroError
-from .model import DecodeStep, LookAheadModel, Model
+from .model import DecodeStep, LookAheadModel, Model, PromptLogitsModel
 from .prefix_cache import Prefix, PrefixCache
 from .request import FinishReason
 from .sequence import Sequence
@@ -118,6 +118,7 @@ class Scheduler:
         self._cache_full = False  # no request is admitted until one has ended
         self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
         self._ahead: StepAhead | None = None
+        self._prompt_logits = model if isinstance(model, PromptLogitsModel) else None
 
     def load(self) -> Load:
         """Return the current load."""
@@ -125,8 +126,10 @@ class Scheduler:
         return Load(len(self._waiting), len(self._active()), cached)
 
     def add(self, sequence: Sequence) -> None:
-        """Queue a request."""
+        """Queue a request; one without anything to compute ends at once."""
         self._waiting.append(sequence)
+        if sequence.remaining <= 0 and not sequence.needs_prompt_logits:
+            self._end(sequence, "length")
 
     def step(self) -> bool:
         """Run one step; False if no requests are left."""
@@ -193,9 +196,11 @@ class Scheduler:
         running_prefixes = [
             Prefix(other.slot, np.asarray(other.tokens[: min(other.cached, self._prefill_length(other))], np.int32))
             for other in self._running
-            if other.slot is not None
+            if other.slot is not None and self._can_share(other)
         ]
-        match = self._prefix_cache.find_longest(tokens, running_prefixes)
+        match = None
+        if not sequence.needs_prompt_logits:
+            match = self._prefix_cache.find_longest(tokens, running_prefixes)
         if match is not None:
             prefix, length = match
             slot = self._prefix_cache.begin(prefix, length)
@@ -212,16 +217,26 @@ class Scheduler:
         """Number of a sequence's tokens that are prefilled rather than decoded."""
         return len(sequence.tokens if self._model.decodes_like_prefill else sequence.request.prompt)
 
+    def _can_share(self, sequence: Sequence) -> bool:
+        """Return whether other requests may use the cached prompt of a sequence, which `prefill_logits` may decode."""
+        return self._model.decodes_like_prefill or not sequence.needs_prompt_logits
+
     def _prefill(self) -> None:
         """Prefill the next chunk of a request."""
         sequence = self._prefilling
         if sequence is None or sequence.slot is None:
             return
-        end = self._prefill_length(sequence)
-        chunk = np.asarray(sequence.tokens[sequence.cached : min(sequence.cached + self._model.chunk, end)], np.int32)
+        end, model = self._prefill_length(sequence), self._prompt_logits
+        needs_all = model is not None and sequence.needs_prompt_logits
+        size = model.prompt_chunk if model is not None and needs_all else self._model.chunk
+        chunk = np.asarray(sequence.tokens[sequence.cached : min(sequence.cached + size, end)], np.int32)
         logits = None  # stays so for a preempted request whose whole prompt was in the prefix cache
         try:
-            if chunk.size:
+            if chunk.size and model is not None and needs_all:
+                all_logits = model.prefill_logits(sequence.slot, chunk)
+                sequence.observe(all_logits)
+                logits = all_logits[-1]
+            elif chunk.size:
                 logits = self._model.prefill(sequence.slot, chunk)
         except CacheError as error:
             self._recover_from_full_cache([sequence], error)
@@ -234,7 +249,10 @@ class Scheduler:
         if sequence.cached == end:
             self._prefilling = None
             self._running.append(sequence)
-            self._accept(sequence, logits)
+            if sequence.remaining <= 0:
+                self._end(sequence, "length")
+            else:
+                self._accept(sequence, logits)
 
     def _decode(self) -> None:
         """Decode one token of each running request."""
@@ -357,7 +375,7 @@ class Scheduler:
         if sequence.slot is not None:
             reusable = sequence.tokens[: min(sequence.cached, self._prefill_length(sequence))]
             slot = sequence.release()
-            if reason in ("stop", "length"):
+            if reason in ("stop", "length") and self._can_share(sequence):
                 self._prefix_cache.store(slot, reusable)
             else:
                 self._cache.free(slot)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from ..errors import HeteroError
 from .model import TokenizerProtocol
 from .request import FinishReason, Request
-from .sampling import History, TokenLogprob, sample
+from .sampling import History, TokenLogprob, logprob_of, sample
 from .structured_output import Constraint
 from .text_stream import Delta, TextStream
 
@@ -38,6 +40,8 @@ class Sequence:
         Number of leading tokens that are in the cache.
     needs_logits : bool
         See `SamplingParams`.
+    needs_prompt_logits : bool
+        Whether log-probabilities of the prompt's tokens are requested.
     """
 
     def __init__(
@@ -56,7 +60,9 @@ class Sequence:
         self.needs_logits = params.needs_logits
         self._reused = 0
         self._constraint = constraint
-        self._max_tokens = min(context, len(self.tokens) + (params.max_tokens or context))
+        max_tokens = context if params.max_tokens is None else params.max_tokens
+        self._max_tokens = min(context, len(self.tokens) + max_tokens)
+        self.needs_prompt_logits = params.prompt_logprobs is not None
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.stop_ids)
         self._generator = np.random.Generator(np.random.PCG64(_seed(params.seed)))
         self._history = History(self.tokens)
@@ -100,6 +106,22 @@ class Sequence:
         return self.append(
             *sample(logits, self.request.params, self._generator, self._history, self._mask(logits.size))
         )
+
+    def observe(self, logits: np.ndarray) -> None:
+        """Record the log-probabilities of tokens of the prompt.
+
+        Parameters
+        ----------
+        logits : array of float32, (count, vocabulary)
+            Logits of the tokens after the first `cached` ones.
+        """
+        logprobs, prompt = self.request.prompt_logprobs, self.request.prompt
+        count = self.request.params.prompt_logprobs or 0
+        if not logprobs:
+            logprobs.append(TokenLogprob(prompt[0], math.nan))
+        for position, row in enumerate(logits, self.cached + 1):
+            if len(logprobs) <= position < len(prompt):  # not known from before a preemption
+                logprobs.append(logprob_of(row, prompt[position], count))
 
     def append(self, token: int, logprob: TokenLogprob | None = None) -> FinishReason | None:
         """Append a token and stream its text; return the reason if that ends the text."""

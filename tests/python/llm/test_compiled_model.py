@@ -130,6 +130,20 @@ def test_options_of_a_model_that_is_compiled_already(tmp_path, option):
         rh.llm.load(tmp_path, **option)
 
 
+def test_logits_of_all_tokens_of_a_prompt(model, by_layers):
+    """As rows of one decode step they have the bits of single steps, also over a window and two devices."""
+    for each, _ in (model, by_layers):
+        slot, other = each.cache.add(), each.cache.add()
+        for begin in range(0, len(TOKENS), each.prompt_chunk):
+            tokens = TOKENS[begin : begin + each.prompt_chunk]
+            rows = each.prefill_logits(slot, tokens).copy()
+            singly = [each.decode([other], [token])[0].copy() for token in tokens]
+            np.testing.assert_array_equal(rows, singly)
+        assert each.prompt_chunk == 2 and each.cache.length(slot) == len(TOKENS)
+        for used in (slot, other):
+            each.cache.free(used)
+
+
 def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
     model, _ = by_layers
     slot = fill(model, TOKENS[:20])

@@ -396,3 +396,56 @@ def test_steps_ahead_change_no_counts_and_no_prefixes():
         scheduler.counts.steps = 0  # a request begins after the step ahead, so other steps may have more rows
         outcomes.append(([(each.result(), each.usage) for each in requests], vars(scheduler.counts), prefixes))
     assert outcomes[0] == outcomes[1]
+
+
+def expected_prompt_logprobs(model: ToyModel, prompt: list[int]) -> list[float]:
+    values = []
+    for end in range(1, len(prompt)):
+        logits = model.logits_of(prompt[:end]).astype(np.float64)
+        values.append(float(logits[prompt[end]] - np.log(np.exp(logits).sum())))
+    return values
+
+
+@pytest.mark.parametrize("limits", [{}, {"pages": 16}, {"pages": 16, "decodes_like_prefill": False}], ids=str)
+def test_logprobs_of_prompts(limits):
+    """Their prompts are computed whole, whatever is in the cache; other requests get what they get alone."""
+    model, texts = ToyModel(**limits), prompts(12)
+    texts += texts[:6]
+    options = [
+        SamplingParams(temperature=0, max_tokens=index % 2 * 30, prompt_logprobs=2) if index % 3 else
+        SamplingParams(temperature=0, max_tokens=40)
+        for index in range(len(texts))
+    ]  # fmt: skip
+    with Engine(model, CODEC) as engine:
+        completions = engine.generate(texts, options)
+    for prompt, params, completion in zip(texts, options, completions, strict=True):
+        text, reason = text_alone(model, prompt, params.max_tokens) if params.max_tokens else ("", "length")
+        assert (completion.text, completion.finish_reason) == (text, reason)
+        if params.prompt_logprobs is None:
+            assert completion.prompt_logprobs == ()
+            continue
+        first, *others = completion.prompt_logprobs
+        assert np.isnan(first.logprob) and first.top == ()
+        assert [entry.token for entry in completion.prompt_logprobs] == prompt
+        assert [entry.logprob for entry in others] == pytest.approx(expected_prompt_logprobs(model, prompt), rel=1e-4)
+        assert all(len(entry.top) == 2 and entry.top[0][1] >= entry.logprob for entry in others)
+    assert model.cache.used == 0
+
+
+def test_no_tokens_need_no_step():
+    steps = []
+    with Engine(ToyModel(on_step=lambda *step: steps.append(step)), CODEC) as engine:
+        completion = engine.generate("abc", SamplingParams(max_tokens=0))[0]
+    assert (completion.text, completion.tokens, completion.finish_reason, steps) == ("", (), "length", [])
+
+
+def test_more_prompts_than_the_queue_has_room_for():
+    model, texts = ToyModel(slots=2), prompts(20)
+    with Engine(model, CODEC, max_waiting=3) as engine:
+        completions = engine.generate(texts, SamplingParams(temperature=0, max_tokens=10, logprobs=1))
+        assert [each.text for each in completions] == [text_alone(model, prompt, 10)[0] for prompt in texts]
+        assert all(len(each.tokens) == len(each.logprobs) == each.usage.completion_tokens for each in completions)
+        with pytest.raises(RequestError, match="found 1, expected one for each of 2"):
+            engine.generate(["a", "b"], [SamplingParams()])
+        with pytest.raises(RequestError, match="no token"):
+            engine.generate(["a", ""])

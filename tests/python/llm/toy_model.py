@@ -132,6 +132,14 @@ class ToyModel:
         self.cache.append(slot, tokens.tolist())
         return self.logits_of(self.cache.tokens[slot])
 
+    @property
+    def prompt_chunk(self) -> int:
+        return 3
+
+    def prefill_logits(self, slot: int, tokens: np.ndarray) -> np.ndarray:
+        assert 1 <= len(tokens) <= self.prompt_chunk
+        return np.stack([self.prefill(slot, tokens[index : index + 1]) for index in range(len(tokens))])
+
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         assert 1 <= len(slots) == len(tokens) <= self.slots
         self._on_step("decode", slots)

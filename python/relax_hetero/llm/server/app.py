@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from fastapi import FastAPI, Response
@@ -34,13 +34,14 @@ from ..request import Request
 from ..sampling import TokenLogprob
 from ..special_tokens import control_tokens
 from .api_errors import ApiError, api_error
-from .bodies import Body, ChatBody, CompletionBody
+from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .chat_messages import render_chat
 from .guard import Guard
 from .limits import Limits
 from .responses import ChatResponses, Choices, CompletionResponses, ResponseFormat, wait_for_disconnect
 from .tools import AnswerFormats
 
+_T = TypeVar("_T")
 LOG = logging.getLogger(__name__)
 GRACE_SECONDS = 10.0
 """Time after the time limit of a stream in which its client may read the rest."""
@@ -69,7 +70,10 @@ async def _collect(choices: Choices) -> list[tuple[str, list[TokenLogprob], str]
             texts[growth.index].append(growth.delta.text)
             logprobs[growth.index] += growth.delta.logprobs
     columns = zip(texts, logprobs, choices.requests, strict=True)
-    return [("".join(text), values, finish_reason(request)) for text, values, request in columns]
+    return [
+        ("".join(text), [*request.prompt_logprobs, *values], finish_reason(request))
+        for text, values, request in columns
+    ]
 
 
 class StreamedAnswer(Response):
@@ -126,12 +130,15 @@ class StreamedAnswer(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncIterator[dict[str, Any] | str]:
-        for index, prefix in enumerate(self._choices.prefixes):
-            first = self._format.begin(index, prefix)
-            if first is not None:
-                yield first
+        begun: set[int] = set()
         try:
             async for growth in self._choices.stream():
+                if growth.index not in begun:  # the prompt is computed
+                    begun.add(growth.index)
+                    prompt_logprobs = self._choices.requests[growth.index].prompt_logprobs
+                    first = self._format.begin(growth.index, self._choices.prefixes[growth.index], prompt_logprobs)
+                    if first is not None:
+                        yield first
                 if growth.delta is None:
                     chunk = self._format.chunk(
                         growth.index, "", (), finish_reason(self._choices.requests[growth.index])
@@ -246,7 +253,10 @@ class _EngineCollector(Collector):
 
 _TOKENIZER_THREADS = 2
 """Threads that encode prompts. Each holds about 30 bytes per byte of its longest prompt."""
-_PATHS = {"/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"}
+_PATHS = {
+    *("/health", "/metrics", "/tokenize", "/detokenize"),
+    *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
+}
 
 
 @dataclass(frozen=True)
@@ -312,6 +322,9 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
     app.add_api_route("/v1/completions", server.complete, methods=["POST"], response_model=None)
     app.add_api_route("/v1/chat/completions", server.chat, methods=["POST"], response_model=None)
+    app.add_api_route("/v1/embeddings", server.embed, methods=["POST"], response_model=None)
+    app.add_api_route("/tokenize", server.tokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/detokenize", server.detokenize, methods=["POST"], response_model=None)
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
@@ -385,21 +398,14 @@ class _Server:
         """Answer a conversation."""
         self._check_model(body.model)
         body.refuse_unsupported()
-        template, formats = self._template, self._formats
-        if template is None or formats is None:
-            raise ApiError(400, "messages: the model's file lacks a chat template; use /v1/completions", "messages")
-        use, continues = body.tool_use, body.continues
-        formats.check(use)
-        messages = [message.flatten(f"messages.{index}") for index, message in enumerate(body.messages)]
+        formats = self._check_chat(body)
         max_tokens = self._max_tokens(body.max_answer_tokens)
         response_format = ChatResponses(self._engine.tokenizer, self._settings.name, bool(body.logprobs))
 
         def submit() -> tuple[list[Request], list[str]]:
-            # Templates render one prompt at a time: refuse too long ones beforehand.
-            self._engine.check_length("\n".join(message["content"] for message in messages))
-            prompt = render_chat(template, messages, {**use.template_values, **body.template_values}, continues)
-            continued = messages[-1]["content"] if continues else None
-            answers = formats.answers(use, prompt, continued, body.reasoning_format != "none")
+            messages, prompt = self._render(body)
+            continued = messages[-1]["content"] if body.continues else None
+            answers = formats.answers(body.tool_use, prompt, continued, body.reasoning_format != "none")
             response_format.answers = [answers.messages() for _ in range(body.n)]
             tokens = self._engine.tokens_of(prompt)
 
@@ -412,6 +418,63 @@ class _Server:
 
         self._check_choices(body.n)
         return await self._answer(body, http, response_format, submit)
+
+    def _check_chat(self, body: ChatBody) -> AnswerFormats:
+        """Format of the model's answers; ApiError if it lacks what a conversation needs."""
+        if self._formats is None:
+            raise ApiError(400, "messages: the model's file lacks a chat template; use /v1/completions", "messages")
+        self._formats.check(body.tool_use)
+        return self._formats
+
+    def _render(self, body: ChatBody) -> tuple[list[dict[str, Any]], str]:
+        """Messages of a conversation and its prompt."""
+        assert self._template is not None and body.messages is not None
+        messages = [message.flatten(f"messages.{index}") for index, message in enumerate(body.messages)]
+        # Templates render one prompt at a time: refuse too long ones beforehand.
+        self._engine.check_length("\n".join(message["content"] for message in messages))
+        values = {**body.tool_use.template_values, **body.template_values}
+        return messages, render_chat(self._template, messages, values, body.continues)
+
+    async def embed(self) -> Response:
+        """Refuse, since decoders have no function for embeddings."""
+        raise ApiError(501, "embeddings: the model has no function for them, expected an encoder", code="not_supported")
+
+    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+        """Tokens of a text or a conversation, in the forms of vLLM and of llama.cpp's server."""
+        body.check()
+        tokens = await self._in_thread(lambda: self._tokens_of(body))
+        answer = {"count": len(tokens), "max_model_len": self._engine.model.context, "tokens": tokens}
+        if body.return_token_strs or body.with_pieces:
+            texts = [self._decode([token]) for token in tokens]
+            if body.return_token_strs:
+                return {**answer, "token_strs": texts}
+            pairs = zip(tokens, texts, strict=True)
+            return {**answer, "tokens": [{"id": token, "piece": text} for token, text in pairs]}
+        return answer
+
+    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+        """Text of tokens, without control tokens."""
+        vocabulary = self._engine.model.vocabulary
+        invalid = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+        if invalid is not None:
+            raise ApiError(400, f"tokens: found {invalid}, expected 0 to {vocabulary - 1}", "tokens")
+        text = await self._in_thread(lambda: self._decode(body.tokens))
+        return {"prompt": text, "content": text}
+
+    def _tokens_of(self, body: TokenizeBody) -> list[int]:
+        if body.messages is None:
+            return self._engine.tokenizer.encode(body.text, special=True, begin=body.adds_special)
+        messages, prompt = self._render(body)
+        return self._engine.tokenizer.encode(prompt)
+
+    async def _in_thread(self, function: Callable[[], _T]) -> _T:
+        """Run a function that would block the event loop."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, function)
+        except ApiError:
+            raise
+        except Exception as error:
+            raise log_defect(error) from error
 
     async def _answer(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, create_model, model_validator
@@ -149,12 +150,14 @@ class CompletionBody(Body):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
 
+    def params(self, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """See `Body`; with ``echo``, the tokens of the prompt have log-probabilities, too."""
+        params = super().params(choice, max_tokens, logprobs)
+        return replace(params, prompt_logprobs=logprobs) if self.echo else params
+
     def refuse_unsupported(self) -> None:
         """Raise ApiError for unsupported fields that would change the answer."""
         super().refuse_unsupported()
-        if self.echo and self.logprobs is not None:
-            message = "echo: found it with logprobs, which are given for new tokens only; expected one of them"
-            raise ApiError(400, message, "echo")
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(400, f"best_of: found {self.best_of}, expected n, which is {self.n}", "best_of")
 
@@ -232,6 +235,42 @@ class ChatBody(Body):
         if self.max_tokens is not None and self.max_tokens != self.max_answer_tokens:
             found = f"found {self.max_tokens} and {self.max_answer_tokens} as max_completion_tokens"
             raise ApiError(400, f"max_tokens: {found}, expected one of them", "max_tokens")
+
+
+class TokenizeBody(ChatBody):
+    """Request to ``/tokenize``: one of a prompt (vLLM), a content (llama.cpp) and messages."""
+
+    messages: list[Message] | None = Field(None, min_length=1)  # type: ignore[assignment]
+    prompt: str | None = None
+    content: str | None = None
+    add_special_tokens: Annotated[bool, _or(True)] = True
+    add_special: _Switch = False
+    return_token_strs: _Switch = False
+    with_pieces: _Switch = False
+
+    def check(self) -> None:
+        """Raise ApiError unless there is one text to encode."""
+        given = [name for name in ("prompt", "content", "messages") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "nothing"
+            raise ApiError(400, f"prompt: found {found}, expected one of prompt, content and messages", "prompt")
+
+    @property
+    def text(self) -> str:
+        """Text to encode, if there are no messages."""
+        return (self.prompt if self.content is None else self.content) or ""
+
+    @property
+    def adds_special(self) -> bool:
+        """True if the tokens for the beginning of a text are added."""
+        return self.add_special_tokens if self.content is None else self.add_special
+
+
+class DetokenizeBody(BaseModel):
+    """Request to ``/detokenize``."""
+
+    model_config = ConfigDict(strict=True)
+    tokens: list[int]
 
 
 def _parse_structured_outputs(value: Any) -> StructuredOutputs:

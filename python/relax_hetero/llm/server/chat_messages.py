@@ -100,7 +100,7 @@ def _variants(messages: Sequence[dict[str, Any]]) -> list[Sequence[dict[str, Any
 
 
 def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """Message with the arguments of its calls as values, which most templates expect, and gpt-oss' name of reasoning."""
+    """Message with the arguments of its calls as values, as most templates expect, and gpt-oss' name of reasoning."""
     calls = message.get("tool_calls")
     if not isinstance(calls, list):
         return message

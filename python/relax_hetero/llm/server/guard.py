@@ -13,6 +13,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .api_errors import ApiError, api_error
 
 LOG = logging.getLogger(__name__)
+_OPEN_PATHS = ("/health", "/metrics")
+"""Paths that need no key."""
 
 
 class Guard:
@@ -23,7 +25,7 @@ class Guard:
     app : ASGIApp
         Application.
     api_key : str or None
-        Key that ``/v1`` requires; None for none.
+        Key that all paths except ``/health`` and ``/metrics`` require; None for none.
     body_bytes : int
         Maximum number of bytes of a body.
     body_seconds : float
@@ -72,7 +74,7 @@ class Guard:
 
     def _check_headers(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        if self._key is not None and scope["path"].startswith("/v1"):
+        if self._key is not None and scope["path"] not in _OPEN_PATHS:
             kind, _, bearer = headers.get(b"authorization", b"").partition(b" ")
             keys = (bearer.strip() if kind.lower() == b"bearer" else b"", headers.get(b"x-api-key", b""))
             # Constant time: no short-circuit.

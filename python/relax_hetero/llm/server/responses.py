@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from math import isnan
 from typing import Any, Protocol
 
 from starlette.types import Receive
@@ -135,7 +136,7 @@ class ResponseFormat(Protocol):
     def response(self, texts: Sequence[tuple[str, list[TokenLogprob], str]], usage: Usage) -> dict[str, Any]:
         """Complete answer; each choice is a text, its log-probabilities and its finish reason."""
 
-    def begin(self, index: int, text: str) -> dict[str, Any] | None:
+    def begin(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """First chunk of a choice, which begins with `text`; None if the endpoint sends no such chunk."""
 
     def chunk(
@@ -182,9 +183,9 @@ class CompletionResponses(_Responses):
         choices = [self._choice(index, *text) for index, text in enumerate(texts)]
         return {**self._response(choices), "usage": usage_json(usage)}
 
-    def begin(self, index: int, text: str) -> dict[str, Any] | None:
+    def begin(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """See `ResponseFormat`."""
-        return self.chunk(index, text, (), None) if text else None
+        return self.chunk(index, text, logprobs, None)
 
     def chunk(
         self, index: int, text: str, logprobs: Sequence[TokenLogprob], reason: str | None
@@ -206,8 +207,11 @@ class CompletionResponses(_Responses):
             self._offsets[index] += len(text)
         return {
             "tokens": tokens,
-            "token_logprobs": [finite(entry.logprob) for entry in logprobs],
-            "top_logprobs": [{self._text(t): finite(value) for t, value in entry.top} for entry in logprobs],
+            "token_logprobs": [None if isnan(entry.logprob) else finite(entry.logprob) for entry in logprobs],
+            "top_logprobs": [
+                None if isnan(entry.logprob) else {self._text(t): finite(value) for t, value in entry.top}
+                for entry in logprobs
+            ],
             "text_offset": offsets,
         }
 
@@ -238,7 +242,7 @@ class ChatResponses(_Responses):
         ]
         return {**self._response(choices), "usage": usage_json(usage)}
 
-    def begin(self, index: int, text: str) -> dict[str, Any] | None:
+    def begin(self, index: int, text: str, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         """See `ResponseFormat`."""
         delta = {"role": "assistant", "content": text}
         return self._response([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}], True)

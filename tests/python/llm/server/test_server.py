@@ -163,6 +163,46 @@ def test_structured_output(client, http, stream):
         assert re.fullmatch(expression, choice["text"]) and choice["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_logprobs_of_prompts(client, max_tokens):
+    """As harnesses ask for them."""
+    body = {"model": "toy", "prompt": ["Once", "ab"], "temperature": 0, "max_tokens": max_tokens, "echo": True}
+    for choice, prompt in zip(client.completions.create(logprobs=1, **body).choices, ("Once", "ab"), strict=True):
+        logprobs, count = choice.logprobs, len(prompt) + max_tokens
+        assert choice.text == prompt + expected(prompt, max_tokens)[0][: max_tokens * 9] if max_tokens else prompt
+        assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == count
+        assert logprobs.token_logprobs[0] is logprobs.top_logprobs[0] is None and logprobs.tokens[0] == prompt[0]
+        logits = ToyModel().logits_of(list(prompt.encode())[:1]).astype(np.float64)
+        value = logits[ord(prompt[1])] - np.log(np.exp(logits).sum())
+        assert logprobs.token_logprobs[1] == pytest.approx(value, rel=1e-5)
+        assert logprobs.text_offset == list(range(count))
+    whole = client.completions.create(logprobs=1, **body).choices
+    merged: list[list] = [[], []]
+    texts = ["", ""]
+    for part in client.completions.create(logprobs=1, stream=True, **body):
+        choice = part.choices[0]
+        texts[choice.index] += choice.text
+        merged[choice.index] += choice.logprobs.token_logprobs if choice.logprobs else []
+    assert texts == [choice.text for choice in whole]
+    assert merged == [choice.logprobs.token_logprobs for choice in whole]
+
+
+def test_tokens_of_texts(http):
+    answer = http.post("/tokenize", json={"prompt": "a\u00e9", "return_token_strs": True}).json()
+    assert answer == {
+        "count": 3,
+        "max_model_len": 512,
+        "tokens": [97, 195, 169],
+        "token_strs": ["a", "\ufffd", "\ufffd"],
+    }
+    answer = http.post("/tokenize", json={"content": "ab", "with_pieces": True}).json()
+    assert answer["tokens"] == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
+    answer = http.post("/tokenize", json={"messages": USER}).json()
+    assert bytes(answer["tokens"]).decode() == "user: a\nassistant: "
+    answer = http.post("/detokenize", json={"tokens": [97, 195, 169, EOS]}).json()
+    assert answer["prompt"] == answer["content"] == "a\u00e9"
+
+
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "a"}]
 
@@ -203,10 +243,13 @@ BAD = [
     (COMPLETIONS, {"prompt": "a", "suffix": "b"}, 400, "suffix"),
     (COMPLETIONS, {"prompt": "a", "stream": "yes"}, 400, "stream"),
     (COMPLETIONS, {"prompt": "a", "stop": ["a"] * 17}, 400, "17 strings"),
-    (COMPLETIONS, {"prompt": "a", "echo": True, "logprobs": 1}, 400, "for new tokens only"),
     (COMPLETIONS, {"prompt": "a", "top_k": -2}, 400, "top_k"),
+    ("/tokenize", {}, 400, "found nothing, expected one of prompt"),
+    ("/tokenize", {"prompt": "a", "content": "b"}, 400, "found prompt and content"),
+    ("/tokenize", {"messages": [{"role": "nobody"}]}, 400, "found role 'nobody'"),
+    ("/detokenize", {"tokens": [1, 300]}, 400, "found 300, expected 0 to 299"),
+    ("/detokenize", {"tokens": "a"}, 400, "tokens"),
     (COMPLETIONS, {"prompt": "a", "seed": 2**64}, 400, "seed"),
-    (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, 400, "max_tokens"),
     (COMPLETIONS, {"prompt": ["a", [1]]}, 400, "prompt"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": "hello"}, 400, "messages"),
@@ -254,6 +297,11 @@ def test_bad_bodies_get_errors_with_the_reason(http, stream):
 def test_bodies_that_are_not_requests(http, content):
     answer = http.post(COMPLETIONS, content=content, headers={"content-type": "application/json"})
     assert answer.status_code == 400 and answer.json()["error"]["message"]
+
+
+def test_embeddings_of_a_decoder(http):
+    answer = http.post("/v1/embeddings", json={"input": "a"})
+    assert answer.status_code == 501 and "expected an encoder" in answer.json()["error"]["message"]
 
 
 def test_a_body_of_another_type_is_refused(http):
