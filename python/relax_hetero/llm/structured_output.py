@@ -25,6 +25,8 @@ JSON_OPTIONS = {"whitespace_pattern": r"(| |\n{1,2}[ \t]{0,20})"}
 """Options of llguidance for JSON: blanks as in llama.cpp's grammars, so that a weak model cannot write them forever."""
 _MAX_COMPILED = 64
 """Number of compiled grammars to keep for further requests; large ones take a second to compile."""
+_MAX_LEXER_STATES = 50_000
+"""Limit of a grammar's states, each of 1 to 2 KB; JSON schemas have some hundreds."""
 _MAX_SOURCE_CHARACTERS = 1 << 20
 _THREADS = 4
 """Threads that compute masks: most take a fraction of a millisecond, those of unusual grammars must not block them."""
@@ -97,7 +99,7 @@ class StructuredOutputs:
 
 @dataclass(frozen=True)
 class _Form:
-    """Types of a form's value, their description, and the function that writes the right side of a rule in Lark."""
+    """Types of a form's value, their description, and the function that writes the rest of a rule ``form:`` in Lark."""
 
     kinds: tuple[type, ...]
     expected: str
@@ -126,12 +128,15 @@ def _grammar_rule(grammar: str) -> str:
     return f"%lark {{\n{any_to_lark(grammar)}\n}}"
 
 
+def _choice_rule(texts: Sequence[str]) -> str:
+    # One terminal: as alternatives of a rule, thousands of texts would be too many.
+    return "CHOICE\nCHOICE: " + " | ".join(map(json.dumps, texts))
+
+
 FORMS = {
     "json": _Form((Mapping, str), "a JSON schema", _json_rule),
     "regex": _Form((str,), "a regular expression", _regex_rule),
-    "choice": _Form(
-        (list, tuple), "a list of texts that are not empty", lambda texts: " | ".join(map(json.dumps, texts))
-    ),
+    "choice": _Form((list, tuple), "a list of texts that are not empty", _choice_rule),
     "grammar": _Form((str,), "a grammar in Lark or GBNF", _grammar_rule),
     "json_object": _Form((bool,), "true", lambda _: _json_rule({"type": "object"})),
 }
@@ -158,6 +163,11 @@ def _package() -> Any:
     except ImportError as error:
         raise RequestError("structured output needs the package llguidance; pip install 'relax-hetero[llm]'") from error
     return llguidance
+
+
+def _error_of(matcher: Any) -> str:
+    """Error of a matcher, without the state that follows in angle brackets."""
+    return str(matcher.get_error()).partition("\n<")[0].strip()
 
 
 class Constraint:
@@ -206,7 +216,7 @@ class Constraint:
         return bits.view(np.bool_)
 
     def _raise_error(self) -> None:
-        problem = self._matcher.get_error() or "does not allow the next token"
+        problem = _error_of(self._matcher) or "does not allow the next token"
         raise RequestError(f"{self._location}: {problem}")
 
 
@@ -258,13 +268,13 @@ class Grammars:
                     self._tokens = self._make_tokens()
         with _package_errors(location):
             package = _package()
-            limits = package.LLParserLimits(verbose_errors=False)
+            limits = package.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
             matcher = package.LLMatcher(
                 self._tokens, package.LLMatcher.grammar_from_lark(source), log_level=0, limits=limits
             )
             matcher.compute_bitmask()  # fails for expressions that are too large, and warms the caches of copies
         if matcher.is_error():
-            raise RequestError(f"{location}: {matcher.get_error().strip()}")
+            raise RequestError(f"{location}: {_error_of(matcher)}")
         with self._lock:
             self._compiled[source] = matcher
             if len(self._compiled) > _MAX_COMPILED:

@@ -82,12 +82,13 @@ def test_complete_answers_validate(batch):
     [
         ({"regex": r"[0-9]{3}-(a|bc)+x"}, r"[0-9]{3}-(a|bc)+x"),
         ({"choice": ["yes", "no", 'may"be']}, 'yes|no|may"be'),
+        ({"choice": [f"number {number}" for number in range(5000)]}, "number [0-9]+"),
         ({"grammar": 'root ::= "a" digit+ "z"\ndigit ::= [0-9]'}, "a[0-9]+z"),
         ({"grammar": 'start: "a" (B | "c") "z"\nB: /b{2,4}/'}, "a(b{2,4}|c)z"),
         ({"json": '{"enum": [1, 2]}'}, "1|2"),
         ({"json_object": True}, r"(?s)\{.*\}"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:60],
 )
 def test_forms(form, expression):
     with Engine(ToyModel(), CODEC) as engine:
@@ -118,7 +119,7 @@ def test_forms(form, expression):
         ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
         ({"json": json.loads("[" * 150 + "1" + "]" * 150)[0]}, "JSON schema"),
         ({"json": '{"a":' * 400 + "1" + "}" * 400}, "recursion limit"),
-        ({"regex": "(a{1000}){1000}"}, "too many expressions"),
+        ({"grammar": "root ::= " + "(" * 5000 + ")" * 5000}, "recursion"),
         ({"regex": "a" * (1 << 20)}, "characters"),
         ({"grammar": "root ::= ("}, r"Expected \'\)\'"),
         ({"grammar": "root ::= nobody"}, "nobody"),
@@ -133,6 +134,16 @@ def test_bad_forms_are_refused_before_anything_runs(form, message):
         with pytest.raises(RequestError, match=message):
             engine.submit("a", SamplingParams(structured_outputs=StructuredOutputs(**form)))
     assert not steps
+
+
+def test_an_expression_that_grows_too_large_ends_its_own_request():
+    with Engine(ToyModel(), CODEC) as engine:
+        form = StructuredOutputs(regex="(a|b)*" * 2000)
+        large = engine.submit("a", SamplingParams(structured_outputs=form, max_tokens=60))
+        other = engine.submit("b", SamplingParams(structured_outputs=StructuredOutputs(choice=["yes"])))
+        assert other.result(60) == "yes"
+        with pytest.raises(RequestError, match="too many expressions"):
+            large.result(60)
 
 
 def test_masks_are_those_of_the_form():

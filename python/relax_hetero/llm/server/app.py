@@ -424,6 +424,10 @@ class _Server:
         if self._formats is None:
             raise ApiError(400, "messages: the model's file lacks a chat template; use /v1/completions", "messages")
         self._formats.check(body.tool_use)
+        for name, value in body.template_switches.items():
+            if self._template is not None and name not in self._template.source:
+                found = f"found {value!r:.100}, which the model's chat template does not know"
+                raise ApiError(400, f"{name}: {found}, expected nothing", name)
         return self._formats
 
     def _render(self, body: ChatBody) -> tuple[list[dict[str, Any]], str]:

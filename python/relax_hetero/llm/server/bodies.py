@@ -177,6 +177,8 @@ class ChatBody(Body):
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: Annotated[bool, _or(True)] = True
     reasoning_format: Literal["none", "auto", "deepseek"] | None = None
+    reasoning_effort: str | None = None
+    enable_thinking: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
 
@@ -211,11 +213,17 @@ class ChatBody(Body):
         ApiError
             If they contain ``messages``.
         """
-        values = self.chat_template_kwargs or {}
+        values = {**self.template_switches, **(self.chat_template_kwargs or {})}
         if "messages" in values:
             message = "chat_template_kwargs: found 'messages', expected them in the body only"
             raise ApiError(400, message, "chat_template_kwargs")
         return values
+
+    @property
+    def template_switches(self) -> dict[str, Any]:
+        """Fields that are values for the template, if it knows them."""
+        switches = {"reasoning_effort": self.reasoning_effort, "enable_thinking": self.enable_thinking}
+        return {name: value for name, value in switches.items() if value is not None}
 
     @property
     def max_answer_tokens(self) -> int | None:

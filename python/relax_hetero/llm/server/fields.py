@@ -22,10 +22,8 @@ def _rows(*rows: tuple[str, tuple[Any, ...]]) -> dict[str, tuple[Any, ...]]:
 
 NEUTRAL_VALUES = _rows(
     # Structured outputs.
-    ("grammar grammar_string guided_grammar ebnf regex guided_regex stop_regex", ("",)),
-    ("json_schema guided_json guided_choice guided_whitespace_pattern response_schema grammar_type", ()),
-    ("structured_outputs structural_tag guideline", ()),
-    ("response_format", ({"type": "text"},)),
+    ("grammar_string stop_regex", ("",)),
+    ("guided_whitespace_pattern response_schema grammar_type structural_tag guideline", ()),
     ("format", ("", "text")),
     ("grammar_lazy", (False,)),
     ("grammar_triggers preserved_tokens", ([],)),
@@ -62,7 +60,7 @@ NEUTRAL_VALUES = _rows(
     ("lora_path lora_request adapter adapter_id", ("",)),
     # The end of a text.
     ("n_predict num_predict max_completion_tokens max_new_tokens max_length max_time", ()),
-    ("min_tokens min_new_tokens min_length n_indent", (0,)),
+    ("min_new_tokens min_length n_indent", (0,)),
     ("t_max_predict_ms t_max_prompt_ms", (0, -1)),
     ("stop_sequences stop_strings stop_words", ([],)),
     ("include_stop_str_in_output no_stop_trim ban_eos_token", (False,)),
@@ -123,6 +121,11 @@ _SUGGESTIONS = {
         ("enable_thinking", "think", "thinking", "reasoning", "reasoning_effort"),
         "chat_template_kwargs, where the model's template knows such a switch",
     ),
+    **dict.fromkeys(("min_new_tokens", "min_length"), "min_tokens"),
+    **dict.fromkeys(("grammar_string", "response_schema", "format"), "response_format or structured_outputs"),
+    "functions": "tools",
+    "function_call": "tool_choice",
+    "prompt_logprobs": "echo and logprobs",
     "random_seed": "seed",
     "num_ctx": "the server's option --context",
     "do_sample": "temperature: 0",

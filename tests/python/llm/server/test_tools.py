@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import json
+import time
 
 import pytest
 
@@ -30,7 +33,7 @@ TEMPLATE = """\
 {% for call in m.tool_calls %}<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>\
 {% endfor %}
 {% endfor %}{% if add_generation_prompt %}<assistant>
-{% if thinks %}<think>
+{% if enable_thinking %}<think>
 {% endif %}{% endif %}"""
 BEGIN = b"<assistant>\n"
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "It rains.", "parameters": {
@@ -108,7 +111,7 @@ def test_forced_calls(ask):
 def test_reasoning(ask):
     whole, _ = ask("<think>\nWhy?\n</think>\n\nSo.")
     assert (whole.message.reasoning_content, whole.message.content) == ("Why?", "So.")
-    thinks = {"extra_body": {"chat_template_kwargs": {"thinks": True}}}
+    thinks = {"extra_body": {"enable_thinking": True}}
     script = "<think>\nWhy?\n</think>\n\nSo."  # the prompt has its begin
     whole, _ = ask(script, **thinks)
     assert (whole.message.reasoning_content, whole.message.content) == ("Why?", "So.")
@@ -177,7 +180,8 @@ def test_continued_answers(ask):
         ({"tools": [{**WEATHER, "function": {"name": "a", "parameters": {"type": "no"}}}], "tool_choice": "required"},
          "Invalid type: no"),
         ({"continue_final_message": True}, "found a last message of role 'user'"),
-        ({"functions": [NOW["function"]]}, "functions"),
+        ({"functions": [NOW["function"]]}, "use tools"),
+        ({"reasoning_effort": "high"}, "reasoning_effort: found 'high', which the model's chat template does not know"),
     ],
 )  # fmt: skip
 def test_bad_fields(server, fields, message):
@@ -197,3 +201,47 @@ def test_templates_without_tools_or_a_known_format():
         Settings("toy", tool_format="none")
     formats = AnswerFormats(ChatTemplate("{{ tools }} {{ messages }}"), {}, "mistral")
     assert formats.calls is not None and len(formats.calls.new_id()) == 9
+
+
+def test_many_clients_with_schemas_tools_cancels_and_bad_bodies(server):
+    """Nobody gets another's answer, and all requests end."""
+    server.engine.model.script = CALL
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"enum": ["b", "c"]}}}
+    kinds = [
+        {"tools": [WEATHER]},
+        {"tools": [WEATHER], "tool_choice": "required"},
+        {"response_format": schema},
+        {"tools": [{"type": "function"}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "no"}}}},
+        {},
+    ]
+
+    async def ask(client, index: int) -> None:
+        kind = index % len(kinds)
+        body = {"messages": USER, "temperature": 0, "max_tokens": 300, **kinds[kind], "stream": index % 2 == 0}
+        if index % 5 == 4:  # leaves before the end
+            with contextlib.suppress(httpx.TimeoutException):
+                await client.post("/v1/chat/completions", json=body, timeout=0.01)
+            return
+        answer = await client.post("/v1/chat/completions", json=body)
+        assert answer.status_code == (400 if kind in (3, 4) else 200), answer.text
+        if answer.status_code == 200 and not body["stream"]:
+            message = answer.json()["choices"][0]["message"]
+            if kind < 2:
+                assert message["tool_calls"][0]["function"] == {"name": "weather", "arguments": '{"city": "Bonn"}'}
+            else:
+                assert message["content"] in (('"b"', '"c"') if kind == 2 else (CALL,))
+        elif answer.status_code == 200:
+            assert answer.text.endswith("data: [DONE]\n\n") and '"error"' not in answer.text
+
+    async def ask_all() -> None:
+        limits = httpx.Limits(max_connections=64)
+        async with httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits) as client:
+            await asyncio.gather(*(ask(client, index) for index in range(180)))
+
+    asyncio.run(ask_all())
+    deadline = time.monotonic() + 30
+    while (statistics := server.engine.statistics()).running or statistics.waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert statistics.finished["error"] == 0
