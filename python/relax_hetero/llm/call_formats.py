@@ -6,7 +6,7 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,8 @@ class CallFormat:
         Texts that are all in the chat templates of models with this format.
     parse : callable
         Routine that parses an answer after the reasoning, given a `Reader` and an `AnswerParser`.
+    trigger : str
+        Beginning of `first` or `before` that no text contains; empty if there is none.
     first, before, after, between, last : str
         Texts before all calls, before and after the arguments of one, between two, and after all, in calls that the
         server forces; ``{name}`` is the tool. No calls follow the first if `between` is None.
@@ -61,6 +63,7 @@ class CallFormat:
     id_length: int = 0
     reasoning: Reasoning | None = None
     content: str = ""
+    trigger: str = ""
 
     def new_id(self) -> str:
         """Identifier of a call."""
@@ -68,7 +71,7 @@ class CallFormat:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(self.id_length))
 
-    def grammar(self, tools: Schemas, several: bool, control: Mapping[str, int]) -> str:
+    def grammar(self, tools: Schemas, several: bool, control: Mapping[str, int], free: bool = False) -> str:
         """Grammar of one call or `several`, in Lark.
 
         Parameters
@@ -79,14 +82,23 @@ class CallFormat:
             Whether further calls may follow the first.
         control : mapping of str to int
             Control tokens of the model.
+        free : bool
+            Whether text may precede and follow calls, which begin with `trigger`.
         """
         lark = LarkWriter(control)
+        first, before, last = self.first, self.before, self.last
+        if free and not first.startswith(self.trigger):  # texts around calls are free, too
+            first, before, last, several = "", before.removeprefix(self.trigger), "", False
+        elif free:
+            first = first.removeprefix(self.trigger)
         more = f" ({lark.text(self.between)} call)*" if several and self.between is not None else ""
-        rules = [f"start: {lark.text(self.first)} call{more} {lark.text(self.last)}"]
+        rules = [f"{'calls' if free else 'start'}: {lark.text(first)} call{more} {lark.text(last)}"]
+        if free:
+            rules += lark.free_text("(before calls)*", self.trigger, self.control)
         rules.append("call: " + " | ".join(f"call_{index}" for index in range(len(tools))))
         for index, (name, schema) in enumerate(tools.items()):
-            before, after = (lark.text(text.replace("{name}", name)) for text in (self.before, self.after))
-            rules.append(f"call_{index}: {before} arguments_{index} {after}")
+            start, end = (lark.text(text.replace("{name}", name)) for text in (before, self.after))
+            rules.append(f"call_{index}: {start} arguments_{index} {end}")
             rules += (
                 lark.xml_arguments(index, schema, self.xml) if self.xml else [f"arguments_{index}: {_json(schema)}"]
             )
@@ -103,11 +115,11 @@ class LarkWriter:
     """
 
     def __init__(self, control: Mapping[str, int]) -> None:
-        self._control = SpecialTokens(control)
+        self.control, self._tokens = control, SpecialTokens(control)
 
     def text(self, text: str) -> str:
         """Terminals of a text."""
-        parts = self._control.split(text)
+        parts = self._tokens.split(text)
         return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
 
     def text_until(self, rule: str, end: str) -> str:
@@ -116,6 +128,13 @@ class LarkWriter:
         if terminals.startswith("<"):  # a control token, which no text contains
             return f"{rule}: {ANY_TEXT} {terminals}"
         return f"{rule}[suffix={json.dumps(end)}]: {ANY_TEXT}"
+
+    def free_text(self, calls: str, trigger: str, control: Iterable[str]) -> list[str]:
+        """Rules ``start`` and ``before``: `calls`, and any text besides; ``before`` ends with `trigger`."""
+        others = " | ".join(self.text(name) for name in control if name in self.control and name != trigger)
+        pieces = f"({ANY_TEXT} ({others}))* " if others else ""
+        mark = self.text_until("mark", trigger)
+        return [f"start: {calls} {pieces}{ANY_TEXT}", f"before: {pieces}mark", mark]
 
     def before_answer(self, reasoning: Reasoning | None, is_reasoning: bool, content: str) -> str:
         """Rules of `StructuredOutputs.prefix`: the reasoning, if the prompt has begun or the model begins it.
@@ -309,40 +328,40 @@ FORMATS = (
     CallFormat(
         "deepseek_v3", ("<｜tool▁call▁begin｜>", "```json"), _parse_sections(*_DEEPSEEK, _DEEPSEEK_SECTION),
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n", "\n```<｜tool▁call▁end｜>", "\n",
-        *_DEEPSEEK_SECTION, control=(*_DEEPSEEK, *_DEEPSEEK_SECTION),
+        *_DEEPSEEK_SECTION, control=(*_DEEPSEEK, *_DEEPSEEK_SECTION), trigger=_DEEPSEEK[0],
     ),
     CallFormat(
         "deepseek_v31", ("<｜tool▁call▁begin｜>",), _parse_sections(*_DEEPSEEK, _DEEPSEEK_SECTION),
         "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "",
-        *_DEEPSEEK_SECTION, control=(*_DEEPSEEK, *_DEEPSEEK_SECTION),
+        *_DEEPSEEK_SECTION, control=(*_DEEPSEEK, *_DEEPSEEK_SECTION), trigger=_DEEPSEEK[0],
     ),
     CallFormat(
         "kimi", ("<|tool_call_begin|>",), _parse_sections(*_KIMI, _KIMI_SECTION),
         "<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>", "<|tool_call_end|>", "",
-        *_KIMI_SECTION, control=(*_KIMI, *_KIMI_SECTION),
+        *_KIMI_SECTION, control=(*_KIMI, *_KIMI_SECTION), trigger=_KIMI[0],
     ),
     CallFormat(
         "mistral_v11", ("[TOOL_CALLS]", "[ARGS]"), _parse_mistral, "[TOOL_CALLS]{name}[ARGS]", between="",
-        control=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_length=9,
+        control=("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"), id_length=9, trigger="[TOOL_CALLS]",
     ),
     CallFormat(
         "mistral", ("[TOOL_CALLS]",), _parse_mistral, '{"name": "{name}", "arguments": ', "}", ", ",
-        "[TOOL_CALLS][", "]", control=("[TOOL_CALLS]",), id_length=9,
+        "[TOOL_CALLS][", "]", control=("[TOOL_CALLS]",), id_length=9, trigger="[TOOL_CALLS]",
     ),
     CallFormat(
         "glm", ("<tool_call>", "<arg_key>"), _parse_glm, "<tool_call>{name}\n", "</tool_call>", "\n",
         control=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        xml=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+        xml=("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"), trigger="<tool_call>",
     ),
     CallFormat(
         "qwen3_coder", ("<tool_call>", "<function="), _parse_qwen3_coder, "<tool_call>\n<function={name}>\n",
         "</function>\n</tool_call>", "\n", control=("<tool_call>", "</tool_call>"),
-        xml=("<parameter=", ">\n", "\n</parameter>\n"),
+        xml=("<parameter=", ">\n", "\n</parameter>\n"), trigger="<tool_call>",
     ),
     CallFormat(
         "hermes", ("<tool_call>", '"name"'), _parse_hermes,
         '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>", "\n",
-        control=("<tool_call>", "</tool_call>"),
+        control=("<tool_call>", "</tool_call>"), trigger="<tool_call>",
     ),
     CallFormat(
         "llama3", ("<|start_header_id|>", '"parameters": '), _parse_llama3, '{"name": "{name}", "parameters": ', "}",

@@ -239,13 +239,13 @@ def test_forced_calls(name, visible):
         def piece(self, token):
             return super().piece(token) if token < 257 else b""
 
-    def answer(script: str, several: bool, seed: int = 0) -> tuple[str, str, list]:
+    def answer(script: str, several: bool, seed: int = 0, free: bool = False) -> tuple[str, str, list]:
         parts = SpecialTokens(control).split(script)
         model = ScriptModel(vocabulary=280)
         model.begin = b"prompt"
         model.script = [token for part in parts for token in ([part] if isinstance(part, int) else part.encode())]
         prefix = LarkWriter(control).before_answer(row.reasoning or THINK, False, "")
-        form = StructuredOutputs(grammar=row.grammar(tools, several, control), prefix=prefix)
+        form = StructuredOutputs(grammar=row.grammar(tools, several, control, free), prefix=prefix)
         params = SamplingParams(seed=seed, max_tokens=500, visible_tokens=names, structured_outputs=form)
         with Engine(model, Codec()) as engine:
             request = engine.submit("prompt", params)
@@ -257,7 +257,7 @@ def test_forced_calls(name, visible):
         if request.finish_reason == "stop":
             for each, arguments in calls:
                 jsonschema.validate(json.loads(arguments), tools[each])
-            assert calls and message["content"] is None
+            assert free or (calls and message["content"] is None)
         return written, str(request.finish_reason), calls
 
     first, argument, before, after, between, last = WRITTEN[name]
@@ -286,6 +286,13 @@ def test_forced_calls(name, visible):
         script = first + between.join(bodies) + last
         assert answer(script, several=True)[0].startswith(script)
         assert not answer(script, several=False)[0].startswith(script)
+    if row.trigger:  # calls in free text
+        script = "Text.\n" + first + between.join(bodies) + last
+        for each, count in ((script, 2), (script + "\nMore.", 2), ("Text.", 0)):
+            written, reason, calls = answer(each, True, free=True)
+            assert (written, reason, len(calls)) == (each, "stop", count)
+        written, _, calls = answer(script.replace("first", "third", 1), True, free=True)
+        assert written.startswith("Text.") and all(call in tools for call, _ in calls)
     if not row.xml:
         script = first + bodies[1]
         complete = [answer(script[: script.index("a < b")], False, seed)[1] == "stop" for seed in range(4)]

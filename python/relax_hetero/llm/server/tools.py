@@ -31,6 +31,7 @@ class Function(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     name: str = Field(pattern=r"^[a-zA-Z0-9_.\-]{1,128}$")
     parameters: dict[str, Any] | None = None
+    strict: bool | None = None
 
 
 class Tool(BaseModel):
@@ -235,7 +236,7 @@ class Answers:
         return AnswerMessages(parser, row)
 
     def form(self, form: StructuredOutputs | None) -> StructuredOutputs | None:
-        """Form of an answer: calls if they are forced, else `form`; reasoning may precede it.
+        """Form of an answer: calls if they are forced, else `form`, else calls of strict tools that the model begins.
 
         Parameters
         ----------
@@ -244,9 +245,15 @@ class Answers:
         """
         formats, use = self.formats, self.use
         content = "" if formats.calls is None else formats.calls.content
-        if use.forced and formats.calls is not None:
+        row, is_free = formats.calls, not use.forced
+        is_strict = form is None and any(tool.function.strict for tool in use.tools)
+        if row is not None and (use.forced or (is_strict and row.trigger)):
             tools = {name: schema for name, schema in use.schemas.items() if use.name in (None, name)}
-            grammar, content = formats.calls.grammar(tools, use.several, formats.control), ""
+            for tool in use.tools if is_free else ():
+                if not tool.function.strict:
+                    name = tool.function.name
+                    tools[name] = {**tools[name], "required": ()} if row.xml else {"type": "object"}
+            grammar, content = row.grammar(tools, use.several, formats.control, is_free), ""
             form = StructuredOutputs(grammar=grammar, location="tools")
         if form is None:
             return None

@@ -108,6 +108,18 @@ def test_forced_calls(ask):
         assert (calls, whole.message.reasoning_content) == ([["weather", '{"city": "Bonn"}']], "Hm")
 
 
+def test_strict_tools(ask):
+    strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
+    script = "Let me see.\n" + CALL.replace("Bonn", "Rome")
+    whole, calls = ask(script, tools=[strict, NOW])
+    assert whole.message.content == "Let me see." and json.loads(calls[0][1])["city"] in ("Bonn", "Ulm")
+    assert ask(script, tools=[WEATHER, NOW])[1] == [["weather", '{"city": "Rome"}']]
+    whole, calls = ask("Text < only.", tools=[strict])
+    assert (whole.message.content, calls, whole.finish_reason) == ("Text < only.", [], "stop")
+    now = '<tool_call>\n{"name": "now", "arguments": {"a": 1}}\n</tool_call>'  # not strict
+    assert ask(now, tools=[strict, NOW])[1] == [["now", '{"a": 1}']]
+
+
 def test_reasoning(ask):
     whole, _ = ask("<think>\nWhy?\n</think>\n\nSo.")
     assert (whole.message.reasoning_content, whole.message.content) == ("Why?", "So.")
