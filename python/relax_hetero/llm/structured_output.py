@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import RequestError
+from .errors import EngineClosedError, RequestError
 from .model import TokenizerProtocol
 from .special_tokens import control_tokens
 
@@ -250,9 +250,14 @@ class Grammars:
         ------
         RequestError
             If it is not a valid schema, expression or grammar, or the package llguidance is not installed.
+        EngineClosedError
+            After `close`.
         """
         matcher = self._compile(outputs.source, outputs.location).deep_copy()
-        return Constraint(matcher, self._vocabulary, self._pool, outputs.location)
+        try:
+            return Constraint(matcher, self._vocabulary, self._pool, outputs.location)
+        except RuntimeError as error:  # the threads have ended
+            raise EngineClosedError("the engine was closed") from error
 
     def close(self) -> None:
         """End the threads."""

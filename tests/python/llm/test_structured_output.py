@@ -12,7 +12,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 from llm.toy_model import EOS, LookAheadToyModel, ToyCodec, ToyModel, alone  # noqa: E402
-from relax_hetero.llm import Engine, RequestError, SamplingParams, StructuredOutputs, sample  # noqa: E402
+from relax_hetero.llm import Engine, EngineClosedError, RequestError, SamplingParams, StructuredOutputs, sample  # noqa: E402
 from relax_hetero.llm.sampling import History  # noqa: E402
 from relax_hetero.llm.structured_output import Grammars  # noqa: E402
 
@@ -144,6 +144,13 @@ def test_an_expression_that_grows_too_large_ends_its_own_request():
         assert other.result(60) == "yes"
         with pytest.raises(RequestError, match="too many expressions"):
             large.result(60)
+
+
+def test_a_closed_engine():
+    with Engine(ToyModel(), CODEC) as engine:
+        pass
+    with pytest.raises(EngineClosedError):
+        engine.submit("a", SamplingParams(structured_outputs=StructuredOutputs(choice=["yes"])))
 
 
 def test_masks_are_those_of_the_form():
