@@ -286,13 +286,17 @@ class CompiledModel:
         """Maximum number of tokens of one call of `prefill_logits`."""
         if self._has_all_logits:
             return self.chunk
-        return self._batches[-1] if all(map(is_host, self.machine.devices)) else 1
+        return max(self.decode_rows, 1)
+
+    @property
+    def decode_rows(self) -> int:
+        """See `MultiRowModel`: on CPUs, all rows write their keys before any is computed."""
+        return self._batches[-1] if all(map(is_host, self.machine.devices)) else 0
 
     def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
         """Append tokens to a sequence, and return the logits of all of them.
 
-        A module made with ``all_logits=True`` prefills them. Others decode them: on CPUs as rows of one call, since
-        all rows write their keys there before any is computed.
+        A module made with ``all_logits=True`` prefills them; others decode them, on CPUs as rows of one call.
 
         Parameters
         ----------
@@ -313,11 +317,7 @@ class CompiledModel:
         """
         if self._has_all_logits:
             return self.prefill(slot, tokens, all_logits=True)
-        count, length = len(tokens), self.cache.length(slot)
-        rows = next(rows for rows in self._batches if rows >= count)
-        self.cache.extend(slot, count)
-        results = self._call(f"decode_{rows}", tokens, length + np.arange(count), [slot] * count, 0)
-        return self._to_host(f"decode_{rows}", results[0])[:count]
+        return self.decode([slot] * len(tokens), [int(token) for token in tokens])
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
         """Append one token to each of several sequences.
@@ -325,9 +325,9 @@ class CompiledModel:
         Parameters
         ----------
         slots : sequence of int
-            Slots of the sequences, each once.
+            Slots of the sequences, each once, or several times if `decode_rows` allows it.
         tokens : sequence of int
-            Token of each sequence.
+            Token of each row.
 
         Returns
         -------
@@ -363,12 +363,13 @@ class CompiledModel:
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
-        lengths = [self.cache.length(slot) for slot in slots]
+        before = {slot: self.cache.length(slot) for slot in slots}
+        lengths = [before[slot] + slots[:row].count(slot) for row, slot in enumerate(slots)]
         max_batch = self._batches[-1]
         calls: list[DecodeCall] = []
         try:
-            for slot in slots:
-                self.cache.extend(slot, 1)
+            for slot in before:
+                self.cache.extend(slot, slots.count(slot))
             for begin in range(0, len(slots), max_batch):
                 batch = slice(begin, min(begin + max_batch, len(slots)))
                 count = batch.stop - batch.start
@@ -377,7 +378,7 @@ class CompiledModel:
                 results = self._call(f"decode_{rows}", fed, lengths[batch], slots[batch], 0)
                 calls.append(DecodeCall(f"decode_{rows}", count, *results))
         except BaseException:
-            for slot, length in zip(slots, lengths, strict=True):
+            for slot, length in before.items():
                 self.cache.truncate(slot, length)
             raise
         return calls

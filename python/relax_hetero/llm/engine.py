@@ -46,6 +46,8 @@ class Statistics:
         Tokens that were generated.
     preempted : int
         Number of preemptions, in which a request gives its pages to an older one.
+    drafted, accepted : int
+        Tokens that were drafted by prompt look-up, and those of them that were right.
     cached_tokens : int
         Tokens in the cache now.
     tokens_per_second : float
@@ -61,6 +63,8 @@ class Statistics:
     reused_tokens: int
     tokens: int
     preempted: int
+    drafted: int
+    accepted: int
     cached_tokens: int
     tokens_per_second: float
     ttft_seconds: float
@@ -112,6 +116,8 @@ class Engine:
         Maximum number of requests that wait for a slot.
     prefixes : int
         Maximum number of finished sequences in the prefix cache; 0 turns it off.
+    prompt_lookup : bool
+        Whether texts that repeat themselves or their prompt take fewer steps, where this pays (`MultiRowModel`).
 
     Examples
     --------
@@ -121,13 +127,19 @@ class Engine:
     """
 
     def __init__(
-        self, model: Model, tokenizer: TokenizerProtocol, *, max_waiting: int = 256, prefixes: int = 8
+        self,
+        model: Model,
+        tokenizer: TokenizerProtocol,
+        *,
+        max_waiting: int = 256,
+        prefixes: int = 8,
+        prompt_lookup: bool = True,
     ) -> None:
         if max_waiting < 0 or prefixes < 0:
             raise HeteroError(f"expected no negative numbers, found max_waiting={max_waiting}, prefixes={prefixes}")
         self.model, self.tokenizer = model, tokenizer
         self._max_waiting = max_waiting
-        self._scheduler = Scheduler(model, prefixes)
+        self._scheduler = Scheduler(model, prefixes, prompt_lookup)
         self._grammars = Grammars(tokenizer, model.vocabulary)
         self._naming_tokenizer = lru_cache(8)(partial(NamingTokenizer, tokenizer))
         self._speed = Speed()
@@ -315,6 +327,8 @@ class Engine:
             reused_tokens=counts.reused_tokens,
             tokens=counts.tokens,
             preempted=counts.preempted,
+            drafted=counts.drafted,
+            accepted=counts.accepted,
             cached_tokens=load.cached_tokens,
             tokens_per_second=self._speed.mean(counts.tokens),
             ttft_seconds=sum(ttft) / len(ttft) if ttft else 0.0,

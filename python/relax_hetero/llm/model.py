@@ -206,6 +206,21 @@ class LookAheadModel(Model, Protocol):
 
 
 @runtime_checkable
+class MultiRowModel(Model, Protocol):
+    """A model whose decode steps may have several tokens of a sequence, with the bits of single steps.
+
+    Attributes
+    ----------
+    decode_rows : int
+        Maximum number of rows of a call of `decode` that gives a slot several times, for consecutive tokens; 0 if none
+        may.
+    """
+
+    @property
+    def decode_rows(self) -> int: ...  # noqa: D102
+
+
+@runtime_checkable
 class PromptLogitsModel(Model, Protocol):
     """A model that can return the logits of all tokens of a prompt.
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
 from ..errors import CacheError, HeteroError
-from .model import DecodeStep, LookAheadModel, Model, PromptLogitsModel
+from .model import DecodeStep, LookAheadModel, Model, MultiRowModel, PromptLogitsModel
 from .prefix_cache import Prefix, PrefixCache
+from .prompt_lookup import StepTimes
 from .request import FinishReason
 from .sequence import Sequence
 
@@ -32,6 +35,8 @@ class Counts:
         Tokens that were generated.
     preempted : int
         Number of preemptions.
+    drafted, accepted : int
+        Tokens that `PromptLookup` has drafted, and those of them that were right.
     finished : dict of str to int
         Number of requests that have ended, by reason.
     """
@@ -41,6 +46,8 @@ class Counts:
     reused_tokens: int = 0
     tokens: int = 0
     preempted: int = 0
+    drafted: int = 0
+    accepted: int = 0
 
     def __post_init__(self) -> None:
         self.finished: dict[FinishReason, int] = dict.fromkeys(("stop", "length", "cancelled", "error"), 0)
@@ -98,6 +105,9 @@ class Scheduler:
     If all running requests are greedy and no other can begin, the next decode step is enqueued before the tokens of the
     last one are awaited and handed out (`LookAheadModel`). Only requests that are still running get its tokens.
 
+    Steps of few requests may have rows for drafts of their next tokens (`PromptLookup`). Rows after a wrong one are
+    dropped.
+
     Not thread-safe.
 
     Parameters
@@ -106,9 +116,11 @@ class Scheduler:
         Model, whose cache only this scheduler uses.
     prefixes : int
         Maximum number of finished sequences in the prefix cache.
+    prompt_lookup : bool
+        Whether steps may have rows for drafts.
     """
 
-    def __init__(self, model: Model, prefixes: int = 8) -> None:
+    def __init__(self, model: Model, prefixes: int = 8, prompt_lookup: bool = True) -> None:
         self.counts = Counts()
         self._model, self._cache = model, model.cache
         self._prefix_cache = PrefixCache(model.cache, prefixes)
@@ -118,6 +130,10 @@ class Scheduler:
         self._cache_full = False  # no request is admitted until one has ended
         self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
         self._ahead: StepAhead | None = None
+        self._decode_rows = 0
+        if isinstance(model, MultiRowModel) and prompt_lookup and self._look_ahead is None:
+            self._decode_rows = model.decode_rows
+        self._times = StepTimes()
         self._prompt_logits = model if isinstance(model, PromptLogitsModel) else None
 
     def load(self) -> Load:
@@ -255,30 +271,65 @@ class Scheduler:
                 self._accept(sequence, logits)
 
     def _decode(self) -> None:
-        """Decode one token of each running request."""
+        """Decode one token of each running request, or more where drafts are right."""
+        may_draft = True
         while self._running:
             batch = list(self._running)
+            fed = self._fed_tokens(batch, may_draft)
             try:
-                results = self._decode_batch(batch)
+                results = self._decode_batch(batch, fed)
             except CacheError as error:
-                self._recover_from_full_cache(batch, error)
+                if any(len(tokens) > 1 for tokens in fed):  # drafts must not cost anybody's pages
+                    self._roll_back(batch)
+                    may_draft = False
+                else:
+                    self._recover_from_full_cache(batch, error)
                 continue
             except Exception:
                 self._drop_step_ahead()
                 self._roll_back(batch)
                 self._decode_each(batch)
                 return
-            for sequence, result in zip(batch, results, strict=True):
-                sequence.cached += 1
-                self._accept(sequence, result)
+            rows = iter(results)
+            for sequence, tokens in zip(batch, fed, strict=True):
+                self._accept_rows(sequence, tokens, list(islice(rows, len(tokens))))
             return
 
-    def _decode_batch(self, batch: list[Sequence]) -> Iterable[np.ndarray | int]:
+    def _fed_tokens(self, batch: list[Sequence], may_draft: bool) -> list[list[int]]:
+        """Tokens of each sequence that a decode step computes: the first that is not in the cache, and a draft."""
+        fed = [[sequence.tokens[sequence.cached]] for sequence in batch]
+        limit = self._decode_rows // len(batch) - 1
+        for sequence, tokens in zip(batch, fed, strict=True):
+            if may_draft and limit > 0 and sequence.cached + 1 == len(sequence.tokens):
+                tokens += sequence.lookup.draft(min(limit, sequence.remaining - 1), len(batch), self._times)
+        return fed
+
+    def _accept_rows(self, sequence: Sequence, tokens: list[int], rows: list[np.ndarray | int]) -> None:
+        """Accept the results of tokens up to the first that is not the sequence's, and drop those after it."""
+        before = sequence.cached
+        for token, row in zip(tokens, rows, strict=True):
+            is_next = sequence.cached < len(sequence.tokens) and sequence.tokens[sequence.cached] == token
+            if sequence.slot is None or not is_next:
+                break
+            sequence.cached += 1
+            self._accept(sequence, row)
+        if len(tokens) > 1:
+            accepted = max(sequence.cached - before - 1, 0)
+            if sequence.slot is not None:
+                self._roll_back([sequence])
+                sequence.lookup.update(len(tokens) - 1, accepted)
+            self.counts.drafted += len(tokens) - 1
+            self.counts.accepted += accepted
+
+    def _decode_batch(self, batch: list[Sequence], fed: list[list[int]]) -> Iterable[np.ndarray | int]:
         """Logits of a decode step, or its tokens if all sequences are greedy and the model looks ahead."""
-        slots, tokens = _decode_arguments(batch)
+        slots, tokens = _decode_arguments(batch, fed)
         model = self._look_ahead
         if model is None or any(sequence.needs_logits for sequence in batch):
-            return self._model.decode(slots, tokens)
+            begin = time.perf_counter()
+            logits = self._model.decode(slots, tokens)
+            self._times.update(len(tokens), time.perf_counter() - begin)
+            return logits
         step = self._ahead or StepAhead(batch, model.begin_decode(slots, tokens))
         self._ahead = None
         if step.sequences == batch and self._will_repeat(batch):
@@ -307,7 +358,7 @@ class Scheduler:
         """Decode one by one after an error, so that only requests that cause it end."""
         for sequence in batch:
             try:
-                row = self._model.decode(*_decode_arguments([sequence]))[0]
+                row = self._model.decode(*_decode_arguments([sequence], self._fed_tokens([sequence], False)))[0]
             except CacheError:
                 self._roll_back([sequence])  # the next step tries again
             except Exception as error:
@@ -392,10 +443,11 @@ class Scheduler:
             self._waiting.remove(sequence)
 
 
-def _decode_arguments(batch: list[Sequence]) -> tuple[list[int], list[int]]:
-    """Slots of sequences, and of each the first token that is not in the cache."""
-    slots = [sequence.slot for sequence in batch if sequence.slot is not None]
-    return slots, [sequence.tokens[sequence.cached] for sequence in batch]
+def _decode_arguments(batch: list[Sequence], fed: list[list[int]]) -> tuple[list[int], list[int]]:
+    """Slots and tokens of the rows of a step, of which a sequence has as many as `fed` has tokens of it."""
+    pairs = zip(batch, fed, strict=True)
+    slots = [sequence.slot for sequence, tokens in pairs for _ in tokens if sequence.slot is not None]
+    return slots, [token for tokens in fed for token in tokens]
 
 
 def _wrap_error(error: Exception) -> HeteroError:

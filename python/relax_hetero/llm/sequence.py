@@ -8,6 +8,7 @@ import numpy as np
 
 from ..errors import HeteroError
 from .model import TokenizerProtocol
+from .prompt_lookup import PromptLookup
 from .request import FinishReason, Request
 from .sampling import History, TokenLogprob, logprob_of, sample
 from .structured_output import Constraint
@@ -40,6 +41,8 @@ class Sequence:
         Number of leading tokens that are in the cache.
     needs_logits : bool
         See `SamplingParams`.
+    lookup : PromptLookup
+        Drafts of its next tokens.
     needs_prompt_logits : bool
         Whether log-probabilities of the prompt's tokens are requested.
     """
@@ -60,6 +63,7 @@ class Sequence:
         self.needs_logits = params.needs_logits
         self._reused = 0
         self._constraint = constraint
+        self.lookup = PromptLookup(self.tokens)
         max_tokens = context if params.max_tokens is None else params.max_tokens
         self._max_tokens = min(context, len(self.tokens) + max_tokens)
         self.needs_prompt_logits = params.prompt_logprobs is not None

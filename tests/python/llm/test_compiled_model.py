@@ -262,7 +262,7 @@ def test_logits_that_are_not_finite_end_the_request(model, monkeypatch):
         return written(name, tokens, positions, slots, last)
 
     monkeypatch.setattr(compiled, "_inputs", poison)
-    with Engine(compiled, tokenizer) as engine:
+    with Engine(compiled, tokenizer, prompt_lookup=False) as engine:
         request = engine.submit(TOKENS[:60], SamplingParams(temperature=0, ignore_eos=True))
         with pytest.raises(rh.HeteroError, match="logits: found nan as the largest of 320"):
             request.result(60)

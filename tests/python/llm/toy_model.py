@@ -91,7 +91,10 @@ class ToyCache:
 
 
 class ToyModel:
-    """Model that writes letters, and sometimes the end; `on_step` is called with the slots of each call."""
+    """Model that writes letters, and sometimes the end; `on_step` is called with the slots of each call.
+
+    Its text repeats itself every `period` tokens, mostly; a call of `decode` may have `decode_rows` of one slot.
+    """
 
     def __init__(
         self,
@@ -104,12 +107,14 @@ class ToyModel:
         ends: bool = True,
         cache_slots: int | None = None,
         decodes_like_prefill: bool = True,
+        decode_rows: int = 0,
+        period: int = 0,
         on_step: Callable[[str, Sequence[int]], None] | None = None,
     ) -> None:
         self.slots, self.context, self.chunk, self.vocabulary = slots, context, chunk, vocabulary
         self.trained_context = 0
         self.cache = ToyCache(cache_slots or slots + 4, pages, window=window)
-        self.decodes_like_prefill = decodes_like_prefill
+        self.decodes_like_prefill, self.decode_rows, self._period = decodes_like_prefill, decode_rows, period
         self._ends, self._on_step = ends, on_step or (lambda kind, slots: None)
 
     def logits_of(self, tokens: Sequence[int]) -> np.ndarray:
@@ -119,6 +124,8 @@ class ToyModel:
             state = (state * 1_000_003 + token + 1) % (1 << 61)
         logits = np.random.Generator(np.random.PCG64(state)).standard_normal(self.vocabulary).astype(np.float32)
         logits[97:123] += 4
+        if self._period and len(tokens) % 29 > 3:  # repeats itself, with exceptions
+            logits[97 + len(tokens) % self._period] += 12
         logits[EOS] = 6 if self._ends and state % 37 == 0 else -20
         return logits
 
@@ -141,11 +148,14 @@ class ToyModel:
         return np.stack([self.prefill(slot, tokens[index : index + 1]) for index in range(len(tokens))])
 
     def decode(self, slots: Sequence[int], tokens: Sequence[int]) -> np.ndarray:
-        assert 1 <= len(slots) == len(tokens) <= self.slots
+        assert 1 <= len(slots) == len(tokens) <= max(self.slots, self.decode_rows)
+        assert self.decode_rows or len(set(slots)) == len(slots)
         self._on_step("decode", slots)
+        rows = []
         for slot, token in zip(slots, tokens, strict=True):
             self.cache.append(slot, [self.decoded(token)])
-        return np.stack([self.logits_of(self.cache.tokens[slot]) for slot in slots])
+            rows.append(self.logits_of(self.cache.tokens[slot]))
+        return np.stack(rows)
 
 
 class ScriptModel(ToyModel):

@@ -190,6 +190,8 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were computed",
     "reused_tokens": "Tokens of prompts that were in the cache already",
     "tokens": "Tokens that were written",
+    "drafted": "Tokens that were drafted by prompt look-up",
+    "accepted": "Drafted tokens that were right",
     "preempted": "Requests that were preempted: an older one took their pages",
 }
 
