@@ -137,6 +137,12 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "chat template.",
 )
 @click.option(
+    "--embedding-model",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    metavar="FILE",
+    help="GGUF file of an encoder, or of a language model, for /v1/embeddings.",
+)
+@click.option(
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
 )
 def serve_command(
@@ -149,6 +155,7 @@ def serve_command(
     prefixes: int,
     count_experts: Path | None,
     tool_format: str | None,
+    embedding_model: Path | None,
     replicas: int | None,
     **limit_values: Any,
 ) -> None:
@@ -171,6 +178,7 @@ def serve_command(
     def on_ready(url: str) -> None:
         stderr.print(f"{settings.name}: {url}/v1 (health: {url}/health, metrics: {url}/metrics)", markup=False)
 
+    loader = _Loader(model_options, limits.in_flight, prefixes, count_experts, embedding_model)
     if replicas is not None:
         if port == 0:
             raise click.UsageError("--replicas needs a --port other than 0")
@@ -178,14 +186,14 @@ def serve_command(
             raise click.UsageError("--count-experts counts in one process; expected it without --replicas")
         from ..llm.server.replicas import run_replicas
 
-        run_replicas(_Loader(model_options, limits.in_flight, prefixes), settings, replicas, host, port, on_ready)
+        run_replicas(loader, settings, replicas, host, port, on_ready)
         return
     from ..llm.server.serve import serve
 
-    model = _Loader(model_options, limits.in_flight, prefixes, count_experts)()
+    model = loader()
     try:
         with model["engine"] as engine:
-            serve(engine, settings, model["template"], host, port, on_ready)
+            serve(engine, settings, model["template"], host, port, on_ready, model["encoder"])
     finally:
         if count_experts is not None:
             model["counts"].write()
@@ -195,10 +203,15 @@ class _Loader:
     """Makes an engine and a chat template, in this process or in a replica; can be pickled."""
 
     def __init__(
-        self, model_options: LanguageModelOptions, in_flight: int, prefixes: int, count_experts: Path | None = None
+        self,
+        model_options: LanguageModelOptions,
+        in_flight: int,
+        prefixes: int,
+        count_experts: Path | None,
+        embedding_model: Path | None,
     ) -> None:
         self._model_options, self._in_flight, self._prefixes = model_options, in_flight, prefixes
-        self._count_experts = count_experts
+        self._count_experts, self._embedding_model = count_experts, embedding_model
 
     def __call__(self) -> Mapping[str, Any]:
         from ..llm import Engine
@@ -210,7 +223,17 @@ class _Loader:
         # Room for all choices of all requests in flight.
         max_waiting = 16 * self._in_flight
         engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self._prefixes)
-        return {"engine": engine, "template": template, "counts": self._count_experts and model.expert_counts}
+        return {
+            "engine": engine,
+            "template": template,
+            "encoder": self._embedding_model and self._load_encoder(self._embedding_model),
+            "counts": self._count_experts and model.expert_counts,
+        }
+
+    def _load_encoder(self, path: Path) -> Any:
+        import relax_hetero.llm as llm
+
+        return llm.Encoder(path, self._model_options.vdevices)  # type: ignore[attr-defined]
 
 
 def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer) -> ChatTemplate:

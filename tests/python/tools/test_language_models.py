@@ -212,13 +212,13 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch, tmp_path):
     serve = run.serve
     address: list[str] = []
 
-    def watched(engine, settings, template, host, port, on_ready):
+    def watched(engine, settings, template, host, port, on_ready, encoder):
         def told(url: str) -> None:
             on_ready(url)
             address.append(url)
             ready.set()
 
-        serve(engine, settings, template, host, port, told)
+        serve(engine, settings, template, host, port, told, encoder)
 
     monkeypatch.setattr(run, "serve", watched)
     results = []

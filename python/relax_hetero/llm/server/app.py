@@ -36,6 +36,7 @@ from ..special_tokens import control_tokens
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .chat_messages import render_chat
+from .embeddings import EmbeddingBody, EncoderProtocol, embed
 from .guard import Guard
 from .limits import Limits
 from .responses import ChatResponses, Choices, CompletionResponses, ResponseFormat, wait_for_disconnect
@@ -306,7 +307,12 @@ class Settings:
                 )
 
 
-def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None = None) -> ASGIApp:
+def make_app(
+    engine: Engine,
+    settings: Settings,
+    template: ChatTemplate | None = None,
+    encoder: EncoderProtocol | None = None,
+) -> ASGIApp:
     """Make the application, for any ASGI server.
 
     Parameters
@@ -317,8 +323,10 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
         Settings of the server.
     template : ChatTemplate, optional
         Chat template; without one, or if it has a `fault`, ``/v1/chat/completions`` answers with an error.
+    encoder : EncoderProtocol, optional
+        Model of ``/v1/embeddings``, such as an `Encoder`; without one, it answers with an error.
     """
-    server = _Server(engine, settings, template)
+    server = _Server(engine, settings, template, encoder)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
     app.add_api_route("/v1/models", server.models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", server.model, methods=["GET"])
@@ -343,7 +351,14 @@ def make_app(engine: Engine, settings: Settings, template: ChatTemplate | None =
 
 
 class _Server:
-    def __init__(self, engine: Engine, settings: Settings, template: ChatTemplate | None) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        settings: Settings,
+        template: ChatTemplate | None,
+        encoder: EncoderProtocol | None,
+    ) -> None:
+        self._encoder, self._encoder_thread = encoder, ThreadPoolExecutor(1, "relax_hetero.llm embeddings")
         self._engine, self._settings, self._template = engine, settings, template
         self._limits, self._metrics = settings.limits, Metrics(engine)
         self._formats = (
@@ -441,9 +456,14 @@ class _Server:
         values = {**body.tool_use.template_values, **body.template_values}
         return messages, render_chat(self._template, messages, values, body.continues)
 
-    async def embed(self) -> Response:
-        """Refuse, since decoders have no function for embeddings."""
-        raise ApiError(501, "embeddings: the model has no function for them, expected an encoder", code="not_supported")
+    async def embed(self, body: EmbeddingBody) -> dict[str, Any]:
+        """Embeddings of texts, one request at a time."""
+        encoder = self._encoder
+        if encoder is None:
+            message = "embeddings: found no encoder, expected the server's option --embedding-model"
+            raise ApiError(501, message, code="not_supported")
+        self._check_model(body.model)
+        return await self._in_thread(lambda: embed(encoder, body, self._settings.name), self._encoder_thread)
 
     async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
         """Tokens of a text or a conversation, in the forms of vLLM and of llama.cpp's server."""
@@ -473,10 +493,10 @@ class _Server:
         messages, prompt = self._render(body)
         return self._engine.tokenizer.encode(prompt)
 
-    async def _in_thread(self, function: Callable[[], _T]) -> _T:
+    async def _in_thread(self, function: Callable[[], _T], threads: ThreadPoolExecutor | None = None) -> _T:
         """Run a function that would block the event loop."""
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, function)
+            return await asyncio.get_running_loop().run_in_executor(threads or self._tokenizer_threads, function)
         except ApiError:
             raise
         except Exception as error:

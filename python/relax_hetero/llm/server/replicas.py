@@ -30,7 +30,7 @@ def run_replicas(
     Parameters
     ----------
     load : callable
-        Called in each replica; returns its `engine` and chat `template`.
+        Called in each replica; returns its `engine`, chat `template` and, optionally, `encoder`.
     settings : Settings
         Settings of the server.
     replicas : int
@@ -49,7 +49,7 @@ def run_replicas(
 
     def build() -> ASGIApp:
         model = load()
-        return make_app(model["engine"], settings, model["template"])
+        return make_app(model["engine"], settings, model["template"], model.get("encoder"))
 
     deployment = serve.deployment(serve.ingress(build)()).options(
         name=NAME,

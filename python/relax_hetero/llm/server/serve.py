@@ -20,6 +20,7 @@ from ..chat_template import ChatTemplate
 from ..engine import Engine
 from .api_errors import ApiError
 from .app import Settings, make_app
+from .embeddings import EncoderProtocol
 from .limits import Limits
 
 _OTHER_FILES = 128
@@ -209,10 +210,11 @@ def make_server(
     host: str = "127.0.0.1",
     port: int = 8000,
     log_level: str = "info",
+    encoder: EncoderProtocol | None = None,
 ) -> uvicorn.Server:
     """Make a server; its ``run`` listens, and setting ``should_exit`` stops it from another thread."""
     config = uvicorn.Config(
-        make_app(engine, settings, template),
+        make_app(engine, settings, template, encoder),
         host=host,
         port=port,
         log_level=log_level,
@@ -234,6 +236,7 @@ def serve(
     host: str = "127.0.0.1",
     port: int = 8000,
     on_ready: Callable[[str], None] | None = None,
+    encoder: EncoderProtocol | None = None,
 ) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
@@ -249,6 +252,8 @@ def serve(
         Address to listen on; port 0 for any free port.
     on_ready : callable, optional
         Called with the URL once the server listens.
+    encoder : EncoderProtocol, optional
+        Model of ``/v1/embeddings``.
 
     Raises
     ------
@@ -259,7 +264,7 @@ def serve(
         address, actual_port = listener.getsockname()[:2]
         if on_ready is not None:
             on_ready(f"http://{f'[{address}]' if ':' in address else address}:{actual_port}")
-        make_server(engine, settings, template, host, port).run(sockets=[listener])
+        make_server(engine, settings, template, host, port, encoder=encoder).run(sockets=[listener])
 
 
 def _listen(host: str, port: int) -> socket.socket:

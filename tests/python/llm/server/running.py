@@ -46,10 +46,10 @@ def running(engine: Engine, **settings) -> Iterator[Server]:
 
     limits = settings.pop("limits", Limits())
     module.make_server = make
-    template = ChatTemplate(settings.pop("template", TEMPLATE))
+    template, encoder = ChatTemplate(settings.pop("template", TEMPLATE)), settings.pop("encoder", None)
     work = threading.Thread(
         target=serve,
-        args=(engine, Settings("toy", limits=limits, **settings), template, "127.0.0.1", 0, on_ready),
+        args=(engine, Settings("toy", limits=limits, **settings), template, "127.0.0.1", 0, on_ready, encoder),
     )
     try:
         work.start()

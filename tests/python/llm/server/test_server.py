@@ -18,7 +18,7 @@ pytest.importorskip("fastapi")
 from llm.server.running import Server, running  # noqa: E402
 from llm.toy_model import EOS, ToyCodec, ToyModel, alone  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
-from relax_hetero.llm import ChatTemplate, Engine, SamplingParams  # noqa: E402
+from relax_hetero.llm import ChatTemplate, Engine, RequestError, SamplingParams  # noqa: E402
 from relax_hetero.llm.server import app, serve  # noqa: E402
 from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
@@ -301,7 +301,41 @@ def test_bodies_that_are_not_requests(http, content):
 
 def test_embeddings_of_a_decoder(http):
     answer = http.post("/v1/embeddings", json={"input": "a"})
-    assert answer.status_code == 501 and "expected an encoder" in answer.json()["error"]["message"]
+    assert answer.status_code == 501 and "--embedding-model" in answer.json()["error"]["message"]
+
+
+class Histogram:
+    """An encoder that counts letters."""
+
+    tokenizer = CODEC
+
+    def embed_tokens(self, tokens):
+        if not tokens:
+            raise RequestError("a text has 0 tokens, expected 1 to 9")
+        return np.bincount(tokens, minlength=256).astype(np.float32)
+
+
+def test_embeddings():
+    with running(Engine(ToyModel(), CODEC), encoder=Histogram()) as server:
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+            for options in ({}, {"encoding_format": "float"}):  # the client's default is base64
+                answer = client.embeddings.create(model="toy", input=["aab", "b"], **options)
+                assert answer.usage.prompt_tokens == 4 and [each.index for each in answer.data] == [0, 1]
+                assert np.array(answer.data[0].embedding)[[97, 98]] == pytest.approx(np.array([2, 1]) / 5**0.5)
+            for tokens in ([97, 98], [[97, 98]]):
+                assert client.embeddings.create(model="toy", input=tokens).data[0].embedding[97] == pytest.approx(
+                    0.5**0.5
+                )
+            for bad, message in (
+                ({"input": ""}, "0 tokens"),
+                ({"input": []}, "found 0 texts"),
+                ({"input": "a", "dimensions": 3}, "found 3, expected the model's 256"),
+                ({"input": "a", "model": "other"}, "expected 'toy'"),
+                ({"input": 3}, "input"),
+            ):
+                body = {"model": "toy", **bad}
+                answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+                assert answer.status_code in (400, 404) and message in answer.json()["error"]["message"]
 
 
 def test_a_body_of_another_type_is_refused(http):

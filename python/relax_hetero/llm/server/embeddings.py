@@ -1,0 +1,100 @@
+"""``/v1/embeddings`` over an encoder."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Protocol
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import RequestError
+from ..model import TokenizerProtocol
+from .api_errors import ApiError
+
+_Tokens = Annotated[list[int], Field(min_length=1)]
+_MAX_INPUTS = 2048
+
+
+class EncoderProtocol(Protocol):
+    """An encoder as the server uses it, one call at a time.
+
+    Attributes
+    ----------
+    tokenizer : TokenizerProtocol
+        Tokenizer of the model.
+    """
+
+    @property
+    def tokenizer(self) -> TokenizerProtocol: ...  # noqa: D102
+
+    def embed_tokens(self, tokens: Sequence[int]) -> np.ndarray:
+        """Embedding of a text, (embedding_size,) of any length.
+
+        Parameters
+        ----------
+        tokens : sequence of int
+            Tokens of the text.
+        """
+
+
+class EmbeddingBody(BaseModel):
+    """Request to ``/v1/embeddings``."""
+
+    model_config = ConfigDict(strict=True)
+    input: str | _Tokens | list[str] | list[_Tokens]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = None
+
+    @property
+    def inputs(self) -> list[str | list[int]]:
+        """Texts or tokens.
+
+        Raises
+        ------
+        ApiError
+            If there are none, or too many.
+        """
+        is_one = isinstance(self.input, str) or (len(self.input) > 0 and isinstance(self.input[0], int))
+        inputs: list[Any] = [self.input] if is_one else list(self.input)
+        if not 1 <= len(inputs) <= _MAX_INPUTS:
+            raise ApiError(400, f"input: found {len(inputs)} texts, expected 1 to {_MAX_INPUTS}", "input")
+        return inputs
+
+
+def embed(encoder: EncoderProtocol, body: EmbeddingBody, model: str) -> dict[str, Any]:
+    """Compute the answer: embeddings of length 1.
+
+    Parameters
+    ----------
+    encoder : EncoderProtocol
+        Encoder.
+    body : EmbeddingBody
+        Request.
+    model : str
+        Name of the model in the answer.
+
+    Raises
+    ------
+    ApiError, RequestError
+        If a text is empty, too long or not Unicode, or other `dimensions` than the model's are asked for.
+    """
+    data, count = [], 0
+    for index, text in enumerate(body.inputs):
+        try:
+            tokens = encoder.tokenizer.encode(text, special=False) if isinstance(text, str) else text
+        except UnicodeEncodeError as error:
+            raise RequestError("input: found half of a pair of surrogates, expected Unicode text") from error
+        vector = np.asarray(encoder.embed_tokens(tokens), np.float32)
+        if body.dimensions not in (None, vector.size):
+            found = f"found {body.dimensions}, expected the model's {vector.size}"
+            raise ApiError(400, f"dimensions: {found}", "dimensions")
+        vector = vector / max(float(np.linalg.norm(vector)), float(np.finfo(np.float32).tiny))
+        is_text = body.encoding_format == "base64"
+        embedding = base64.b64encode(vector.astype("<f4").tobytes()).decode() if is_text else vector.tolist()
+        data.append({"object": "embedding", "index": index, "embedding": embedding})
+        count += len(tokens)
+    usage = {"prompt_tokens": count, "total_tokens": count}
+    return {"object": "list", "data": data, "model": model, "usage": usage}
