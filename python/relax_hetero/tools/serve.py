@@ -233,7 +233,7 @@ class _Loader:
     def _load_encoder(self, path: Path) -> Any:
         import relax_hetero.llm as llm
 
-        return llm.Encoder(path, self._model_options.vdevices)  # type: ignore[attr-defined]
+        return llm.Encoder(path, self._model_options.vdevices)
 
 
 def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer) -> ChatTemplate:
