@@ -163,7 +163,7 @@ _MAX_ZERO_POINT = 127
 """The highest zero point that kernels subtract from 4-bit weights before they multiply."""
 
 
-_PART_TYPES = {"float16": "float16", "e8m0": "uint8", "e4m3": "uint8", "int8": "int8"}
+_PART_TYPES = {"float16": "float16", "float32": "float32", "e8m0": "uint8", "e4m3": "uint8", "int8": "int8"}
 """Element types of scales in fragments, by their kinds in a file."""
 
 

@@ -173,7 +173,7 @@ _POST_NORMS = replace(_SANDWICH, attention="", feed_forward="")
 _GLM_NORMS = Norms(feed_forward="post_attention_norm")
 _LAYER_NORMS = Norms("layer")
 _ONE_LAYER_NORM = Norms("layer", feed_forward="attn_norm", heads="own")
-_GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0, "attention.scale": 0.0}
+_GRANITE_SCALES = {"embedding_scale": 1.0, "residual_scale": 1.0, "logit_scale": 1.0}
 
 _LLAMA = Architecture("pairs", trained_type="float16", optional=(*_ANY_BIASES, *_QKV))
 _LLAMA_BF16 = replace(_LLAMA, trained_type="bfloat16")

@@ -15,7 +15,8 @@ import mmap
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -195,7 +196,7 @@ _NEWER_TYPES = {40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 1
 """Types that some versions of the package gguf lack: number, name, elements and bytes of a block."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FileTensor:
     """A tensor of a file.
 
@@ -215,10 +216,50 @@ class FileTensor:
     type: str
     data: np.ndarray
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return self.data.nbytes
+
+    def renamed(self, name: str) -> FileTensor:
+        """The tensor with another name."""
+        tensor = copy(self)
+        tensor.__dict__["name"] = name  # the class is frozen
+        return tensor
+
+
+class LazyTensor(FileTensor):
+    """A tensor whose data is made each time that it is read, such as a stack of experts.
+
+    Parameters
+    ----------
+    name, shape, type
+        As in `FileTensor`.
+    nbytes : int
+        Bytes of the data.
+    read : callable
+        Function that makes the data.
+    """
+
+    def __init__(
+        self, name: str, shape: tuple[int, ...], type: str, nbytes: int, read: Callable[[], np.ndarray]
+    ) -> None:
+        self.__dict__.update(name=name, shape=shape, type=type, _nbytes=nbytes, _read=read)  # the base is frozen
+
+    @property
+    def data(self) -> np.ndarray:  # type: ignore[override]
+        """The data; see `FileTensor`."""
+        return self._read()  # type: ignore[attr-defined, no-any-return]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return self._nbytes  # type: ignore[attr-defined, no-any-return]
+
 
 @dataclass(frozen=True)
 class GgufFile:
-    """An open file.
+    """An open file, or a folder of Hugging Face as one (`frontend.hub`).
 
     Attributes
     ----------
@@ -227,19 +268,20 @@ class GgufFile:
         Metadata by key.
     tensors : dict
         Tensors by name.
-    mapped : mmap.mmap
-        The file's bytes, which tensors refer to.
+    mapped : tuple of mmap.mmap
+        The bytes of the file, or of each file of a folder, which tensors refer to.
     """
 
     path: Path
     fields: dict[str, Any]
     tensors: dict[str, FileTensor]
-    mapped: mmap.mmap
+    mapped: tuple[mmap.mmap, ...]
 
     def release_pages(self) -> None:
         """Let the system take back the memory of the file's bytes, which it reads again if they are used."""
-        if hasattr(self.mapped, "madvise"):
-            self.mapped.madvise(mmap.MADV_DONTNEED)
+        for mapped in self.mapped:
+            if hasattr(mapped, "madvise"):
+                mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
@@ -275,7 +317,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     fields = {"GGUF.version": version, "GGUF.tensor_count": tensors, "GGUF.kv_count": keys}
     fields |= read_metadata(reader, keys)
     alignment = fields.get("general.alignment", _DEFAULT_ALIGNMENT)
-    return GgufFile(Path(path), fields, _read_tensors(reader, tensors, alignment), mapped)
+    return GgufFile(Path(path), fields, _read_tensors(reader, tensors, alignment), (mapped,))
 
 
 def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileTensor]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import FrontendError
 from ...tir.routing import ROUTING_KINDS, RoutingProblem
-from .architectures import ARCHITECTURES, LONG_ROPE, Architecture
+from .architectures import ARCHITECTURES, LONG_ROPE, Architecture, Windows
 
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _YARN_TURNS = (("slow", 1.0), ("fast", 32.0))
@@ -336,7 +336,9 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
         residual_scale=scales.get("residual_scale", 1.0),
         logit_scale=logit_scale if architecture.multiplies_logits else 1.0 / logit_scale,
-        attention_scale=_latent_scale(metadata, latent, yarn, factor) if latent else scales.get("attention.scale", 0.0),
+        attention_scale=_latent_scale(metadata, latent, yarn, factor)
+        if latent
+        else metadata.number("attention.scale", 0.0),
     )
     if model.heads % model.kv_heads:
         raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")
@@ -425,9 +427,12 @@ def _read_yarn(metadata: _Fields, rotary_size: int, base: float, factor: float) 
     has_magnitude = share > 0 and not is_scaled_later
     magnitude = _magnitude(factor) / _magnitude(factor, multiplier) if has_magnitude else 1.0
     slow, fast = (metadata.number(f"rope.scaling.yarn_beta_{key}", default, above=0.0) for key, default in _YARN_TURNS)
+    first, last = pair_of(fast), pair_of(slow)
+    if metadata.flag("rope.scaling.yarn_truncate", True):  # a key of folders: GGUF files do not state it
+        first, last = math.floor(first), math.ceil(last)
     return Yarn(
-        max(0.0, math.floor(pair_of(fast))),
-        min(rotary_size - 1.0, math.ceil(pair_of(slow))),
+        max(0.0, first),
+        min(rotary_size - 1.0, last),
         share,
         magnitude * math.prod(metadata.number(key, default) for key, default in _YARN_FACTORS.items()),
     )
@@ -481,7 +486,9 @@ def _read_temperature(metadata: _Fields) -> tuple[float, int]:
 
 def _read_windows(metadata: _Fields, architecture: Architecture, layers: int) -> tuple[int, ...]:
     """Window of each layer, from a list of layers with a window or from a period of layers."""
-    rule = architecture.windows
+    # Files of folders state each layer, as classes of transformers have windows where llama.cpp has none.
+    is_stated = isinstance(metadata.fields.get(f"{metadata.name}.attention.sliding_window_pattern"), list)
+    rule = architecture.windows or (Windows() if is_stated else None)
     window = metadata.count("attention.sliding_window", rule.length) if rule else 0
     if rule is None or not window:
         return (0,) * layers

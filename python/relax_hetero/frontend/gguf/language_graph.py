@@ -674,11 +674,18 @@ class LanguageFunction:
 
         Each use dequantizes into a variable of its own, because uses may be on different devices.
         """
-        data, block_format = self.weights.matrix(f"{tensor}.weight", shape, dtype)
-        if not block_format:
-            return data
-        bits, rows = self.activation_bits, self.row_kind
-        matrix = dequantize_blocks(data, depth=shape[-1], format=block_format, activation_bits=bits, rows=rows)
+        data, form = self.weights.matrix(f"{tensor}.weight", shape, dtype)
+        if form is None:
+            return data[0]
+        matrix = dequantize_blocks(
+            *data,
+            depth=shape[-1],
+            block=form.block,
+            bits=form.bits,
+            format=form.name if form.superblock_bytes else "",
+            activation_bits=self.activation_bits,
+            rows=self.row_kind,
+        )
         return self.emit(matrix, f"{name or tensor}.dequantized")
 
     def _cast(self, x: relax.Expr, dtype: str) -> relax.Expr:

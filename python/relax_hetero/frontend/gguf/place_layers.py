@@ -21,7 +21,7 @@ from typing import Any
 
 import tvm
 
-from ...encoding.block_formats import FILE_FORMATS, BlockFormat
+from ...encoding.block_formats import BlockFormat
 from ...encoding.block_panels import Panels
 from ...encoding.block_weights import BlockLayout, Fragments
 from ...encoding.pages import PAGE, page_bytes
@@ -38,7 +38,7 @@ from .hyperparameters import Hyperparameters
 from .part_costs import Part, Step, resident_bytes_of
 from .place_experts import ExpertLayer, ExpertPlan, expert_pairs, place_experts
 from .plan_layers import LayerPlan, PlanSearch
-from .weights import is_plain
+from .weights import format_of, is_plain
 
 _MAX_SPLIT_TIME = 0.99
 """Maximum time of a plan with experts of layers on several devices, as a fraction of that of one with whole layers."""
@@ -72,7 +72,7 @@ def _kept_format(tensor: FileTensor, layout: BlockLayout | None) -> BlockFormat 
     """Format of a tensor on a device; None for float32, as rows of embeddings are gathered, and in routers."""
     is_float32 = tensor.name.endswith(("token_embd.weight", "ffn_gate_inp.weight"))
     is_half = isinstance(layout, Fragments) and tensor.type == "F32" and not is_float32
-    form, shape = FILE_FORMATS.get("f16" if is_half else tensor.type.lower()), tensor.shape
+    form, shape = format_of("F16" if is_half else tensor.type), tensor.shape
     if form is None or len(shape) < 2 or layout is None or not layout.fits(form, shape[-1]):
         return None
     return form if len(shape) == 2 or layout.fits_matrices(shape[-2]) else None
@@ -105,7 +105,7 @@ def working_bytes(model: Hyperparameters, cache: PagedCache, vdevice: tvm.relax.
 
 def _bytes_of_copies(file: GgufFile) -> int:
     """Memory for copies of a CPU's experts: three matrices in the order of the CPU, and two in that of the GPU."""
-    return max((5 * tensor.data.nbytes for tensor in file.tensors.values() if "_exps.weight" in tensor.name), default=0)
+    return max((5 * tensor.nbytes for tensor in file.tensors.values() if "_exps.weight" in tensor.name), default=0)
 
 
 class LayerProblem:
@@ -350,7 +350,7 @@ class ModelParts:
         """The parts in execution order."""
         tensors = self._file.tensors
         table, is_tied = tensors["token_embd.weight"], "output.weight" not in tensors
-        output = replace(table, name="output.weight") if is_tied else tensors["output.weight"]
+        output = table.renamed("output.weight") if is_tied else tensors["output.weight"]
         layers = [part for layer in range(self._model.layers) for part in self._of_layer(layer)]
         return [self._embeddings(table, is_tied), *layers, self._part("output", 0, "output", [output])]
 

@@ -9,7 +9,7 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...encoding.block_formats import FILE_FORMATS, BlockFormat, dequantize_rows
+from ...encoding.block_formats import FILE_FORMATS, BlockFormat, block_format, dequantize_rows
 from ...errors import FrontendError
 from ...target.element_types import numpy_dtype
 from ...vm.device.tensors import share_or_copy
@@ -36,6 +36,7 @@ class Weights:
         self._expected_names = {*architecture.required, *(name for name in architecture.optional if name in names)}
         self._missing_names = {*architecture.optional} - names
         self._constants: dict[str, relax.Expr] = {}
+        self._block_constants: dict[str, list[relax.Expr]] = {}
         further = tuple(f"blk.{layer}." for layer in range(model.layers, model.layers + model.further_layers))
         # Scales of inputs are for activations of 4 bits.
         read = (name for name in file.tensors if not name.endswith(".input_scale"))
@@ -178,10 +179,13 @@ class Weights:
         """A vector, or an array of vectors, of float32."""
         return self._constant(name, lambda: self.numbers(name, shape))
 
-    def matrix(self, name: str, shape: Sequence[int], dtype: str = "float32") -> tuple[relax.Expr, str]:
-        """A matrix as a constant, and the block format of its bytes ("" for float32).
+    def matrix(
+        self, name: str, shape: Sequence[int], dtype: str = "float32"
+    ) -> tuple[list[relax.Expr], BlockFormat | None]:
+        """A matrix as constants, and their block format (None: a matrix of float32).
 
-        Axes before the last become one axis of rows. Unquantized numbers become `dtype`, unless that is float32.
+        Axes before the last become one axis of rows. Unquantized numbers become `dtype`, unless that is float32. The
+        constants are those of `dequantize_blocks`: bytes of a file's format, or integers, scales and zero points.
 
         Raises
         ------
@@ -190,22 +194,24 @@ class Weights:
         """
         tensor = self.tensor(name, shape)
         half = _HALF_FORMATS.get(dtype)
-        if half and _is_unquantized(tensor) and tensor.type.lower() != half:
-            return self._constant(f"{name}.{dtype}", lambda: _half_bytes(tensor, dtype, shape)), half
+        if half and is_unquantized(tensor) and tensor.type.lower() != half:
+            data = self._constant(f"{name}.{dtype}", lambda: _half_bytes(tensor, dtype, shape))
+            return [data], FILE_FORMATS[half]
         if tensor.type == "F32":
-            return self._constant(name, lambda: self.numbers(name, shape).reshape(-1, shape[-1])), ""
+            return [self._constant(name, lambda: self.numbers(name, shape).reshape(-1, shape[-1]))], None
         form = _format_of(tensor, self._file)
         rows = int(np.prod(shape[:-1]))
-        if name not in self._constants:
+        if name not in self._block_constants:
             data = np.ascontiguousarray(tensor.data).view("uint8").reshape(rows, -1)
             # A view of the mapped file if possible: the pass that packs it makes the only copy.
-            self._constants[name] = relax.const(share_or_copy(data))
-        return self._constants[name], form.name
+            arrays = [data] if form.superblock_bytes else split_integer_rows(data, form, shape[-1])
+            self._block_constants[name] = [relax.const(share_or_copy(array)) for array in arrays]
+        return self._block_constants[name], form
 
     def unquantized_matrix(self, name: str, shape: Sequence[int], dtype: str) -> relax.Expr | None:
         """An unquantized matrix as a constant of a 16-bit float type; None for block-quantized weights or float32."""
         tensor = self.tensor(name, shape)
-        if dtype == "float32" or not _is_unquantized(tensor):
+        if dtype == "float32" or not is_unquantized(tensor):
             return None
         return self._constant(f"{name}.{dtype}", lambda: _half_numbers(tensor, dtype).reshape(shape))
 
@@ -217,10 +223,32 @@ class Weights:
 
 def _format_of(tensor: FileTensor, file: GgufFile) -> BlockFormat:
     """The block format of a matrix; FrontendError if its type is unknown."""
-    if tensor.type.lower() not in FILE_FORMATS:
+    form = format_of(tensor.type)
+    if form is None:
         types = ", ".join(map(str.upper, ("f32", *FILE_FORMATS)))
         raise FrontendError(f"{file.path}: {tensor.name!r} is of type {tensor.type}, expected one of {types}")
-    return FILE_FORMATS[tensor.type.lower()]
+    return form
+
+
+def format_of(type_name: str) -> BlockFormat | None:
+    """The block format of a type: of GGUF files, or of rows that `integer_rows` makes; None for others."""
+    name = type_name.lower()
+    return FILE_FORMATS.get(name) or (block_format(name) if name.startswith("int") and "_" in name else None)
+
+
+def integer_rows(quants: np.ndarray, scales: np.ndarray, zeros: np.ndarray | None) -> np.ndarray:
+    """Rows of bytes of `integer_format`: packed integers, then scales as float32, then perhaps zero points as bytes."""
+    parts = [quants, np.ascontiguousarray(scales, "float32").view("uint8"), *([] if zeros is None else [zeros])]
+    return np.concatenate(parts, axis=1)
+
+
+def split_integer_rows(data: np.ndarray, form: BlockFormat, depth: int) -> list[np.ndarray]:
+    """The arrays that `integer_rows` joined, of rows of `depth` weights."""
+    blocks = depth // form.block
+    quants = depth * form.bits // 8
+    scales = np.ascontiguousarray(data[:, quants : quants + 4 * blocks]).view("float32")
+    zeros = [np.ascontiguousarray(data[:, quants + 4 * blocks :])] if form.minimum else []
+    return [np.ascontiguousarray(data[:, :quants]), scales, *zeros]
 
 
 def _strip_layer(name: str) -> str:
@@ -230,15 +258,16 @@ def _strip_layer(name: str) -> str:
 
 def is_plain(type_name: str) -> bool:
     """Return whether a type of a file is an unquantized 16-bit float."""
-    block_format = FILE_FORMATS.get(type_name.lower())
-    return block_format is not None and block_format.is_plain
+    form = format_of(type_name)
+    return form is not None and form.is_plain
 
 
 _HALF_FORMATS = {"float16": "f16", "bfloat16": "bf16"}
 """Block formats of 16-bit floats."""
 
 
-def _is_unquantized(tensor: FileTensor) -> bool:
+def is_unquantized(tensor: FileTensor) -> bool:
+    """Return whether a tensor's numbers are floats."""
     return tensor.type == "F32" or is_plain(tensor.type)
 
 
