@@ -21,15 +21,15 @@ _KINDS = {
     ),
     "safetensors": (
         "weights without a model",
-        "load the module that they belong to with PyTorch, and rh.from_torch imports that; or convert them to a GGUF "
-        "file (convert_hf_to_gguf.py of llama.cpp), which rh.llm.load reads",
+        "rh.llm.load reads the folder of a language model, with its config.json; or load their module with PyTorch, "
+        "and rh.from_torch imports that",
     ),
     "hub": (
         "a folder of Hugging Face",
-        "convert it to a GGUF file (convert_hf_to_gguf.py of llama.cpp), which rh.llm.load reads; or load its module "
-        "with transformers, and rh.from_torch imports that",
+        "rh.llm.load makes a language model of it; or load its module with transformers, and rh.from_torch imports "
+        "that",
     ),
-    "genai": ("a folder with an ONNX model", "rh.from_onnx and rh.llm.load_onnx read the model in it"),
+    "genai": ("a folder with an ONNX model", "rh.from_onnx and rh.llm.load read the model in it"),
     "saved": ("a saved language model", "rh.llm.load loads it"),
     "library": ("a shared library", "rh.load loads what Executable.export_library wrote"),
     "script": ("a Python file", "import it, and give the module (tvm.IRModule) that it defines"),
@@ -42,8 +42,8 @@ _KINDS = {
 }
 _READERS = {
     "rh.from_onnx": ("onnx",),
-    "rh.from_gguf": ("gguf",),
-    "rh.llm.load": ("gguf", "saved"),
+    "rh.from_gguf": ("gguf", "hub"),
+    "rh.llm.load": ("gguf", "saved", "hub", "genai"),
     "rh.load": ("library",),
     "rh.from_torch": ("torch",),
 }
@@ -123,7 +123,7 @@ def _kind_of_path(path: str | os.PathLike[str]) -> str | None:
     try:
         file = Path(path)
         if file.is_dir():
-            return _kind_of_folder({entry.name for entry in file.iterdir()})
+            return folder_kind(file)
         begin = b""
         if file.is_file():
             with file.open("rb") as opened:
@@ -139,9 +139,23 @@ def _kind_of_path(path: str | os.PathLike[str]) -> str | None:
     return _ENDINGS.get(file.suffix.lower())
 
 
-def _kind_of_folder(names: set[str]) -> str | None:
-    if "model.json" in names:
-        return "saved"
-    if "genai_config.json" in names or any(name.endswith(".onnx") for name in names):
-        return "genai"
-    return "hub" if "config.json" in names or any(name.endswith(".safetensors") for name in names) else None
+def folder_kind(path: str | os.PathLike[str]) -> str | None:
+    """Kind of a folder: "saved" by `rh.llm.save`, "genai" (an ONNX model), "hub" (of Hugging Face) or None."""
+    try:
+        names = {entry.name for entry in Path(path).iterdir()}
+    except (OSError, ValueError, TypeError):
+        return None
+    for kind, ends in _FOLDER_FILES:
+        if names.intersection(ends) or any(Path(name).suffix in ends for name in names):
+            return kind
+    return None
+
+
+_FOLDER_FILES = (
+    ("saved", ("model.json",)),
+    ("genai", ("genai_config.json",)),
+    ("hub", (".safetensors",)),
+    ("genai", (".onnx",)),
+    ("hub", ("config.json",)),
+)
+"""Kinds of folders, and names or suffixes of their files; the first kind that fits counts."""

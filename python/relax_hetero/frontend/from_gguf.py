@@ -16,13 +16,14 @@ from .auto.cost_model import CostModel
 from .gguf.activation_types import ActivationTypes, check_activations, trained_type
 from .gguf.encoder_graph import encoder_module
 from .gguf.expert_rules import split_rules
-from .gguf.file import GgufFile, read_gguf
+from .gguf.file import GgufFile
 from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
 from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
 from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
 from .gguf.weights import Weights
+from .language_model_files import read_language_model
 from .paged_cache import PagedCache
 from .place import place
 from .placed_import import check_placement, with_rule_reasons
@@ -51,12 +52,12 @@ def from_gguf(
     expert_counts: ExpertCountsSource | None = None,
     stream_experts: int | Literal["auto"] | None = "auto",
 ) -> tvm.IRModule:
-    """Import a language model of a GGUF file as a Relax module, placed over several devices if any are named.
+    """Import a language model as a Relax module, placed over several devices if any are named.
 
     Parameters
     ----------
     path : str, path or GgufFile
-        File, or the result of `read_gguf`.
+        GGUF file, folder of Hugging Face, or the result of `read_language_model`.
     vdevices : VDeviceEntry or iterable of VDeviceEntry, optional
         Devices, as in `from_onnx`.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
@@ -107,7 +108,7 @@ def from_gguf(
         one is not finite), and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
         With `count_experts`, counters follow the pages, ``expert_counts_N``, (experts,) of int32 for each layer with
         experts; each call adds to them in place, and returns them last.
-        Block-quantized weights are views of the mapped file, which must not change until the module is compiled.
+        Weights are views of the mapped file where possible, which must not change until the module is compiled.
         If `vdevices` are given, calls choose the number of pages; else it is what all sequences can fill.
 
     Raises
@@ -125,7 +126,7 @@ def from_gguf(
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     check_activations(activations)
     check_stream_experts(stream_experts)
-    file = path if isinstance(path, GgufFile) else read_gguf(path)
+    file = read_language_model(path)
     model = hyperparameters_of(file)
     if not model.is_causal:
         raise FrontendError(
@@ -192,7 +193,7 @@ def encoder_from_gguf(
     """
     devices = check_placement(vdevices, placement, None, "latency", None)
     check_activations(activations)
-    file = path if isinstance(path, GgufFile) else read_gguf(path)
+    file = read_language_model(path)
     model = hyperparameters_of(file)
     if model.latent or model.attention_softcap or "attn_sinks.weight" in model.architecture.required:
         raise FrontendError(f"{file.path}: {model.name} has an attention that rh.llm.Encoder does not compute")

@@ -24,6 +24,7 @@ from typing import Any
 
 from . import template_worker
 from .errors import RequestError, TokenizerError
+from .json_tokenizer import JsonTokenizer
 from .special_tokens import NONCHARACTERS, Prompt
 from .template_worker import (
     ANSWER,
@@ -126,12 +127,12 @@ class ChatTemplate:
         self._marks = _Marks([name for name in control_names if name], json.loads(answer), source)
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
+    def from_tokenizer(cls, tokenizer: Tokenizer | JsonTokenizer, source: str | None = None) -> ChatTemplate:
         """Make the template of a file, or one that fits its special tokens.
 
         Parameters
         ----------
-        tokenizer : Tokenizer
+        tokenizer : Tokenizer or JsonTokenizer
             Tokenizer with the file's template and special tokens.
         source : str, optional
             Template to use instead of the file's.
@@ -165,7 +166,7 @@ class ChatTemplate:
         return template
 
     @classmethod
-    def find(cls, tokenizer: Tokenizer, source: str | None = None) -> ChatTemplate:
+    def find(cls, tokenizer: Tokenizer | JsonTokenizer, source: str | None = None) -> ChatTemplate:
         """Make a template as `from_tokenizer` does, but keep an error as its `fault`, which `render` raises.
 
         Parameters

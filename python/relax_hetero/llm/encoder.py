@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import RequestError
+from .folder_tokenizer import load_tokenizer
+from .json_tokenizer import JsonTokenizer
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -25,7 +27,8 @@ class Encoder:
     Parameters
     ----------
     path : str or path
-        GGUF file. Its pooling is that of the file, else the mean for encoders and the last token for other models.
+        GGUF file or folder of Hugging Face. Its pooling is that of the file (in a folder, of its module for
+        sentence-transformers), else the mean for encoders and the last token for other models.
     vdevices, placement, activation_bits, activations
         As for `rh.from_gguf`; placement by rules.
     lengths : sequence of int, optional
@@ -35,7 +38,7 @@ class Encoder:
 
     Attributes
     ----------
-    tokenizer : Tokenizer
+    tokenizer : Tokenizer or JsonTokenizer
         Tokenizer of the file.
     lengths : tuple of int
         Maximum tokens of a text of each function, ascending.
@@ -59,11 +62,13 @@ class Encoder:
     ) -> None:
         from ..driver import compile as compile_module
         from ..frontend.from_gguf import encoder_from_gguf, hyperparameters_of
-        from ..frontend.gguf.file import read_gguf
+        from ..frontend.language_model_files import read_language_model
         from ..vm import VirtualMachine
 
-        file = read_gguf(path)
-        model, self.tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
+        file = read_language_model(path)
+        model = hyperparameters_of(file)
+        self.tokenizer: Tokenizer | JsonTokenizer
+        self.tokenizer = load_tokenizer(path) if os.path.isdir(path) else Tokenizer(file.fields)
         if lengths is None:
             lengths = sorted({min(length, model.context) for length in LENGTHS})
         self.lengths, self._pooling = tuple(sorted(set(lengths))), model.pooling

@@ -1,4 +1,4 @@
-"""`rh.llm.load`, `save` and `load_onnx`: compiled models from GGUF files, saved folders and ONNX decoders."""
+"""`rh.llm.load`, `save` and `load_onnx`: compiled models from GGUF files, folders and ONNX decoders."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import hashlib
 import json
 import logging
 import os
+import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..artifact.file_hints import describe_value, hint_of
+from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
 from ..encoding.pages import MANY_PAGES, PAGE
@@ -25,6 +26,8 @@ from ..target.vdevice import is_cpu
 from ..tir.routing import EXPERT_COUNTS
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
+from .folder_tokenizer import load_tokenizer
+from .json_tokenizer import JsonTokenizer
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -48,8 +51,23 @@ CONTEXT = 4096
 _log = logging.getLogger("relax_hetero")
 
 _LIBRARY, _DESCRIPTION, _TOKENIZER, _DIGESTS = "model.so", "model.json", "tokenizer.gguf", "files"
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "spiece.model",
+    "vocab.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+    "generation_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "genai_config.json",
+)
+"""Files that tokenizers of folders read."""
 # Bytes at the end of each file that are hashed (None: all); the end of a library holds checksums of its sections.
-_DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None}
+_DIGEST_BYTES = {_LIBRARY: 4096, _TOKENIZER: None, **dict.fromkeys(_TOKENIZER_FILES)}
 _DEFAULTS = {
     "batches": BATCHES,
     "chunks": None,
@@ -64,6 +82,8 @@ _DEFAULTS = {
     "stream_experts": "auto",
 }
 """Default options of GGUF files in `load`."""
+_ONNX_OPTIONS = ("batches", "chunks", "slots", "context", "page_type")
+"""Those that apply to ONNX decoders, too."""
 
 
 def load(
@@ -84,43 +104,47 @@ def load(
     stream_experts: int | Literal["auto"] | None = "auto",
     batch_invariant: bool = False,
     progress: Callable[[str, int, int], None] | None = None,
-) -> tuple[CompiledModel, Tokenizer]:
+) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
     """Load a language model and its tokenizer.
 
     Parameters
     ----------
     path : str or path
-        GGUF file, which is imported and compiled (or found in the compile cache), or a folder that `save` wrote.
+        GGUF file or a folder of Hugging Face (``config.json``, ``*.safetensors`` and a tokenizer), which is imported
+        and compiled (or found in the compile cache); a folder with an ONNX decoder, see `load_onnx`; or a folder that
+        `save` wrote.
     vdevices, placement, batches, slots, page_type, memory_limit, activation_bits, activations, expert_counts
-        As for `rh.from_gguf`; not for a folder.
+        As for `rh.from_gguf`; not for a saved folder. ONNX decoders take the first five.
     chunks : sequence of int, optional
         As for `rh.from_gguf`; by default 32 and 256, for a mixture of experts with a GPU 32, 512 and 2,048. Not for a
-        folder.
+        saved folder.
     stream_experts
-        As for `rh.from_gguf`; not for a folder.
+        As for `rh.from_gguf`; not for a saved folder, nor for ONNX decoders.
     count_experts : bool
-        Whether the model counts the tokens that choose each expert, in its `expert_counts`; that of a folder has to be
-        compiled so.
+        Whether the model counts the tokens that choose each expert, in its `expert_counts`; that of a saved folder has
+        to be compiled so.
     context : int, optional
         Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
         with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable, on
-        other devices than CPUs from 1,536 tokens on; those of the placement "auto" do not. Not for a folder.
+        other devices than CPUs from 1,536 tokens on; those of the placement "auto" do not. Not for a saved folder.
     batch_invariant : bool
         Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
         they always do, except those of mixtures of experts with AMX. There and on other devices, every call then
-        computes the largest batch or chunk, so that one sequence takes as long as a full batch. Not for a folder.
+        computes the largest batch or chunk, so that one sequence takes as long as a full batch. Not for a
+        saved folder.
     progress : callable, optional
         As for `rh.compile`.
 
     Raises
     ------
     HeteroError
-        If the file or folder cannot be read, placed or compiled, or options are given for a folder, which is compiled
-        already.
+        If the file or folder cannot be read, placed or compiled, or options are given that do not apply: those of a
+        saved folder are compiled already.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise BuildError(
-            f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, or of a folder that was saved"
+            f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, of a folder of Hugging Face or "
+            "with an ONNX decoder, or of a folder that was saved"
         )
     options = {
         "batches": tuple(batches),
@@ -135,12 +159,13 @@ def load(
         "expert_counts": expert_counts,
         "stream_experts": stream_experts,
     }
-    if not Path(path).is_dir():
-        return _warn_of_long_context(*_load_file(Path(path), vdevices, placement, options, batch_invariant, progress))
+    load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
+    if load_kind is not None:
+        return _warn_of_long_context(*load_kind(Path(path), vdevices, placement, options, batch_invariant, progress))
     if (vdevices, placement, batch_invariant, {**options, "count_experts": False}) != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
-        raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to a GGUF file")
-    model, tokenizer = _load_folder(Path(path))
+        raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
+    model, tokenizer = _load_saved(Path(path))
     if count_experts and not model.expert_counts.tensors:
         raise BuildError(
             f"{Path(path)}: its functions do not count experts; load the GGUF file of a mixture with "
@@ -156,16 +181,17 @@ def _load_file(
     options: dict[str, Any],
     batch_invariant: bool,
     progress: Callable[[str, int, int], None] | None,
-) -> tuple[CompiledModel, Tokenizer]:
-    """Import a GGUF file with `options` of `rh.from_gguf`, and compile it."""
+) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
+    """Import a GGUF file, or a folder as one, with `options` of `rh.from_gguf`, and compile it."""
     from ..driver import compile as compile_module
     from ..driver.compile import paused_garbage_collection
     from ..frontend import PagedCache
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
-    from ..frontend.gguf.file import read_gguf
+    from ..frontend.language_model_files import read_language_model
 
-    file = read_gguf(path)
-    model, tokenizer = hyperparameters_of(file), Tokenizer(file.fields)
+    file = read_language_model(path)
+    model = hyperparameters_of(file)
+    tokenizer = load_tokenizer(path) if path.is_dir() else Tokenizer(file.fields)
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     batches, page_type = options["batches"], options["page_type"]
     context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
@@ -217,6 +243,34 @@ def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context:
     return tuple(rows for rows in MIXTURE_CHUNKS if rows <= max(context, max(CHUNKS)))
 
 
+def _load_onnx_folder(
+    folder: Path,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    options: dict[str, Any],
+    batch_invariant: bool,
+    progress: Callable[[str, int, int], None] | None,
+) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
+    """Load the ONNX decoder of a folder, with the tokenizer next to it."""
+    others = [name for name, value in options.items() if name not in _ONNX_OPTIONS and value != _DEFAULTS[name]]
+    if others or isinstance(placement, str):
+        name = others[0] if others else f"placement {placement!r}"
+        raise BuildError(
+            f"{folder}: {name} does not apply to an ONNX decoder, expected rules, {', '.join(_ONNX_OPTIONS)}"
+        )
+    tokenizer = load_tokenizer(folder)
+    used = {name: options[name] for name in _ONNX_OPTIONS if options[name] is not None}
+    model = load_onnx(folder, vdevices, placement, **used, batch_invariant=batch_invariant, progress=progress)
+    return model, tokenizer
+
+
+_LOADERS: dict[str | None, Callable[..., tuple[CompiledModel, Tokenizer | JsonTokenizer]]] = {
+    "hub": _load_file,
+    "genai": _load_onnx_folder,
+}
+"""Functions that load the model of a folder that is not compiled, by its kind."""
+
+
 def is_batch_invariant(target: Target) -> bool:
     """Return whether kernels for a target sum each row in the same order for any number of rows.
 
@@ -232,26 +286,28 @@ def _is_cpu_target(target: Target) -> bool:
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:
-    """Save a compiled model as a folder that `load` reads without a compiler and without the GGUF file.
+    """Save a compiled model as a folder that `load` reads without a compiler and without the model's file.
 
     Parameters
     ----------
     model : CompiledModel
-        Model as `load` returns it for a GGUF file.
+        Model as `load` returns it for a GGUF file or a folder of Hugging Face.
     source : str or path
-        GGUF file of the model, whose tokenizer is copied.
+        This file or folder, whose tokenizer is copied.
     folder : str or path
         Folder; created if it does not exist.
     """
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     model.executable.export_library(target / _LIBRARY)
-    _copy_tokenizer(Path(source), target / _TOKENIZER)
-    fields = {**asdict(model.description), _DIGESTS: {name: _digest(target / name) for name in _DIGEST_BYTES}}
+    names = [_LIBRARY, *_copy_tokenizer(Path(source), target)]
+    fields = {**asdict(model.description), _DIGESTS: {name: _digest(target / name) for name in names}}
     (target / _DESCRIPTION).write_text(json.dumps(fields, indent=1))
 
 
-def _warn_of_long_context(model: CompiledModel, tokenizer: Tokenizer) -> tuple[CompiledModel, Tokenizer]:
+def _warn_of_long_context(
+    model: CompiledModel, tokenizer: Tokenizer | JsonTokenizer
+) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
     warning = context_warning(model.context, model.trained_context)
     if warning is not None:
         _log.warning(warning)
@@ -264,7 +320,7 @@ def _release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
+def _load_saved(folder: Path) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
     from ..vm import load as load_library
 
     path = folder / _DESCRIPTION
@@ -277,12 +333,14 @@ def _load_folder(folder: Path) -> tuple[CompiledModel, Tokenizer]:
     except (OSError, ValueError, TypeError, KeyError) as error:
         if not path.exists():
             hint = hint_of(folder, "rh.llm.load")
-            raise BuildError(f"{folder}: does not hold a language model that rh.llm.save wrote{hint}") from error
+            raise BuildError(f"{folder}: does not hold a language model{hint}") from error
         raise BuildError(f"{path}: does not describe a saved language model: {error}") from error
-    for name in _DIGEST_BYTES:
+    is_from_gguf = not any(name in digests for name in _TOKENIZER_FILES)
+    for name in (_LIBRARY, *([_TOKENIZER] if is_from_gguf else [name for name in _TOKENIZER_FILES if name in digests])):
         if _digest(folder / name) != digests.get(name):
             raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
-    return CompiledModel(load_library(folder / _LIBRARY), description), Tokenizer.from_gguf(folder / _TOKENIZER)
+    tokenizer = Tokenizer.from_gguf(folder / _TOKENIZER) if is_from_gguf else load_tokenizer(folder)
+    return CompiledModel(load_library(folder / _LIBRARY), description), tokenizer
 
 
 def _digest(path: Path) -> str:
@@ -298,13 +356,18 @@ def _digest(path: Path) -> str:
         raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _copy_tokenizer(source: Path, target: Path) -> None:
-    """Write a GGUF file with only the tokenizer's metadata."""
+def _copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy a folder's files of its tokenizer, or write a GGUF file with only its metadata; return their names."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
+    if source.is_dir():
+        names = [name for name in _TOKENIZER_FILES if (source / name).is_file()]
+        for name in names:
+            shutil.copyfile(source / name, target / name)
+        return names
     reader = GGUFReader(source)
     architecture = reader.fields["general.architecture"].contents()
-    writer = GGUFWriter(target, architecture)
+    writer = GGUFWriter(target / _TOKENIZER, architecture)
     for name, field in reader.fields.items():
         if name.startswith("tokenizer."):
             element_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
@@ -312,6 +375,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
+    return [_TOKENIZER]
 
 
 def load_onnx(
@@ -345,7 +409,7 @@ def load_onnx(
     Returns
     -------
     CompiledModel
-        Compiled model; an `Engine` also needs a tokenizer, such as ``JsonTokenizer(folder)``.
+        Compiled model; an `Engine` also needs a tokenizer, such as ``load_tokenizer(folder)``.
 
     Raises
     ------

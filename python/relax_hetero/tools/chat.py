@@ -83,7 +83,7 @@ def chat_command(
     stop: tuple[str, ...],
     **sampling: Any,
 ) -> None:
-    """Talk with MODEL, a GGUF file or the folder of a compiled model.
+    """Talk with MODEL: a GGUF file, or a folder of Hugging Face, with an ONNX decoder, or of a compiled model.
 
     \b
     relax-hetero chat model.gguf

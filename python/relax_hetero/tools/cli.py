@@ -22,6 +22,7 @@ try:
     from .installation.completion import completion_command
     from .installation.doctor import doctor_command
     from .installation.packages import versions
+    from .pull import pull_command
     from .run import run_command
     from .serve import serve_command
 except KeyboardInterrupt:  # during the imports
@@ -68,6 +69,7 @@ for _command in (
     doctor_command,
     completion_command,
     cache_group,
+    pull_command,
     chat_command,
     serve_command,
 ):

@@ -15,7 +15,7 @@ from ..report.text.command_tables import CommandBuffers
 from ..report.text.explanation import ALL, SECTIONS, Explanation, explanation_of
 from ..report.text.plan_tables import plan_tables
 from .command import accuracy_option, command, json_option, refuse_overwriting, verify_option
-from .models import gguf_options, is_gguf, is_onnx, load_library, obtain, placed_module, refuse_compiled
+from .models import gguf_options, has_weights, is_onnx, is_saved, load_library, obtain, placed_module, refuse_compiled
 from .placement_options import PlacementOptions, placement_options
 
 if TYPE_CHECKING:
@@ -90,15 +90,16 @@ def explain_command(
     accuracy: str,
     as_json: bool,
 ) -> None:
-    """Show where the ops of MODEL (an ONNX or GGUF file, or a compiled library) are placed, and why.
+    """Show where the ops of MODEL are placed, and why: an ONNX or GGUF file, a folder, or a compiled library.
 
     SECTIONS are some of ops, transfers, encodings, kernels, commands, steps, memory and token; the default is all. The
     folder of a saved language model stands for the library in it.
 
     An ONNX file goes through all passes, but is not compiled. The last line says whether the compile cache has it.
 
-    A GGUF file is planned in seconds: what goes where and why, bytes on each device, expected tokens per second, and
-    what more memory would bring. With SECTIONS or --summary, it goes through all passes like an ONNX file.
+    A GGUF file or a folder of Hugging Face is planned in seconds: what goes where and why, bytes on each device,
+    expected tokens per second, and what more memory would bring. With SECTIONS or --summary, it goes through all passes
+    like an ONNX file.
 
     \b
     relax-hetero explain model.onnx --vdevice llvm --vdevice cuda:0 --place '/encoder/*=cuda:0'
@@ -108,7 +109,7 @@ def explain_command(
     relax-hetero explain model.gguf token --profile
     relax-hetero explain model.onnx --html report.html --profile
     """
-    if is_gguf(model) and not (sections or summary or profile):
+    if has_weights(model) and not (sections or summary or profile):
         _show_plan(model, html, compare, placing, context, slots, expert_counts, as_json)
         return
     if (context, slots, expert_counts) != (None, None, None):
@@ -126,7 +127,7 @@ def explain_command(
         raise click.UsageError("--compare goes with --html FILE, whose report shows what changed")
     if profile:
         explanation = _explain_measured(model, placing)
-    elif model.is_dir():
+    elif is_saved(model):
         explanation = explanation_of(load_library(model / "model.so", placing, key).executable, model.name)
     elif is_onnx(model):
         explanation = _explain_source(model, placing, accuracy)
@@ -175,16 +176,16 @@ def _plan(
     from ..frontend import CostModel, PagedCache
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.from_gguf import from_gguf, hyperparameters_of
-    from ..frontend.gguf.file import read_gguf
     from ..frontend.gguf.model_plan import patterns_without_matrix, plan_model
     from ..frontend.gguf.place_experts import read_expert_counts
+    from ..frontend.language_model_files import read_language_model
     from ..llm.model_loader import BATCHES, CHUNKS, CONTEXT, default_chunks
     from ..target.make_vdevice import parse_vdevices
 
     options = gguf_options(path, placing)
     devices = parse_vdevices(options["vdevices"])
     limits = memory_limits(options.get("memory_limit"), devices)
-    file = read_gguf(path)
+    file = read_language_model(path)
     model = hyperparameters_of(file)
     counts = read_expert_counts(expert_counts, model)
     context = context or min(model.context, CONTEXT)
@@ -217,13 +218,13 @@ def _write_report(
     if compare is not None:
         read_report(compare)
     measured: dict[str, Any] = {}
-    if not (is_gguf(model) or model.is_dir()):
+    if not (has_weights(model) or is_saved(model)):
         executable = obtain(model, placing, True, key, accuracy=accuracy).executable
         measured = _measure(executable, placing) if profile else {}
-    elif model.is_dir() and not profile:
+    elif is_saved(model) and not profile:
         executable = load_library(model / "model.so", placing, key).executable
     else:
-        if key is not None and model.is_dir():
+        if key is not None and is_saved(model):
             load_library(model / "model.so", placing, key)  # checks the signature
         executable, measured = _load_language_model(model, placing, profile)
     with console(stderr=True).status("Writing"):  # may measure the devices
@@ -236,7 +237,7 @@ def _load_language_model(path: Path, placing: PlacementOptions, profile: bool) -
     """Compile or load a language model, and measure it if `profile` is true."""
     import relax_hetero.llm as llm
 
-    options = {} if path.is_dir() and not placing.is_given else gguf_options(path, placing)
+    options = {} if is_saved(path) and not placing.is_given else gguf_options(path, placing)
     with console(stderr=True).status(f"Compiling {path.name}") as status:
         model, _ = llm.load(path, **options)
         if not profile:
@@ -265,9 +266,9 @@ def _explain_measured(path: Path, placing: PlacementOptions) -> Explanation:
     """Explain a language model with measured times of a token."""
     import relax_hetero.llm as llm
 
-    if not (path.is_dir() or is_gguf(path)):
+    if not (is_saved(path) or has_weights(path)):
         raise click.UsageError(f"--profile goes with a language model: a GGUF file or a folder; found {path.name}")
-    options = {} if path.is_dir() and not placing.is_given else gguf_options(path, placing)
+    options = {} if is_saved(path) and not placing.is_given else gguf_options(path, placing)
     with console(stderr=True).status(f"Measuring {path.name}"):
         model, _ = llm.load(path, **options)
         return replace(explanation_of(model.executable, path.name), token=model.token_cost(profile=True))
@@ -277,12 +278,12 @@ def _estimate_token_cost(path: Path, vdevices: Sequence[VDevice], compiled: Expl
     """Estimate the cost of a token with the cost model; None if the file is not a GGUF file."""
     from ..frontend.auto.cost_model import CostModel
     from ..frontend.from_gguf import hyperparameters_of
-    from ..frontend.gguf.file import read_gguf
+    from ..frontend.language_model_files import read_language_model
     from ..llm.token_cost import TRANSFERS, ModelInfo, PartCost, token_cost, with_estimate
 
-    if not is_gguf(path) or compiled.commands is None:
+    if not has_weights(path) or compiled.commands is None:
         return None
-    model = hyperparameters_of(read_gguf(path))
+    model = hyperparameters_of(read_language_model(path))
     buffers, names = compiled.commands, list(compiled.targets)
     expert_share = model.experts_used / model.experts if model.experts else 1.0
     info = ModelInfo(model.windows, expert_share, model.vocabulary)

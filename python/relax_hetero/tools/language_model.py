@@ -16,7 +16,7 @@ from .loading_parts import LoadingParts
 from .placement_options import PairParam, VDeviceParam
 
 if TYPE_CHECKING:
-    from ..llm import ChatTemplate, CompiledModel, Tokenizer
+    from ..llm import ChatTemplate, CompiledModel, JsonTokenizer, Tokenizer
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -39,7 +39,7 @@ class LanguageModelOptions:
     Attributes
     ----------
     path : Path
-        GGUF file, or folder of a saved model.
+        GGUF file, or folder.
     vdevices, placement, context, slots, batch_invariant, memory_limit, expert_counts
         As for `relax_hetero.llm.load`; None for its defaults.
     template : Path or None
@@ -56,7 +56,12 @@ class LanguageModelOptions:
     memory_limit: dict[str, str] | None = None
     expert_counts: Path | None = None
 
-    def load(self, count_experts: bool = False) -> tuple[CompiledModel, Tokenizer]:
+    @property
+    def name(self) -> str:
+        """Name of the model: its file's without the ending, or its folder's."""
+        return self.path.resolve().name if self.path.is_dir() else self.path.stem
+
+    def load(self, count_experts: bool = False) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
         """Load the model and its tokenizer, and show the parts of loading on stderr.
 
         Parameters
@@ -86,7 +91,7 @@ class LanguageModelOptions:
             parts.end()
         return loaded
 
-    def chat_template(self, tokenizer: Tokenizer) -> ChatTemplate:
+    def chat_template(self, tokenizer: Tokenizer | JsonTokenizer) -> ChatTemplate:
         """Make the chat template; a guessed one is reported on stderr, an invalid one of the model has a `fault`.
 
         Raises

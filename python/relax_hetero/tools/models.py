@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..artifact.file_hints import folder_kind
 from ..artifact.regular_files import open_regular
 from ..display.console import console
 from .placement_options import PlacementOptions
@@ -85,13 +86,18 @@ def obtain(
     return load_library(path, placing, key)
 
 
-def is_gguf(path: Path) -> bool:
-    """Return whether a path names a language model's GGUF file."""
-    return path.suffix.lower() == ".gguf"
+def has_weights(path: Path) -> bool:
+    """Return whether a path names a language model that is not compiled: a GGUF file or a folder of Hugging Face."""
+    return path.suffix.lower() == ".gguf" or folder_kind(path) == "hub"
+
+
+def is_saved(path: Path) -> bool:
+    """Return whether a path names the folder of a compiled language model."""
+    return path.is_dir() and not has_weights(path)
 
 
 def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
-    """Import and place an ONNX or a GGUF file.
+    """Import and place an ONNX or a GGUF file, or a folder of Hugging Face.
 
     Raises
     ------
@@ -102,7 +108,7 @@ def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
     """
     import relax_hetero as rh
 
-    if not is_gguf(path):
+    if not has_weights(path):
         return rh.from_onnx(str(path), **placing.import_options(input_names(path)))
     from ..transform.record.donated import with_donated
 

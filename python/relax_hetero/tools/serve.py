@@ -16,7 +16,7 @@ from .language_model import LanguageModelOptions, language_model_options
 from .placement_options import BytesParam
 
 if TYPE_CHECKING:
-    from ..llm import ChatTemplate, Tokenizer
+    from ..llm import ChatTemplate, JsonTokenizer, Tokenizer
 
 _SECONDS = click.FloatRange(min=1)
 _Command = Callable[..., Any]
@@ -138,9 +138,9 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
 )
 @click.option(
     "--embedding-model",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="GGUF file of an encoder, or of a language model, for /v1/embeddings.",
+    type=click.Path(exists=True, path_type=Path),
+    metavar="MODEL",
+    help="GGUF file or folder of an encoder, or of a language model, for /v1/embeddings.",
 )
 @click.option(
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
@@ -159,7 +159,9 @@ def serve_command(
     replicas: int | None,
     **limit_values: Any,
 ) -> None:
-    """Serve MODEL, a GGUF file or the folder of a compiled model, with OpenAI's endpoints.
+    """Serve MODEL, a GGUF file or a folder, with OpenAI's endpoints.
+
+    Folders are of Hugging Face, with an ONNX decoder, or of a compiled model.
 
     Requests with unsupported fields are refused with the field's name. Connections of silent or slow clients are
     closed; /health is always answered.
@@ -172,7 +174,7 @@ def serve_command(
     from ..llm.server.app import Settings
 
     limits = Limits(**{field: value for field, value in limit_values.items() if value is not None})
-    settings = Settings(name or model_options.path.stem, api_key, limits, cors_origin, tool_format)
+    settings = Settings(name or model_options.name, api_key, limits, cors_origin, tool_format)
     stderr = console(stderr=True)
 
     def on_ready(url: str) -> None:
@@ -236,7 +238,7 @@ class _Loader:
         return llm.Encoder(path, self._model_options.vdevices)
 
 
-def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer) -> ChatTemplate:
+def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer | JsonTokenizer) -> ChatTemplate:
     """Make the chat template; if there is none, report on stderr that only completions work."""
     template = model_options.chat_template(tokenizer)
     if template.fault is not None:

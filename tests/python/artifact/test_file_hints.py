@@ -26,7 +26,7 @@ class Net(Module):
         (tvm.IRModule({}), "found IRModule, a module: rh.compile makes an Executable of it"),
         ("m.onnx", "found 'm.onnx' (str), an ONNX model: rh.from_onnx imports it"),
         ("m.GGUF", "rh.llm.load makes a language model of it"),
-        ("m.safetensors", "convert_hf_to_gguf.py"),
+        ("m.safetensors", "rh.llm.load reads the folder"),
         ("model.so", "rh.load loads"),
         (3, "found int"),
     ],

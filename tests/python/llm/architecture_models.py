@@ -381,6 +381,40 @@ def dense_layers(model: Model) -> dict[str, np.ndarray]:
     return {name: generator.standard_normal(shape, dtype="float32") for name, shape in shapes.items()}
 
 
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+def class_of(model: Model) -> str:
+    """Name of the class in `transformers`."""
+    return f"{model.family}{'Model' if model.pooling or model.family.endswith('LMHead') else 'ForCausalLM'}"
+
+
+def config_of(model: Model) -> dict[str, Any]:
+    """Parameters of the configuration in `transformers`."""
+    options = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": WIDTH,
+        "intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": SIZE,
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "layer_norm_eps": 1e-5,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "rope_parameters": model.rope if "full_attention" in model.rope else {**_ROPE, **model.rope},
+        **model.config,
+    }
+    if model.family == "Falcon":
+        del options["head_dim"]
+    return options
+
+
 def weights_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, np.ndarray]:
     """Random weights with the names in `transformers`: products keep the spread of their inputs."""
     generator, weights = np.random.default_rng(0), {}

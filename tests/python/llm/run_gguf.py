@@ -4,7 +4,7 @@ import numpy as np
 
 import relax_hetero as rh
 from relax_hetero.frontend.from_gguf import hyperparameters_of
-from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.language_model_files import read_language_model
 
 ROWS = 32
 
@@ -21,7 +21,7 @@ def run(
     stream_experts=0,
 ):
     """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves."""
-    file = read_gguf(path)
+    file = read_language_model(path)
     layers = hyperparameters_of(file).layers
     mod = rh.from_gguf(
         file,

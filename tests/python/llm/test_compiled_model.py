@@ -126,7 +126,7 @@ def test_another_context_is_the_same_module_on_gpus(context, is_same, tmp_path, 
 
 @pytest.mark.parametrize("option", [{"context": 64}, {"slots": 2}, {"page_type": "int8"}, {"placement": "auto"}])
 def test_options_of_a_model_that_is_compiled_already(tmp_path, option):
-    with pytest.raises(rh.BuildError, match="context, slots and other options apply only to a GGUF file"):
+    with pytest.raises(rh.BuildError, match="context, slots and other options apply only to files with weights"):
         rh.llm.load(tmp_path, **option)
 
 

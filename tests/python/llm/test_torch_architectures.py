@@ -13,19 +13,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from llm.architecture_models import (
-    CONTEXT,
     ENCODERS,
-    HEADS,
-    KV_HEADS,
-    LAYERS,
     LENGTHS,
     MODELS,
     RECORDED,
     ROWS,
-    SIZE,
     TOKENS,
-    VOCABULARY,
-    WIDTH,
+    class_of,
+    config_of,
     dense_layers,
     pooled,
     recorded,
@@ -36,49 +31,29 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+def network_of(name):
+    """The network of `transformers` with the weights of the other tests, and the shapes of these."""
+    model = (MODELS | ENCODERS)[name]
+    family = model.family.removesuffix("LMHead")
+    config = getattr(transformers, f"{family}Config")(**config_of(model), attn_implementation="eager")
+    without_pooler = {"add_pooling_layer": False} if family in ("Bert", "NomicBert") else {}
+    network = getattr(transformers, class_of(model))(config, **without_pooler).float().eval()
+    names = {key: re.sub("^(layers|embed_tokens|norm)", r"model.\1", key) for key in network.state_dict()}
+    shapes = {names[key]: list(value.shape) for key, value in network.state_dict().items()}
+    weights = weights_of(shapes)
+    if config.tie_word_embeddings and not model.pooling:
+        table = next(key for key in shapes if key.endswith(("embed_tokens.weight", "wte.weight")))
+        weights["lm_head.weight"] = weights[table]
+    network.load_state_dict({key: torch.from_numpy(weights[name]) for key, name in names.items()})
+    return network, shapes
 
 
 def fresh(name):
     """Names and shapes of a model's weights, and its logits or embeddings."""
     model = (MODELS | ENCODERS)[name]
-    options = {
-        "vocab_size": VOCABULARY,
-        "hidden_size": WIDTH,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": SIZE,
-        "max_position_embeddings": CONTEXT,
-        "rms_norm_eps": 1e-5,
-        "layer_norm_eps": 1e-5,
-        "norm_eps": 1e-5,
-        "tie_word_embeddings": False,
-        "attn_implementation": "eager",
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
-        "rope_parameters": model.rope if "full_attention" in model.rope else {**_ROPE, **model.rope},
-        **model.config,
-    }
-    if model.family == "Falcon":
-        del options["head_dim"]
-    family = model.family.removesuffix("LMHead")
-    config = getattr(transformers, f"{family}Config")(**options)
-    end = "Model" if model.pooling or model.family.endswith("LMHead") else "ForCausalLM"
-    without_pooler = {"add_pooling_layer": False} if family in ("Bert", "NomicBert") else {}
-    network = getattr(transformers, f"{model.family}{end}")(config, **without_pooler).float().eval()
-    names = {key: re.sub("^(layers|embed_tokens|norm)", r"model.\1", key) for key in network.state_dict()}
-    shapes = {names[key]: list(value.shape) for key, value in network.state_dict().items()}
-    weights = weights_of(shapes)
+    network, shapes = network_of(name)
     if model.pooling:
-        network.load_state_dict({key: torch.from_numpy(weights[name]) for key, name in names.items()})
         return shapes, np.stack([embedding(model, network, TOKENS[:length]) for length in LENGTHS])
-    if config.tie_word_embeddings:
-        table = next(key for key in shapes if key.endswith(("embed_tokens.weight", "wte.weight")))
-        weights["lm_head.weight"] = weights[table]
-    network.load_state_dict({key: torch.from_numpy(value) for key, value in weights.items()})
     with torch.no_grad():
         return shapes, network(torch.from_numpy(TOKENS)[None]).logits[0].numpy()[list(ROWS)]
 

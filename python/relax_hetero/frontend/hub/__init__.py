@@ -1,0 +1,1 @@
+"""Folders of Hugging Face as language models: their files become what a GGUF file gives."""
