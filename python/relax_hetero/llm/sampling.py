@@ -7,6 +7,7 @@ give a lower bound of the k-th largest logit, and only candidates above it are s
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -154,14 +155,26 @@ def _sample_token(logits: np.ndarray, params: SamplingParams, generator: np.rand
         tokens = _filter_tokens(logits, params, max_logit)
         weights = np.exp((logits[tokens].astype(np.float64) - max_logit) / params.temperature)
         return _draw_token(*_top_p(tokens, weights, params.top_p), uniform)
-    scaled = (logits - np.float32(max_logit)) / np.float32(params.temperature)
+    scaled = np.subtract(logits, np.float32(max_logit), out=_scratch(logits.size))
+    scaled /= np.float32(params.temperature)
     if 0 < params.top_k < logits.size:
         tokens = largest(logits, params.top_k)
         return _draw_token(*_top_p(tokens, np.exp(scaled[tokens].astype(np.float64)), params.top_p), uniform)
-    weights = np.exp(scaled)
+    weights = np.exp(scaled, out=scaled)
     if params.top_p < 1:
         return _draw_token(*_top_p_from_all(logits, weights, params.top_p), uniform)
     return _draw_from_all(weights, uniform)
+
+
+def _scratch(size: int) -> np.ndarray:
+    """Memory of this thread for `size` float32; new memory for each token would be paged in again and again."""
+    if getattr(_memory, "values", np.empty(0)).size < size:
+        _memory.values = np.empty(size, np.float32)
+    values: np.ndarray = _memory.values[:size]
+    return values
+
+
+_memory = threading.local()
 
 
 def _filter_tokens(logits: np.ndarray, params: SamplingParams, max_logit: float) -> np.ndarray:
