@@ -75,6 +75,11 @@ class Entry:
     description: dict[str, Any] = field(default_factory=dict)
 
 
+def is_key(value: object) -> bool:
+    """Return whether a value is the key of an entry."""
+    return isinstance(value, str) and _KEY.fullmatch(value) is not None
+
+
 @dataclass(frozen=True)
 class CacheFolder:
     """A folder of executables.

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,8 +20,9 @@ from tvm import relax, runtime, tirx
 from tvm.target import Target, codegen
 from tvm_ffi import structural_map
 
-from ..artifact.cache_folder import CacheFolder, resolve_cache_folder
+from ..artifact.cache_folder import CacheFolder, is_key, resolve_cache_folder
 from ..artifact.container import Container, open_container
+from ..artifact.figure_cache import load_figures, store_figures
 from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
 from ..artifact.typed_data import read_json
 from ..encoding.resolver import resolver_key
@@ -64,6 +66,16 @@ def why_uncached(mod: tvm.IRModule) -> str:
     str
         Reason, or an empty text.
     """
+    if external_modules(mod):
+        return "the module contains compiled code (external modules)"
+    for name, symbols in external_calls(mod).items():
+        if symbols:
+            return f"kernel {name!r} calls the external function {symbols[0]!r}"
+    return _why_uncached_for(_targets(vdevices_of(mod)))
+
+
+def _why_uncached_for(targets: Sequence[Target]) -> str:
+    """The reason why no module for these targets can be cached."""
     if tvm.transform.PassContext.current().instruments:
         return "the PassContext has instruments, which see passes only where they run"
     if is_collecting():
@@ -71,12 +83,7 @@ def why_uncached(mod: tvm.IRModule) -> str:
     _, sources_changed = _hash_sources()
     if sources_changed > _IMPORT_TIME:
         return "the sources of this library were changed while it was in use"
-    if external_modules(mod):
-        return "the module contains compiled code (external modules)"
-    for name, symbols in external_calls(mod).items():
-        if symbols:
-            return f"kernel {name!r} calls the external function {symbols[0]!r}"
-    for target in _targets(mod):
+    for target in targets:
         if resolver_key(target) is None:
             return f"the resolver of {target.kind.name} devices is a third party's and lacks an attribute 'cache_key'"
         if reason := backend_of(target).why_uncached():
@@ -105,26 +112,77 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
         TVM's exception if the module, or a setting of the PassContext, cannot be written as JSON.
     """
     text, constants = _split_constants(mod)
+    parts = [*_surroundings(_targets(vdevices_of(mod))), str(command_buffers), text]
+    return _digest([*(part.encode() for part in parts), *_tensor_digests(constants)])
+
+
+def _surroundings(targets: Sequence[Target]) -> list[str]:
+    """All that an executable depends on besides its module: versions, compilers, resolvers and settings."""
     context = tvm.transform.PassContext.current()
     settings = [context.opt_level, context.required_pass, context.disabled_pass, context.config]
-    current_target = Target.current(allow_none=True)
-    parts = [
+    return [
         _versions(),
-        *(f"{target} {resolver_key(target)} {backend_of(target).compiler_identity()}" for target in _targets(mod)),
-        str(current_target),
-        str(command_buffers),
+        *(f"{target} {resolver_key(target)} {backend_of(target).compiler_identity()}" for target in targets),
+        str(Target.current(allow_none=True)),
         tvm.ir.save_json(settings),
-        text,
     ]
+
+
+def _digest(parts: Sequence[bytes]) -> str:
     digest = hashlib.blake2b(digest_size=20)
-    for part in [*(part.encode() for part in parts), *_tensor_digests(constants)]:
+    for part in parts:
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()
 
 
-def _targets(mod: tvm.IRModule) -> list[Target]:
+def _targets(vdevices: Sequence[relax.VDevice]) -> list[Target]:
     """The targets that code may be compiled for: those of the devices, and this CPU as the implicit host."""
-    return [*(vdevice.target for vdevice in vdevices_of(mod)), native("llvm")]
+    return [*(vdevice.target for vdevice in vdevices), native("llvm")]
+
+
+class FileRequest:
+    """A module that follows from files and options: its executable is found without making the module.
+
+    A file is identified by its size and times, as by build tools, not by its content. Each change of it makes a new
+    request, whose module may be found in the cache by its content.
+
+    Parameters
+    ----------
+    files : sequence of Path
+        Files that the module depends on.
+    vdevices : sequence of relax.VDevice
+        Its devices.
+    options : str
+        All options of the import and of ``rh.compile``.
+    """
+
+    def __init__(self, files: Sequence[Path], vdevices: Sequence[relax.VDevice], options: str) -> None:
+        targets = _targets(vdevices)
+        self._folder = None if _why_uncached_for(targets) else resolve_cache_folder()
+        if self._folder is not None:
+            states = [(str(file), file.stat()) for file in files]
+            identities = [(name, *map(partial(getattr, status), _IDENTITY)) for name, status in states]
+            parts = [*_surroundings(targets), *(str(vdevice) for vdevice in vdevices), repr(identities), options]
+            self._key = _digest([part.encode() for part in parts])
+
+    def load(self) -> Executable | None:
+        """The executable of an earlier request that was equal, unless it left the cache."""
+        if self._folder is None:
+            return None
+        key = load_figures(self._folder, self._key)
+        executable = _load_hit(self._folder, key) if is_key(key) else None
+        if executable is not None:
+            self._folder.note_hit(key)
+        return executable
+
+    def store(self, executable: Executable) -> None:
+        """Remember the executable, if the cache has it."""
+        use = executable.metadata.cache
+        if self._folder is not None and use is not None and use.state in (HIT, MISS) and not use.why:
+            store_figures(self._folder, self._key, use.key)
+
+
+_IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
 
 
 def _split_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:

@@ -17,7 +17,7 @@ from .gguf.activation_types import ActivationTypes, check_activations, trained_t
 from .gguf.encoder_graph import encoder_module
 from .gguf.expert_rules import split_rules
 from .gguf.file import GgufFile
-from .gguf.hyperparameters import Hyperparameters, read_hyperparameters
+from .gguf.hyperparameters import hyperparameters_of
 from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
@@ -202,17 +202,3 @@ def encoder_from_gguf(
     mod = encoder_module(model, weights, lengths, activation_bits, types)
     weights.check_all_read(unused=("output.weight", "output.bias"))
     return mod if devices is None else place(mod, placement or {}, devices)
-
-
-def hyperparameters_of(file: GgufFile) -> Hyperparameters:
-    """The hyperparameters of a file's model; FrontendError if they are invalid."""
-    table = file.tensors.get("token_embd.weight")
-    if table is None or len(table.shape) != 2:
-        problem = "lacks" if table is None else f"found shape {table.shape} of"
-        raise FrontendError(f"{file.path}: {problem} tensor 'token_embd.weight', expected a table of embeddings")
-    tokens: Any = file.fields.get("tokenizer.ggml.tokens")
-    if isinstance(tokens, Sequence) and len(tokens) != table.shape[0]:
-        raise FrontendError(
-            f"{file.path}: token_embd has {table.shape[0]:,} rows, expected one for each of {len(tokens):,} tokens"
-        )
-    return read_hyperparameters(file.fields, table.shape[0], str(file.path))

@@ -61,7 +61,8 @@ class Encoder:
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
         from ..driver import compile as compile_module
-        from ..frontend.from_gguf import encoder_from_gguf, hyperparameters_of
+        from ..frontend.from_gguf import encoder_from_gguf
+        from ..frontend.gguf.hyperparameters import hyperparameters_of
         from ..frontend.language_model_files import read_language_model
         from ..vm import VirtualMachine
 

@@ -34,12 +34,15 @@ if TYPE_CHECKING:
     from tvm.relax import VDevice
     from tvm.target import Target
 
+    from ..driver.compile_cache import FileRequest
     from ..frontend.auto.auto_placement import MemoryLimit
+    from ..frontend.gguf.file import GgufFile
     from ..frontend.gguf.hyperparameters import Hyperparameters
     from ..frontend.gguf.place_experts import ExpertCountsSource
     from ..frontend.onnx.onnx_model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
+    from ..vm.file.executable import Executable
 
 BATCHES, CHUNKS = (1, 2, 4, 8), (32, 256)
 """Default batch sizes of decode functions, and chunk lengths of prefill functions."""
@@ -183,11 +186,9 @@ def _load_file(
     progress: Callable[[str, int, int], None] | None,
 ) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
     """Import a GGUF file, or a folder as one, with `options` of `rh.from_gguf`, and compile it."""
-    from ..driver import compile as compile_module
-    from ..driver.compile import paused_garbage_collection
-    from ..frontend import PagedCache
-    from ..frontend.from_gguf import from_gguf, hyperparameters_of
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.language_model_files import read_language_model
+    from ..frontend.paged_cache import PagedCache
 
     file = read_language_model(path)
     model = hyperparameters_of(file)
@@ -212,12 +213,12 @@ def _load_file(
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
-    with paused_garbage_collection():
-        mod = from_gguf(file, devices, placement, **options)
-        executable = compile_module(mod, donate=dict.fromkeys(names, donated), progress=progress)
-        del mod
-    file.release_pages()
-    _release_memory()
+    request = _request(path, model, devices, placement, [options, names, donated])
+    executable = None if request is None else request.load()
+    if executable is None:
+        executable = _compiled(file, devices, placement, options, dict.fromkeys(names, donated), progress)
+        if request is not None:
+            request.store(executable)
     description = ModelDescription(
         name=str(file.fields.get("general.name", path.stem)),
         vocabulary=model.vocabulary,
@@ -234,6 +235,47 @@ def _load_file(
         decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
     return CompiledModel(executable, description), tokenizer
+
+
+def _compiled(
+    file: GgufFile,
+    devices: list[VDevice],
+    placement: PlacementRules | Literal["auto"] | None,
+    options: dict[str, Any],
+    donate: dict[str, list[str]],
+    progress: Callable[[str, int, int], None] | None,
+) -> Executable:
+    """Import and compile a file, and return the memory that this took."""
+    from ..driver import compile as compile_module
+    from ..driver.compile import paused_garbage_collection
+    from ..frontend.from_gguf import from_gguf
+
+    with paused_garbage_collection():
+        mod = from_gguf(file, devices, placement, **options)
+        executable = compile_module(mod, donate=donate, progress=progress)
+        del mod
+    file.release_pages()
+    _release_memory()
+    return executable
+
+
+def _request(
+    path: Path,
+    model: Hyperparameters,
+    devices: list[VDevice],
+    placement: PlacementRules | Literal["auto"] | None,
+    options: list[Any],
+) -> FileRequest | None:
+    """The request for an executable that follows from files and options; None if it depends on measured devices."""
+    from ..driver.compile_cache import FileRequest
+    from ..frontend.onnx.placement_rules import rule_pairs
+
+    is_mixed = 0 < sum(map(is_cpu, devices)) < len(devices)
+    if isinstance(placement, str) or (model.experts and is_mixed):
+        return None
+    rules = [(pattern, str(device)) for pattern, device in rule_pairs(placement or {})]
+    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+    return FileRequest(files, devices, repr([rules, options]))
 
 
 def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context: int) -> tuple[int, ...]:

@@ -175,7 +175,8 @@ def _plan(
     """Plan a GGUF file as `llm.load` would place it."""
     from ..frontend import CostModel, PagedCache
     from ..frontend.auto.auto_placement import memory_limits
-    from ..frontend.from_gguf import from_gguf, hyperparameters_of
+    from ..frontend.from_gguf import from_gguf
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.model_plan import patterns_without_matrix, plan_model
     from ..frontend.gguf.place_experts import read_expert_counts
     from ..frontend.language_model_files import read_language_model
@@ -277,7 +278,7 @@ def _explain_measured(path: Path, placing: PlacementOptions) -> Explanation:
 def _estimate_token_cost(path: Path, vdevices: Sequence[VDevice], compiled: Explanation) -> TokenCost | None:
     """Estimate the cost of a token with the cost model; None if the file is not a GGUF file."""
     from ..frontend.auto.cost_model import CostModel
-    from ..frontend.from_gguf import hyperparameters_of
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.language_model_files import read_language_model
     from ..llm.token_cost import TRANSFERS, ModelInfo, PartCost, token_cost, with_estimate
 

@@ -10,7 +10,7 @@ import numpy as np
 from llm import architecture_models as architectures
 from llm.gguf_files import LLAMA3, MODELS, write_gguf
 from llm.reference_model import ReferenceModel
-from relax_hetero.frontend.from_gguf import hyperparameters_of
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.hub.classes import CLASSES as HUB_CLASSES
 from relax_hetero.frontend.language_model_files import read_language_model
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 import relax_hetero as rh
-from relax_hetero.frontend.from_gguf import hyperparameters_of
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.language_model_files import read_language_model
 
 ROWS = 32

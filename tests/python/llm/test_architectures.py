@@ -23,9 +23,9 @@ from llm.architecture_models import (
 )
 from llm.run_gguf import run
 from marks import slow_but_for
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.architectures import ARCHITECTURES
 from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.weights import Weights
 
 QUICK = ["stablelm2-12b", "hunyuan-moe", "gpt2"]

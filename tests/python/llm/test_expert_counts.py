@@ -9,8 +9,8 @@ import tvm
 
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.place_experts import read_expert_counts
 from relax_hetero.llm import expert_counts
 

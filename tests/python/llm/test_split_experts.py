@@ -7,8 +7,8 @@ import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import run
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.transform.ir.remarks import remarks_of
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 70)

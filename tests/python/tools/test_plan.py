@@ -16,8 +16,8 @@ import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.display.console import show
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.model_plan import ModelPlan, plan_model
 from relax_hetero.report.page import data_of
 from relax_hetero.report.text.plan_tables import lines, plan_tables

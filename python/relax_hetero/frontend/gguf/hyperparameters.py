@@ -6,7 +6,7 @@ The rules are those of llama.cpp (`src/llama-model.cpp`), except for groups of e
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 from ...errors import FrontendError
 from ...tir.routing import ROUTING_KINDS, RoutingProblem
 from .architectures import ARCHITECTURES, LONG_ROPE, Architecture, Windows
+from .file import GgufFile
 
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
 _YARN_TURNS = (("slow", 1.0), ("fast", 32.0))
@@ -564,3 +565,17 @@ class _Fields:
 
     def text(self, key: str, default: str) -> str:
         return str(self._get(key, default))
+
+
+def hyperparameters_of(file: GgufFile) -> Hyperparameters:
+    """The hyperparameters of a file's model; FrontendError if they are invalid."""
+    table = file.tensors.get("token_embd.weight")
+    if table is None or len(table.shape) != 2:
+        problem = "lacks" if table is None else f"found shape {table.shape} of"
+        raise FrontendError(f"{file.path}: {problem} tensor 'token_embd.weight', expected a table of embeddings")
+    tokens: Any = file.fields.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, Sequence) and len(tokens) != table.shape[0]:
+        raise FrontendError(
+            f"{file.path}: token_embd has {table.shape[0]:,} rows, expected one for each of {len(tokens):,} tokens"
+        )
+    return read_hyperparameters(file.fields, table.shape[0], str(file.path))

@@ -9,8 +9,8 @@ import pytest
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from relax_hetero.errors import FrontendError, HeteroError
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import FileTensor, read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.llm import Tokenizer, TokenizerError
 
 

@@ -6,10 +6,10 @@ import pytest
 
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.activation_types import ActivationTypes
 from relax_hetero.frontend.gguf.expert_rules import shown, split_rules
 from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.target.make_vdevice import parse_vdevices
 
 DEVICES = parse_vdevices(["llvm", "llvm", {"kind": "cuda", "arch": "sm_90a"}])

@@ -10,8 +10,8 @@ import relax_hetero as rh
 from frontend.plan_problems import links
 from llm.gguf_files import MODELS, write_gguf
 from relax_hetero.frontend import CostModel, DeviceCost
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.place_experts import ExpertLayer, place_experts, read_expert_counts
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
 from relax_hetero.frontend.gguf.plan_layers import LayerPlan

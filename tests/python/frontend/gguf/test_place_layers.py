@@ -16,8 +16,8 @@ from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.encoding.block_panels import BlockSource, Panels, block_format
 from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost
-from relax_hetero.frontend.from_gguf import hyperparameters_of
 from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.part_costs import Part, Step, crossings
 from relax_hetero.frontend.gguf.place_layers import LayerProblem, bytes_on, resident_bytes
 from relax_hetero.frontend.gguf.plan_layers import PlanSearch

@@ -25,7 +25,7 @@ from llm.hub_files import (
     write_sharded,
 )
 from llm.run_gguf import run
-from relax_hetero.frontend.from_gguf import hyperparameters_of
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.hub.classes import CLASSES
 from relax_hetero.frontend.language_model_files import read_language_model
 from relax_hetero.llm import Engine, SamplingParams
