@@ -189,12 +189,17 @@ def encoder_from_gguf(
     Raises
     ------
     FrontendError
-        As for `from_gguf`, or if the architecture has an attention that only its kernel with a cache computes.
+        As for `from_gguf`, or if a length exceeds the context, or the architecture has an attention that only its
+        kernel with a cache computes.
     """
+    if isinstance(placement, str):
+        raise FrontendError(f"placement is {placement!r}, expected rules: encoders are not placed by cost")
     devices = check_placement(vdevices, placement, None, "latency", None)
     check_activations(activations)
     file = read_language_model(path)
     model = hyperparameters_of(file)
+    if not lengths or not all(type(length) is int and 0 < length <= model.context for length in lengths):
+        raise FrontendError(f"lengths are {lengths!r}, expected whole numbers from 1 to the context, {model.context:,}")
     if model.latent or model.attention_softcap or "attn_sinks.weight" in model.architecture.required:
         raise FrontendError(f"{file.path}: {model.name} has an attention that rh.llm.Encoder does not compute")
     types = ActivationTypes(activations, trained_type(file, model), placement or {}, devices or ())

@@ -363,13 +363,21 @@ class CompiledModel:
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
+        slots = list(map(int, slots))
         before = {slot: self.cache.length(slot) for slot in slots}
-        lengths = [before[slot] + slots[:row].count(slot) for row, slot in enumerate(slots)]
+        counts, lengths = dict.fromkeys(before, 0), []
+        for slot in slots:
+            lengths.append(before[slot] + counts[slot])
+            counts[slot] += 1
+        if len(counts) < len(lengths) and not self.decode_rows:
+            raise BindingError(
+                "decode: found a slot twice, expected each once: this model's steps take one row of each"
+            )
         max_batch = self._batches[-1]
         calls: list[DecodeCall] = []
         try:
-            for slot in before:
-                self.cache.extend(slot, slots.count(slot))
+            for slot, count in counts.items():
+                self.cache.extend(slot, count)
             for begin in range(0, len(slots), max_batch):
                 batch = slice(begin, min(begin + max_batch, len(slots)))
                 count = batch.stop - batch.start

@@ -202,8 +202,10 @@ def _load_file(
     # The constructor also checks the options.
     slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
     # CPU functions sum in the same order for any number of rows, except that AMX multiplies experts of many rows.
-    sums_alike = is_batch_invariant if model.experts else _is_cpu_target
-    if batch_invariant and not all(sums_alike(device.target) for device in devices):
+    is_invariant = all(
+        is_cpu(device) and (not model.experts or is_batch_invariant(device.target)) for device in devices
+    )
+    if batch_invariant and not is_invariant:
         batches, chunks = (max(batches),), (max(chunks),)
     # Code depends on the longest context only, so that another context of the file compiles nothing.
     is_fixed = placement == "auto" or (context < PAGE * MANY_PAGES and not all(map(is_cpu, devices)))
@@ -318,13 +320,9 @@ def is_batch_invariant(target: Target) -> bool:
 
     CPUs do, except those with AMX, which use tiles for many rows and vectors for few.
     """
-    if not _is_cpu_target(target):
+    if int(target.get_target_device_type()) != CPU:
         return False
     return amx_instruction_for(cpu_target_of(target), "bfloat16", "bfloat16", "float32") is None
-
-
-def _is_cpu_target(target: Target) -> bool:
-    return int(target.get_target_device_type()) == CPU
 
 
 def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.PathLike[str]) -> None:

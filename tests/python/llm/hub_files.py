@@ -253,7 +253,7 @@ ARCHITECTURES = architectures.MODELS | architectures.ENCODERS
 
 
 def _has_own_class(model):
-    """Whether its class is that of its architecture, not a look-alike."""
+    """True if its class is that of its architecture, not a look-alike."""
     name = architectures.class_of(model)
     row = HUB_CLASSES.get(name) or HUB_CLASSES.get(f"{name.removesuffix('Model')}ForCausalLM")
     return row is not None and row.architecture == model.architecture and "fused_qkv" not in model.steps

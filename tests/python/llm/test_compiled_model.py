@@ -82,7 +82,7 @@ def test_forked_and_cut_sequences(by_layers):
     cut = logits_alone(model, [*TOKENS[:40], 9])
     first = fill(model, TOKENS[:100])
     second = model.cache.fork(first)
-    actual = model.decode([first, second], [7, 8])
+    actual = model.decode(np.array([first, second]), [7, 8])
     np.testing.assert_allclose(actual, expected, atol=1e-5)
     model.cache.truncate(second, 40)
     np.testing.assert_allclose(model.decode([second], [9])[0], cut, atol=1e-5)

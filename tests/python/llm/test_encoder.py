@@ -29,7 +29,7 @@ def file_of(folder, name, models=ENCODERS):
 
 @pytest.mark.parametrize("name", slow_but_for(ENCODERS, ["bert"]))
 def test_embeddings(name, tmp_path):
-    """Of a text that fills a function, and of one that does not."""
+    """A text fills a function, another one does not."""
     encoder = rh.llm.Encoder(file_of(tmp_path, name), lengths=(70, 32), activation_bits=16)
     assert encoder.lengths == (32, 70)
     expected = recorded(name)[1]
@@ -60,7 +60,7 @@ def test_texts_that_are_too_long(encoder):
 
 @pytest.mark.parametrize("device", ["llvm", {"kind": "cuda", "arch": "sm_90a"}])
 def test_attention_is_one_kernel(device, tmp_path):
-    """With heads of keys that are shared, windows and rotation, on CPUs and GPUs."""
+    """Heads share keys; layers have windows and rotation."""
     mod = encoder_from_gguf(file_of(tmp_path, "gemma-embedding"), [device], lengths=(32,))
     formed = rh.transform.FormAttention()(rh.transform.RealizeVDevice()(mod))
     assert formed.script().count("R.hetero.attention(") == ENCODERS["gemma-embedding"].layers
@@ -73,8 +73,21 @@ def test_two_devices(tmp_path):
     np.testing.assert_allclose(split.embed_tokens(TOKENS), expected[1], atol=1e-4 * np.abs(expected).max())
 
 
+def test_rows_after_a_text_have_no_effect(tmp_path):
+    """Queries grow with their positions, which are negative there."""
+    path = file_of(tmp_path, "mistral3", MODELS)
+    short, long = (rh.llm.Encoder(path, lengths=(length,), activation_bits=16) for length in (20, 32))
+    expected = short.embed_tokens(TOKENS[:20])
+    np.testing.assert_allclose(long.embed_tokens(TOKENS[:20]), expected, atol=1e-5 * np.abs(expected).max())
+
+
 def test_what_is_refused(tmp_path):
     with pytest.raises(rh.HeteroError, match="bert encodes texts, expected a model that generates them"):
         rh.from_gguf(file_of(tmp_path, "bert"))
-    with pytest.raises(rh.HeteroError, match="context is 257, expected at most 256"):
+    with pytest.raises(rh.HeteroError, match="expected whole numbers from 1 to the context, 256"):
         encoder_from_gguf(file_of(tmp_path, "gpt2", MODELS), lengths=(257,))
+    for lengths in ((), (0,), (8.5,), ("8",), (4096,)):
+        with pytest.raises(rh.HeteroError, match="expected whole numbers from 1 to the context, 256"):
+            encoder_from_gguf(file_of(tmp_path, "bert"), lengths=lengths)
+    with pytest.raises(rh.HeteroError, match="encoders are not placed by cost"):
+        rh.llm.Encoder(file_of(tmp_path, "bert"), ["llvm"], "auto")

@@ -36,7 +36,7 @@ def with_spaces():
 
 
 def with_a_first_space() -> tokenizers.Tokenizer:
-    """Of the form of Llama 2: a text gets a space, which decoding strips."""
+    """A tokenizer of the form of Llama 2: a text gets a space, which decoding strips."""
     tokenizer = with_spaces()
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
     parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
@@ -45,7 +45,7 @@ def with_a_first_space() -> tokenizers.Tokenizer:
 
 
 def unigram() -> tokenizers.Tokenizer:
-    """Of the form of T5 and XLM-RoBERTa."""
+    """A tokenizer of the form of T5 and XLM-RoBERTa."""
     tokenizer = tokenizers.Tokenizer(models.Unigram())
     tokenizer.normalizer = normalizers.NFKC()
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()

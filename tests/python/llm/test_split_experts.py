@@ -71,6 +71,7 @@ def test_each_device_has_its_experts(placement, owned, tmp_path):
     assert schedule.overlaps()
 
 
+@pytest.mark.slow
 def test_a_gpu_multiplies_its_experts_while_the_cpu_does(tmp_path):
     """A decode step is a command buffer of each device, with an exchange of rows for a layer; experts are counted."""
     path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": "Q4_K", "*": "Q8_0"})

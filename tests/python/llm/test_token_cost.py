@@ -38,6 +38,7 @@ def test_parts_by_name(variable, part):
     assert part_of(variable) == part
 
 
+@pytest.mark.slow
 def test_a_token_reads_its_experts_on_a_gpu(tmp_path):
     """Also those of the kernel that adds up a token's experts, whose variable is the residual sum."""
     sizes = MODELS["qwen3moe"]

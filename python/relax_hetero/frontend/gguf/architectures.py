@@ -97,7 +97,7 @@ class Architecture:
     is_causal : bool
         False for encoders of whole texts, whose tokens attend to all others, within half a window on both sides.
     windows : Windows or None
-        Layers with a sliding window; None: windows in the file are ignored, as in llama.cpp.
+        Layers with a sliding window; None: only those of a list of layers in the file, which llama.cpp ignores.
     unrotated_period : int
         Period of layers whose last layer is not rotated; 0: all layers are rotated.
     wide_layers : int or None

@@ -36,6 +36,7 @@ _EPSILONS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.laye
 """Keys of the epsilon of norms by their kind."""
 _MAX_INT32 = (1 << 31) - 1
 """Maximum of counts: positions, tokens and sizes are int32."""
+_TINY, _HUGE = float(np.finfo("float32").tiny), float(np.finfo("float32").max)
 MAX_LAYERS = 10_000
 """A file with more layers is damaged."""
 
@@ -538,7 +539,8 @@ class _Fields:
 
     def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
         value = self._get(key, default)
-        is_number = type(value) in (int, float) and math.isfinite(value)
+        # Reciprocals are float32, too.
+        is_number = type(value) in (int, float) and (value == 0 or _TINY <= value <= _HUGE)
         if not is_number or value < 0 or (above is not None and value <= above):
             bound = " of at least 0" if above is None else f" above {above:g}"
             raise FrontendError(f"{self.file}: {self.name}.{key} is {value!r}, expected a number{bound}")

@@ -221,7 +221,7 @@ class LanguageFunction:
         norms, rotary = "", model.architecture.rotary if model.is_rotated(layer) else ""
         if model.architecture.norms.heads == "each":
             norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
-        elif self._has_rotated_norms(name):  # `_changed_heads` rotates
+        elif self._has_rotated_norms(name):  # `_normalized_heads` rotates
             rotary = ""
         has_sinks = f"{name}.attn_sinks.weight" in self.weights
         operands = [self._rotary_table(layer)] if rotary else []
@@ -330,7 +330,9 @@ class LanguageFunction:
         """Factors of the queries of each row, which grow with its position, (rows, 1)."""
         factor, length = self.model.temperature
         name = f"blk.{layer}.attn_temperature"
-        positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
+        positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.numbers")
+        # Rows after the end of a text have negative positions.
+        positions = self.emit(relax.op.maximum(positions, _scalar(0.0)), f"{name}.positions")
         steps = self.emit(relax.op.floor(self._scaled(positions, 1.0 / length, f"{name}.scaled")), f"{name}.steps")
         logarithm = self.emit(relax.op.log(self.emit(relax.op.add(steps, _scalar(1.0)), f"{name}.sum")), f"{name}.log")
         scaled = self._scaled(logarithm, factor, f"{name}.grown")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
+from ...target.hosts import host_of
 from ...target.vdevice import is_cpu, vdevice_index
 from ..auto.cost_model import CostModel
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
@@ -416,6 +417,8 @@ def _streaming(problem: LayerProblem, layout: _Layout, vdevices: Sequence[tvm.re
         ends = [at[name, part.layer] for name in ("router", "attn")]
         target = next((end for end in ends if not is_cpu(vdevices[end])), None)
         if target is None or (source, target) not in problem.search.costs.links:
+            continue
+        if host_of(vdevices[source]) != host_of(vdevices[target]):  # see `stream_experts`
             continue
         whole = next(each for each in problem.search.parts if (each.name, each.layer) == ("experts", part.layer))
         args = whole, source, target, problem.search.costs, problem.search.row_bytes

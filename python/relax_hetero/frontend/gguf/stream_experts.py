@@ -19,6 +19,7 @@ from ...encoding.block_formats import FILE_FORMATS
 from ...encoding.block_weights import Fragments, is_streamable
 from ...encoding.resolver import resolver_or_default
 from ...errors import FrontendError
+from ...target.hosts import host_of
 from ...target.vdevice import VDeviceSpec, device_name, is_cpu, vdevice_index
 from ..auto.cost_model import CostModel
 from ..paged_cache import PagedCache
@@ -129,7 +130,7 @@ def _ends_of(
     rest = [f"{layer}.ffn_gate_inp", f"{layer}.attn"]
     ends = [(types.device_of(name), types.dtype_of(name)) for name in rest]
     target, dtype = next((end for end in ends if end[0] is not None and not is_cpu(end[0])), (None, ""))
-    if target is None:
+    if target is None or host_of(target) != host_of(source):
         return None
     for name in names:
         tensor = file.tensors.get(f"{name}.weight")

@@ -93,10 +93,11 @@ def on_huge_pages(tensors: Sequence[runtime.Tensor]) -> tuple[list[runtime.Tenso
 
 def release_file_pages(tensors: Iterable[runtime.Tensor]) -> None:
     """Let Linux take back the memory of tensors in mapped files, which were not written to; it reads them again."""
-    if not sys.platform.startswith("linux"):
+    tensors = list(filter(_is_in_memory, tensors))
+    if not tensors or not Path("/proc/self/maps").exists():
         return
     mappings = _Mappings()
-    in_files = [tensor for tensor in tensors if _is_in_memory(tensor) and mappings.is_file(tensor.data_ptr())]
+    in_files = [tensor for tensor in tensors if mappings.is_file(tensor.data_ptr())]
     for part in _whole_pages(map(address_range, in_files), mmap.PAGESIZE, mappings):
         _advise(part, _DONTNEED)
 

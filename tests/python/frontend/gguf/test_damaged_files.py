@@ -100,6 +100,8 @@ def test_wrong_bytes(file, tmp_path):
         ("rope.scaling.yarn_attn_factor", 0.5, "attn_factor is 0.5, expected 1: it is not supported"),
         ("attention.temperature_scale", 0.1, "temperature_scale is 0.1, expected 0: it is not supported"),
         ("final_logit_softcapping", -1.0, "is -1.0, expected a number of at least 0"),
+        ("attention.scale", 1e39, "is 1e[+]39, expected a number"),
+        ("rope.scaling.attn_factor", 1e-300, "is 1e-300, expected a number"),
         ("rope.dimension_count", 63, "rotates 63 elements of a head"),
         ("vocab_size", 321, "vocab_size is 321, expected the rows of token_embd, 320"),
         ("expert_count", 2, "lacks tensor 'blk.0.ffn_gate_inp.weight'|uses 0 of 2 experts"),

@@ -187,7 +187,7 @@ def test_bytes_are_those_that_devices_hold(kind, tmp_path):
         assert resident_bytes(tensor, Fragments()) == packed_bytes
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", ["F32", "BF16", "Q8_0", "Q5_1", "Q4_K", "Q6_K", "MXFP4"])
 def test_an_executable_for_a_gpu_holds_the_estimated_bytes(kind, tmp_path):
     """In addition to the tensors: tables and layouts of routers, a few KB."""

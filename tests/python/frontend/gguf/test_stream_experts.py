@@ -88,6 +88,8 @@ def test_formats_without_a_kernel_and_other_devices(model, name, caplog):
     assert copies(model(64, kind=name, vdevices=two, rules={"*_exps*": "llvm:0", "*": "llvm:1"})) == {}
     assert copies(model(64, kind=name, rules={"*": "cuda"})) == copies(model(64, kind=name, rules={"*": "llvm"})) == {}
     assert copies(model(64, kind=name, vdevices=None, rules=None)) == {}
+    apart = [rh.VDevice(CPU, host="a"), rh.VDevice(GPU, host="b")]
+    assert copies(model(64, kind=name, vdevices=apart, rules={"*_exps*": apart[0], "*": apart[1]})) == {}
 
 
 def test_chunks_by_the_cost_model(model, monkeypatch):

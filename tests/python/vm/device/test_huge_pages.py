@@ -181,6 +181,11 @@ def test_released_file_pages_leave_the_process(tmp_path):
     np.testing.assert_array_equal(np.concatenate([bytes_of(tensor) for tensor in tensors]), content)
 
 
+def test_nothing_is_read_without_weights_in_files(monkeypatch):
+    monkeypatch.setattr(huge_pages, "_Mappings", None)  # reads /proc
+    release_file_pages([])
+
+
 def test_memory_of_a_process_is_not_released():
     array = np.ones(1 << 20, "uint8")
     release_file_pages([view_bytes(array, (1 << 18,), "float32")])

@@ -101,6 +101,7 @@ def resident_bytes():
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
+@pytest.mark.slow
 def test_a_thousand_machines_leave_nothing_behind(lifted):
     x = np.ones(1024, "float32")
 

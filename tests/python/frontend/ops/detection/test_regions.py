@@ -42,6 +42,7 @@ def test_roi_align_of_largest_products(coordinates, sampling_ratio):
     check("RoiAlign", *operands, mode="max", coordinate_transformation_mode=coordinates, symbolic=[0, 1], **options)
 
 
+@pytest.mark.slow
 def test_largest_pixels_of_regions():
     regions = [[0, 1, 1, 12, 9], [1, 3, 3, 8, 14], [1, -3, -3, 30, 40], [0, 6, 6, 2, 2], [1, 40, 40, 50, 50]]
     operands = [uniform(2, 3, 8, 9), np.array(regions, "float32")]

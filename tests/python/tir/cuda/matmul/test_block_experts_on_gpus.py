@@ -254,7 +254,7 @@ def test_rows_grouped_by_expert(tokens, sizes, gpu, monkeypatch):
     check(problem_of(*sizes), tokens, gpu)
 
 
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_registers_hold_all_values(tokens):
     problem = problem_of(tokens, 8, 128, 768, 2048, "float16", 1)
     (report,) = reports_of(quantized_matmul_kernel(problem, GPU), Target({"kind": "cuda", "arch": "sm_90a"}))

@@ -42,6 +42,7 @@ def test_which_products_have_stages():
     assert fragments(32, 4096, block=128) is None, "a chunk has whole blocks"
 
 
+@pytest.mark.slow
 def test_weights_on_their_way_take_no_registers():
     (report,) = reports_of(quantized_matmul_kernel(problem_of(32, 14336, 4096, "float16", 32), GPU), TARGET)
     assert report.spill_stores == 0

@@ -55,6 +55,7 @@ def check(actual, want, x):
     assert np.abs(actual - want).max() <= 4e-6 * np.abs(want).max()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(("m", "n", "dtype"), [(1, 19, "float16"), (3, 16, "float32"), (9, 35, "bfloat16")])
 def test_formats(name, m, n, dtype):
@@ -64,6 +65,7 @@ def test_formats(name, m, n, dtype):
     check(result, want, arguments[0])
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize(
     ("m", "plan"), [(2, RingPlan(1, 1, 4, 1, run=2, stages=2)), (17, StagedPlan(2, 3, 4, 1, stages=2))]

@@ -187,6 +187,7 @@ def test_epilogues(result, expression, few):
     check("q4_0", (30, 2, 3, 80, 64, 1), "float16", None, SMALL, result, expression)
 
 
+@pytest.mark.slow
 def test_registers_hold_all_values():
     problem, *_ = case("q4_k", (64, 8, 2, 768, 2048, 1), "float16", "float16", "cast(x0, 'float16')")
     (report,) = reports_of(quantized_matmul_kernel(problem, GPU), TARGET)
