@@ -2,7 +2,7 @@
 
 For one token of each of several sequences ("decode"), a unit of work is a row and a key head, or a part of its pages
 if there are fewer such pairs than cores. For several tokens of one sequence ("chunk"), it is a key head and some
-queries. New keys and values are appended before they are read: in the unit itself if no other unit reads them, else in
+queries. New keys and values are appended before they are read: in the unit itself if the call has no other, else in
 a separate loop.
 
 The pages of a sequence are divided into blocks by position. The sums of a block start at its first page, and blocks are
@@ -120,14 +120,20 @@ class _Kernel:
             if self.problem.rows == "chunk":
                 self._append_all()
                 self._chunk()
-            elif self.plan.splits > 1:
+                return
+            # Rows may be of one sequence.
+            with when(tirx.Not(self._is_single_unit)):
                 self._append_all()
-                self._decode()
+            self._decode()
+            if self.plan.splits > 1:
                 self._merge()
-            else:
-                self._decode()
 
     # -- writing
+
+    @property
+    def _is_single_unit(self) -> Expr:
+        """Whether no other unit of a decode step reads the keys that a unit appends."""
+        return tirx.all(tirx.const(self.plan.splits == 1, "bool"), int64(self.tensors.rows) <= int64(1))
 
     def _append_all(self) -> None:
         """Append the keys and values of all rows, before any is read."""
@@ -164,7 +170,7 @@ class _Kernel:
                 number = materialize(begin + index)
                 pair, split = materialize(number // plan.splits), materialize(number % plan.splits)
                 row, head = materialize(pair // problem.kv_heads), materialize(pair % problem.kv_heads)
-                if plan.splits == 1:
+                with when(self._is_single_unit):
                     emit_append(spec, row, head, *self._slot_and_position(row, None))
                 self._emit_unit(spec, row, int64(1), head, None, split)
 

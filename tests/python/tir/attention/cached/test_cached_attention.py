@@ -82,6 +82,16 @@ def test_instruction_sets(case, target):
     check(case, target)
 
 
+@pytest.mark.parametrize("case", CASES[:2], ids=str)
+def test_several_rows_of_one_sequence(case):
+    """In any order, since units run at the same time: each row reads the keys of the others before it."""
+    cache = filled(case, "llvm")
+    lengths = {slot: cache.length(slot) for slot in (5, 2)}
+    rows = [(5, 3), (2, 1), (5, 2), (5, 1), (2, 0), (5, 0), (-1, 0), (-1, 0)]
+    inputs = cache.inputs([slot for slot, _ in rows], [lengths.get(slot, 0) + ahead for slot, ahead in rows])
+    cache.check(inputs, cache.call(machine(case, "decode", DECODE, "llvm"), inputs))
+
+
 def test_splits():
     """One row of one head of keys, more cores than that: parts of the keys are merged."""
     case, target = Case(size=64, window=0, sinks=True), '{"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 3}'
