@@ -132,7 +132,7 @@ class _Kernel:
 
     @property
     def _is_single_unit(self) -> Expr:
-        """Whether no other unit of a decode step reads the keys that a unit appends."""
+        """True if no other unit of a decode step reads the keys that a unit appends."""
         return tirx.all(tirx.const(self.plan.splits == 1, "bool"), int64(self.tensors.rows) <= int64(1))
 
     def _append_all(self) -> None:
