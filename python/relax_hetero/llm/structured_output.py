@@ -7,12 +7,15 @@ the mask of tokens that may follow, while the model computes their logits.
 from __future__ import annotations
 
 import json
+import math
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any
 
 import numpy as np
@@ -23,11 +26,14 @@ from .special_tokens import control_tokens
 
 JSON_OPTIONS = {"whitespace_pattern": r"(| |\n{1,2}[ \t]{0,20})"}
 """Options of llguidance for JSON: blanks as in llama.cpp's grammars, so that a weak model cannot write them forever."""
-_MAX_COMPILED = 64
-"""Number of compiled grammars to keep for further requests; large ones take a second to compile."""
+_MAX_COMPILED = 16
+"""Number of compiled grammars to keep for further requests; large ones take a second to compile, and up to 50 MB."""
 _MAX_LEXER_STATES = 50_000
 """Limit of a grammar's states, each of 1 to 2 KB; JSON schemas have some hundreds."""
 _MAX_SOURCE_CHARACTERS = 1 << 20
+_MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.eE\d]+)')
+_MAX_MULTIPLE = 20_000
+"""Limit of the least common multiple of a schema's ``multipleOf``: llguidance has a state for each remainder."""
 _THREADS = 4
 """Threads that compute masks: most take a fraction of a millisecond, those of unusual grammars must not block them."""
 
@@ -85,7 +91,7 @@ class StructuredOutputs:
         Raises
         ------
         RequestError
-            If it is too long, or not a grammar in GBNF.
+            If it is too long, not a grammar in GBNF, or needs too many states for ``multipleOf``.
         """
         name = next(name for name in FORMS if getattr(self, name) not in _ABSENT)
         with _package_errors(self.location):
@@ -94,6 +100,8 @@ class StructuredOutputs:
         if len(source) > _MAX_SOURCE_CHARACTERS:
             found = f"found {len(source):,} characters"
             raise RequestError(f"{self.location}: {found}, expected at most {_MAX_SOURCE_CHARACTERS:,}")
+        with _package_errors(self.location):
+            _check_multiples(source)
         return source
 
 
@@ -104,6 +112,18 @@ class _Form:
     kinds: tuple[type, ...]
     expected: str
     rule: Callable[[Any], str]
+
+
+def _check_multiples(source: str) -> None:
+    """Raise RequestError for multiples that take llguidance seconds; powers of ten take no states."""
+    unescaped = re.sub(r"\\u([\da-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
+    multiple = 1
+    for text in _MULTIPLE_OF.findall(unescaped):
+        digits = Decimal(text).normalize().as_tuple().digits
+        multiple = math.lcm(multiple, int("".join(map(str, digits))) or 1)
+        if multiple > _MAX_MULTIPLE:
+            found = f"found numbers whose least common multiple is {multiple:,}"
+            raise RequestError(f"multipleOf: {found}, expected at most {_MAX_MULTIPLE:,} (without zeros at its end)")
 
 
 def _is_choice(value: Any) -> bool:

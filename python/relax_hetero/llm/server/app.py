@@ -368,6 +368,7 @@ class _Server:
         )
         self._in_flight = 0
         self._tokenizer_threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "relax_hetero.llm prompts")
+        self._form_threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "relax_hetero.llm forms")
         self._created = int(time.time())
 
     def count_answer(self, path: str, status: int) -> None:
@@ -516,8 +517,9 @@ class _Server:
         choices: Choices | None = None
         is_streaming = False
         try:
-            # Rendering and encoding long prompts takes time, and must not block the event loop.
-            requests, prefixes = await asyncio.get_running_loop().run_in_executor(self._tokenizer_threads, submit)
+            # Rendering and encoding long prompts takes time, and must not block the event loop; forms take more.
+            threads = self._form_threads if body.may_have_form else self._tokenizer_threads
+            requests, prefixes = await asyncio.get_running_loop().run_in_executor(threads, submit)
             choices = Choices(requests, prefixes, self._limits.seconds)
             if body.stream:
                 answer = StreamedAnswer(choices, response_format, body.includes_usage, lambda: self._end(choices))

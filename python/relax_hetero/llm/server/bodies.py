@@ -86,6 +86,12 @@ class Body(_SamplingFields):  # type: ignore[misc]
         return self.stream_options is not None and self.stream_options.include_usage
 
     @property
+    def may_have_form(self) -> bool:
+        """True if the text may have a form, which may take a second to compile."""
+        names = (*_FORM_BY_FIELD, "response_format", "structured_outputs", "tools")
+        return any(getattr(self, name, None) for name in names)
+
+    @property
     def form(self) -> StructuredOutputs | None:
         """Form of the text, if one of the fields asks for it.
 

@@ -6,7 +6,9 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -26,6 +28,7 @@ from relax_hetero.llm.server.bodies import ChatBody, CompletionBody  # noqa: E40
 from relax_hetero.llm.server.chat_messages import Message, render_checked  # noqa: E402
 from relax_hetero.llm.server.limits import Limits  # noqa: E402
 from relax_hetero.llm.server.responses import Choices, CompletionResponses  # noqa: E402
+from relax_hetero.llm.structured_output import Grammars  # noqa: E402
 
 CODEC = ToyCodec()
 LIMITS = Limits(prompt_tokens=300, max_tokens=400, in_flight=80, choices=6, body_bytes=20_000, seconds=60)
@@ -161,6 +164,26 @@ def test_structured_output(client, http, stream):
         body = {"prompt": "a", "max_tokens": 100, "temperature": 0, **field}
         choice = http.post(COMPLETIONS, json=body).json()["choices"][0]
         assert re.fullmatch(expression, choice["text"]) and choice["finish_reason"] == "stop"
+
+
+def test_slow_forms_do_not_block_other_prompts(monkeypatch):
+    entered, released, original = threading.Semaphore(0), threading.Event(), Grammars.constraint
+
+    def constraint(grammars, outputs):
+        entered.release()
+        assert released.wait(60)
+        return original(grammars, outputs)
+
+    monkeypatch.setattr(Grammars, "constraint", constraint)
+    with running(Engine(ToyModel(), ToyCodec())) as server, ThreadPoolExecutor() as pool:
+        url, body = server.url + COMPLETIONS, {"prompt": "a", "max_tokens": 20}
+        slow = [pool.submit(httpx.post, url, json={**body, "choices": ["b"]}, timeout=60) for _ in range(4)]
+        try:
+            assert entered.acquire(timeout=30) and entered.acquire(timeout=30)
+            assert httpx.post(url, json=body, timeout=30).status_code == 200
+        finally:
+            released.set()
+        assert [answer.result().json()["choices"][0]["text"] for answer in slow] == ["b"] * 4
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 3])
