@@ -119,9 +119,11 @@ def _parse_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _arguments_of(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
+    """Arguments of calls that are values, and not the same text in Python and in JSON."""
     calls = [call for message in messages for call in message.get("tool_calls") or () if isinstance(call, dict)]
     functions = [call["function"] for call in calls if isinstance(call.get("function"), dict)]
-    return [function["arguments"] for function in functions if isinstance(function.get("arguments"), dict)]
+    values = [function["arguments"] for function in functions if isinstance(function.get("arguments"), dict)]
+    return [value for value in values if value and repr(value) != json.dumps(value, ensure_ascii=False)]
 
 
 def _cut_after(prompt: str, text: str) -> str:

@@ -156,6 +156,10 @@ def test_arguments_in_the_form_that_a_template_expects():
     for expression in ("c.function.arguments | tojson", "'' + c.function.arguments", "c.function.arguments"):
         template = ChatTemplate(f"{loop}{{{{ {expression} }}}}{{% endfor %}}{{% endfor %}}")
         assert render_chat(template, messages, {}).endswith('{"a": "b"}')
+        empty = [{"type": "function", "function": {"name": "f", "arguments": "{}"}}]
+        both = [*messages, {"role": "assistant", "content": "", "tool_calls": empty}]
+        assert render_chat(template, both, {}).endswith('{"a": "b"}assistant {}')
+        assert render_chat(template, both[:1] + both[2:], {}).endswith("assistant {}")
     calls[0]["function"]["arguments"] = "no JSON"
     template = ChatTemplate(f"{loop}{{{{ c.function.arguments }}}}{{% endfor %}}{{% endfor %}}")
     assert render_chat(template, messages, {}).endswith("no JSON")
