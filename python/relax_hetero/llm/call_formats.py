@@ -6,14 +6,15 @@ import json
 import re
 import secrets
 import string
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..errors import HeteroError
 from .answer_parts import AnswerParser, Reader, Reasoning, Routine, call_object
+from .errors import RequestError
 from .special_tokens import SpecialTokens
-from .structured_output import JSON_OPTIONS
+from .structured_output import JSON_OPTIONS, pattern_rule
 
 Schemas = Mapping[str, Mapping[str, Any]]
 ANY_TEXT = r"/(?s:.*)/"
@@ -122,12 +123,16 @@ class LarkWriter:
         parts = self._tokens.split(text)
         return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
 
-    def text_until(self, rule: str, end: str) -> str:
-        """Rule of any text up to the first `end`."""
+    def text_until(self, rule: str, end: str, form: str = ANY_TEXT) -> str:
+        """Rule of any text, or of one of a `form` (a terminal), up to the first `end`."""
         terminals = self.text(end)
         if terminals.startswith("<"):  # a control token, which no text contains
-            return f"{rule}: {ANY_TEXT} {terminals}"
-        return f"{rule}[suffix={json.dumps(end)}]: {ANY_TEXT}"
+            return f"{rule}: {form} {terminals}"
+        if form == ANY_TEXT:
+            return f"{rule}[suffix={json.dumps(end)}]: {ANY_TEXT}"
+        # The first end is the end: forms with a least length might continue after it.
+        name, first = rule.upper(), f"/(?s:.*)/ {json.dumps(end)} /(?s:.*)/"
+        return f"{rule}[suffix={json.dumps(end)}]: {name}\n{name}: {form} & ~({first})"
 
     def free_text(self, calls: str, trigger: str, control: Iterable[str]) -> list[str]:
         """Rules ``start`` and ``before``: `calls`, and any text besides; ``before`` ends with `trigger`."""
@@ -158,18 +163,35 @@ class LarkWriter:
     def xml_arguments(self, index: int, schema: Mapping[str, Any], xml: tuple[str, ...]) -> list[str]:
         """Rules of the arguments of a call in the order of the schema; optional ones may be left out."""
         begin, middle, end = xml
-        required = schema.get("required", ())
+        rule = f"arguments_{index}"
+        if "properties" not in schema and schema.get("additionalProperties") is not False:
+            pair = [self.text_until(f"name_{index}", middle), self.text_until(f"value_{index}", end)]
+            return [f"{rule}: ({self.text(begin)} name_{index} value_{index})*", *pair]
+        properties, required = _checked(schema)
+        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         rules, names = [], []
-        for number, (name, value) in enumerate((schema.get("properties") or {}).items()):
+        for number, (name, value) in enumerate(properties.items()):
             rule = f"argument_{index}_{number}"
             names.append(rule if name in required else f"{rule}?")
-            before = self.text(begin + name + middle)
-            if _is_text(value):
+            before, texts = self.text(begin + name + middle), _texts_of(value)
+            if texts:
+                rules.append(f"{rule}: {before} ({' | '.join(map(json.dumps, texts))}) {self.text(end)}")
+            elif _is_text(value):
                 rules.append(f"{rule}: {before} text_{rule}")
-                rules.append(self.text_until(f"text_{rule}", end))
+                rules.append(self.text_until(f"text_{rule}", end, _text_form(value)))
             else:
-                rules.append(f"{rule}: {before} {_json(value)} {self.text(end)}")
+                rules.append(f"{rule}: {before} {_json({**value, **definitions})} {self.text(end)}")
         return [f"arguments_{index}: {' '.join(names) or json.dumps('')}", *rules]
+
+
+def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], Collection[str]]:
+    """Properties and required names of a schema, if they have the types of these."""
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    if not isinstance(properties, Mapping) or not all(isinstance(each, Mapping) for each in properties.values()):
+        raise RequestError(f"found the properties {properties!r:.100}, expected an object of schemas")
+    if not isinstance(required, Sequence) or not all(isinstance(each, str) for each in required):
+        raise RequestError(f"found {required!r:.100} as required, expected a list of names")
+    return properties, required
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -180,6 +202,63 @@ def _json(schema: Mapping[str, Any]) -> str:
 def _is_text(schema: Any) -> bool:
     """True if a schema allows only texts, which XML formats write without quotes."""
     return isinstance(schema, Mapping) and schema.get("type") == "string"
+
+
+def _texts_of(schema: Mapping[str, Any]) -> list[str]:
+    """Texts that a schema allows, if it lists them and nothing else."""
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if not isinstance(values, list):
+        return []
+    texts = [value for value in values if isinstance(value, str)]
+    return texts if _is_text(schema) or len(texts) == len(values) else []
+
+
+def _text_form(schema: Mapping[str, Any]) -> str:
+    """Terminal of a text with the pattern, format and length of a schema; unknown formats do not restrict it."""
+    forms = []
+    shortest, longest = schema.get("minLength", 0), schema.get("maxLength", "")
+    if shortest or longest != "":
+        forms.append(f"/(?s:.{{{shortest},{longest}}})/")
+    if "pattern" in schema:
+        forms.append(pattern_rule(schema["pattern"]))
+    forms += [f"/{_FORMATS[name]}/" for name in [schema.get("format")] if name in _FORMATS]
+    return " & ".join(forms) or ANY_TEXT
+
+
+def _admits(schema: Any, value: Any) -> bool:
+    """True unless the alternatives, values or types of a schema exclude a value."""
+    if not isinstance(schema, Mapping):
+        return True
+    if isinstance(alternatives := schema.get("anyOf", schema.get("oneOf")), list):
+        return any(_admits(each, value) for each in alternatives)
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list):
+        return any(type(each) is type(value) and each == value for each in values)
+    types = schema.get("type")
+    types = types if isinstance(types, list) else [types]
+    return types == [None] or not _TYPES[type(value)].isdisjoint(each for each in types if isinstance(each, str))
+
+
+_DATE = r"[0-9]{4}-((0[1-9]|1[0-2])-(0[1-9]|[12][0-9])|(0[13-9]|1[0-2])-30|(0[13578]|1[02])-31)"
+_TIME = r"([01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9]"
+_ZONE = r"(\.[0-9]{1,9})?(Z|[+\-]([01][0-9]|2[0-3]):[0-5][0-9])"
+_FORMATS = {
+    "date": _DATE,
+    "time": _TIME + _ZONE,
+    "date-time": f"{_DATE}T{_TIME}{_ZONE}",
+    "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
+}
+"""Regular expressions of texts by ``format``."""
+_TYPES = {
+    str: {"string"},
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    float: {"number"},
+    type(None): {"null"},
+    list: {"array"},
+    dict: {"object"},
+}
+"""Names in schemas of the types of JSON values."""
 
 
 def parse_text(reader: Reader, answer: AnswerParser) -> Routine[None]:
@@ -299,9 +378,11 @@ class _XmlArguments:
     def add(self, name: str, text: str) -> None:
         """Append an argument: JSON, unless its schema or its form says that it is text."""
         value: Any = text
-        if not _is_text(self._properties.get(name)):
+        schema = self._properties.get(name)
+        if not _is_text(schema):
             try:
-                value = json.loads(text)
+                parsed = json.loads(text)
+                value = parsed if _admits(schema, parsed) else text
             except (ValueError, RecursionError):
                 pass
         self._answer.arguments(f"{self._separator}{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")

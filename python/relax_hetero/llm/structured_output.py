@@ -94,13 +94,13 @@ class StructuredOutputs:
             If it is too long, not a grammar in GBNF, or needs too many states for ``multipleOf``.
         """
         name = next(name for name in FORMS if getattr(self, name) not in _ABSENT)
-        with _package_errors(self.location):
+        with package_errors(self.location):
             source = FORMS[name].rule(getattr(self, name))
         source = f"start: {'prefix ' * bool(self.prefix)}form\n{self.prefix}\nform: {source}"
         if len(source) > _MAX_SOURCE_CHARACTERS:
             found = f"found {len(source):,} characters"
             raise RequestError(f"{self.location}: {found}, expected at most {_MAX_SOURCE_CHARACTERS:,}")
-        with _package_errors(self.location):
+        with package_errors(self.location):
             _check_multiples(source)
         return source
 
@@ -141,6 +141,21 @@ def _regex_rule(regex: str) -> str:
     return f"/{_package().regex_to_lark(regex, use_ascii='')}/"
 
 
+def pattern_rule(pattern: str) -> str:
+    """Terminal in Lark of texts in which a pattern of a JSON schema is found.
+
+    Parameters
+    ----------
+    pattern : str
+        Regular expression, perhaps with ``^`` at its beginning or ``$`` at its end.
+    """
+    match = re.fullmatch(r"(\^?)((?:[^\\]|\\.)*?)(\$?)", pattern, re.DOTALL)
+    if match is None:
+        raise RequestError(f"found the pattern {pattern!r:.100}, expected a regular expression")
+    begin, body, end = match.groups()
+    return _regex_rule(f"{'' if begin else '(?s:.*)'}({body}){'' if end else '(?s:.*)'}")
+
+
 def _grammar_rule(grammar: str) -> str:
     _package()
     from llguidance.gbnf_to_lark import any_to_lark
@@ -166,7 +181,7 @@ _ABSENT: tuple[Any, ...] = (None, False)
 
 
 @contextmanager
-def _package_errors(location: str) -> Iterator[None]:
+def package_errors(location: str) -> Iterator[None]:
     """Turn errors of llguidance, which include Rust panics, into `RequestError`."""
     try:
         yield
@@ -289,9 +304,9 @@ class Grammars:
                 self._compiled.move_to_end(source)
                 return self._compiled[source]
             if self._tokens is None:
-                with _package_errors(location):
+                with package_errors(location):
                     self._tokens = self._make_tokens()
-        with _package_errors(location):
+        with package_errors(location):
             package = _package()
             limits = package.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
             matcher = package.LLMatcher(

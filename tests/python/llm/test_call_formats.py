@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm.toy_model import ScriptModel, ToyCodec
-from relax_hetero.llm import Engine, SamplingParams, StructuredOutputs
+from relax_hetero.llm import Engine, RequestError, SamplingParams, StructuredOutputs
 from relax_hetero.llm.answer_parts import AnswerParser
 from relax_hetero.llm.call_formats import FORMATS, REASONING, LarkWriter, format_of_template, parse_text
 from relax_hetero.llm.server.tools import AnswerMessages
@@ -297,6 +297,72 @@ def test_forced_calls(name, visible):
         script = first + bodies[1]
         complete = [answer(script[: script.index("a < b")], False, seed)[1] == "stop" for seed in range(4)]
         assert all(complete)
+
+
+XML = {
+    "$defs": {"level": {"enum": [1, 2]}},
+    "type": "object",
+    "properties": {
+        "color": {"type": "string", "enum": ["red", "12"]},
+        "kind": {"const": "a b"},
+        "code": {"type": "string", "minLength": 3, "maxLength": 5},
+        "unit": {"type": "string", "pattern": r"^[0-9]+(m/s|\$)$"},
+        "day": {"type": "string", "format": "date"},
+        "level": {"$ref": "#/$defs/level"},
+    },
+    "required": ["color", "kind", "code", "unit", "day", "level"],
+}
+VALUES = {"color": "12", "kind": "a b", "code": "</a", "unit": "20m/s", "day": "2024-02-29", "level": "2"}
+
+
+@pytest.mark.parametrize("name", ["glm", "qwen3_coder"])
+def test_values_of_forced_calls_in_xml(name):
+    pytest.importorskip("llguidance")
+    jsonschema = pytest.importorskip("jsonschema")
+    row, (_, argument, before, after, *_) = ROWS[name], WRITTEN[name]
+
+    def call(values: dict) -> str:
+        pairs = (argument.replace("KEY", key).replace("VALUE", value) for key, value in values.items())
+        return before.replace("NAME", "tool") + "".join(pairs) + after
+
+    def answer(schema: dict, script: str, seed: int) -> tuple[str, str | None]:
+        model = ScriptModel(vocabulary=280)
+        model.begin, model.script = b"prompt", list(script.encode())
+        form = StructuredOutputs(grammar=row.grammar({"tool": schema}, False, {}))
+        with Engine(model, ToyCodec()) as engine:
+            request = engine.submit("prompt", SamplingParams(seed=seed, max_tokens=600, structured_outputs=form))
+            return request.result(60), request.finish_reason
+
+    wrong = {"color": "blue", "kind": "ab", "code": "toolong", "unit": "m/s", "day": "2024-13-01", "level": "3"}
+    complete = 0
+    for seed, each in enumerate(["", *wrong]):
+        script = call({**VALUES, each: wrong[each]} if each else VALUES)
+        written, reason = answer(XML, script, seed)
+        assert (written == script) == (not each)
+        if reason == "stop":
+            complete += 1
+            parser = AnswerParser(row.parse, tools={"tool": XML})
+            arguments = "".join(part.text for part in parser.feed(written) if part.kind == "arguments")
+            jsonschema.validate(json.loads(arguments), XML, format_checker=jsonschema.FormatChecker())
+    assert complete > 3
+    anything = call({"any name": "1 < 2 </", "other": ""})
+    assert answer({"type": "object"}, anything, 0) == (anything, "stop")
+    for schema in ({"properties": [1]}, {"properties": {"a": 1}}, {"properties": {}, "required": None}):
+        with pytest.raises(RequestError, match="expected"):
+            row.grammar({"tool": schema}, False, {})
+
+
+def test_values_in_xml_have_a_type_of_the_schema():
+    types = {
+        "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "size": {"enum": ["1", "2"]},
+        "count": {"type": ["string", "integer"]},
+        "other": {},
+    }
+    parser = AnswerParser(ROWS["glm"].parse, tools={"tool": {"properties": types}})
+    pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>2</arg_value>" for key in types)
+    arguments = "".join(part.text for part in parser.feed(f"<tool_call>tool{pairs}</tool_call>")[1:])
+    assert json.loads(arguments) == {"zip": "2", "size": "2", "count": 2, "other": 2}
 
 
 @pytest.mark.parametrize(

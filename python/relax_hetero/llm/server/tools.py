@@ -19,7 +19,7 @@ from ..call_formats import (
     reasoning_of_template,
 )
 from ..chat_template import ChatTemplate
-from ..structured_output import StructuredOutputs
+from ..structured_output import StructuredOutputs, package_errors
 from .api_errors import ApiError
 
 _MAX_TOOLS = 128
@@ -251,9 +251,9 @@ class Answers:
             tools = {name: schema for name, schema in use.schemas.items() if use.name in (None, name)}
             for tool in use.tools if is_free else ():
                 if not tool.function.strict:
-                    name = tool.function.name
-                    tools[name] = {**tools[name], "required": ()} if row.xml else {"type": "object"}
-            grammar, content = row.grammar(tools, use.several, formats.control, is_free), ""
+                    tools[tool.function.name] = {"type": "object"}
+            with package_errors("tools"):
+                grammar, content = row.grammar(tools, use.several, formats.control, is_free), ""
             form = StructuredOutputs(grammar=grammar, location="tools")
         if form is None:
             return None

@@ -17,10 +17,10 @@ pytest.importorskip("llguidance")
 from llm.server.running import running  # noqa: E402
 from llm.toy_model import ScriptModel, ToyCodec  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
-from relax_hetero.llm import ChatTemplate, Engine  # noqa: E402
+from relax_hetero.llm import ChatTemplate, Engine, RequestError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.chat_messages import Message, render_chat  # noqa: E402
-from relax_hetero.llm.server.tools import AnswerFormats  # noqa: E402
+from relax_hetero.llm.server.tools import AnswerFormats, Tool, ToolUse  # noqa: E402
 
 # Tools, reasoning and results in the style of Qwen.
 TEMPLATE = """\
@@ -215,6 +215,11 @@ def test_templates_without_tools_or_a_known_format():
             assert answer.status_code == 400 and message in answer.json()["error"]["message"]
     with pytest.raises(HeteroError, match="found 'none', expected one of harmony"):
         Settings("toy", tool_format="none")
+    broken = Tool.model_validate({"function": {"name": "a", "parameters": {"properties": {"b": {
+        "type": "string", "pattern": 3}}}}})  # fmt: skip
+    formats = AnswerFormats(ChatTemplate("{{ tools }} {{ messages }}"), {}, "glm")
+    with pytest.raises(RequestError, match="tools: "):
+        formats.answers(ToolUse([broken], forced=True), "prompt").form(None)
     formats = AnswerFormats(ChatTemplate("{{ tools }} {{ messages }}"), {}, "mistral")
     assert formats.calls is not None and len(formats.calls.new_id()) == 9
 
