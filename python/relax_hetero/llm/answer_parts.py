@@ -189,7 +189,7 @@ class AnswerParser:
     ) -> None:
         self.tools = tools or {}
         self._max_calls = max_calls
-        self._calls = 0
+        self._calls, self._has_name = 0, False
         self._parts: list[Part] = []
         self._blanks, self._strips = "", False
         self._reader = Reader()
@@ -226,14 +226,20 @@ class AnswerParser:
         self._append(Part("reasoning", text))
 
     def call(self, name: str) -> None:
-        """Begin a call."""
+        """Begin a call; the arguments of one without a name are text."""
+        self._has_name = bool(name)
+        if not name:
+            return
         self._calls += 1
         self._blanks, self._strips = "", True
         self._append(Part("call", name))
 
     def arguments(self, text: str) -> None:
         """Append to the arguments of the last call."""
-        self._append(Part("arguments", text))
+        if self._has_name:
+            self._append(Part("arguments", text))
+        else:
+            self.content(text)
 
     def _append(self, part: Part) -> None:
         is_left_out = self._max_calls is not None and self._calls > self._max_calls
@@ -293,7 +299,7 @@ def call_object(reader: Reader, answer: AnswerParser, known_only: bool = False) 
         key = _loads((yield from reader.json_text()))
         if not isinstance(key, str) or not (yield from reader.literal(":")):
             break
-        if key in ("arguments", "parameters") and isinstance(name, str):
+        if key in ("arguments", "parameters") and name:
             is_open = True
             answer.call(name)
             yield from _parse_arguments(reader, answer)
@@ -301,14 +307,14 @@ def call_object(reader: Reader, answer: AnswerParser, known_only: bool = False) 
             arguments = yield from reader.json_text()
         else:
             value = _loads((yield from reader.json_text()))
-            name = value if key in ("name", "tool_name") else name
-        if known_only and isinstance(name, str) and name not in answer.tools:
+            name = value if key in ("name", "tool_name") and isinstance(value, str) else name
+        if known_only and name and name not in answer.tools:
             break
         if (yield from reader.literal("}")):
-            if isinstance(name, str) and not is_open:
+            if name and not is_open:
                 answer.call(name)
                 answer.arguments(_unquote(arguments))
-            if isinstance(name, str):
+            if name:
                 return True
             break
         if not (yield from reader.literal(",")):

@@ -308,7 +308,7 @@ def _parse_harmony(reader: Reader, answer: AnswerParser) -> Routine[None]:
         if not stop:  # the model does not keep to its format
             answer.content("" if header.startswith(("<|channel|>", "<|start|>")) else header)
             return
-        recipient = re.search(r"to=(?:functions\.)?([^\s<]+)", header)
+        recipient = re.search(r"to=(?:functions\.)?([^\s<]*)", header)
         sink = answer.reasoning if "<|channel|>analysis" in header else answer.content
         if recipient is not None and recipient[1] not in ("user", "assistant"):
             answer.call(recipient[1])

@@ -198,6 +198,20 @@ def test_forms_of_one_format(name, text, content, calls):
         assert (message["content"], found) == (content, calls)
 
 
+@pytest.mark.parametrize("name", ROWS)
+def test_a_call_without_a_name_is_text(name):
+    """Its arguments are not those of the call before."""
+    generator = np.random.default_rng(0)
+    first = write_calls(name, [("now", {})], generator)
+    text = first + write_calls(name, [("", {"query": "a"})], generator)
+    for pieces in ([text], list(text)):
+        parser = AnswerParser(ROWS[name].parse, tools=TOOLS)
+        parts = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+        assert [part.text for part in parts if part.kind == "call"] == ["now"]
+        assert json.loads("".join(part.text for part in parts if part.kind == "arguments")) == {}
+        assert '"query"' in "".join(part.text for part in parts if part.kind == "content")
+
+
 @pytest.mark.parametrize("is_reasoning", [False, True])
 def test_reasoning(is_reasoning):
     begin = "" if is_reasoning else "<think>"
