@@ -423,7 +423,7 @@ class _Server:
         def submit() -> tuple[list[Request], list[str]]:
             messages, prompt = self._render(body)
             continued = messages[-1]["content"] if body.continues else None
-            answers = formats.answers(body.tool_use, prompt, continued, body.reasoning_format != "none")
+            answers = formats.answers(body.answer_tools, prompt, continued, body.reasoning_format != "none")
             response_format.answers = [answers.messages() for _ in range(body.n)]
             tokens = self._engine.tokens_of(prompt)
 

@@ -200,6 +200,23 @@ class ChatBody(Body):
         return ToolUse.from_fields(self.tools, self.tool_choice, self.parallel_tool_calls)
 
     @property
+    def answer_tools(self) -> ToolUse:
+        """Tools that the answer may call: none if it has a form.
+
+        Raises
+        ------
+        ApiError
+            If it must have a form and be a call.
+        """
+        form = self.form
+        if form is None:
+            return self.tool_use
+        if self.tool_use.forced:
+            found = f"found it with {form.location}, which forbids calls"
+            raise ApiError(400, f"tool_choice: {found}, expected one of them", "tool_choice")
+        return ToolUse()
+
+    @property
     def continues(self) -> bool:
         """True if the answer continues the last message, which is the assistant's."""
         last = self.messages[-1]

@@ -108,6 +108,12 @@ def test_forced_calls(ask):
         assert (calls, whole.message.reasoning_content) == ([["weather", '{"city": "Bonn"}']], "Hm")
 
 
+def test_tools_and_a_form(ask):
+    """The form may be a text that would be a call."""
+    whole, calls = ask(CALL, tools=[WEATHER], extra_body={"guided_choice": [CALL]})
+    assert (whole.message.content, calls, whole.finish_reason) == (CALL, [], "stop")
+
+
 def test_strict_tools(ask):
     strict = {**WEATHER, "function": {**WEATHER["function"], "strict": True}}
     script = "Let me see.\n" + CALL.replace("Bonn", "Rome")
@@ -195,6 +201,8 @@ def test_continued_answers(ask):
         ({"tools": [NOW], "tool_choice": {"type": "function", "function": {"name": "b"}}}, "found 'b'"),
         ({"tools": [{**WEATHER, "function": {"name": "a", "parameters": {"type": "no"}}}], "tool_choice": "required"},
          "Invalid type: no"),
+        ({"tools": [NOW], "tool_choice": "required", "response_format": {"type": "json_object"}},
+         "tool_choice: found it with response_format"),
         ({"continue_final_message": True}, "found a last message of role 'user'"),
         ({"functions": [NOW["function"]]}, "use tools"),
         ({"reasoning_effort": "high"}, "reasoning_effort: found 'high', which the model's chat template does not know"),
