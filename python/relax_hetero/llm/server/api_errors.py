@@ -64,6 +64,8 @@ def api_error(error: Exception) -> ApiError:
         return ApiError(503, str(error))
     if isinstance(error, TokenizerError):
         return ApiError(400, str(error))
+    if isinstance(error, UnicodeEncodeError):  # JSON may have these
+        return ApiError(400, "found half of a pair of surrogates, expected Unicode text")
     if isinstance(error, HeteroError):
         return ApiError(500, str(error))
     return ApiError(500, "the server failed")  # details go to the log only

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -457,19 +458,26 @@ class _Server:
         values = {**body.tool_use.template_values, **body.template_values}
         return messages, render_chat(self._template, messages, values, body.continues)
 
-    async def embed(self, body: EmbeddingBody) -> dict[str, Any]:
+    async def embed(self, body: EmbeddingBody, http: HttpRequest) -> dict[str, Any]:
         """Embeddings of texts, one request at a time."""
         encoder = self._encoder
         if encoder is None:
             message = "embeddings: found no encoder, expected the server's option --embedding-model"
             raise ApiError(501, message, code="not_supported")
         self._check_model(body.model)
-        return await self._in_thread(lambda: embed(encoder, body, self._settings.name), self._encoder_thread)
+        body.refuse_unsupported()
+        is_over = threading.Event()
+        threads = self._encoder_thread
+        return await self._in_thread(http, lambda: embed(encoder, body, self._settings.name, is_over), threads, is_over)
 
-    async def tokenize(self, body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(self, body: TokenizeBody, http: HttpRequest) -> dict[str, Any]:
         """Tokens of a text or a conversation, in the forms of vLLM and of llama.cpp's server."""
+        self._check_model(body.model)
+        body.refuse_unsupported()
         body.check()
-        tokens = await self._in_thread(lambda: self._tokens_of(body))
+        if body.messages is not None:
+            self._check_chat(body)
+        tokens = await self._in_thread(http, lambda: self._tokens_of(body))
         answer = {"count": len(tokens), "max_model_len": self._engine.model.context, "tokens": tokens}
         if body.return_token_strs or body.with_pieces:
             texts = [self._decode([token]) for token in tokens]
@@ -479,29 +487,58 @@ class _Server:
             return {**answer, "tokens": [{"id": token, "piece": text} for token, text in pairs]}
         return answer
 
-    async def detokenize(self, body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> dict[str, Any]:
         """Text of tokens, without control tokens."""
+        self._check_model(body.model)
         vocabulary = self._engine.model.vocabulary
         invalid = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
         if invalid is not None:
             raise ApiError(400, f"tokens: found {invalid}, expected 0 to {vocabulary - 1}", "tokens")
-        text = await self._in_thread(lambda: self._decode(body.tokens))
+        text = await self._in_thread(http, lambda: self._decode(body.tokens))
         return {"prompt": text, "content": text}
 
     def _tokens_of(self, body: TokenizeBody) -> list[int]:
-        if body.messages is None:
-            return self._engine.tokenizer.encode(body.text, special=True, begin=body.adds_special)
-        messages, prompt = self._render(body)
-        return self._engine.tokenizer.encode(prompt)
+        text, begin, special = body.text, body.adds_special, body.parse_special
+        if body.messages is not None:
+            (_, text), begin, special = self._render(body), True, True
+        self._engine.check_length(text)
+        return self._engine.tokenizer.encode(text, special=special, begin=begin)
 
-    async def _in_thread(self, function: Callable[[], _T], threads: ThreadPoolExecutor | None = None) -> _T:
-        """Run a function that would block the event loop."""
+    async def _in_thread(
+        self,
+        http: HttpRequest,
+        function: Callable[[], _T],
+        threads: ThreadPoolExecutor | None = None,
+        is_over: threading.Event | None = None,
+    ) -> _T:
+        """Run a function that would block the event loop; set `is_over` when nobody waits for it any more."""
+        self._begin()
+        task = asyncio.get_running_loop().run_in_executor(threads or self._tokenizer_threads, function)
+        disconnect_task = asyncio.ensure_future(wait_for_disconnect(http.receive))
+        tasks: list[asyncio.Future[Any]] = [task, disconnect_task]
         try:
-            return await asyncio.get_running_loop().run_in_executor(threads or self._tokenizer_threads, function)
+            seconds = self._limits.seconds
+            await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise ApiError(499 if disconnect_task.done() else 504, f"the request took more than {seconds:g} s")
+            return task.result()
         except ApiError:
             raise
         except Exception as error:
             raise log_defect(error) from error
+        finally:
+            if is_over is not None:
+                is_over.set()
+            for each in tasks:
+                await _cancel(each)
+            self._in_flight -= 1
+
+    def _begin(self) -> None:
+        """Count a request; raise ApiError if there are too many."""
+        if self._in_flight >= self._limits.in_flight:
+            message = f"found {self._in_flight} requests in flight, expected at most {self._limits.in_flight}"
+            raise ApiError(429, message, code="rate_limit_exceeded")
+        self._in_flight += 1
 
     async def _answer(
         self,
@@ -510,10 +547,7 @@ class _Server:
         response_format: ResponseFormat,
         submit: Callable[[], tuple[list[Request], list[str]]],
     ) -> Response:
-        if self._in_flight >= self._limits.in_flight:
-            message = f"found {self._in_flight} requests in flight, expected at most {self._limits.in_flight}"
-            raise ApiError(429, message, code="rate_limit_exceeded")
-        self._in_flight += 1
+        self._begin()
         choices: Choices | None = None
         is_streaming = False
         try:

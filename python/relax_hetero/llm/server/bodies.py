@@ -276,6 +276,7 @@ class TokenizeBody(ChatBody):
     content: str | None = None
     add_special_tokens: Annotated[bool, _or(True)] = True
     add_special: _Switch = False
+    parse_special: Annotated[bool, _or(True)] = True
     return_token_strs: _Switch = False
     with_pieces: _Switch = False
 
@@ -301,6 +302,7 @@ class DetokenizeBody(BaseModel):
     """Request to ``/detokenize``."""
 
     model_config = ConfigDict(strict=True)
+    model: str | None = None
     tokens: list[int]
 
 

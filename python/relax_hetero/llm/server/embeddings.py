@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import base64
+import threading
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from ..errors import RequestError
 from ..model import TokenizerProtocol
 from .api_errors import ApiError
+from .fields import NEUTRAL_VALUES, refuse_unsupported_fields
 
 _Tokens = Annotated[list[int], Field(min_length=1)]
 _MAX_INPUTS = 2048
@@ -42,7 +43,7 @@ class EncoderProtocol(Protocol):
 class EmbeddingBody(BaseModel):
     """Request to ``/v1/embeddings``."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(strict=True, extra="allow")
     input: str | _Tokens | list[str] | list[_Tokens]
     model: str | None = None
     encoding_format: Literal["float", "base64"] = "float"
@@ -63,8 +64,12 @@ class EmbeddingBody(BaseModel):
             raise ApiError(400, f"input: found {len(inputs)} texts, expected 1 to {_MAX_INPUTS}", "input")
         return inputs
 
+    def refuse_unsupported(self) -> None:
+        """Raise ApiError for unsupported fields that would change the answer."""
+        refuse_unsupported_fields(self.model_extra or {}, NEUTRAL_VALUES)
 
-def embed(encoder: EncoderProtocol, body: EmbeddingBody, model: str) -> dict[str, Any]:
+
+def embed(encoder: EncoderProtocol, body: EmbeddingBody, model: str, is_over: threading.Event) -> dict[str, Any]:
     """Compute the answer: embeddings of length 1.
 
     Parameters
@@ -75,18 +80,19 @@ def embed(encoder: EncoderProtocol, body: EmbeddingBody, model: str) -> dict[str
         Request.
     model : str
         Name of the model in the answer.
+    is_over : threading.Event
+        Set when nobody waits for the answer any more.
 
     Raises
     ------
-    ApiError, RequestError
+    ApiError, RequestError, UnicodeEncodeError
         If a text is empty, too long or not Unicode, or other `dimensions` than the model's are asked for.
     """
     data, count = [], 0
     for index, text in enumerate(body.inputs):
-        try:
-            tokens = encoder.tokenizer.encode(text, special=False) if isinstance(text, str) else text
-        except UnicodeEncodeError as error:
-            raise RequestError("input: found half of a pair of surrogates, expected Unicode text") from error
+        if is_over.is_set():
+            break
+        tokens = encoder.tokenizer.encode(text, special=False) if isinstance(text, str) else text
         vector = np.asarray(encoder.embed_tokens(tokens), np.float32)
         if body.dimensions not in (None, vector.size):
             found = f"found {body.dimensions}, expected the model's {vector.size}"

@@ -222,8 +222,35 @@ def test_tokens_of_texts(http):
     assert answer["tokens"] == [{"id": 97, "piece": "a"}, {"id": 98, "piece": "b"}]
     answer = http.post("/tokenize", json={"messages": USER}).json()
     assert bytes(answer["tokens"]).decode() == "user: a\nassistant: "
+    for body, message in (
+        ({"prompt": "a", "model": "other"}, "expected 'toy'"),
+        ({"prompt": "\ud800"}, "surrogates"),
+        ({"messages": USER, "enable_thinking": True}, "template does not know"),
+        ({"messages": USER, "truncation": "auto"}, "truncation: found"),
+    ):
+        answer = http.post("/tokenize", content=json.dumps(body), headers={"Content-Type": "application/json"})
+        assert answer.status_code in (400, 404) and message in answer.json()["error"]["message"]
     answer = http.post("/detokenize", json={"tokens": [97, 195, 169, EOS]}).json()
     assert answer["prompt"] == answer["content"] == "a\u00e9"
+
+
+def test_tokens_without_a_template_and_of_texts_with_control_tokens():
+    class Codec(ToyCodec):
+        max_token_bytes = 1
+
+        def encode(self, text, *, special=True, begin=True):
+            return [EOS] if special else super().encode(text)
+
+    async def ask(body: dict):
+        transport = httpx.ASGITransport(app.make_app(engine, Settings("toy")))
+        async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
+            return (await http.post("/tokenize", json=body)).json()
+
+    with Engine(ToyModel(), Codec()) as engine:
+        assert "chat template" in asyncio.run(ask({"messages": USER}))["error"]["message"]
+        assert asyncio.run(ask({"content": "ab", "parse_special": False}))["tokens"] == [97, 98]
+        assert asyncio.run(ask({"content": "ab"}))["tokens"] == [EOS]
+        assert "found 513 bytes" in asyncio.run(ask({"content": "a" * 513}))["error"]["message"]
 
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -355,10 +382,29 @@ def test_embeddings():
                 ({"input": "a", "dimensions": 3}, "found 3, expected the model's 256"),
                 ({"input": "a", "model": "other"}, "expected 'toy'"),
                 ({"input": 3}, "input"),
+                ({"input": "\ud800"}, "surrogates"),
+                ({"input": "a", "truncate": "END"}, "truncate: found"),
             ):
-                body = {"model": "toy", **bad}
-                answer = httpx.post(f"{server.url}/v1/embeddings", json=body, timeout=60)
+                content, header = json.dumps({"model": "toy", **bad}), {"Content-Type": "application/json"}
+                answer = httpx.post(f"{server.url}/v1/embeddings", content=content, headers=header, timeout=60)
                 assert answer.status_code in (400, 404) and message in answer.json()["error"]["message"]
+
+
+def test_embeddings_that_nobody_waits_for_end():
+    released, counted = threading.Event(), []
+
+    class Slow(Histogram):
+        def embed_tokens(self, tokens):
+            counted.append(tokens)
+            assert released.wait(60)
+            return super().embed_tokens(tokens)
+
+    with running(Engine(ToyModel(), CODEC), encoder=Slow(), limits=Limits(seconds=0.3)) as server:
+        with httpx.Client(base_url=server.url, timeout=30) as http:
+            assert http.post("/v1/embeddings", json={"input": ["a"] * 9}).status_code == 504
+            released.set()
+            assert http.post("/v1/embeddings", json={"input": "b"}).status_code == 200
+    assert counted == [[97], [98]]
 
 
 def test_a_body_of_another_type_is_refused(http):
@@ -683,6 +729,7 @@ def test_more_requests_than_are_taken_get_429():
         body = {"prompt": "abc", "max_tokens": 90_000, "stream": True}
         with httpx.Client(base_url=server.url) as http:
             with http.stream("POST", COMPLETIONS, json=body), http.stream("POST", COMPLETIONS, json=body):
+                assert http.post("/tokenize", json={"prompt": "a"}).status_code == 429
                 refused = http.post(COMPLETIONS, json=body)
                 assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
                 assert refused.json()["error"]["code"] == "rate_limit_exceeded"
