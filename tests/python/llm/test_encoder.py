@@ -56,6 +56,9 @@ def test_texts_that_are_too_long(encoder):
     for tokens in ([], range(9)):
         with pytest.raises(rh.HeteroError, match=f"a text has {len(tokens)} tokens, expected 1 to 8"):
             encoder.embed_tokens(tokens)
+    for token in (-1, 1 << 40):
+        with pytest.raises(rh.llm.RequestError, match=f"the token {token}, expected 0 to"):
+            encoder.embed_tokens([1, token])
 
 
 @pytest.mark.parametrize("device", ["llvm", {"kind": "cuda", "arch": "sm_90a"}])
