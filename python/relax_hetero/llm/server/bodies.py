@@ -220,7 +220,9 @@ class ChatBody(Body):
     def continues(self) -> bool:
         """True if the answer continues the last message, which is the assistant's."""
         last = self.messages[-1]
-        may = last.role == "assistant" and bool(last.content) and not (last.model_extra or {}).get("tool_calls")
+        texts = [part.text or "" for part in last.content] if isinstance(last.content, list) else [last.content or ""]
+        has_text = bool("".join(texts).strip())
+        may = last.role == "assistant" and has_text and not (last.model_extra or {}).get("tool_calls")
         if self.continue_final_message and (self.add_generation_prompt or not may):
             found = "add_generation_prompt" if self.add_generation_prompt else f"a last message of role {last.role!r}"
             expected = "expected a text of role 'assistant', and no add_generation_prompt"

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..chat_template import ChatTemplate
 from ..errors import RequestError
-from ..special_tokens import Prompt
+from ..special_tokens import NONCHARACTERS, Prompt
 from .api_errors import ApiError
 from .fields import NEUTRAL_MESSAGE_VALUES, is_neutral
 
@@ -83,7 +83,7 @@ def render_chat(
             first_error = first_error or error
             continue
         if not any(repr(arguments) in prompt for arguments in _arguments_of(variant)):  # not JSON, but Python
-            return _cut_after(prompt, messages[-1]["content"].strip()) if continues else prompt
+            return _cut_after_last_text(template, variant, values, prompt) if continues else prompt
     raise first_error or ApiError(400, "messages: the model's chat template does not write calls as JSON", "messages")
 
 
@@ -126,16 +126,23 @@ def _arguments_of(messages: Iterable[Mapping[str, Any]]) -> list[Any]:
     return [value for value in values if value and repr(value) != json.dumps(value, ensure_ascii=False)]
 
 
-def _cut_after(prompt: str, text: str) -> str:
-    """Prompt up to the end of the last message's text.
+def _cut_after_last_text(
+    template: ChatTemplate, messages: Sequence[dict[str, Any]], values: Mapping[str, Any], prompt: str
+) -> str:
+    """Prompt up to the end of the last message's text, whose place another prompt shows.
 
     Raises
     ------
     ApiError
         If the template changes the text.
     """
-    end = prompt.rfind(text) + len(text)
-    if end < len(text):
+    *others, last = messages
+    text = last["content"].strip()
+    mark = next(each for each in NONCHARACTERS if each not in prompt)
+    marked = template.render([*others, {**last, "content": last["content"].replace(text, mark, 1)}], **values)
+    begin = marked.rfind(mark) + (marked.count(mark) - 1) * (len(text) - 1)
+    end = begin + len(text)
+    if mark not in marked or not prompt.startswith(text, begin):
         message = "continue_final_message: the model's chat template changes the text of the last message"
         raise ApiError(400, message, "continue_final_message")
     return (

@@ -18,6 +18,7 @@ from llm.server.running import running  # noqa: E402
 from llm.toy_model import ScriptModel, ToyCodec  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
 from relax_hetero.llm import ChatTemplate, Engine, RequestError  # noqa: E402
+from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.chat_messages import Message, render_chat  # noqa: E402
 from relax_hetero.llm.server.tools import AnswerFormats, Tool, ToolUse  # noqa: E402
@@ -182,10 +183,16 @@ def test_continued_answers(ask):
     open_thought = [*USER, {"role": "assistant", "content": "<think>It will"}]
     whole, _ = ask("<think>It will</think>Rain.", open_thought)
     assert whole.message.content == "Rain." and not hasattr(whole.message, "reasoning_content")
-    assert ChatTemplate(TEMPLATE)  # marks of control tokens survive
+    for blank in (" \n", [{"type": "text", "text": ""}]):
+        whole, _ = ask("It will rain.", [*USER, {"role": "assistant", "content": blank}])
+        assert whole.message.content == "It will rain."
     template = ChatTemplate("{% for m in messages %}{{ m.content }}<end>{% endfor %}", control_names=["<end>"])
-    prompt = render_chat(template, [*USER, {"role": "assistant", "content": "a <end> b"}], {}, continues=True)
-    assert prompt == "Hi<end>a <end> b" and len(prompt.marks) > 0
+    for text in ("a <end> b", "end", "e", "<", "Hi"):  # the mark of the end of a turn is no text
+        prompt = render_chat(template, [*USER, {"role": "assistant", "content": f" {text}\n"}], {}, continues=True)
+        assert prompt == f"Hi<end> {text}" and (prompt.marks or "<end>" not in text)
+    template = ChatTemplate("{% for m in messages %}{{ m.content | upper }}{% endfor %}")
+    with pytest.raises(ApiError, match="changes the text"):
+        render_chat(template, [*USER, {"role": "assistant", "content": "a"}], {}, continues=True)
 
 
 @pytest.mark.parametrize(
