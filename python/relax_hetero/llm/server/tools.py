@@ -190,6 +190,11 @@ class AnswerFormats:
             Text of the message that the answer continues.
         splits_reasoning : bool
             Whether reasoning is apart from the text of an answer.
+
+        Raises
+        ------
+        ApiError
+            If a text is to be continued by a call, in a format with marks around both.
         """
         reasoning, end, is_open = self.reasoning, prompt[-256:].rstrip(), False
         if reasoning is not None and not self.parses_always:
@@ -199,7 +204,10 @@ class AnswerFormats:
                 is_open = continued.rfind(reasoning.begin) > continued.rfind(reasoning.end)
             if end.endswith(reasoning.end) or (continued is not None and not is_open):
                 reasoning = None
-        return Answers(self, use, reasoning, is_open, splits_reasoning)
+        continues_text = continued is not None and self.parses_always
+        if continues_text and use.forced:
+            raise ApiError(400, "tool_choice: found a text to continue, which a call cannot be", "tool_choice")
+        return Answers(self, use, None if continues_text else reasoning, is_open, splits_reasoning, continues_text)
 
 
 @dataclass(frozen=True)
@@ -218,6 +226,8 @@ class Answers:
         Whether the prompt has begun the reasoning.
     splits_reasoning : bool
         Whether reasoning is apart from the text of an answer.
+    continues_text : bool
+        Whether the prompt has begun the text, in a format with marks around it.
     """
 
     formats: AnswerFormats
@@ -225,15 +235,16 @@ class Answers:
     reasoning: Reasoning | None
     is_reasoning: bool
     splits_reasoning: bool
+    continues_text: bool
 
     def messages(self) -> AnswerMessages:
         """Messages of one answer."""
         formats, use = self.formats, self.use
-        row = formats.calls if use.tools or (formats.parses_always and self.splits_reasoning) else None
+        row = formats.calls if (use.tools or formats.parses_always) and not self.continues_text else None
         reasoning = self.reasoning if self.splits_reasoning and not formats.parses_always else None
         parse = parse_text if row is None else row.parse
         parser = AnswerParser(parse, reasoning, self.is_reasoning, use.schemas, None if use.several else 1)
-        return AnswerMessages(parser, row)
+        return AnswerMessages(parser, row, self.splits_reasoning)
 
     def form(self, form: StructuredOutputs | None) -> StructuredOutputs | None:
         """Form of an answer: calls if they are forced, else `form`, else calls of strict tools that the model begins.
@@ -244,7 +255,7 @@ class Answers:
             Form that the request asks for.
         """
         formats, use = self.formats, self.use
-        content = "" if formats.calls is None else formats.calls.content
+        content = "" if formats.calls is None or self.continues_text else formats.calls.content
         row, is_free = formats.calls, not use.forced
         is_strict = form is None and any(tool.function.strict for tool in use.tools)
         if row is not None and (use.forced or (is_strict and row.trigger)):
@@ -270,10 +281,12 @@ class AnswerMessages:
         Parser of the answer.
     row : CallFormat or None
         Format of calls; None if there cannot be any.
+    splits_reasoning : bool
+        Whether reasoning is apart from the text.
     """
 
-    def __init__(self, parser: AnswerParser, row: CallFormat | None) -> None:
-        self._parser, self._row = parser, row
+    def __init__(self, parser: AnswerParser, row: CallFormat | None, splits_reasoning: bool = True) -> None:
+        self._parser, self._row, self._splits_reasoning = parser, row, splits_reasoning
         self.calls = 0
 
     def delta(self, text: str, is_end: bool) -> dict[str, Any]:
@@ -289,7 +302,7 @@ class AnswerMessages:
         parts = self._parser.feed(text) + (self._parser.finish() if is_end else [])
         delta: dict[str, Any] = {}
         for kind, text in parts:
-            if kind == "content":
+            if kind == "content" or (kind == "reasoning" and not self._splits_reasoning):
                 delta["content"] = delta.get("content", "") + text
             elif kind == "reasoning":
                 delta["reasoning_content"] = delta.get("reasoning_content", "") + text

@@ -17,7 +17,7 @@ pytest.importorskip("llguidance")
 from llm.server.running import running  # noqa: E402
 from llm.toy_model import ScriptModel, ToyCodec  # noqa: E402
 from relax_hetero.errors import HeteroError  # noqa: E402
-from relax_hetero.llm import ChatTemplate, Engine, RequestError  # noqa: E402
+from relax_hetero.llm import ChatTemplate, Engine, RequestError, StructuredOutputs  # noqa: E402
 from relax_hetero.llm.server.api_errors import ApiError  # noqa: E402
 from relax_hetero.llm.server.app import Settings  # noqa: E402
 from relax_hetero.llm.server.chat_messages import Message, render_chat  # noqa: E402
@@ -170,6 +170,21 @@ def test_arguments_in_the_form_that_a_template_expects():
     calls[0]["function"]["arguments"] = "no JSON"
     template = ChatTemplate(f"{loop}{{{{ c.function.arguments }}}}{{% endfor %}}{{% endfor %}}")
     assert render_chat(template, messages, {}).endswith("no JSON")
+
+
+def test_answers_of_harmony():
+    """The text that a prompt has begun goes on without marks; reasoning may be a part of the text."""
+    formats = AnswerFormats(ChatTemplate("<|channel|><|message|>{{ messages }}"), {})
+    answers = formats.answers(ToolUse(), "<|channel|>final<|message|>It will", "It will")
+    assert answers.messages().message(" rain.")["content"] == " rain."
+    with pytest.raises(ApiError, match="a text to continue"):
+        formats.answers(ToolUse(forced=True), "prompt", "It will")
+    form = answers.form(StructuredOutputs(choice=["a"]))
+    assert form is not None and not form.prefix
+    text = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>So."
+    for splits, content in ((True, "So."), (False, "Hm.So.")):
+        message = formats.answers(ToolUse(), "prompt", None, splits).messages().message(text)
+        assert message["content"] == content and message.get("reasoning_content") == ("Hm." if splits else None)
 
 
 def test_continued_answers(ask):
