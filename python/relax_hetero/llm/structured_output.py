@@ -158,9 +158,10 @@ def pattern_rule(pattern: str) -> str:
 
 def _grammar_rule(grammar: str) -> str:
     _package()
-    from llguidance.gbnf_to_lark import any_to_lark
+    from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    return f"%lark {{\n{any_to_lark(grammar)}\n}}"
+    is_gbnf = re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE)
+    return f"%lark {{\n{gbnf_to_lark(grammar) if is_gbnf else grammar}\n}}"
 
 
 def _choice_rule(texts: Sequence[str]) -> str:

@@ -85,6 +85,7 @@ def test_complete_answers_validate(batch):
         ({"choice": [f"number {number}" for number in range(5000)]}, "number [0-9]+"),
         ({"grammar": 'root ::= "a" digit+ "z"\ndigit ::= [0-9]'}, "a[0-9]+z"),
         ({"grammar": 'start: "a" (B | "c") "z"\nB: /b{2,4}/'}, "a(b{2,4}|c)z"),
+        ({"grammar": 'start[max_tokens=9]: "a ::= b"'}, "a ::= b"),
         ({"json": '{"enum": [1, 2]}'}, "1|2"),
         ({"json": {"type": "integer", "multipleOf": 1e6}}, "-?([1-9][0-9]*0{6}|0)"),
         ({"json_object": True}, r"(?s)\{.*\}"),
