@@ -65,14 +65,17 @@ def _read_sentencepiece(path: Path, config: TokenizerConfig) -> dict[str, Any]:
 
 def _read_words(path: Path, config: TokenizerConfig) -> dict[str, Any]:
     """Read the words of BERT, a line each, under the names that GGUF files give them."""
-    lines = read_text(path).rstrip("\n").split("\n")
+    lines = read_text(path).replace("\r\n", "\n").rstrip("\n").split("\n")
     special = {config.name(key) or default for key, default in _BERT_NAMES.items()}
     fields: dict[str, Any] = {
         "model": "bert",
         "tokens": [name if name in special else name[2:] if name[:2] == "##" else f"\u2581{name}" for name in lines],
         "token_type": [CONTROL if name in special else NORMAL for name in lines],
-        "normalizer.lowercase": config.fields.get("do_lower_case", True) is not False,
     }
+    for key, option in _BERT_OPTIONS.items():
+        value = config.fields.get(option)
+        if isinstance(value, bool):
+            fields[key] = value
     for key, name in (
         ("unknown_token_id", "unk_token"),
         ("bos_token_id", "cls_token"),
@@ -110,6 +113,11 @@ _BERT_NAMES = {
     "sep_token": "[SEP]",
     "pad_token": "[PAD]",
     "mask_token": "[MASK]",
+}
+_BERT_OPTIONS = {
+    "normalizer.lowercase": "do_lower_case",
+    "normalizer.strip_accents": "strip_accents",
+    "normalizer.handle_chinese_chars": "tokenize_chinese_chars",
 }
 _MAX_HOLES = 1024
 """Added tokens have ids below twice the number of pieces, plus this number."""

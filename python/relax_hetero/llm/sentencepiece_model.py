@@ -119,7 +119,7 @@ def check_character_map(data: bytes) -> None:
 
 
 def read_sentencepiece_model(data: bytes) -> dict[str, Any]:
-    """Read a model of sentencepiece as the metadata that a GGUF file of it has.
+    """Read a model of sentencepiece as metadata under the names of GGUF files.
 
     Parameters
     ----------
@@ -152,7 +152,7 @@ def _read_model(data: bytes) -> dict[str, Any]:
             others[number].update(_fields(value))
     trainer, normalizer = others[_TRAINER], others[_NORMALIZER]
     names = [piece[_PIECE].decode() for piece in pieces]
-    models = {UNIGRAM: "t5", BPE: "llama"}
+    models = {UNIGRAM: "t5", BPE: "sentencepiece_bpe"}
     kind = trainer.get(_MODEL_TYPE, UNIGRAM)
     if kind not in models:
         raise TokenizerError(f"found model type {kind} of sentencepiece, expected {UNIGRAM} (unigram) or {BPE} (BPE)")

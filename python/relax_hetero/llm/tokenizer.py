@@ -347,14 +347,19 @@ def _sentencepiece(tokenizer: Tokenizer) -> _Codec:
     return encode, partial(_piece_with_spaces, tokenizer), BYTE in tokenizer.kinds
 
 
-def _unigram(tokenizer: Tokenizer) -> _Codec:
-    """Make a unigram tokenizer of sentencepiece, which takes the most probable pieces."""
+def _as_trained(tokenizer: Tokenizer, model_type: int) -> _Codec:
+    """Make a tokenizer of sentencepiece with the normalizer that it was trained with.
+
+    Unigram models take the most probable pieces.
+    """
     merges_spaces = tokenizer.boolean("remove_extra_whitespaces", False)
     # Texts come with their first space, which sentencepiece removes together with the extra ones.
     add_prefix = merges_spaces and tokenizer.boolean("add_space_prefix", False)
     options = {"remove_extra_spaces": merges_spaces, "add_prefix": add_prefix}
-    processor = _sentencepiece_processor(tokenizer, UNIGRAM, character_map=tokenizer.character_map(), **options)
-    return processor.encode, partial(_piece_with_spaces, tokenizer), False
+    characters = tokenizer.character_map()
+    processor = _sentencepiece_processor(tokenizer, model_type, character_map=characters, **options)
+    is_lossless = BYTE in tokenizer.kinds and not merges_spaces and not characters
+    return processor.encode, partial(_piece_with_spaces, tokenizer), is_lossless
 
 
 def _plamo(tokenizer: Tokenizer) -> _Codec:
@@ -468,7 +473,9 @@ def _wordpiece(tokenizer: Tokenizer) -> _Codec:
         name = tokenizer.names[unknown]
         wordpiece = package.Tokenizer(package.models.WordPiece({**vocabulary, name: unknown}, unk_token=name))
     wordpiece.normalizer = package.normalizers.BertNormalizer(
-        lowercase=is_lowercase, strip_accents=tokenizer.boolean("normalizer.strip_accents", is_lowercase)
+        lowercase=is_lowercase,
+        strip_accents=tokenizer.boolean("normalizer.strip_accents", is_lowercase),
+        handle_chinese_chars=tokenizer.boolean("normalizer.handle_chinese_chars", True),
     )
     wordpiece.pre_tokenizer = package.pre_tokenizers.BertPreTokenizer()
     return _encoder(wordpiece), partial(_piece_with_spaces, tokenizer), False
@@ -591,13 +598,16 @@ class _Model:
 
 
 _SPACE_FLAG = "add_space_prefix"
+_LLAMA: Any = {"adds_begin": True, "adds_space": True, "space_flag": _SPACE_FLAG}
 _ALWAYS: Any = {"begin_flag": None, "adds_begin": True}
 MODELS: dict[str, _Model] = {
-    "llama": _Model(_sentencepiece, 1, 2, 0, adds_begin=True, adds_space=True, space_flag=_SPACE_FLAG),
+    "llama": _Model(_sentencepiece, 1, 2, 0, **_LLAMA),
+    # Models of folders: files of GGUF lack their normalizer, as llama.cpp does.
+    "sentencepiece_bpe": _Model(partial(_as_trained, model_type=BPE), 1, 2, 0, **_LLAMA),
     "gpt2": _Model(_merges, has_merges=True),
     "gemma4": _Model(_merges, has_merges=True, pre="gemma4", **_ALWAYS),
     "whitespace": _Model(_merges, has_merges=True, drops_spaces=True),
-    "t5": _Model(_unigram, None, 1, 2, adds_end=True, space_flag=_SPACE_FLAG),
+    "t5": _Model(partial(_as_trained, model_type=UNIGRAM), None, 1, 2, adds_end=True, space_flag=_SPACE_FLAG),
     # Flags of these files are about pairs of texts.
     "bert": _Model(
         _wordpiece, 101, 102, 100, "seperator_token_id", adds_end=True, adds_space=True, end_flag=None, **_ALWAYS

@@ -45,7 +45,8 @@ def trained(model_type: str, **options) -> bytes:
         ("unigram", {}),
         ("unigram", {"normalization_rule_name": "identity", "remove_extra_whitespaces": False}),
         ("unigram", {"byte_fallback": True, "user_defined_symbols": ["ow"], "add_dummy_prefix": False}),
-        ("bpe", {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "byte_fallback": True}),
+        ("bpe", {}),
+        ("bpe", {"remove_extra_whitespaces": False, "byte_fallback": True}),
         ("bpe", {"normalization_rule_name": "identity", "remove_extra_whitespaces": False, "add_dummy_prefix": False}),
     ],
 )
@@ -80,15 +81,22 @@ def test_files_beside_a_model_of_sentencepiece(tmp_path):
         load_tokenizer(tmp_path)
 
 
-@pytest.mark.parametrize("lowercase", [False, True])
-def test_words_of_bert(tmp_path, lowercase):
+@pytest.mark.parametrize(
+    "lowercase, options", [(False, {}), (True, {}), (True, {"strip_accents": False}), (False, {"strip_accents": True}),
+                           (True, {"tokenize_chinese_chars": False})],
+)  # fmt: skip
+def test_words_of_bert(tmp_path, lowercase, options):
     pieces = "the qu ##ick ##i ##c ##k fox ##es don ' t , \u00e9t\u00e9 ete \u65e5".split()
     names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *pieces]
-    (tmp_path / "vocab.txt").write_text("\n".join(names) + "\n")
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase}))
+    end = "\r\n" if lowercase else "\n"
+    (tmp_path / "vocab.txt").write_bytes("".join(name + end for name in names).encode())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lowercase, **options}))
     ours = load_tokenizer(tmp_path)
-    theirs = BertWordPieceTokenizer(str(tmp_path / "vocab.txt"), lowercase=lowercase)
-    for text in [*TEXTS, "The quick foxes, don't! \u00c9t\u00e9", "unquick \u65e5\u672c"]:
+    package = {
+        {"tokenize_chinese_chars": "handle_chinese_chars"}.get(key, key): value for key, value in options.items()
+    }
+    theirs = BertWordPieceTokenizer(str(tmp_path / "vocab.txt"), lowercase=lowercase, **package)
+    for text in [*TEXTS, "The quick foxes, don't! \u00c9t\u00e9", "unquick \u65e5\u672c \u65e5"]:
         assert ours.encode(text) == theirs.encode(text).ids
     assert ours.decode(ours.encode("the foxes, don't")) == "the foxes , don ' t"
 
