@@ -88,8 +88,7 @@ class Body(_SamplingFields):  # type: ignore[misc]
     @property
     def may_have_form(self) -> bool:
         """True if the text may have a form, which may take a second to compile."""
-        names = (*_FORM_BY_FIELD, "response_format", "structured_outputs", "tools")
-        return any(getattr(self, name, None) for name in names)
+        return any(getattr(self, name) for name in (*_FORM_BY_FIELD, "response_format", "structured_outputs"))
 
     @property
     def form(self) -> StructuredOutputs | None:
@@ -187,6 +186,12 @@ class ChatBody(Body):
     enable_thinking: bool | None = None
     continue_final_message: bool | None = None
     add_generation_prompt: bool | None = None
+
+    @property
+    def may_have_form(self) -> bool:
+        """See `Body`; calls of tools may have a form, too."""
+        is_strict = any(tool.function.strict for tool in self.tools or ())
+        return super().may_have_form or is_strict or self.tool_choice not in (None, "none", "auto")
 
     @property
     def tool_use(self) -> ToolUse:
