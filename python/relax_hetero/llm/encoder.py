@@ -91,8 +91,10 @@ class Encoder:
         Raises
         ------
         RequestError
-            If a text has no tokens, or more than the longest function takes.
+            If there are no texts, or a text has no tokens, or more than the longest function takes.
         """
+        if isinstance(texts, str) or not texts:
+            raise RequestError(f"texts are {texts!r}, expected a sequence of texts, at least one")
         embeddings = np.stack([self.embed_tokens(self.tokenizer.encode(text, special=False)) for text in texts])
         norms = np.linalg.norm(embeddings, axis=1, keepdims=True)
         return embeddings / np.maximum(norms, np.finfo("float32").tiny) if normalize else embeddings

@@ -51,6 +51,12 @@ def test_texts(encoder):
     np.testing.assert_array_equal(encoder.embed(["ab"], normalize=False)[0], encoder.embed_tokens(tokens))
 
 
+@pytest.mark.parametrize("texts", ["ab", []])
+def test_no_sequence_of_texts(encoder, texts):
+    with pytest.raises(rh.HeteroError, match="expected a sequence of texts, at least one"):
+        encoder.embed(texts)
+
+
 def test_texts_that_are_too_long(encoder):
     assert encoder.embed_tokens(range(8)).shape == (64,)
     for tokens in ([], range(9)):
