@@ -61,6 +61,7 @@ def test_logits(name, tmp_path):
     check(path, run(path, TOKENS, 13), 2e-4)
 
 
+FEW_BITS_OF_EXPERTS = {"*gate_exps*": "IQ2_XXS", "*up_exps*": "Q2_K", "*down_exps*": "Q3_K", "*": "Q8_0"}
 EXPERTS = {"*gate_exps*": "Q5_0", "*up_exps*": "Q4_K", "*down_exps*": "Q6_K", "*": "Q8_0"}
 
 
@@ -72,7 +73,7 @@ EXPERTS = {"*gate_exps*": "Q5_0", "*up_exps*": "Q4_K", "*down_exps*": "Q6_K", "*
         ("llama-tied", FEW_BITS, 16, 5e-4),
         ("llama-tied", FEWER_BITS, 16, 5e-4),
         pytest.param("qwen3moe", EXPERTS, 16, 5e-4, marks=pytest.mark.slow),
-        ("qwen3moe", {"*gate_exps*": "IQ2_XXS", "*up_exps*": "Q2_K", "*down_exps*": "Q3_K", "*": "Q8_0"}, 16, 5e-4),
+        pytest.param("qwen3moe", FEW_BITS_OF_EXPERTS, 16, 5e-4, marks=pytest.mark.slow),
         pytest.param("deepseek2", {"*exps*": "Q4_K", "*": "Q8_0"}, 16, 5e-4, marks=pytest.mark.slow),
         # Its keys' matrices are rounded to float16.
         pytest.param(

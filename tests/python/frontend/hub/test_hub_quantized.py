@@ -188,7 +188,7 @@ def test_numbers_of_matrices(case, tmp_path):
         np.testing.assert_allclose(numbers_of(found[key]), tensor.data, rtol=tolerance, atol=1e-7, err_msg=key)
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq", "packed-8", "fp8-blocks"])
+@pytest.mark.parametrize("case", ["awq", "gptq", pytest.param("packed-8", marks=pytest.mark.slow), "fp8-blocks"])
 def test_logits(case, tmp_path):
     folder, reference, _ = quantized_folder(case, tmp_path)
     expected = run(reference, TOKENS, 3)

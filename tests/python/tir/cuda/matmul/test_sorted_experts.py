@@ -156,6 +156,7 @@ def test_formats(form, few):
     check(form, (30, 2, 2, 48, 256, 1), "float16", tiling=SMALL)
 
 
+@pytest.mark.slow
 def test_weights_of_16_bits(few):
     check("f16", (30, 2, 2, 48, 192, 1), "float16", tiling=SMALL)
     check("bf16", (30, 2, 2, 48, 128, 2), "bfloat16", tiling=ExpertTiling(2, (TILE_PAIRS,)))
