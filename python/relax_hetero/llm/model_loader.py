@@ -247,7 +247,7 @@ def _compiled(
     donate: dict[str, list[str]],
     progress: Callable[[str, int, int], None] | None,
 ) -> Executable:
-    """Import and compile a file, and return the memory that this took."""
+    """Import and compile a file, and give back the memory that this took."""
     from ..driver import compile as compile_module
     from ..driver.compile import paused_garbage_collection
     from ..frontend.from_gguf import from_gguf
