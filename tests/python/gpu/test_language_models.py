@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
+from llm import architecture_models as architectures
 from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
+from llm.test_encoder import file_of
 from models.running import needs_gpu
 from relax_hetero.encoding.block_formats import FILE_FORMATS
 from relax_hetero.vm.device.tensors import is_host
@@ -28,6 +30,23 @@ def test_on_a_gpu(name, tmp_path):
     # Rounded activations choose other experts where these are nearly as good as each other.
     activations = "float32" if MODELS[name].experts else None
     check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16", activations=activations))
+
+
+@pytest.mark.parametrize("name", architectures.MODELS)
+def test_architectures_on_a_gpu(name, tmp_path):
+    """Against logits of `transformers`, at some positions."""
+    path = file_of(tmp_path, name, architectures.MODELS)
+    expected, options = architectures.recorded(name)[1], {"page_type": "float16", "activations": "float32"}
+    actual = run(path, architectures.TOKENS, 6, ["cuda"], **options)[list(architectures.ROWS)]
+    assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("name", architectures.ENCODERS)
+def test_encoders_on_a_gpu(name, tmp_path):
+    encoder = rh.llm.Encoder(file_of(tmp_path, name), ["cuda"], lengths=(70, 32))
+    tokens, expected = architectures.TOKENS, architectures.recorded(name)[1]
+    actual = np.stack([encoder.embed_tokens(tokens[:length]) for length in architectures.LENGTHS])
+    assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from relax_hetero.transform.record import form_mailboxes
 pytestmark = [pytest.mark.gpu, needs_gpu]
 
 EXPERTS_ON_THE_CPU = {"blk.*.ffn_*_exps": "llvm", "*": "cuda"}
-OPTIONS = {"batches": (1, 4), "chunks": (32,), "context": 256, "activations": "float32"}
+OPTIONS = {"batches": (1, 4), "chunks": (32,), "context": 256, "activations": "float32", "stream_experts": None}
 
 
 def logits_of(model, steps=60):

@@ -17,13 +17,10 @@ from ..core.expression import emit
 from ..core.launch import local, unrolled
 from ..core.operand import divides
 from ..tile.register_tile import RegisterTile, first_column, row_of
-from ..tile.softmax import OnlineSoftmax, average_factor, averaged
+from ..tile.softmax import LOW, OnlineSoftmax, average_factor, averaged
 from .attention_tensors import AttentionTensors
 from .heads import GpuHeads
 from .team import Team
-
-_MAX_BOUND = 1e30
-"""Bound of scores whose exponents of two cannot overflow."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +108,8 @@ class ScoreTile:
         self.scores, self.weights = RegisterTile(keys), local(keys // 4 * (team.size if team else 1), "uint32")
         self._team, self._own_weights = team, local(keys // 4, "uint32") if team else self.weights
         self.sums = RegisterTile(columns or ceil_div(int(tensors.sizes["e"]), 16) * 16)
-        may_overflow = self.scale is None and score_bound(tensors.scores.term) > _MAX_BOUND
-        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_overflow, team.combine if team else None)
+        may_be_low = self.scale is None and score_bound(tensors.scores.term) > -LOW
+        self.softmax = OnlineSoftmax(self.scores, self.scale or 1.0, may_be_low, team.combine if team else None)
         self.loaded = [local(self._num_mask_registers(view), view.dtype) for view in self.masks]
 
     def begin(self, row: Expr, has_sinks: Expr = True) -> None:

@@ -22,8 +22,8 @@ from ..core.launch import local, unrolled
 from .register_tile import ROW_LANES, RegisterTile, add, reduce_lanes, row_of
 
 LOG2_E = math.log2(math.e)
-_LOW = -1e38
-"""Scores below it are further apart than exponents of float32 reach, unless they are equal."""
+LOW = -(2.0**28)
+"""Scores below it differ by at least 32, or are equal; products with `LOG2_E` round by as much."""
 
 
 class OnlineSoftmax:
@@ -35,9 +35,10 @@ class OnlineSoftmax:
         Scores of a tile; after `update` the probabilities, not yet divided by the row's sum.
     scale : float
         Factor of the scores, fused into the exponents.
-    may_overflow : bool
-        Whether scores may be so low that their product with `LOG2_E` is -inf, as where a mask adds float32's minimum.
-        Rows of such scores then have a factor of 1: scores other than their maximum are too far from it to matter.
+    may_be_low : bool
+        Whether scores may be below `LOW`, as where a mask adds -1e30 or float32's minimum. A fused product of them and
+        `LOG2_E` minus the rounded product of their maximum is any number, so rows of such scores have a factor of 1:
+        scores other than their maximum are too far from it to matter.
     combine_rows : callable, optional
         Function that combines a lane's row maxima or sums, given how, with those of warps that have other scores of the
         same rows.
@@ -53,11 +54,11 @@ class OnlineSoftmax:
         self,
         scores: RegisterTile,
         scale: float,
-        may_overflow: bool = False,
+        may_be_low: bool = False,
         combine_rows: Callable[[Any, Callable[[Expr, Expr], Expr]], None] | None = None,
     ) -> None:
         self.scores, self.factor, self._combine_rows = scores, scale * LOG2_E, combine_rows
-        self._row_factor = local(2, "float32") if may_overflow else None
+        self._row_factor = local(2, "float32") if may_be_low else None
         self.row_max, self.row_sum, self.rescale = (local(2, "float32") for _ in range(3))
         self._new_max, self._base = local(2, "float32"), local(2, "float32")
 
@@ -91,7 +92,7 @@ class OnlineSoftmax:
             # Rows whose scores are all -inf subtract 0, as -inf - -inf is NaN.
             is_empty = self._new_max[h] == T.float32(-math.inf)
             if self._row_factor is not None:
-                is_low = self._new_max[h] < T.float32(_LOW)
+                is_low = self._new_max[h] < T.float32(LOW)
                 T.buffer_store(self._row_factor, T.Select(is_low, T.float32(1), T.float32(self.factor)), [h])
             factor = self._factor(h)
             T.buffer_store(self._base, T.Select(is_empty, T.float32(0), self._new_max[h] * factor), [h])

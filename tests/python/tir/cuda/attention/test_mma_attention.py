@@ -20,12 +20,16 @@ GPU = gpu_target_of(Target({"kind": "cuda", "arch": "sm_80"}))
 RNG = np.random.default_rng(11)
 BY_HEADS = ("b h m d", "b g n d", "b g n e", "b h m e")
 CHOSEN = "where(x1, multiply(x0, 0.25), -inf)"
+ADDED = "add(multiply(x0, 0.25), x1)"
+NEAR = np.where(abs(np.arange(40)[:, None] - np.arange(150) + 50) < 12, 0, -1e30).astype("float32")[None, None]
+"""Whole tiles of keys are hidden from a row, before and after those that it sees."""
 
 CASES = {
     "edges": case(1, 2, 2, 70, 150, 72, 40, dtype="float16"),
     "groups together": case(1, 4, 2, 3, 70, 32, 32, maps=BY_HEADS, causal="bottom_right", dtype="bfloat16"),
     "rows without keys": case(1, 1, 1, 40, 20, 8, 8, causal="bottom_right", nan_to_zero=True, dtype="float16"),
     "hidden": case(1, 1, 1, 20, 80, 16, 16, mask=RNG.random((1, 1, 20, 80)) > 0.4, scores=CHOSEN, dtype="float16"),
+    "hidden by a sum": case(1, 1, 1, 40, 150, 16, 16, mask=NEAR, scores=ADDED, dtype="float16"),
     "not aligned": case(1, 2, 2, 21, 33, 19, 13, dtype="float16", causal="top_left"),
     "wide, symbolic": case(1, 1, 1, 20, 70, 256, 160, symbolic=True, dtype="float16"),
 }
@@ -35,6 +39,7 @@ SINGLES = {
     "edges": case(1, 2, 2, 70, 150, 72, 40),
     "groups together": case(1, 4, 2, 3, 70, 32, 32, maps=BY_HEADS, causal="bottom_right"),
     "not aligned, hidden": case(1, 1, 1, 21, 83, 19, 13, mask=RNG.random((1, 1, 21, 83)) > 0.4, scores=CHOSEN),
+    "hidden by a sum": case(1, 1, 1, 40, 150, 16, 16, mask=NEAR, scores=ADDED),
     "wide, symbolic": case(1, 1, 1, 20, 70, 128, 96, symbolic=True),
 }
 

@@ -100,9 +100,10 @@ def test_against_float64(name):
 
 
 @pytest.mark.parametrize("split_keys", [1, 2])
-def test_rows_that_a_mask_hides_by_the_lowest_float(split_keys):
+@pytest.mark.parametrize("low", [np.finfo("float32").min, -1e30])
+def test_rows_that_a_mask_hides_by_low_numbers(low, split_keys):
     lowest = np.zeros((1, 1, 5, 64), "float32")
-    lowest[..., 0, :] = lowest[..., 1, 32:] = lowest[..., 2, :32] = np.finfo("float32").min
+    lowest[..., 0, :] = lowest[..., 1, 32:] = lowest[..., 2, :32] = low
     one = half(1, 1, 1, 5, 64, 32, 32, mask=lowest, scores=ADDED)
     plan = AttentionPlan(64, 32, 1, split_keys)
     check(one, lambda problem: wgmma_attention_kernel(problem, GPU, plan), fresh_rng())
