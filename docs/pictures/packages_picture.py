@@ -33,7 +33,7 @@ PACKAGES = {
     "target": "vdevices, facts about CPUs and GPUs",
     "display": "text, tables, elements of HTML",
     "providers": "services of higher packages, by name",
-    "watch_tvmscript": "strict look-up of devices",
+    "import_hooks": "hooks of imports",
     "errors": "exceptions",
 }
 """Contents of each package of the contract."""

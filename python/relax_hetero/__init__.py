@@ -2,7 +2,8 @@
 
 Names are imported on first use, so that a process with TVM's runtime only can load and run executables.
 
-Importing this package makes TVMScript look up vdevices strictly, whenever TVM is imported.
+Importing this package makes TVMScript look up vdevices strictly, whenever TVM is imported, and keeps TVM from importing
+PyTorch (`import_hooks`).
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from typing import Any
 
 import lazy_loader
 
+from .import_hooks import install_import_hooks
 from .providers import provide
-from .watch_tvmscript import watch_tvmscript
 
 __version__ = "0.1.0"
 
@@ -42,4 +43,4 @@ provide("backends", f"{__name__}.backends", "BACKENDS")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
 provide("explain", f"{__name__}.report.text.explanation", "explain")
 provide("report", f"{__name__}.report.written_report", "write_report")
-watch_tvmscript()
+install_import_hooks()

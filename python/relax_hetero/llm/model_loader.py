@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
-from ..encoding.pages import MANY_PAGES, PAGE
 from ..errors import BuildError
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
@@ -208,8 +207,7 @@ def _load_file(
     if batch_invariant and not is_invariant:
         batches, chunks = (max(batches),), (max(chunks),)
     # Code depends on the longest context only, so that another context of the file compiles nothing.
-    is_fixed = placement == "auto" or (context < PAGE * MANY_PAGES and not all(map(is_cpu, devices)))
-    columns = context if is_fixed else model.compiled_context(context)
+    columns = context if placement == "auto" else model.compiled_context(context)
     options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
     donated = [f"pages_{layer}" for layer in range(model.layers)]
     if options["count_experts"]:
