@@ -100,16 +100,26 @@ def generate(group: tvm.IRModule, target: tvm.target.Target) -> CudaPart:
     mod = tirx.transform.BindTarget(target)(_rename_private_kernels(group))
     pipeline, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
     host, devices = split_host_device_mods(_lowered(mod, pipeline))
-    sources: list[KernelSource] = []
-    for device_target, device in devices.items():
-        tasks = [partial(_source, part, device_target, finalize_device) for part in _single_kernels(device)]
-        sources += _in_threads(tasks)
-    kernels = frozenset(name for source in sources for name in source.names)
+    kernels = frozenset(
+        str(func.attrs.get("global_symbol", gv.name_hint))
+        for device in devices.values()
+        for gv, func in device.functions.items()
+    )
     parts = _independent_parts(finalize_host()(host))
-    first, *others = _in_threads([partial(_host_code, part, target.host, kernels) for part in parts])
+
+    # TVM calls Python for each PTX instruction, so more threads than one would only wait for each other.
+    def sources() -> list[KernelSource]:
+        return [
+            _source(part, device_target, finalize_device)
+            for device_target, device in devices.items()
+            for part in _single_kernels(device)
+        ]
+
+    tasks: list[Callable[[], Any]] = [sources, *(partial(_host_code, part, target.host, kernels) for part in parts)]
+    generated, first, *others = _in_threads(tasks)
     for code in others:
         first.module.import_module(code.module)
-    return CudaPart((first, *others), tuple(sources))
+    return CudaPart((first, *others), tuple(generated))
 
 
 def _independent_parts(host: tvm.IRModule) -> list[tvm.IRModule]:
