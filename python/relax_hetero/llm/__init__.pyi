@@ -14,6 +14,7 @@ from .folder_tokenizer import load_tokenizer as load_tokenizer
 from .json_tokenizer import JsonTokenizer as JsonTokenizer
 from .model import Cache as Cache
 from .model import DecodeStep as DecodeStep
+from .model import DraftedModel as DraftedModel
 from .model import LookAheadModel as LookAheadModel
 from .model import Model as Model
 from .model import MultiRowModel as MultiRowModel

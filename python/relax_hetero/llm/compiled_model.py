@@ -209,6 +209,8 @@ class CompiledModel:
         Machine that runs the executable.
     looks_ahead : bool
         True if a GPU computes logits; see `LookAheadModel`.
+    draft : CompiledModel or None
+        Draft model, if `load` was given one.
     expert_counts : ExpertCounts
         Counters of the experts' tokens, if the module was made with ``count_experts=True``.
 
@@ -237,6 +239,7 @@ class CompiledModel:
         )
         prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
         self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
+        self.draft: CompiledModel | None = None
         self.cache = KVCache.from_executable(executable, description)
         inputs = executable.signature(f"decode_{self._batches[0]}").inputs
         self.expert_counts = ExpertCounts(inputs, self.machine.devices)

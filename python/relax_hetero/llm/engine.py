@@ -12,13 +12,16 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import HeteroError
+from .draft_model import DraftModel
 from .errors import EngineClosedError, EngineFullError, RequestError
-from .model import Model, PromptLogitsModel, TokenizerProtocol
+from .model import DraftedModel, Model, PromptLogitsModel, TokenizerProtocol
 from .params import SamplingParams
+from .prompt_lookup import PromptLookup
 from .request import Completion, Request
 from .scheduler import Load, Scheduler
 from .sequence import Sequence
 from .special_tokens import NamingTokenizer
+from .speculation import Proposer
 from .structured_output import Grammars
 
 SPEED_WINDOW_SECONDS = 10.0
@@ -47,7 +50,7 @@ class Statistics:
     preempted : int
         Number of preemptions, in which a request gives its pages to an older one.
     drafted, accepted : int
-        Tokens that were drafted by prompt look-up, and those of them that were right.
+        Tokens that were drafted, by prompt look-up or a draft model, and those of them that were right.
     cached_tokens : int
         Tokens in the cache now.
     tokens_per_second : float
@@ -118,6 +121,8 @@ class Engine:
         Maximum number of finished sequences in the prefix cache; 0 turns it off.
     prompt_lookup : bool
         Whether texts that repeat themselves or their prompt take fewer steps, where this pays (`MultiRowModel`).
+    draft : Model, optional
+        Draft model with the same vocabulary, used by this engine only; by default the one that `load` was given.
 
     Examples
     --------
@@ -134,12 +139,17 @@ class Engine:
         max_waiting: int = 256,
         prefixes: int = 8,
         prompt_lookup: bool = True,
+        draft: Model | None = None,
     ) -> None:
         if max_waiting < 0 or prefixes < 0:
             raise HeteroError(f"expected no negative numbers, found max_waiting={max_waiting}, prefixes={prefixes}")
         self.model, self.tokenizer = model, tokenizer
         self._max_waiting = max_waiting
-        self._scheduler = Scheduler(model, prefixes, prompt_lookup)
+        if draft is None and isinstance(model, DraftedModel):
+            draft = model.draft
+        proposers: list[Proposer] = [PromptLookup()] if prompt_lookup else []
+        proposers += [] if draft is None else [DraftModel(draft, model.vocabulary)]
+        self._scheduler = Scheduler(model, prefixes, proposers)
         self._grammars = Grammars(tokenizer, model.vocabulary)
         self._naming_tokenizer = lru_cache(8)(partial(NamingTokenizer, tokenizer))
         self._speed = Speed()
@@ -327,8 +337,8 @@ class Engine:
             reused_tokens=counts.reused_tokens,
             tokens=counts.tokens,
             preempted=counts.preempted,
-            drafted=counts.drafted,
-            accepted=counts.accepted,
+            drafted=self._scheduler.speculation.drafted,
+            accepted=self._scheduler.speculation.accepted,
             cached_tokens=load.cached_tokens,
             tokens_per_second=self._speed.mean(counts.tokens),
             ttft_seconds=sum(ttft) / len(ttft) if ttft else 0.0,

@@ -221,6 +221,20 @@ class MultiRowModel(Model, Protocol):
 
 
 @runtime_checkable
+class DraftedModel(Model, Protocol):
+    """A model with a draft model.
+
+    Attributes
+    ----------
+    draft : Model or None
+        Small model of the same vocabulary, whose drafts this one verifies; None without one.
+    """
+
+    @property
+    def draft(self) -> Model | None: ...  # noqa: D102
+
+
+@runtime_checkable
 class PromptLogitsModel(Model, Protocol):
     """A model that can return the logits of all tokens of a prompt.
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
@@ -27,6 +27,7 @@ from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
 from .folder_tokenizer import load_tokenizer
 from .json_tokenizer import JsonTokenizer
+from .model import TokenizerProtocol
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
     from ..frontend.onnx.placement_rules import PlacementRules
     from ..target.make_vdevice import VDeviceEntry
     from ..vm.file.executable import Executable
+
+Loaded: TypeAlias = "tuple[CompiledModel, Tokenizer | JsonTokenizer]"
 
 BATCHES, CHUNKS = (1, 2, 4, 8), (32, 256)
 """Default batch sizes of decode functions, and chunk lengths of prefill functions."""
@@ -84,6 +87,8 @@ _DEFAULTS = {
     "stream_experts": "auto",
 }
 """Default options of GGUF files in `load`."""
+_DRAFT_OPTIONS = ("batches", "slots", "context")
+"""Those that a draft model gets, too."""
 _ONNX_OPTIONS = ("batches", "chunks", "slots", "context", "page_type")
 """Those that apply to ONNX decoders, too."""
 
@@ -105,8 +110,11 @@ def load(
     expert_counts: ExpertCountsSource | None = None,
     stream_experts: int | Literal["auto"] | None = "auto",
     batch_invariant: bool = False,
+    draft: str | os.PathLike[str] | Loaded | None = None,
+    draft_vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
+    draft_placement: PlacementRules | Literal["auto"] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
+) -> Loaded:
     """Load a language model and its tokenizer.
 
     Parameters
@@ -134,6 +142,11 @@ def load(
         they always do, except those of mixtures of experts with AMX. There and on other devices, every call then
         computes the largest batch or chunk, so that one sequence takes as long as a full batch. Not for a
         saved folder.
+    draft : str, path or result of `load`, optional
+        Draft model for speculative decoding: a smaller model with the same tokens, in the forms of `path`, which gets
+        the same `batches`, `slots` and `context`.
+    draft_vdevices, draft_placement
+        As `vdevices` and `placement`, for the draft model; by default `vdevices`, the first of which has all of it.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -141,7 +154,7 @@ def load(
     ------
     HeteroError
         If the file or folder cannot be read, placed or compiled, or options are given that do not apply: those of a
-        saved folder are compiled already.
+        saved folder are compiled already. Also if the draft model has other tokens.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise BuildError(
@@ -161,9 +174,18 @@ def load(
         "expert_counts": expert_counts,
         "stream_experts": stream_experts,
     }
+    if draft is None and (draft_vdevices, draft_placement) != (None, None):
+        raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
+    if isinstance(draft, (str, os.PathLike)):  # first, as it is the smaller one
+        devices = vdevices if draft_vdevices is None else draft_vdevices
+        sizes: dict[str, Any] = {name: options[name] for name in _DRAFT_OPTIONS}
+        drafted: Loaded | None = load(draft, devices, draft_placement, **sizes, progress=progress)
+    else:
+        drafted = draft
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
     if load_kind is not None:
-        return _warn_of_long_context(*load_kind(Path(path), vdevices, placement, options, batch_invariant, progress))
+        loaded = load_kind(Path(path), vdevices, placement, options, batch_invariant, progress)
+        return _with_draft(_warn_of_long_context(*loaded), drafted)
     if (vdevices, placement, batch_invariant, {**options, "count_experts": False}) != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
@@ -173,7 +195,7 @@ def load(
             f"{Path(path)}: its functions do not count experts; load the GGUF file of a mixture with "
             "count_experts=True, and save it again"
         )
-    return _warn_of_long_context(model, tokenizer)
+    return _with_draft(_warn_of_long_context(model, tokenizer), drafted)
 
 
 def _load_file(
@@ -343,13 +365,31 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     (target / _DESCRIPTION).write_text(json.dumps(fields, indent=1))
 
 
-def _warn_of_long_context(
-    model: CompiledModel, tokenizer: Tokenizer | JsonTokenizer
-) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
+def _warn_of_long_context(model: CompiledModel, tokenizer: Tokenizer | JsonTokenizer) -> Loaded:
     warning = context_warning(model.context, model.trained_context)
     if warning is not None:
         _log.warning(warning)
     return model, tokenizer
+
+
+def _with_draft(loaded: Loaded, drafted: Loaded | None) -> Loaded:
+    """Give a model its draft model, if there is one."""
+    if drafted is not None:
+        (model, tokenizer), (draft, draft_tokenizer) = loaded, drafted
+        _check_draft_tokens(tokenizer, draft_tokenizer, min(model.vocabulary, draft.vocabulary))
+        model.draft = draft
+    return loaded
+
+
+def _check_draft_tokens(tokenizer: TokenizerProtocol, draft_tokenizer: TokenizerProtocol, count: int) -> None:
+    """Raise BuildError if one of the first tokens has other bytes in the draft model; control tokens have none."""
+    for token in range(count):
+        piece, draft_piece = tokenizer.piece(token), draft_tokenizer.piece(token)
+        if piece != draft_piece and piece and draft_piece:
+            raise BuildError(
+                f"draft: its token {token} is {draft_piece!r}, expected {piece!r} as in the model: a draft model must "
+                "have the same vocabulary, such as a smaller model of the same family"
+            )
 
 
 def _release_memory() -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import threading
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -39,6 +41,48 @@ class TokenLogprob:
     token: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+class Generator(Protocol):
+    """Generator of random numbers, such as `np.random.Generator`."""
+
+    def random(self) -> float:
+        """Draw a number from 0 to 1."""
+
+
+class Uniform(NamedTuple):
+    """Generator of one number."""
+
+    value: float
+
+    def random(self) -> float:
+        """Return the number."""
+        return self.value
+
+
+class Uniforms:
+    """Generator of the random numbers of a text, one for each of its tokens.
+
+    Parameters
+    ----------
+    seed : int or None
+        Seed; None for a random one.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        # numpy does not accept negative seeds.
+        self._generator = np.random.Generator(np.random.PCG64(None if seed is None else seed % (1 << 64)))
+        self._ahead: deque[float] = deque()
+
+    def random(self) -> float:
+        """Draw the next number."""
+        return self._ahead.popleft() if self._ahead else self._generator.random()
+
+    def peek(self, index: int) -> Uniform:
+        """Generator of the number that is drawn after `index` others."""
+        while len(self._ahead) <= index:
+            self._ahead.append(self._generator.random())
+        return Uniform(self._ahead[index])
 
 
 class History:
@@ -73,7 +117,7 @@ class History:
 def sample(
     logits: np.ndarray,
     params: SamplingParams,
-    generator: np.random.Generator,
+    generator: Generator,
     history: History,
     mask: np.ndarray | None = None,
 ) -> tuple[int, TokenLogprob | None]:
@@ -85,7 +129,7 @@ def sample(
         Logits; not changed.
     params : SamplingParams
         Sampling parameters.
-    generator : np.random.Generator
+    generator : Generator
         Generator of one random number; unused if sampling is greedy.
     history : History
         Tokens for penalties.
@@ -104,13 +148,23 @@ def sample(
     HeteroError
         If the largest logit is infinite, or one is NaN.
     """
+    token = sample_token(logits, params, generator, history, mask)
+    return token, None if params.logprobs is None else logprob_of(logits, token, params.logprobs)
+
+
+def sample_token(
+    logits: np.ndarray,
+    params: SamplingParams,
+    generator: Generator,
+    history: History,
+    mask: np.ndarray | None = None,
+) -> int:
+    """Sample a token without its log-probability; see `sample`."""
     adjusted = _apply_bias_and_penalties(logits, params, history)
     if mask is None or (params.greedy and mask[np.argmax(adjusted)]):  # most greedy tokens have the form anyway
-        token = _sample_token(adjusted, params, generator)
-    else:
-        tokens = np.flatnonzero(mask)
-        token = int(tokens[_sample_token(adjusted[tokens], params, generator)])
-    return token, None if params.logprobs is None else logprob_of(logits, token, params.logprobs)
+        return _sample_token(adjusted, params, generator)
+    tokens = np.flatnonzero(mask)
+    return int(tokens[_sample_token(adjusted[tokens], params, generator)])
 
 
 def largest(logits: np.ndarray, count: int) -> np.ndarray:
@@ -142,7 +196,7 @@ def _apply_bias_and_penalties(logits: np.ndarray, params: SamplingParams, histor
     return adjusted
 
 
-def _sample_token(logits: np.ndarray, params: SamplingParams, generator: np.random.Generator) -> int:
+def _sample_token(logits: np.ndarray, params: SamplingParams, generator: Generator) -> int:
     best = int(np.argmax(logits))  # the first NaN, if there is one
     max_logit = float(logits[best])
     if not math.isfinite(max_logit):

@@ -14,9 +14,9 @@ import numpy as np
 from ..errors import CacheError, HeteroError
 from .model import DecodeStep, LookAheadModel, Model, MultiRowModel, PromptLogitsModel
 from .prefix_cache import Prefix, PrefixCache
-from .prompt_lookup import StepTimes
 from .request import FinishReason
 from .sequence import Sequence
+from .speculation import Proposer, Speculation
 
 
 @dataclass
@@ -35,8 +35,6 @@ class Counts:
         Tokens that were generated.
     preempted : int
         Number of preemptions.
-    drafted, accepted : int
-        Tokens that `PromptLookup` has drafted, and those of them that were right.
     finished : dict of str to int
         Number of requests that have ended, by reason.
     """
@@ -46,8 +44,6 @@ class Counts:
     reused_tokens: int = 0
     tokens: int = 0
     preempted: int = 0
-    drafted: int = 0
-    accepted: int = 0
 
     def __post_init__(self) -> None:
         self.finished: dict[FinishReason, int] = dict.fromkeys(("stop", "length", "cancelled", "error"), 0)
@@ -105,7 +101,7 @@ class Scheduler:
     If all running requests are greedy and no other can begin, the next decode step is enqueued before the tokens of the
     last one are awaited and handed out (`LookAheadModel`). Only requests that are still running get its tokens.
 
-    Steps of few requests may have rows for drafts of their next tokens (`PromptLookup`). Rows after a wrong one are
+    Steps of few requests may have rows for drafts of their next tokens (`Speculation`). Rows after a wrong one are
     dropped.
 
     Not thread-safe.
@@ -116,11 +112,18 @@ class Scheduler:
         Model, whose cache only this scheduler uses.
     prefixes : int
         Maximum number of finished sequences in the prefix cache.
-    prompt_lookup : bool
-        Whether steps may have rows for drafts.
+    proposers : iterable of Proposer
+        Sources of drafts, if the model can verify them (`MultiRowModel`).
+
+    Attributes
+    ----------
+    counts : Counts
+        Counts so far.
+    speculation : Speculation
+        Choice of drafts.
     """
 
-    def __init__(self, model: Model, prefixes: int = 8, prompt_lookup: bool = True) -> None:
+    def __init__(self, model: Model, prefixes: int = 8, proposers: Iterable[Proposer] = ()) -> None:
         self.counts = Counts()
         self._model, self._cache = model, model.cache
         self._prefix_cache = PrefixCache(model.cache, prefixes)
@@ -130,10 +133,9 @@ class Scheduler:
         self._cache_full = False  # no request is admitted until one has ended
         self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
         self._ahead: StepAhead | None = None
-        self._decode_rows = 0
-        if isinstance(model, MultiRowModel) and prompt_lookup and self._look_ahead is None:
-            self._decode_rows = model.decode_rows
-        self._times = StepTimes()
+        self._decode_rows = model.decode_rows if isinstance(model, MultiRowModel) else 0
+        self.speculation = Speculation(list(proposers) if self._decode_rows else [])
+        self._step_end = 0.0  # of the decode step before, if nothing was done since
         self._prompt_logits = model if isinstance(model, PromptLogitsModel) else None
 
     def load(self) -> Load:
@@ -159,6 +161,7 @@ class Scheduler:
             self._decode()
         if not self._running:
             self._drop_step_ahead()
+            self._step_end = 0.0
         busy = bool(self._waiting or self._active())
         self.counts.steps += busy
         return busy
@@ -170,6 +173,7 @@ class Scheduler:
             self._end(sequence, reason, error)
         while self._prefix_cache.evict_oldest():
             pass
+        self.speculation.close()
 
     def _active(self) -> list[Sequence]:
         return [*self._running, *([] if self._prefilling is None else [self._prefilling])]
@@ -242,6 +246,7 @@ class Scheduler:
         sequence = self._prefilling
         if sequence is None or sequence.slot is None:
             return
+        self._step_end = 0.0
         end, model = self._prefill_length(sequence), self._prompt_logits
         needs_all = model is not None and sequence.needs_prompt_logits
         size = model.prompt_chunk if model is not None and needs_all else self._model.chunk
@@ -272,12 +277,14 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Decode one token of each running request, or more where drafts are right."""
-        may_draft = True
+        may_draft, begin = True, self._step_end or time.perf_counter()
         while self._running:
             batch = list(self._running)
             fed = self._fed_tokens(batch, may_draft)
             try:
                 results = self._decode_batch(batch, fed)
+                self._step_end = time.perf_counter()
+                self.speculation.update(len(batch), sum(map(len, fed)), self._step_end - begin)
             except CacheError as error:
                 if any(len(tokens) > 1 for tokens in fed):  # drafts must not cost anybody's pages
                     self._roll_back(batch)
@@ -292,19 +299,27 @@ class Scheduler:
                 return
             rows = iter(results)
             for sequence, tokens in zip(batch, fed, strict=True):
-                self._accept_rows(sequence, tokens, list(islice(rows, len(tokens))))
+                self._accept_rows(sequence, tokens, list(islice(rows, len(tokens))), len(batch))
             return
 
     def _fed_tokens(self, batch: list[Sequence], may_draft: bool) -> list[list[int]]:
         """Tokens of each sequence that a decode step computes: the first that is not in the cache, and a draft."""
         fed = [[sequence.tokens[sequence.cached]] for sequence in batch]
-        limit = self._decode_rows // len(batch) - 1
-        for sequence, tokens in zip(batch, fed, strict=True):
-            if may_draft and limit > 0 and sequence.cached + 1 == len(sequence.tokens):
-                tokens += sequence.lookup.draft(min(limit, sequence.remaining - 1), len(batch), self._times)
+        limit = self._draft_limit(len(batch))
+        if may_draft and limit and self._ahead is None:
+            limits = [
+                min(limit, sequence.remaining - 1) if sequence.cached + 1 == len(sequence.tokens) else 0
+                for sequence in batch
+            ]
+            for tokens, draft in zip(fed, self.speculation.draft(batch, limits), strict=True):
+                tokens += draft
         return fed
 
-    def _accept_rows(self, sequence: Sequence, tokens: list[int], rows: list[np.ndarray | int]) -> None:
+    def _draft_limit(self, sequences: int) -> int:
+        """Maximum number of tokens of a draft in a step of several sequences."""
+        return max(self._decode_rows // sequences - 1, 0)
+
+    def _accept_rows(self, sequence: Sequence, tokens: list[int], rows: list[np.ndarray | int], sequences: int) -> None:
         """Accept the results of tokens up to the first that is not the sequence's, and drop those after it."""
         before = sequence.cached
         for token, row in zip(tokens, rows, strict=True):
@@ -314,22 +329,18 @@ class Scheduler:
             sequence.cached += 1
             self._accept(sequence, row)
         if len(tokens) > 1:
-            accepted = max(sequence.cached - before - 1, 0)
+            self.speculation.accept(sequence, len(tokens) - 1, max(sequence.cached - before - 1, 0), sequences)
             if sequence.slot is not None:
                 self._roll_back([sequence])
-                sequence.lookup.update(len(tokens) - 1, accepted)
-            self.counts.drafted += len(tokens) - 1
-            self.counts.accepted += accepted
 
     def _decode_batch(self, batch: list[Sequence], fed: list[list[int]]) -> Iterable[np.ndarray | int]:
         """Logits of a decode step, or its tokens if all sequences are greedy and the model looks ahead."""
         slots, tokens = _decode_arguments(batch, fed)
         model = self._look_ahead
         if model is None or any(sequence.needs_logits for sequence in batch):
-            begin = time.perf_counter()
-            logits = self._model.decode(slots, tokens)
-            self._times.update(len(tokens), time.perf_counter() - begin)
-            return logits
+            return self._model.decode(slots, tokens)
+        if len(tokens) > len(batch):
+            return model.begin_decode(slots, tokens).tokens()
         step = self._ahead or StepAhead(batch, model.begin_decode(slots, tokens))
         self._ahead = None
         if step.sequences == batch and self._will_repeat(batch):
@@ -341,6 +352,8 @@ class Scheduler:
     def _will_repeat(self, batch: list[Sequence]) -> bool:
         """Return whether the next decode step will have the same requests, unless stop tokens or texts end some."""
         if self._prefilling is not None or self._can_admit():
+            return False
+        if self.speculation.wants(batch, self._draft_limit(len(batch))):
             return False
         return all(
             sequence.remaining > 1 and sequence.cached + 1 == len(sequence.tokens) and not sequence.request.cancelled
@@ -415,6 +428,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Free the pages of a request, and put it back into the queue."""
         self._remove(sequence)
+        self.speculation.release(sequence)
         self._cache.free(sequence.release())
         index = sum(other.arrival < sequence.arrival for other in self._waiting)
         self._waiting.insert(index, sequence)
@@ -423,6 +437,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, error: HeteroError | None = None) -> None:
         self._remove(sequence)
+        self.speculation.release(sequence)
         if sequence.slot is not None:
             reusable = sequence.tokens[: min(sequence.cached, self._prefill_length(sequence))]
             slot = sequence.release()

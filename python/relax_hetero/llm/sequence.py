@@ -8,9 +8,8 @@ import numpy as np
 
 from ..errors import HeteroError
 from .model import TokenizerProtocol
-from .prompt_lookup import PromptLookup
 from .request import FinishReason, Request
-from .sampling import History, TokenLogprob, logprob_of, sample
+from .sampling import History, TokenLogprob, Uniforms, logprob_of, sample, sample_token
 from .structured_output import Constraint
 from .text_stream import Delta, TextStream
 
@@ -41,8 +40,6 @@ class Sequence:
         Number of leading tokens that are in the cache.
     needs_logits : bool
         See `SamplingParams`.
-    lookup : PromptLookup
-        Drafts of its next tokens.
     needs_prompt_logits : bool
         Whether log-probabilities of the prompt's tokens are requested.
     """
@@ -63,12 +60,11 @@ class Sequence:
         self.needs_logits = params.needs_logits
         self._reused = 0
         self._constraint = constraint
-        self.lookup = PromptLookup(self.tokens)
         max_tokens = context if params.max_tokens is None else params.max_tokens
         self._max_tokens = min(context, len(self.tokens) + max_tokens)
         self.needs_prompt_logits = params.prompt_logprobs is not None
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.stop_ids)
-        self._generator = np.random.Generator(np.random.PCG64(_seed(params.seed)))
+        self._uniforms = Uniforms(params.seed)
         self._history = History(self.tokens)
         self._stream = TextStream(tokenizer.piece, params.stop)
 
@@ -107,9 +103,19 @@ class Sequence:
         HeteroError
             If the logits are not finite, or the grammar takes too long.
         """
-        return self.append(
-            *sample(logits, self.request.params, self._generator, self._history, self._mask(logits.size))
-        )
+        return self.append(*sample(logits, self.request.params, self._uniforms, self._history, self._mask(logits.size)))
+
+    def sample_ahead(self, logits: np.ndarray, index: int) -> int:
+        """Sample a token of a draft with the random number of the text's token at its position.
+
+        Parameters
+        ----------
+        logits : array of float32, (vocabulary,)
+            Logits of a draft model.
+        index : int
+            Number of tokens of the draft before.
+        """
+        return sample_token(logits, self.request.params, self._uniforms.peek(index), self._history)
 
     def observe(self, logits: np.ndarray) -> None:
         """Record the log-probabilities of tokens of the prompt.
@@ -158,8 +164,3 @@ class Sequence:
     def _send(self, delta: Delta) -> None:
         if delta.text or delta.tokens:
             self.request.append(delta)
-
-
-def _seed(seed: int | None) -> int | None:
-    # numpy does not accept negative seeds.
-    return None if seed is None else seed % (1 << 64)

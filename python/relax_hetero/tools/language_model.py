@@ -42,6 +42,8 @@ class LanguageModelOptions:
         GGUF file, or folder.
     vdevices, placement, context, slots, batch_invariant, memory_limit, expert_counts
         As for `relax_hetero.llm.load`; None for its defaults.
+    draft, draft_vdevices, draft_placement
+        As for `relax_hetero.llm.load`.
     template : Path or None
         File with a chat template; None for the model's own.
     """
@@ -55,6 +57,9 @@ class LanguageModelOptions:
     batch_invariant: bool = False
     memory_limit: dict[str, str] | None = None
     expert_counts: Path | None = None
+    draft: Path | None = None
+    draft_vdevices: list[Any] | None = None
+    draft_placement: Literal["auto"] | dict[str, str] | None = None
 
     @property
     def name(self) -> str:
@@ -83,6 +88,9 @@ class LanguageModelOptions:
             "memory_limit": self.memory_limit,
             "expert_counts": self.expert_counts,
             "count_experts": count_experts or None,
+            "draft": self.draft,
+            "draft_vdevices": self.draft_vdevices,
+            "draft_placement": self.draft_placement,
         }
         arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
@@ -139,6 +147,27 @@ _OPTIONS = (
         "as long as one of the largest batch.",
     ),
     click.option(
+        "--draft",
+        "--model-draft",
+        type=click.Path(exists=True, path_type=Path),
+        metavar="MODEL",
+        help="GGUF file or folder of a smaller model with the same tokens, which drafts texts that MODEL verifies.",
+    ),
+    click.option(
+        "--draft-vdevice",
+        multiple=True,
+        type=VDeviceParam(),
+        metavar="DEVICE",
+        help="Run the draft model on this device, as --vdevice; the default is the first --vdevice. Repeatable.",
+    ),
+    click.option(
+        "--draft-placement",
+        multiple=True,
+        type=PlacementParam("pattern=device", "'blk.[0-8].*=cuda'"),
+        metavar="PATTERN=DEVICE",
+        help="Put parts of the draft model on a device, as --placement. Repeatable.",
+    ),
+    click.option(
         "--expert-counts",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
@@ -182,6 +211,9 @@ def language_model_options(function: F) -> F:
         placement: tuple[Any, ...],
         memory_limit: tuple[tuple[str, str], ...],
         expert_counts: Path | None,
+        draft: Path | None,
+        draft_vdevice: tuple[Any, ...],
+        draft_placement: tuple[Any, ...],
         context: int | None,
         slots: int | None,
         template: Path | None,
@@ -189,6 +221,8 @@ def language_model_options(function: F) -> F:
         **options: Any,
     ) -> None:
         devices, rules = list(vdevice) or None, _parse_placement(placement)
+        if draft is None and (draft_vdevice or draft_placement):
+            raise click.UsageError("--draft-vdevice and --draft-placement are for the model of --draft")
         if memory_limit and isinstance(rules, dict):
             raise click.UsageError("--memory-limit bounds --placement auto: it excludes rules")
         limits = dict(memory_limit) or None
@@ -196,7 +230,18 @@ def language_model_options(function: F) -> F:
         if expert_counts is not None and rules != AUTO:
             raise click.UsageError("--expert-counts is for --placement auto, or --memory-limit, which implies it")
         model_options = LanguageModelOptions(
-            model, devices, rules, context, slots, template, batch_invariant, limits, expert_counts
+            model,
+            devices,
+            rules,
+            context,
+            slots,
+            template,
+            batch_invariant,
+            limits,
+            expert_counts,
+            draft,
+            list(draft_vdevice) or None,
+            _parse_placement(draft_placement, "--draft-placement"),
         )
         function(model_options=model_options, **options)
 
@@ -206,14 +251,14 @@ def language_model_options(function: F) -> F:
     return argument(collect)  # type: ignore[return-value]
 
 
-def _parse_placement(values: tuple[Any, ...]) -> Literal["auto"] | dict[str, str] | None:
+def _parse_placement(values: tuple[Any, ...], option: str = "--placement") -> Literal["auto"] | dict[str, str] | None:
     if AUTO in values:
         if len(values) > 1:
-            raise click.UsageError("--placement auto and rules of --placement exclude each other")
+            raise click.UsageError(f"{option} auto and rules of {option} exclude each other")
         return AUTO
     rules: dict[str, str] = {}
     for pattern, device in values:
         if pattern in rules:
-            raise click.UsageError(f"--placement names {pattern!r} twice")
+            raise click.UsageError(f"{option} names {pattern!r} twice")
         rules[pattern] = device
     return rules or None

@@ -17,6 +17,8 @@ from relax_hetero.artifact.signature import TensorSpec
 from relax_hetero.errors import BuildError, CacheError
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.llm import Engine, LookAheadModel, SamplingParams, compiled_model, model_loader
+from relax_hetero.llm.draft_model import DraftModel
+from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.report.executable_report import report_of
 from relax_hetero.vm.device import cuda_copies
 from relax_hetero.vm.device.tensors import alias
@@ -289,6 +291,43 @@ def test_two_devices_write_the_tokens_of_one(model, by_layers):
     assert not [call for call in about.single_calls if call.function == "decode_2"]
     moved = [entry["variable"] for entry in about.placement if entry["kind"] == "transfer"]
     assert "blk.0.ffn_sum_llvm_1" in moved and not any("pages" in name for name in moved)
+
+
+def test_a_draft_model_beside_two_devices(by_layers, model, monkeypatch):
+    """A target over two devices writes its own texts, while most of its tokens come from a model on one device."""
+    target, tokenizer = by_layers
+    sampling = [
+        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True),
+        SamplingParams(temperature=0.9, seed=3, max_tokens=60, ignore_eos=True),
+    ]
+    with Engine(target, tokenizer, prompt_lookup=False) as engine:
+        expected = [engine.generate([TOKENS[:60]], each)[0].tokens for each in sampling]
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, rows: 1 + 0.02 * rows)
+    monkeypatch.setattr(DraftModel, "seconds", lambda *_: (0.05, 0.0))
+    with Engine(target, tokenizer, draft=model[0], prompt_lookup=False) as engine:
+        texts = [engine.generate([TOKENS[:60]], each)[0].tokens for each in sampling]
+        statistics = engine.statistics()
+    assert texts == expected
+    assert statistics.accepted > 0.9 * statistics.drafted > 40
+    devices = [{region.device for region in each.executable.metadata.regions} for each in (target, model[0])]
+    assert devices == [{0, 1}, {0}]
+
+
+@pytest.mark.slow
+def test_a_draft_model_gets_the_sizes_of_its_target(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", Sizes(layers=1, width=128, feed_forward=64, heads=2, size=32), "Q8_0")
+    model, _ = rh.llm.load(path, draft=path, draft_vdevices=TWO[1:], batches=(2,), chunks=(32,), context=100)
+    assert (model.draft.context, model.draft.slots, model.draft.decode_rows) == (100, 2, 2)
+    assert "x86-64-v3" in str(model.draft.executable.devices[0].target)
+
+
+def test_a_draft_model_has_the_same_tokens(varied, tmp_path):
+    other = SimpleNamespace(piece=lambda token: b"?" if token == 300 else varied[1].piece(token))
+    with pytest.raises(BuildError, match=r"draft: its token 300 is b'\?', expected b'.*' as in the model"):
+        model_loader._with_draft(varied, (varied[0], other))
+    assert varied[0].draft is None
+    with pytest.raises(BuildError, match="found draft_vdevices or draft_placement, expected them with draft="):
+        rh.llm.load(tmp_path / "model.gguf", draft_vdevices=["llvm"])
 
 
 def test_the_bytes_of_a_token(by_layers, tmp_path):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from llm.toy_model import EOS, LookAheadToyModel, ToyCodec, ToyModel, alone
 from relax_hetero.errors import HeteroError
-from relax_hetero.llm import Engine, EngineClosedError, EngineFullError, RequestError, SamplingParams, scheduler
-from relax_hetero.llm.prompt_lookup import PromptLookup, StepTimes
+from relax_hetero.llm import Engine, EngineClosedError, EngineFullError, RequestError, SamplingParams
 from relax_hetero.llm.request import Request
 from relax_hetero.llm.scheduler import Scheduler
 from relax_hetero.llm.sequence import Sequence
@@ -59,76 +57,6 @@ def test_batched_requests_get_the_text_of_each_alone(limits, kind):
     assert results == [text_alone(model, prompt, 60) for prompt in texts]
     assert model.cache.used == 0 and not model.cache.tokens
     assert (preempted > 0) == ("pages" in limits)
-
-
-@pytest.mark.parametrize(
-    "limits",
-    [
-        {"decode_rows": 8},
-        {"decode_rows": 8, "slots": 1},
-        {"decode_rows": 8, "pages": 16},
-        {"decode_rows": 8, "pages": 16, "window": 40, "slots": 3},
-        {"decode_rows": 8, "pages": 16, "decodes_like_prefill": False},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("period", [0, 1, 5])
-def test_drafts_change_no_text(limits, period, monkeypatch):
-    """Greedy or sampled, with stop strings, forms and log-probabilities: texts are those of single steps."""
-    monkeypatch.setattr(scheduler.StepTimes, "ratio", lambda self, rows, other: 1.2)  # drafts pay, if half are right
-    texts, counts = prompts(12), []
-    options = [
-        {"temperature": 0},
-        {"temperature": 0.7, "seed": 3},
-        {"temperature": 0, "stop": ("cdea", "aaaaaaa")},
-        {"temperature": 1, "seed": 5, "logprobs": 1, "presence_penalty": 0.1},
-    ]
-    params = [SamplingParams(max_tokens=70, **options[index % 4]) for index in range(12)]
-    results = []
-    for rows in (0, limits["decode_rows"]):
-        steps: list = []
-        model = ToyModel(period=period, on_step=lambda *step: steps.append(step), **{**limits, "decode_rows": rows})  # noqa: B023
-        with Engine(model, CODEC) as engine:
-            results.append(engine.generate(texts, params))
-            statistics = engine.statistics()
-        assert model.cache.used == 0
-        counts.append(sum(kind == "decode" for kind, _ in steps))
-    assert results[0] == [replace(each, usage=other.usage) for each, other in zip(results[1], results[0], strict=True)]
-    assert 0 <= statistics.accepted <= statistics.drafted
-    if period:
-        assert statistics.accepted > statistics.drafted // 4 > 10
-        assert counts[1] < counts[0] * 0.9 or limits.get("slots") != 1
-
-
-def test_drafts_that_do_not_pay_are_rare(monkeypatch):
-    monkeypatch.setattr(scheduler.StepTimes, "ratio", lambda self, rows, other: 9.0)
-    with Engine(ToyModel(period=2, decode_rows=8, context=2000, ends=False), CODEC) as engine:
-        engine.generate("abab", SamplingParams(temperature=0, max_tokens=1000))
-        assert engine.statistics().drafted == 0
-    monkeypatch.undo()
-    lookup, times = PromptLookup([1, 2, 3, 4] * 20), StepTimes()
-    for rows, seconds in ((1, 1.0), (2, 1.1), (4, 1.3), (8, 2.5)):
-        times.update(rows, seconds)
-    wrong = 0
-    for _ in range(1000):
-        draft = lookup.draft(7, 1, times)
-        wrong += len(draft) > 0
-        if draft:
-            lookup.update(len(draft), 0)
-    assert 2 < wrong < 40
-
-
-def test_drafts_follow_the_last_occurrence():
-    times = StepTimes()
-    assert PromptLookup([1, 2, 3, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3]).draft(3, 1, times) == [7, 8, 5]
-    assert PromptLookup([5, 1, 2, 1, 2, 1]).draft(7, 1, times) == [2, 1, 2, 1, 2, 1, 2]
-    for tokens in ([], [1, 1, 1], [1, 2, 3, 4]):
-        assert PromptLookup(tokens).draft(7, 1, times) == []
-    tokens = [1, 2, 3, 4]
-    lookup = PromptLookup(tokens)
-    assert lookup.draft(7, 1, times) == []
-    tokens += [1, 2, 3]
-    assert lookup.draft(3, 1, times)[0] == 4 and lookup.draft(0, 1, times) == []
 
 
 def test_seeds_decide_whatever_else_runs():

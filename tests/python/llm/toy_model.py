@@ -187,7 +187,7 @@ class ToyStep:
 
 
 class LookAheadToyModel(ToyModel):
-    """Model whose decode steps begin before the previous one has ended: at most one is ahead.
+    """Model whose decode steps begin before the previous one has ended: at most `max_ahead` are ahead.
 
     Attributes
     ----------
@@ -199,14 +199,15 @@ class LookAheadToyModel(ToyModel):
 
     looks_ahead = True
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, max_ahead: int = 1, **options: Any) -> None:
         super().__init__(**options)
+        self.max_ahead = max_ahead
         self.in_flight: list[ToyStep] = []
         self.ahead = 0
 
     def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | ToyStep) -> ToyStep:
         if isinstance(tokens, ToyStep):
-            assert self.in_flight == [tokens]
+            assert self.in_flight[-1] is tokens and len(self.in_flight) <= self.max_ahead
             self.ahead += 1
             tokens = tokens.greedy
         else:

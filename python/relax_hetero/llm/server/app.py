@@ -192,7 +192,7 @@ _COUNTERS = {
     "prompt_tokens": "Tokens of prompts that were computed",
     "reused_tokens": "Tokens of prompts that were in the cache already",
     "tokens": "Tokens that were written",
-    "drafted": "Tokens that were drafted by prompt look-up",
+    "drafted": "Tokens that were drafted, by prompt look-up or a draft model",
     "accepted": "Drafted tokens that were right",
     "preempted": "Requests that were preempted: an older one took their pages",
 }

@@ -1,0 +1,275 @@
+"""Speculative decoding: drafts of the next tokens, which one decode step with several rows of a sequence verifies.
+
+Each row is sampled as if it were a step of its own, and rows after a wrong token are dropped: texts are those of single
+steps, greedy or sampled, and only the number of steps changes. Proposers (`Proposer`) know what may follow; whether a
+draft pays, and how long it should be, follows from measured times and from the share of tokens that were right.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+from .sequence import Sequence as Text
+
+_SMOOTHING = 0.25
+"""Weight of the latest value in averages."""
+_FORGETTING = 1 / 64
+"""Weight of `_UNKNOWN` in the acceptance of drafts that do not pay, at each step without them."""
+_UNKNOWN = 0.6
+"""Acceptance of a proposer of which nothing is known."""
+_MARGIN = 1.03
+"""Minimum expected gain of a draft."""
+_LOSS = 0.01
+"""Fraction of the time of steps without drafts that drafts may lose."""
+_MIN_CREDIT, _MAX_CREDIT = 1, 4
+"""Steps that drafts may lose at first, and at most after they have paid."""
+_HORIZON = 128
+"""Maximum number of tokens over which the cost of a beginning is spread."""
+
+
+class StepTimes:
+    """Averages of the seconds that decode steps take, by number of rows rounded up to a power of two."""
+
+    def __init__(self) -> None:
+        self._seconds: dict[int, float] = {}
+        self._begun: set[int] = set()
+
+    def update(self, rows: int, seconds: float) -> None:
+        """Record the time of a step, unless it is the first of its size, which also prepares others.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+        seconds : float
+            Time.
+        """
+        size = _size(rows)
+        if size not in self._begun:
+            self._begun.add(size)
+            return
+        average = self._seconds.get(size, seconds)
+        # Few outliers: another process or a garbage collection can stop a step for long.
+        self._seconds[size] = average + _SMOOTHING * (min(seconds, 2 * average) - average)
+
+    def seconds(self, rows: int) -> float | None:
+        """Average time of a step; None if unknown.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+        """
+        return self._seconds.get(_size(rows))
+
+
+def _size(rows: int) -> int:
+    return 1 << (rows - 1).bit_length()
+
+
+class Proposer(Protocol):
+    """Source of drafts of several texts.
+
+    Attributes
+    ----------
+    name : str
+        Name in statistics.
+    """
+
+    name: str
+
+    def limit(self, text: Text) -> int:
+        """Maximum number of tokens that it can draft now; 0 if it has none.
+
+        Parameters
+        ----------
+        text : Text
+            Text that is decoded.
+        """
+
+    def seconds(self, text: Text, texts: int, length: int) -> tuple[float, float]:
+        """Time of a draft in a step, and that of its beginning, which later drafts save.
+
+        Parameters
+        ----------
+        text : Text
+            Text that is decoded.
+        texts, length : int
+            Number of texts with drafts, and tokens of each.
+        """
+
+    def draft(self, lengths: Mapping[Text, int]) -> Mapping[Text, list[int]]:
+        """Draft tokens; texts may get fewer, or be missing.
+
+        Parameters
+        ----------
+        lengths : mapping
+            Maximum number of tokens of each text.
+        """
+
+    def release(self, text: Text) -> None:
+        """Forget a text that has ended or was preempted.
+
+        Parameters
+        ----------
+        text : Text
+            Text, perhaps one that is not known.
+        """
+
+    def close(self) -> None:
+        """Free what is kept of texts that have ended."""
+
+
+class Speculation:
+    """Chooses drafts that pay.
+
+    A step with a draft has the value of as many steps without as it gives tokens. What drafts lose is bounded: they may
+    use a credit of few steps' time, which grows by a fraction of the time of steps without drafts, and by what drafts
+    gain. Proposers that lose are tried again as the credit grows.
+
+    Parameters
+    ----------
+    proposers : sequence of Proposer
+        Proposers, of which the most profitable one drafts for a text.
+
+    Attributes
+    ----------
+    times : StepTimes
+        Times of steps.
+    drafted, accepted : int
+        Tokens of drafts so far, and those of them that were right.
+    """
+
+    def __init__(self, proposers: Sequence[Proposer]) -> None:
+        self.times = StepTimes()
+        self.drafted = self.accepted = 0
+        self._proposers = proposers
+        self._usual = {proposer.name: _UNKNOWN for proposer in proposers}  # acceptance of recent texts
+        self._acceptance: dict[Text, dict[str, float]] = {}  # of each proposer's drafts
+        self._credit: float | None = None
+        self._authors: dict[Text, str] = {}  # of the drafts of the current step
+        self._seconds = 0.0  # that they took
+
+    def draft(self, texts: Sequence[Text], limits: Sequence[int]) -> list[list[int]]:
+        """Drafts of a decode step.
+
+        Parameters
+        ----------
+        texts : sequence of Text
+            Texts of the step.
+        limits : sequence of int
+            Maximum number of tokens of each text's draft.
+        """
+        lengths: dict[Proposer, dict[Text, int]] = {}
+        for text, limit in zip(texts, limits, strict=True):
+            proposer, length = self._best(text, limit, len(texts))
+            if proposer is not None:
+                lengths.setdefault(proposer, {})[text] = length
+        drafts: dict[Text, list[int]] = {}
+        begin = time.perf_counter()
+        for proposer, own in lengths.items():
+            made = proposer.draft(own)
+            drafts |= made
+            self._authors |= dict.fromkeys(made, proposer.name)
+        self._seconds = time.perf_counter() - begin if lengths else 0.0
+        return [drafts.get(text, []) for text in texts]
+
+    def wants(self, texts: Sequence[Text], limit: int) -> bool:
+        """Return whether a text would get a draft if it were decoded now.
+
+        Parameters
+        ----------
+        texts : sequence of Text
+            Texts of a step.
+        limit : int
+            Maximum number of tokens of a draft.
+        """
+        return any(self._best(text, limit, len(texts))[1] for text in texts)
+
+    def update(self, texts: int, rows: int, seconds: float) -> None:
+        """Record the time of a decode step; `accept` must follow for each draft.
+
+        Parameters
+        ----------
+        texts, rows : int
+            Number of texts, and of rows with drafts.
+        seconds : float
+            Time since the last step, with that of the drafts.
+        """
+        usual, draft_seconds, self._seconds = self.times.seconds(texts), self._seconds, 0.0
+        seconds -= draft_seconds
+        self.times.update(rows, seconds)
+        if usual is None:
+            return
+        if self._credit is None:
+            self._credit = _MIN_CREDIT * usual
+        if rows == texts and not draft_seconds:
+            self._credit += _LOSS * usual
+        else:
+            self._credit += usual - (self.times.seconds(rows) or seconds) - draft_seconds
+        self._credit = min(self._credit, _MAX_CREDIT * usual)
+
+    def accept(self, text: Text, drafted: int, accepted: int, texts: int) -> None:
+        """Record how many tokens of a draft were right.
+
+        Parameters
+        ----------
+        text : Text
+            Text of the draft.
+        drafted, accepted : int
+            Numbers of tokens.
+        texts : int
+            Number of texts of the step.
+        """
+        name, acceptances = self._authors.pop(text), self._acceptance.get(text, {})
+        self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
+        # The first wrong token ends a draft: those behind it say nothing.
+        share = accepted / min(accepted + 1, drafted)
+        average = acceptances.get(name, self._usual[name])
+        acceptances[name] = average + _SMOOTHING * (share - average)
+        self._usual[name] += _SMOOTHING / 8 * (share - self._usual[name])
+        if self._credit is not None:
+            self._credit += accepted / texts * (self.times.seconds(texts) or 0.0)
+
+    def release(self, text: Text) -> None:
+        """Forget a text that has ended or was preempted.
+
+        Parameters
+        ----------
+        text : Text
+            Text.
+        """
+        self._acceptance.pop(text, None)  # `accept` of its last step still needs its author
+        for proposer in self._proposers:
+            proposer.release(text)
+
+    def close(self) -> None:
+        """Free what proposers keep."""
+        for proposer in self._proposers:
+            proposer.close()
+
+    def _best(self, text: Text, limit: int, texts: int) -> tuple[Proposer | None, int]:
+        """Proposer and length of the draft that gains most; None and 0 if none pays."""
+        usual = self.times.seconds(texts)
+        if usual is None or limit < 1:
+            return None, 0
+        best: tuple[float, Proposer | None, int] = _MARGIN, None, 0
+        has_credit = self._credit is None or self._credit > 0
+        acceptances = self._acceptance.setdefault(text, {})
+        for proposer in self._proposers:
+            acceptance = acceptances.get(proposer.name, self._usual[proposer.name])
+            available, tokens, found = min(limit, proposer.limit(text)), 1.0, False
+            for length in range(1, available + 1):
+                tokens += acceptance**length
+                rows = texts * (length + 1)
+                seconds, beginning = proposer.seconds(text, texts, length)
+                seconds += (self.times.seconds(rows) or usual) + beginning * tokens / min(text.remaining, _HORIZON)
+                gain = tokens * usual / seconds
+                found |= gain > _MARGIN
+                if gain > best[0] and has_credit:
+                    best = gain, proposer, length
+            if available > 0 and not found:
+                acceptances[proposer.name] = acceptance + _FORGETTING * (_UNKNOWN - acceptance)
+        return best[1:]

@@ -1,0 +1,230 @@
+"""Speculative decoding: drafts of a look-up and of a draft model change no text, and stop where they do not pay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from llm.test_engine import CODEC, prompts
+from llm.toy_model import EOS, LookAheadToyModel, ToyModel
+from relax_hetero.llm import Engine, SamplingParams
+from relax_hetero.llm.draft_model import DraftModel
+from relax_hetero.llm.prompt_lookup import PromptLookup
+from relax_hetero.llm.request import Request
+from relax_hetero.llm.sequence import Sequence
+from relax_hetero.llm.speculation import Speculation, StepTimes
+from relax_hetero.llm.structured_output import StructuredOutputs
+
+LIMITS = [
+    {},
+    {"slots": 1},
+    {"pages": 16},
+    {"pages": 16, "window": 40, "slots": 3},
+    {"pages": 16, "decodes_like_prefill": False},
+]
+OPTIONS = [
+    {"temperature": 0},
+    {"temperature": 0.7, "seed": 3},
+    {"temperature": 0, "stop": ("cdea", "aaaaaaa")},
+    {"temperature": 1, "seed": 5, "logprobs": 1, "presence_penalty": 0.1},
+    {"temperature": 0, "min_tokens": 20, "logit_bias": {EOS: 9.0}},
+    {"temperature": 0.5, "seed": 1, "structured_outputs": StructuredOutputs(regex="[a-m]{5,60}")},
+]
+
+
+@pytest.fixture
+def cheap_rows(monkeypatch):
+    """Steps take little more time with more rows, and a draft model's steps a twentieth, whatever the clock says."""
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, rows: 1 + 0.02 * rows)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, text, texts, length: (0.05 * length, 0.0))
+
+
+def text_of(tokens: list[int], **options) -> Sequence:
+    """A text that is decoded: its last token is not in the cache."""
+    text = Sequence(Request(tuple(tokens), SamplingParams(**options), lambda: None), 0, CODEC, 10_000)
+    text.begin(0, len(tokens) - 1)
+    return text
+
+
+def generate(model: ToyModel, texts: list[list[int]], params: list[SamplingParams], **options):
+    """Completions without their usage, and the statistics; afterwards no page is used."""
+    with Engine(model, CODEC, **options) as engine:
+        completions = [replace(each, usage=None) for each in engine.generate(texts, params)]
+        statistics = engine.statistics()
+    assert model.cache.used == 0
+    return completions, statistics
+
+
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("period", [0, 1, 5])
+@pytest.mark.usefixtures("cheap_rows")
+def test_look_up_changes_no_text(limits, period):
+    """Greedy or sampled, with stop strings, forms and log-probabilities: texts are those of single steps."""
+    texts, counts, results = prompts(12), [], []
+    params = [SamplingParams(max_tokens=70, **OPTIONS[index % len(OPTIONS)]) for index in range(12)]
+    for rows in (0, 8):
+        steps: list = []
+        model = ToyModel(period=period, on_step=lambda *step: steps.append(step), decode_rows=rows, **limits)  # noqa: B023
+        completions, statistics = generate(model, texts, params)
+        results.append(completions)
+        counts.append(sum(kind == "decode" for kind, _ in steps))
+    assert results[0] == results[1]
+    assert 0 <= statistics.accepted <= statistics.drafted
+    if period:
+        assert statistics.accepted > statistics.drafted // 4 > 10
+        assert counts[1] < counts[0] * 0.9 or limits.get("slots") != 1
+
+
+DRAFTS = {
+    "equal": (ToyModel, {}),
+    "ahead": (LookAheadToyModel, {"max_ahead": 7}),
+    "rows": (ToyModel, {"decode_rows": 4}),
+    "wrong": (ToyModel, {"period": 3}),
+    "few slots": (ToyModel, {"slots": 2, "cache_slots": 2}),
+    "few pages": (ToyModel, {"pages": 12}),
+    "window": (ToyModel, {"window": 40}),
+    "short context": (ToyModel, {"context": 60}),
+    "small vocabulary": (ToyModel, {"vocabulary": 280}),
+    "large vocabulary": (ToyModel, {"vocabulary": 320}),
+}
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+@pytest.mark.parametrize("limits", [{}, *LIMITS[2:4]], ids=str)
+@pytest.mark.usefixtures("cheap_rows")
+def test_draft_models_change_no_text(name, limits):
+    kind, options = DRAFTS[name]
+    texts = prompts(12)
+    params = [SamplingParams(max_tokens=70, **OPTIONS[index % len(OPTIONS)]) for index in range(12)]
+    draft = kind(**{"period": 5, **options})
+    model = ToyModel(decode_rows=8, period=5, **limits)
+    expected, _ = generate(ToyModel(period=5, **limits), texts, params)
+    completions, statistics = generate(model, texts, params, draft=draft, prompt_lookup=False)
+    assert completions == expected
+    assert draft.cache.used == 0 and not draft.cache.tokens
+    assert 0 <= statistics.accepted <= statistics.drafted and statistics.drafted > 5
+    if name in ("equal", "ahead", "rows") and not limits:
+        assert statistics.accepted > 0.8 * statistics.drafted > 100
+
+
+def test_a_sampled_draft_is_right_as_often_as_its_model():
+    """With the random numbers of the text, an equal draft model samples what the text will be."""
+    text = text_of([1, 2, 3], temperature=1.0, seed=7)
+    rows = np.random.default_rng(0).standard_normal((9, 50)).astype(np.float32)
+    drafts = [text.sample_ahead(row, index) for index, row in enumerate(rows)]
+    for row in rows:
+        text.accept(row)
+    assert text.tokens[3:] == drafts and len(set(drafts)) > 4
+
+
+def test_drafts_keep_the_distribution(monkeypatch):
+    """A text over a vocabulary of four: after each pair of tokens, the next has its exact probabilities."""
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, rows: 1.0)
+    monkeypatch.setattr(DraftModel, "seconds", lambda *_: (0.0, 0.0))
+    logits = np.random.default_rng(0).standard_normal((2, 4, 4, 4)).astype(np.float32)
+    logits[1] = 0.7 * logits[0] + 0.5 * logits[1]  # of the draft model, which is often wrong
+    model, draft = (ToyModel(decode_rows=8, vocabulary=4, slots=1, context=9000, pages=9000) for _ in range(2))
+    for each, own in zip((model, draft), logits, strict=True):
+        each.logits_of = lambda tokens, own=own: own[[0, *tokens][-2], tokens[-1]]
+    with Engine(model, CODEC, draft=draft, prompt_lookup=False) as engine:
+        (text,) = engine.generate([[1, 2]], SamplingParams(max_tokens=8000, ignore_eos=True, seed=0))
+        statistics = engine.statistics()
+    assert 2000 < statistics.accepted < 0.9 * statistics.drafted
+    found = np.zeros((4, 4, 4))
+    np.add.at(found, (text.tokens[:-2], text.tokens[1:-1], text.tokens[2:]), 1)
+    weights = np.exp(logits[0].astype(float))
+    expected = found.sum(-1, keepdims=True) * weights / weights.sum(-1, keepdims=True)
+    assert ((found - expected) ** 2 / expected).sum() < 100  # 48 degrees of freedom: above with a probability of 2e-5
+
+
+def simulate(proposer, acceptance: float, step: float, row: float, draft: float, steps: int, seed: int = 0) -> float:
+    """Speed with drafts relative to single steps, with given times, and probability that a token is right."""
+    speculation, random, clock = Speculation([proposer]), np.random.default_rng(seed), [0.0]
+    text, tokens = text_of([97] * 40), 0
+    for _ in range(steps):
+        (tokens_of_draft,) = speculation.draft([text], [7])
+        length = len(tokens_of_draft)
+        speculation._seconds = draft * length
+        seconds = step + row * length
+        speculation.update(1, 1 + length, seconds + draft * length)
+        clock[0] += seconds + draft * length
+        right = next((index for index in range(length) if random.random() > acceptance), length)
+        if length:
+            speculation.accept(text, length, right, 1)
+        tokens += 1 + right
+    return tokens * step / clock[0]
+
+
+@pytest.mark.parametrize(
+    ("acceptance", "row", "draft", "least"),
+    [
+        (0.0, 0.1, 0.0, 0.98),
+        (0.0, 1.0, 0.0, 0.98),
+        (0.0, 0.3, 0.3, 0.98),
+        (0.2, 0.3, 0.3, 0.98),
+        (0.95, 0.1, 0.0, 3.0),
+        (0.95, 0.1, 0.1, 2.0),
+        (0.5, 0.05, 0.05, 1.3),
+        (1.0, 1.0, 0.0, 0.98),
+    ],
+)
+def test_drafts_that_do_not_pay_stop(acceptance, row, draft, least):
+    """With exact times: never below 0.98 of the speed of single steps, and a gain where there is one."""
+
+    class Always(PromptLookup):
+        def seconds(self, text, texts, length):
+            return draft * length, 0.0
+
+        def draft(self, lengths):
+            return {text: [97] * length for text, length in lengths.items()}
+
+    speeds = [simulate(Always(), acceptance, 1.0, row, draft, 600, seed) for seed in range(3)]
+    assert min(speeds) > least, speeds
+
+
+def test_a_draft_model_that_fails_ends_no_text(monkeypatch, caplog):
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, rows: 1 + 0.02 * rows)
+    draft = ToyModel()
+    draft.logits_of = lambda tokens: np.full(300, np.nan, np.float32)
+    expected, _ = generate(ToyModel(), prompts(4), [SamplingParams(temperature=0, max_tokens=20)] * 4)
+    monkeypatch.setattr(DraftModel, "seconds", lambda *_: (0.0, 0.0))
+    model = ToyModel(decode_rows=8)
+    completions, statistics = generate(
+        model, prompts(4), [SamplingParams(temperature=0, max_tokens=20)] * 4, draft=draft
+    )
+    assert completions == expected and "the draft model has failed, and drafts no more: HeteroError" in caplog.text
+
+
+@pytest.mark.usefixtures("cheap_rows")
+def test_a_draft_model_keeps_the_beginnings_of_texts():
+    """Cancelled and ended texts give their slots back; a longer conversation is not drafted from its beginning."""
+    steps: list = []
+    model = ToyModel(decode_rows=8, ends=False, context=4000)
+    draft = ToyModel(decode_rows=8, ends=False, context=4000, on_step=lambda kind, slots: steps.append(kind))
+    params = SamplingParams(temperature=0, max_tokens=30)
+    prompt = prompts(1)[0] * 5
+    with Engine(model, CODEC, draft=draft, prompt_lookup=False) as engine:
+        (first,) = engine.generate([prompt], params)
+        chunks = steps.count("prefill")
+        engine.generate([[*prompt, *first.tokens, 100]], params)
+        assert steps.count("prefill") <= chunks + 2 < 2 * chunks
+        endless = engine.submit(prompt, SamplingParams(temperature=0, max_tokens=3000))
+        next(iter(endless))
+        endless.cancel()
+        endless.result(60)
+    assert draft.cache.used == 0
+
+
+def test_look_up_follows_the_last_occurrence():
+    lookup = PromptLookup()
+    for tokens, draft in (([1, 2, 3, 9, 1, 2, 3, 7, 8, 5, 1, 2, 3], [7, 8, 5]), ([5, 1, 2, 1, 2, 1], [2, 1, 2, 1, 2])):
+        text = text_of(tokens)
+        assert lookup.limit(text) > 7 and lookup.draft({text: len(draft)}) == {text: draft}
+    assert not any(lookup.limit(text_of(tokens)) for tokens in ([1], [1, 1, 1], [1, 2, 3, 4]))
+    text = text_of([1, 2, 3, 4])
+    assert lookup.limit(text) == 0
+    text.tokens += [1, 2, 3]
+    assert lookup.draft({text: 2}) == {text: [4, 1]}
+    lookup.release(text)
