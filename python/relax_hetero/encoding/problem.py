@@ -496,7 +496,7 @@ class BlockUnpackProblem:
 
 
 APPEND = "append"
-"""Rows of a `CachedAttentionProblem` that only writes the keys and values of a chunk into their pages."""
+"""Rows of a `CachedAttentionProblem` that only writes the keys and values of rows into their pages."""
 
 
 @dataclass(frozen=True)
@@ -520,7 +520,7 @@ class CachedAttentionProblem:
     rotary, norms : str
     eps : float
     rows : str
-        "decode" or "chunk"; "append": only write keys and values of a chunk, without an out.
+        "decode", "verify" or "chunk"; "append": only write keys and values of rows, without an out.
     order : str
         Order of keys in a page, see `encoding.pages`.
     sinks : bool
@@ -548,6 +548,11 @@ class CachedAttentionProblem:
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order, without the scratch."""
         return [*self.operands, *([] if self.rows == APPEND else [self.out])]
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether each row has a sequence and a position of its own, rather than those of a chunk."""
+        return self.rows in ("decode", "verify")
 
     def with_rows(self, rows: Dim) -> CachedAttentionProblem:
         """The problem for another number of rows."""

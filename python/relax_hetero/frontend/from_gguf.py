@@ -51,6 +51,7 @@ def from_gguf(
     count_experts: bool = False,
     expert_counts: ExpertCountsSource | None = None,
     stream_experts: int | Literal["auto"] | None = "auto",
+    verify_rows: int = 0,
 ) -> tvm.IRModule:
     """Import a language model as a Relax module, placed over several devices if any are named.
 
@@ -97,6 +98,9 @@ def from_gguf(
         Minimum rows of ``prefill_C`` functions that multiply the experts of a CPU on the GPU that has the rest of their
         layer: each call copies them there, a layer at a time. ``"auto"``: from where copies are faster by the cost
         model, with measured figures if these devices were measured before; 0 or None: never.
+    verify_rows : int
+        Rows of a function ``verify_R``: a decode function that may have consecutive tokens of a sequence, as drafts
+        need. On CPUs all decode functions may. 0: none.
 
     Returns
     -------
@@ -135,7 +139,14 @@ def from_gguf(
     if count_experts and not model.experts:
         raise FrontendError(f"{file.path}: the model has no experts, expected a mixture of experts for count_experts")
     cache = PagedCache(
-        tuple(batches), tuple(chunks), slots, context or model.context, page_type, all_logits, devices is not None
+        tuple(batches),
+        tuple(chunks),
+        slots,
+        context or model.context,
+        page_type,
+        all_logits,
+        devices is not None,
+        verify_rows,
     )
     reasons: dict[str, str] = {}
     estimate: dict[str, Any] | None = None

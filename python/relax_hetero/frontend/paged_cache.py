@@ -10,7 +10,7 @@ from tvm import relax, tirx
 from ..encoding.pages import PAGE, PAGE_TYPES, TABLES, page_shape, pages_of_window
 from ..errors import FrontendError
 
-DECODE, CHUNK = "decode", "chunk"
+DECODE, VERIFY, CHUNK = "decode", "verify", "chunk"
 """Kinds of functions: the `rows` argument of `cached_attention`."""
 
 
@@ -32,6 +32,8 @@ class PagedCache:
         Element type of the cache: "float16", "bfloat16", "float32" or "int8".
     all_logits : bool
         True if ``prefill_C`` returns the logits of all its rows rather than of one.
+    verify_rows : int
+        Rows of the function ``verify_R``, a decode function whose rows may belong to one sequence; 0 for none.
     any_pages : bool
         True if the caller chooses the number of pages: functions take any, and the same for layers that share a table.
 
@@ -48,6 +50,7 @@ class PagedCache:
     page_type: str = "float16"
     all_logits: bool = False
     any_pages: bool = False
+    verify_rows: int = 0
 
     def __post_init__(self) -> None:
         for field in fields(self)[:4]:
@@ -86,7 +89,8 @@ class PagedCache:
     @property
     def functions(self) -> list[tuple[str, int, str]]:
         """The name, rows and kind of each function."""
-        kinds = ((DECODE, "decode", self.batches), (CHUNK, "prefill", self.chunks))
+        verify = (self.verify_rows,) if self.verify_rows else ()
+        kinds = ((DECODE, "decode", self.batches), (VERIFY, "verify", verify), (CHUNK, "prefill", self.chunks))
         return [(f"{name}_{rows}", rows, kind) for kind, name, sizes in kinds for rows in sizes]
 
     def parameters(
@@ -105,7 +109,7 @@ class PagedCache:
         rows : int
             Number of tokens of a call.
         kind : str
-            `DECODE` or `CHUNK`.
+            `DECODE`, `VERIFY` or `CHUNK`.
         windows, kv_heads : sequence of int
             Window and key/value heads of each layer.
         size : int

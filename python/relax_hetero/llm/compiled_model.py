@@ -1,7 +1,8 @@
 """A compiled language model with its cache, as an engine uses it.
 
 The executable has functions ``decode_B`` for several batch sizes and ``prefill_C`` for several chunk lengths
-(`relax_hetero.from_gguf`). A call uses the smallest one with enough rows; padding rows do not belong to any sequence.
+(`relax_hetero.from_gguf`), and perhaps ``verify_R``. A call uses the smallest one with enough rows; padding rows do not
+belong to any sequence.
 """
 
 from __future__ import annotations
@@ -224,6 +225,7 @@ class CompiledModel:
         names = list(executable.metadata.signatures)
         self._batches = _row_counts(names, "decode_")
         self._chunks = _row_counts(names, "prefill_")
+        self._verify_rows = max(_row_counts(names, "verify_"), default=0)
         if not self._batches or not self._chunks:
             raise BindingError(f"found functions {names}, expected decode_B and prefill_C as rh.from_gguf makes them")
         self.machine = VirtualMachine(executable)
@@ -293,13 +295,14 @@ class CompiledModel:
 
     @property
     def decode_rows(self) -> int:
-        """See `MultiRowModel`: on CPUs, all rows write their keys before any is computed."""
-        return self._batches[-1] if all(map(is_host, self.machine.devices)) else 0
+        """See `MultiRowModel`: on CPUs, rows of all functions write their keys before any is computed."""
+        return self._verify_rows or (self._batches[-1] if all(map(is_host, self.machine.devices)) else 0)
 
     def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
         """Append tokens to a sequence, and return the logits of all of them.
 
-        A module made with ``all_logits=True`` prefills them; others decode them, on CPUs as rows of one call.
+        A module made with ``all_logits=True`` prefills them; others decode them, as rows of one call if `decode_rows`
+        allows it.
 
         Parameters
         ----------
@@ -376,18 +379,19 @@ class CompiledModel:
             raise BindingError(
                 "decode: found a slot twice, expected each once: this model's steps take one row of each"
             )
-        max_batch = self._batches[-1]
+        is_single = len(counts) == len(lengths) or not self._verify_rows
+        kind, sizes = ("decode", self._batches) if is_single else ("verify", [self._verify_rows])
         calls: list[DecodeCall] = []
         try:
             for slot, count in counts.items():
                 self.cache.extend(slot, count)
-            for begin in range(0, len(slots), max_batch):
-                batch = slice(begin, min(begin + max_batch, len(slots)))
+            for begin in range(0, len(slots), sizes[-1]):
+                batch = slice(begin, min(begin + sizes[-1], len(slots)))
                 count = batch.stop - batch.start
-                rows = next(rows for rows in self._batches if rows >= count)
+                rows = next(rows for rows in sizes if rows >= count)
                 fed = tokens.calls[len(calls)].tokens if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
-                results = self._call(f"decode_{rows}", fed, lengths[batch], slots[batch], 0)
-                calls.append(DecodeCall(f"decode_{rows}", count, *results))
+                results = self._call(f"{kind}_{rows}", fed, lengths[batch], slots[batch], 0)
+                calls.append(DecodeCall(f"{kind}_{rows}", count, *results))
         except BaseException:
             for slot, length in before.items():
                 self.cache.truncate(slot, length)

@@ -67,11 +67,12 @@ class DraftModel:
     def limit(self, text: Sequence) -> int:
         """See `Proposer`."""
         is_possible = not self._failed and max(text.request.params.logit_bias, default=0) < self._model.vocabulary
-        return self._model.context - len(text.tokens) if is_possible else 0
+        longest = self._model.context if self._step_times.nearest(1) else 1  # short ones until their cost is known
+        return min(longest, self._model.context - len(text.tokens)) if is_possible else 0
 
     def seconds(self, text: Sequence, texts: int, length: int) -> tuple[float, float]:
         """See `Proposer`."""
-        step, chunk = self._step_times.seconds(texts) or 0.0, self._chunk_times.seconds(1) or 0.0
+        step, chunk = self._step_times.nearest(texts) or 0.0, self._chunk_times.nearest(1) or 0.0
         missing = len(text.tokens) - (self._texts[text].verified if text in self._texts else 0)
         chunks = missing / self._model.chunk if missing > _MAX_LENGTH else 0
         return length * step, chunks * chunk

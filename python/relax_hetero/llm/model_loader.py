@@ -85,6 +85,7 @@ _DEFAULTS = {
     "count_experts": False,
     "expert_counts": None,
     "stream_experts": "auto",
+    "verify_drafts": False,
 }
 """Default options of GGUF files in `load`."""
 _DRAFT_OPTIONS = ("batches", "slots", "context")
@@ -113,6 +114,7 @@ def load(
     draft: str | os.PathLike[str] | Loaded | None = None,
     draft_vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
     draft_placement: PlacementRules | Literal["auto"] | None = None,
+    verify_drafts: bool | None = None,
     progress: Callable[[str, int, int], None] | None = None,
 ) -> Loaded:
     """Load a language model and its tokenizer.
@@ -147,6 +149,9 @@ def load(
         the same `batches`, `slots` and `context`.
     draft_vdevices, draft_placement
         As `vdevices` and `placement`, for the draft model; by default `vdevices`, the first of which has all of it.
+    verify_drafts : bool, optional
+        Whether GPUs can verify drafts, those of prompt look-up, too, which takes a function more to compile; by default
+        with a draft model. CPUs always can.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -173,6 +178,7 @@ def load(
         "count_experts": count_experts,
         "expert_counts": expert_counts,
         "stream_experts": stream_experts,
+        "verify_drafts": bool(verify_drafts),
     }
     if draft is None and (draft_vdevices, draft_placement) != (None, None):
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
@@ -183,6 +189,8 @@ def load(
     else:
         drafted = draft
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
+    if verify_drafts is None:
+        options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
         loaded = load_kind(Path(path), vdevices, placement, options, batch_invariant, progress)
         return _with_draft(_warn_of_long_context(*loaded), drafted)
@@ -235,6 +243,9 @@ def _load_file(
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
+    options["verify_rows"] = max(batches) if options.pop("verify_drafts") and not all(map(is_cpu, devices)) else 0
+    if options["verify_rows"]:
+        names.append(f"verify_{options['verify_rows']}")
     request = _request(path, model, devices, placement, [options, names, donated])
     executable = None if request is None else request.load()
     if executable is None:

@@ -25,6 +25,8 @@ _LOSS = 0.01
 """Fraction of the time of steps without drafts that drafts may lose."""
 _MIN_CREDIT, _MAX_CREDIT = 1, 4
 """Steps that drafts may lose at first, and at most after they have paid."""
+_ROW = 0.15
+"""Time of a further row of a step, as a fraction of the step's, if it is not known."""
 _HORIZON = 128
 """Maximum number of tokens over which the cost of a beginning is spread."""
 
@@ -63,6 +65,17 @@ class StepTimes:
             Number of rows.
         """
         return self._seconds.get(_size(rows))
+
+    def nearest(self, rows: int) -> float | None:
+        """Average time of a step of the nearest size that is known; None if none is.
+
+        Parameters
+        ----------
+        rows : int
+            Number of rows.
+        """
+        size = _size(rows)
+        return self._seconds[min(self._seconds, key=lambda each: abs(each - size))] if self._seconds else None
 
 
 def _size(rows: int) -> int:
@@ -265,7 +278,8 @@ class Speculation:
                 tokens += acceptance**length
                 rows = texts * (length + 1)
                 seconds, beginning = proposer.seconds(text, texts, length)
-                seconds += (self.times.seconds(rows) or usual) + beginning * tokens / min(text.remaining, _HORIZON)
+                seconds += self.times.seconds(rows) or usual * (1 + _ROW * length)
+                seconds += beginning * tokens / min(text.remaining, _HORIZON)
                 gain = tokens * usual / seconds
                 found |= gain > _MARGIN
                 if gain > best[0] and has_credit:

@@ -21,7 +21,7 @@ from .definition import check_attrs, differ, extents_of, make_call, number, regi
 CACHED_ATTENTION = "relax.hetero.cached_attention"
 ROTARIES = ("", "halves", "pairs")
 NORMS = ("", "q", "k", "qk")
-ROWS = ("decode", "chunk")
+ROWS = ("decode", "verify", "chunk")
 PAGES = 1
 """Index of the operand that is written in place."""
 
@@ -109,7 +109,8 @@ def cached_attention(
     eps : float
         Number that the norms add to the mean of squares.
     rows : str
-        "decode": every row belongs to another sequence. "chunk": all rows belong to the sequence of row 0, at
+        "decode": every row belongs to another sequence. "verify": rows may belong to one, at consecutive positions;
+        each sees the rows before it. "chunk": all rows belong to the sequence of row 0, at
         consecutive positions, rows with sequence -1 last; each row sees the rows before it.
     sinks : bool
         Whether the softmax of a head has one more score, its sink, without a key and a value.

@@ -154,7 +154,7 @@ class CudaResolver(EncodingResolver):
 
     def appends_in_own_kernel(self, problem: CachedAttentionProblem) -> bool:
         """Return whether several blocks read what a row writes, as blocks of a launch do not wait for each other."""
-        return problem.rows == "chunk" or decode_heads(problem) < problem.group
+        return problem.rows != "decode" or decode_heads(problem) < problem.group
 
     def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
         """Swizzled tiles, for products of `UNPACKED_ROWS` or more rows of 16-bit floats on Hopper's tensor cores."""

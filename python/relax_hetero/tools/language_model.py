@@ -42,7 +42,7 @@ class LanguageModelOptions:
         GGUF file, or folder.
     vdevices, placement, context, slots, batch_invariant, memory_limit, expert_counts
         As for `relax_hetero.llm.load`; None for its defaults.
-    draft, draft_vdevices, draft_placement
+    verify_drafts, draft, draft_vdevices, draft_placement
         As for `relax_hetero.llm.load`.
     template : Path or None
         File with a chat template; None for the model's own.
@@ -57,6 +57,7 @@ class LanguageModelOptions:
     batch_invariant: bool = False
     memory_limit: dict[str, str] | None = None
     expert_counts: Path | None = None
+    verify_drafts: bool = False
     draft: Path | None = None
     draft_vdevices: list[Any] | None = None
     draft_placement: Literal["auto"] | dict[str, str] | None = None
@@ -88,6 +89,7 @@ class LanguageModelOptions:
             "memory_limit": self.memory_limit,
             "expert_counts": self.expert_counts,
             "count_experts": count_experts or None,
+            "verify_drafts": self.verify_drafts or None,
             "draft": self.draft,
             "draft_vdevices": self.draft_vdevices,
             "draft_placement": self.draft_placement,
@@ -168,6 +170,12 @@ _OPTIONS = (
         help="Put parts of the draft model on a device, as --placement. Repeatable.",
     ),
     click.option(
+        "--verify-drafts",
+        is_flag=True,
+        help="Let texts that repeat themselves take fewer steps on GPUs, too: one more function to compile. "
+        "--draft implies it.",
+    ),
+    click.option(
         "--expert-counts",
         type=click.Path(exists=True, dir_okay=False, path_type=Path),
         metavar="FILE",
@@ -211,6 +219,7 @@ def language_model_options(function: F) -> F:
         placement: tuple[Any, ...],
         memory_limit: tuple[tuple[str, str], ...],
         expert_counts: Path | None,
+        verify_drafts: bool,
         draft: Path | None,
         draft_vdevice: tuple[Any, ...],
         draft_placement: tuple[Any, ...],
@@ -239,6 +248,7 @@ def language_model_options(function: F) -> F:
             batch_invariant,
             limits,
             expert_counts,
+            verify_drafts,
             draft,
             list(draft_vdevice) or None,
             _parse_placement(draft_placement, "--draft-placement"),

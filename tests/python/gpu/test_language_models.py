@@ -11,6 +11,8 @@ from llm.run_gguf import check_steps_ahead, run
 from llm.test_encoder import file_of
 from models.running import needs_gpu
 from relax_hetero.encoding.block_formats import FILE_FORMATS
+from relax_hetero.llm.draft_model import DraftModel
+from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.vm.device.tensors import is_host
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -140,3 +142,49 @@ def test_weights_of_a_gpu_leave_the_host(tmp_path, monkeypatch):
     again, _ = rh.llm.load(tmp_path / "saved")
     logits = [each.prefill(each.cache.add(), TOKENS[:20]).copy() for each in (model, again)]
     np.testing.assert_array_equal(*logits)
+
+
+@pytest.mark.parametrize("placement", [None, {"blk.0.*": "llvm", "*": "cuda"}], ids=["a GPU", "a CPU and a GPU"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "deepseek2"])
+def test_rows_of_one_sequence_have_the_bits_of_single_steps(name, placement, tmp_path):
+    """All calls have four rows, so that every sum has its order; rows cross the border of a page."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], "Q8_0")
+    options = {"batches": (4,), "chunks": (64,), "context": 256, "verify_drafts": True}
+    model, _ = rh.llm.load(path, ["llvm", "cuda"] if placement else ["cuda"], placement, **options)
+    assert model.decode_rows == 4
+    first, second = (model.cache.add() for _ in range(2))
+    model.prefill(first, TOKENS[:62].astype("int32"))
+    model.prefill(second, TOKENS[:30].astype("int32"))
+    single = [model.decode([first], [int(token)])[0].copy() for token in TOKENS[62:65]]
+    other = model.decode([second], [5])[0].copy()
+    for slot, length in ((first, 62), (second, 30)):
+        model.cache.truncate(slot, length)
+    rows = model.decode([first, first, first, second], [*map(int, TOKENS[62:65]), 5])
+    np.testing.assert_array_equal(rows, [*single, other])
+    model.cache.truncate(first, 62)
+    step = model.begin_decode([first] * 3, [int(token) for token in TOKENS[62:65]])
+    assert step.tokens() == [int(row.argmax()) for row in single]
+
+
+@pytest.mark.parametrize("draft_device", ["cuda", "llvm"])
+def test_drafts_on_a_gpu(draft_device, tmp_path, monkeypatch):
+    """Texts of several requests at once are those without drafts; those that look ahead get drafts, too."""
+    monkeypatch.setattr(StepTimes, "seconds", lambda self, rows: 1 + 0.02 * rows)
+    monkeypatch.setattr(DraftModel, "seconds", lambda self, text, texts, length: (0.05 * length, 0.0))
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "Q8_0")
+    options = {"batches": (8,), "chunks": (64,), "context": 256, "slots": 4}
+    model, tokenizer = rh.llm.load(path, ["cuda"], draft=path, draft_vdevices=[draft_device], **options)
+    params = [
+        rh.llm.SamplingParams(temperature=temperature, seed=1, max_tokens=80, ignore_eos=True)
+        for temperature in (0, 0, 0.8)
+    ]
+    texts, accepted = [], []
+    for draft, lookup in ((None, False), (model.draft, False), (None, True)):
+        model.draft = draft
+        with rh.llm.Engine(model, tokenizer, prompt_lookup=lookup) as engine:
+            alone = engine.generate([[*TOKENS[:20].tolist()] * 3], params[0])
+            together = engine.generate([TOKENS[: 40 + n].tolist() for n in range(3)], params)
+            texts.append([each.tokens for each in (*alone, *together)])
+            accepted.append(engine.statistics().accepted)
+    assert texts[0] == texts[1] == texts[2]
+    assert accepted[0] == 0 and accepted[1] > 50, accepted

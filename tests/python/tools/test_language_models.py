@@ -156,6 +156,14 @@ def test_options_reach_the_model(loaded):
     ]
 
 
+def test_options_reach_the_draft_model(loaded):
+    path, calls = loaded
+    drafts = ["--model-draft", path, "--draft-vdevice", "llvm", "--draft-placement", "*=llvm", "--verify-drafts"]
+    assert invoke("chat", path, *drafts, "-p", "Hi", "--max-tokens", 1).exit_code == 0
+    expected = {"draft": path, "draft_vdevices": ["llvm"], "draft_placement": {"*": "llvm"}, "verify_drafts": True}
+    assert calls == [{"vdevices": None, "placement": None, **expected}]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -164,6 +172,8 @@ def test_options_reach_the_model(loaded):
         (["--placement", "a=llvm", "--memory-limit", "llvm=1GiB"], "excludes rules"),
         (["--expert-counts", __file__], "--expert-counts is for --placement auto"),
         (["--placement", "a=llvm", "--placement", "a=cuda"], "twice"),
+        (["--draft-vdevice", "cuda"], "--draft-vdevice and --draft-placement are for the model of --draft"),
+        (["--draft", __file__, "--draft-placement", "auto", "--draft-placement", "auto"], "--draft-placement auto and"),
         (["--raw", "--system", "a"], "--raw works without a chat template"),
     ],
 )

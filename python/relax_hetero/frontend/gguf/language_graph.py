@@ -1,7 +1,8 @@
-"""Relax functions of a language model: ``decode_B`` and ``prefill_C``.
+"""Relax functions of a language model: ``decode_B``, ``verify_R`` and ``prefill_C``.
 
 ``decode_B`` takes one token of each of B sequences and returns the logits and the greedy tokens; ``prefill_C`` takes C
-consecutive tokens of one sequence and returns the logits of one of them. Both write keys and values into the cache: for
+consecutive tokens of one sequence and returns the logits of one of them. ``verify_R`` is a decode function whose rows
+may be consecutive tokens of a sequence. All write keys and values into the cache: for
 each layer, they take its pages as a parameter, and return them as a result. Variables have the names of the file's
 tensors (``blk.3.attn_q``), which placement rules match.
 """
@@ -85,7 +86,7 @@ class LanguageFunction:
         self.model, self.weights, self.rows, self.kind = model, weights, rows, kind
         self.activation_bits, self.types, self.expert_groups = activation_bits, types, expert_groups
         self.streams = streams
-        self.row_kind = kind  # of the rows that products take
+        self.row_kind = CHUNK if kind == CHUNK else DECODE  # of the rows that products take
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
         self.builder = builder
         self.counters: dict[str, relax.Expr] = {}  # by the prefix of the layer
@@ -112,7 +113,7 @@ class LanguageFunction:
         # An output of the dataflow block, in place of the local variable that `_logits` bound last.
         self.bindings[-1] = relax.VarBinding(relax.Var(logits.name, logits.ty), self.bindings[-1].value)
         outputs = {"logits": self.bindings[-1].var}
-        if self.kind == DECODE:
+        if self.kind != CHUNK:
             tokens = greedy_tokens(
                 self.builder, outputs["logits"], lambda value, name: self.emit(value, f"output.{name}")
             )

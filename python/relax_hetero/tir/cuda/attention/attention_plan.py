@@ -220,7 +220,7 @@ def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPla
 def shared_values_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:
     """Plan of `shared_values_attention`: a block per multiprocessor, whose shared memory has two pages."""
     rows, _, max_pages = paged_extents(problem)
-    if problem.rows != "decode":
+    if not problem.is_decode:
         return paged_plan(problem, TEAMS * WARP_ROWS, 2)
     blocks = rows * problem.heads // decode_heads(problem)
     splits = (count for count in range(MAX_SPLIT, 1, -1) if blocks * count <= gpu.model.resident_blocks[count])
@@ -246,7 +246,7 @@ def paged_plan(problem: CachedAttentionProblem, rows: int, stages: int, split_ke
     All heads of a tile of rows are neighbours, as those that share keys read the same pages. The rows of a tile of
     decoding are heads of a token that share keys.
     """
-    if problem.rows == "decode":
+    if problem.is_decode:
         return AttentionPlan(rows, PAGE, stages, split_keys, decode_heads(problem))
     # Overlap with the own product is slower with dense heads of 128; it hides the tanh of a softcap.
     overlaps = bool(problem.softcap)

@@ -80,7 +80,7 @@ def _paged_unsupported_reason(problem: CachedAttentionProblem, gpu: GpuTarget) -
     unit, max_size = (32, MAX_SHARED_VALUES_SIZE) if problem.shared_values else (16, MAX_HEAD_SIZE)
     if problem.size % unit or problem.size > max_size:
         return f"heads of {problem.size}, expected a multiple of {unit}, at most {max_size}"
-    if problem.rows == "decode" and problem.group > WARP_ROWS and not problem.shared_values:
+    if problem.is_decode and problem.group > WARP_ROWS and not problem.shared_values:
         return f"{problem.group} query heads per key head, expected at most {WARP_ROWS}"
     return "an extent is 0" if 0 in (*paged_extents(problem), problem.operands[1].shape[0]) else ""
 
@@ -283,7 +283,7 @@ class PagedTensors(AttentionTensors):
         self.problem, size = problem, problem.size
         self.kinds = ("key",) if problem.shared_values else ("key", "value")
         self.num_rows, _, self.max_pages = paged_extents(problem)
-        batch, queries = (self.num_rows, 1) if problem.rows == "decode" else (1, self.num_rows)
+        batch, queries = (self.num_rows, 1) if problem.is_decode else (1, self.num_rows)
         sizes = {
             "b": batch,
             "h": problem.heads,
@@ -303,7 +303,7 @@ class PagedTensors(AttentionTensors):
         self.has_result = problem.rows != APPEND
         if self.has_result:
             shape = problem.out.shape
-            index_map = ("b" if problem.rows == "decode" else "m", "h*e")
+            index_map = ("b" if problem.is_decode else "m", "h*e")
             out = Operand(shape, problem.out.dtype, index_map, PackedLayout.identity(len(shape)))
             self.result = GpuHeads(function, "out", out, (0, 0), sizes, "e", self.rows)
 

@@ -45,7 +45,7 @@ def cuda_cached_attention_kernel(problem: CachedAttentionProblem, gpu: GpuTarget
         return page_append_kernel(problem, gpu)
     if problem.shared_values:
         return shared_values_kernel(problem, gpu)
-    if problem.rows == "decode":
+    if problem.is_decode:
         return decode_attention_kernel(problem, gpu)
     is_suitable = problem.size <= MAX_NARROW and paged_extents(problem)[0] >= MIN_WGMMA_CHUNK
     if is_suitable and not wgmma_attention.unsupported_reason(problem, gpu):

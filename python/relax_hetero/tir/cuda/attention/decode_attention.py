@@ -1,5 +1,7 @@
 """Paged decode attention: single tokens, whose keys and values are appended to the cache in the same launch.
 
+Rows that may belong to one sequence (``rows="verify"``) are in their pages already: a block does not wait for others.
+
 The query heads of one key head are the rows of a tensor core tile. The pages of a sequence are distributed round-robin
 over the blocks of a cluster (flash decoding), and the four warps of a block split the keys of a page. Each warp has an
 online softmax of its own; at the end, the results of warps, then those of blocks, are combined in a fixed order. The
@@ -53,7 +55,17 @@ def decode_attention_kernel(
     require_supported(problem, gpu, unsupported_reason(problem, gpu))
     plan = plan or decode_plan(problem, gpu)
     write = lambda tensors: _Decode(tensors).emit()  # noqa: E731
-    return kernel_of("paged_decode", problem, plan, gpu, write, reads_early=READ_EARLY)
+    return kernel_of("paged_decode", problem, plan, gpu, write, reads_early=early_reads(problem, plan))
+
+
+def early_reads(problem: CachedAttentionProblem, plan: AttentionPlan) -> tuple[int, ...]:
+    """Operands that a decode kernel reads before the launches before it have ended: none if one of them appends."""
+    return READ_EARLY if _appends(problem, plan) else ()
+
+
+def _appends(problem: CachedAttentionProblem, plan: AttentionPlan) -> bool:
+    """Return whether the block of a token appends it: other blocks must not read its page."""
+    return problem.rows == "decode" and plan.heads_per_tile == problem.group
 
 
 class TokenHeads(PagedQueries):
@@ -62,12 +74,12 @@ class TokenHeads(PagedQueries):
     Attributes
     ----------
     append : callable or None
-        Writer of the token to its page, for `PagedKeyValues`; None if several blocks have heads that share its key.
+        Writer of the token to its page, for `PagedKeyValues`; None if it is there already.
     """
 
     def __init__(self, tensors: PagedTensors, shared: SharedMemory, warps: int) -> None:
         super().__init__(tensors, shared, warps)
-        self.append = self._append if tensors.plan.heads_per_tile == tensors.problem.group else None
+        self.append = self._append if _appends(tensors.problem, tensors.plan) else None
 
     def load(self, thread: Expr) -> None:
         """Prepare the queries, and load the key and value; all loads are in flight together."""
@@ -129,11 +141,14 @@ class _Decode:
     def emit(self) -> None:
         """Write the launch."""
         tensors, source = self.tensors, self.source
-        with tensors.launch(_THREADS, self.shared, source.initialize, waits=False) as place:
-            ptx.launch_dependents()
+        waits = source.append is None
+        with tensors.launch(_THREADS, self.shared, source.initialize, waits=waits) as place:
+            if not waits:
+                ptx.launch_dependents()
             source.locate(place.thread)
             source.start()
-            ptx.griddepcontrol_wait()
+            if not waits:
+                ptx.griddepcontrol_wait()
             if self.split > 1:
                 ptx.cluster_arrive()
             warp, keys = T.bind(tirx.floordiv(place.thread, WARP)), source.keys // MMA_WARPS

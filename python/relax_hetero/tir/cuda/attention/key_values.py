@@ -312,7 +312,7 @@ class PagedKeyValues(KeyValueSource):
         """Compute the sequence of the rows, their last position, and the pages that they see."""
         tensors, plan, window = self.tensors, self.tensors.plan, self.tensors.problem.window
         self.thread, self.lane = thread, T.bind(tirx.floormod(thread, WARP))
-        if tensors.problem.rows == "decode":
+        if tensors.problem.is_decode:
             sequence = T.bind(tensors.sequences[tensors.at["b"]])
             self.last = first = T.bind(T.Select(sequence < 0, -1, tensors.positions[tensors.at["b"]]))
         else:
@@ -417,7 +417,7 @@ class PagedKeyValues(KeyValueSource):
     def begin_rows(self, row: Expr, warp_row: Expr) -> None:
         """Compute the keys visible to a lane's rows, and to all rows of the warp."""
         window = self.tensors.problem.window
-        if self.tensors.problem.rows == "decode":
+        if self.tensors.problem.is_decode:
             self._min_end = T.bind(self.last + 1)
             self._ends = [self._min_end] * 2
         else:

@@ -28,8 +28,8 @@ from ..tile.register_tile import RegisterTile
 from ..tile.shared_tile import add_by_columns, multiply_by_rows
 from ..tile.softmax import as_bits, as_float
 from .attention_plan import TEAM_WARPS, TEAMS, WARP_ROWS, AttentionPlan, paged_extents, paged_plan, shared_values_plan
-from .attention_tensors import CHUNK, READ_EARLY, PagedTensors, kernel_of, require_supported, unsupported_reason
-from .decode_attention import TokenHeads
+from .attention_tensors import CHUNK, PagedTensors, kernel_of, require_supported, unsupported_reason
+from .decode_attention import TokenHeads, early_reads
 from .key_values import PagedKeyValues
 from .queries import PagedQueries
 from .row_store import PartialResults, RowStore
@@ -50,7 +50,7 @@ def shared_values_kernel(
 ) -> tirx.PrimFunc:
     """Kernel of a paged attention with shared values; `CachedAttentionProblem` documents its parameters.
 
-    New keys must be in their pages already, unless a block has all heads of a token that share its key.
+    New keys must be in their pages already, unless rows are "decode" and a block has all heads that share a key.
 
     Raises
     ------
@@ -62,18 +62,17 @@ def shared_values_kernel(
         plan = paged_plan(problem, WGMMA_ROWS, 2)
         return kernel_of("latent_chunk", problem, plan, gpu, lambda tensors: _WgmmaChunk(tensors).emit())
     plan = plan or shared_values_plan(problem, gpu)
-    if problem.rows != "decode":
+    if not problem.is_decode:
         return kernel_of("latent_chunk", problem, plan, gpu, lambda tensors: _Kernel(tensors).emit_chunk())
-    early = READ_EARLY if plan.heads_per_tile == problem.group else ()
     write = lambda tensors: _Kernel(tensors).emit_decode()  # noqa: E731
-    return kernel_of("latent_decode", problem, plan, gpu, write, reads_early=early)
+    return kernel_of("latent_decode", problem, plan, gpu, write, reads_early=early_reads(problem, plan))
 
 
 class _Kernel:
     """Writer of the kernel."""
 
     def __init__(self, tensors: PagedTensors) -> None:
-        self.tensors, self.is_decode = tensors, tensors.problem.rows == "decode"
+        self.tensors, self.is_decode = tensors, tensors.problem.is_decode
         shared = self.shared = SharedMemory()
         self.queries = (TokenHeads if self.is_decode else PagedQueries)(tensors, shared, TEAMS * TEAM_WARPS)
         self.append = self.queries.append if isinstance(self.queries, TokenHeads) else None
@@ -182,7 +181,7 @@ class _Kernel:
 
 def _fits_wgmma(problem: CachedAttentionProblem, gpu: GpuTarget) -> bool:
     """Return whether a chunk has enough rows for wgmma, columns for two warpgroups, and two pages in shared memory."""
-    if gpu.tensor != "wgmma" or problem.rows == "decode":
+    if gpu.tensor != "wgmma" or problem.is_decode:
         return False
     tiles = WGMMA_ROWS + 2 * PAGE
     has_room = tiles * problem.size * 2 + _EXCHANGE_BYTES <= gpu.shared_bytes

@@ -36,6 +36,7 @@ class PagedWork:
     dtype: str = "float16"
     page_dtype: str = "float16"
     is_chunk: bool = False
+    verify: int = 0  # rows of each sequence
     sinks: bool = False
     shared_values: int = 0
 
@@ -83,11 +84,15 @@ class PagedWork:
             rotary=self.rotary,
             norms=norms,
             eps=self.eps,
-            rows="chunk" if self.is_chunk else "decode",
+            rows=self.kind,
             order="chunks",
             sinks=self.sinks,
             shared_values=self.shared_values,
         )
+
+    @property
+    def kind(self) -> str:
+        return "chunk" if self.is_chunk else "verify" if self.verify else "decode"
 
     @property
     def append_problem(self) -> CachedAttentionProblem:
@@ -111,10 +116,11 @@ class Case:
     padded: int = 0
 
 
-def case(lengths, heads=4, kv_heads=2, size=32, padded=0, chunk=0, **attributes) -> Case:
+def case(lengths, heads=4, kv_heads=2, size=32, padded=0, chunk=0, verify=0, **attributes) -> Case:
     """A case with as few pages as sequences need, and some that are nobody's."""
-    rows = (chunk or len(lengths)) + padded
-    max_pages = max((length + (chunk or 1) - 1) // PAGE + 1 for length in lengths) + 1
+    rows = (chunk or len(lengths) * (verify or 1)) + padded
+    max_pages = max((length + (chunk or verify or 1) - 1) // PAGE + 1 for length in lengths) + 1
+    attributes["verify"] = verify
     defaults = {"scale": size**-0.5, "slots": len(lengths) + 1, "max_pages": max_pages, "is_chunk": bool(chunk)}
     pages = 2 + max_pages * len(lengths)
     return Case(PagedWork(rows, heads, kv_heads, size, pages=pages, **{**defaults, **attributes}), lengths, padded)
@@ -133,12 +139,12 @@ class Call:
         self.sequences = np.full(work.rows, -1, "int32")
         self.positions = rng.integers(0, 1000, work.rows).astype("int32")
         own = np.arange(count)
-        self.sequences[:count] = 1 if work.is_chunk else own + 1
-        self.positions[:count] = case.lengths[0] + own if work.is_chunk else case.lengths
+        rows_of_each = count if work.is_chunk else work.verify or 1
+        self.sequences[:count] = own // rows_of_each + 1
+        self.positions[:count] = np.repeat(case.lengths, rows_of_each) + own % rows_of_each
         shuffled = iter(rng.permutation(work.pages))
-        last = self.positions[:count].max() if work.is_chunk else None
         for slot, length in enumerate(case.lengths, start=1):
-            for page in range(int(last if last is not None else length) // PAGE + 1):
+            for page in range((length + rows_of_each - 1) // PAGE + 1):
                 self.table[slot, page] = next(shuffled)
         shape = page_shape(work.pages, work.kv_heads, work.size, work.page_dtype, bool(work.shared_values))
         self.pages = np.full(shape, np.nan, page_type)
@@ -189,7 +195,7 @@ class Call:
         keys, values, queries = (a.astype("float64") for a in (keys, values, queries))
         for row in range(self.valid):
             slot, position = int(self.sequences[row]), int(self.positions[row])
-            own = slice(0, row + 1) if work.is_chunk else slice(row, row + 1)
+            own = np.flatnonzero(self.sequences[: row + 1] == slot)
             past = self.history[slot - 1]
             k, v = (np.concatenate([past[i], new[own]]) for i, new in enumerate((keys, values)))
             first = max(0, position - work.window + 1) if work.window else 0

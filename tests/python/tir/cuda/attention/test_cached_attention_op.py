@@ -18,6 +18,9 @@ from tir.cuda.gpu_runs import needs_gpu
 HOPPER = {"kind": "cuda", "arch": "sm_90a"}
 CASES = {
     "decode": case((70, 3), rotary="halves", rotated=32, has_q_norm=True, has_k_norm=True, sinks=True),
+    "verify": case((70, 61), verify=4, padded=1, rotary="halves", rotated=32, has_q_norm=True, has_k_norm=True),
+    "verify, with a window": case((130, 190), verify=3, window=70, sinks=True),
+    "verify, keys are values": case((62,), 4, 1, 96, verify=4, rotary="pairs", rotated=32, shared_values=64),
     "chunk": case((60,), chunk=9, rotary="pairs", rotated=16, has_k_norm=True, padded=1),
     "decode, keys are values": case((70, 3), 16, 1, 96, rotary="pairs", rotated=32, shared_values=64),
     "decode, keys are values of two tiles": case((70,), 20, 1, 64, shared_values=64),
@@ -48,10 +51,11 @@ def module_of(call, gpu, any_pages=False):
                     kv_heads=work.kv_heads,
                     size=work.size,
                     scale=work.scale,
+                    window=work.window,
                     rotary=work.rotary,
                     norms="q" * work.has_q_norm + "k" * work.has_k_norm,
                     eps=work.eps,
-                    rows="chunk" if work.is_chunk else "decode",
+                    rows=work.kind,
                     sinks=work.sinks,
                     shared_values=work.shared_values,
                 )
@@ -70,9 +74,9 @@ def test_kernels(name, any_pages):
     arguments[1] = call.pages.copy()
     check(call, *model(*arguments))
     kinds = [launched.split("_")[0] for launched in model.launched]
-    appends = call.work.is_chunk or call.work.group > 16
-    expected = ["append"] * appends + ["chunk" if call.work.is_chunk else "decode"]
-    assert [kind for kind in kinds if kind in ("append", "chunk", "decode")] == expected
+    appends = call.work.kind != "decode" or call.work.group > 16
+    expected = ["append"] * appends + [call.work.kind]
+    assert [kind for kind in kinds if kind in ("append", "chunk", "decode", "verify")] == expected
 
 
 @pytest.mark.gpu
