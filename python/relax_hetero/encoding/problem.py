@@ -551,7 +551,7 @@ class CachedAttentionProblem:
 
     @property
     def is_decode(self) -> bool:
-        """Whether each row has a sequence and a position of its own, rather than those of a chunk."""
+        """True if each row has a sequence and a position of its own, rather than those of a chunk."""
         return self.rows in ("decode", "verify")
 
     def with_rows(self, rows: Dim) -> CachedAttentionProblem:

@@ -52,6 +52,7 @@ def from_gguf(
     expert_counts: ExpertCountsSource | None = None,
     stream_experts: int | Literal["auto"] | None = "auto",
     verify_rows: int = 0,
+    masks_tokens: bool = False,
 ) -> tvm.IRModule:
     """Import a language model as a Relax module, placed over several devices if any are named.
 
@@ -101,6 +102,9 @@ def from_gguf(
     verify_rows : int
         Rows of a function ``verify_R``: a decode function that may have consecutive tokens of a sequence, as drafts
         need. On CPUs all decode functions may. 0: none.
+    masks_tokens : bool
+        Whether there is a function ``masked_tokens`` that takes logits and bits of allowed tokens
+        (`frontend.greedy_tokens.masked_tokens`), for structured output on GPUs.
 
     Returns
     -------
@@ -147,6 +151,7 @@ def from_gguf(
         all_logits,
         devices is not None,
         verify_rows,
+        masks_tokens,
     )
     reasons: dict[str, str] = {}
     estimate: dict[str, Any] | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import tvm
 from tvm import relax, te, tirx
 
+from ..encoding.token_masks import MASK_BITS, MASKED_TOKENS, mask_words
 from ..tir.math.extremes import index_wins
 
 _MAX_BLOCK = 256
@@ -25,7 +27,7 @@ def greedy_tokens(
     builder : relax.BlockBuilder
         Builder to which a kernel is added.
     logits : relax.Expr
-        Logits of float32, (rows, vocabulary).
+        Logits of float32, (rows, vocabulary); rows may be symbolic.
     emit : callable
         Binds a value to a variable, given the end of its name.
 
@@ -34,11 +36,55 @@ def greedy_tokens(
     relax.Expr
         Tokens of int32, (rows,); not bound yet.
     """
-    rows, vocabulary = map(int, logits.ty.shape.values)
+    rows, vocabulary = logits.ty.shape.values[0], int(logits.ty.shape.values[1])
     size = math.gcd(vocabulary, _MAX_BLOCK)
     blocks = emit(relax.op.reshape(logits, [rows, vocabulary // size, size]), "blocks")
     block_max = emit(relax.op.max(blocks, [-1], keepdims=True), "block_max")
     return builder.call_te(_tokens, blocks, block_max, primfunc_name_hint="greedy_tokens")
+
+
+def masked_tokens(builder: relax.BlockBuilder, vocabulary: int) -> relax.Function:
+    """Make the function ``masked_tokens``: greedy tokens among those that masks allow.
+
+    Its parameters are ``logits``, (rows, vocabulary) of float32, and ``masks``, (rows, words) of int32 (`token_masks`),
+    for any number of rows. It returns (rows,) of int32. Variables have the names of the logits in functions of models,
+    which placement rules match.
+
+    Parameters
+    ----------
+    builder : relax.BlockBuilder
+        Builder to which kernels are added.
+    vocabulary : int
+        Number of logits of a row.
+    """
+    rows, words = tirx.Var("rows", "int64"), mask_words(vocabulary)
+    logits = relax.Var("logits", relax.TensorType([rows, vocabulary], "float32"))
+    masks = relax.Var("masks", relax.TensorType([rows, words], "int32"))
+    bindings: list[relax.Binding] = []
+
+    def emit(value: relax.Expr, name: str, is_output: bool = False) -> relax.Expr:
+        value = builder.normalize(value)
+        var = (relax.Var if is_output else relax.DataflowVar)(name, value.ty)
+        bindings.append(relax.VarBinding(var, value))
+        return var
+
+    allowed = emit(builder.call_te(_allowed, logits, masks, primfunc_name_hint="allowed_logits"), "output")
+    tokens = greedy_tokens(builder, allowed, lambda value, name: emit(value, f"output.{name}"))
+    result = emit(tokens, "output.greedy_tokens", is_output=True)
+    names = {"input_names": ["logits", "masks"], "output_names": ["tokens"]}
+    attributes = tvm.ir.make_node("ir.DictAttrs", global_symbol=MASKED_TOKENS, num_input=2, **names)
+    body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
+    return relax.Function([logits, masks], body, result.ty, attrs=attributes)
+
+
+def _allowed(logits: te.Tensor, masks: te.Tensor) -> te.Tensor:
+    """Logits of allowed tokens, and -inf for others."""
+
+    def element(row: tirx.Var, token: tirx.Var) -> tirx.PrimExpr:
+        bit = (masks[row, token // MASK_BITS] >> tirx.Cast("int32", token % MASK_BITS)) & 1
+        return tirx.Select(bit != 0, logits[row, token], tirx.const(float("-inf"), "float32"))
+
+    return te.compute(logits.shape, element, "allowed")
 
 
 def _tokens(blocks: te.Tensor, block_max: te.Tensor) -> te.Tensor:

@@ -34,6 +34,8 @@ class PagedCache:
         True if ``prefill_C`` returns the logits of all its rows rather than of one.
     verify_rows : int
         Rows of the function ``verify_R``, a decode function whose rows may belong to one sequence; 0 for none.
+    masks_tokens : bool
+        True if there is a function ``masked_tokens``: greedy tokens of logits among those that masks allow.
     any_pages : bool
         True if the caller chooses the number of pages: functions take any, and the same for layers that share a table.
 
@@ -51,6 +53,7 @@ class PagedCache:
     all_logits: bool = False
     any_pages: bool = False
     verify_rows: int = 0
+    masks_tokens: bool = False
 
     def __post_init__(self) -> None:
         for field in fields(self)[:4]:

@@ -16,6 +16,7 @@ from .model import Cache as Cache
 from .model import DecodeStep as DecodeStep
 from .model import DraftedModel as DraftedModel
 from .model import LookAheadModel as LookAheadModel
+from .model import MaskingModel as MaskingModel
 from .model import Model as Model
 from .model import MultiRowModel as MultiRowModel
 from .model import PromptLogitsModel as PromptLogitsModel

@@ -19,6 +19,7 @@ from tvm import runtime
 from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
 from ..encoding.pages import TABLES
+from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, HeteroError
 from ..tir.routing import EXPERT_COUNTS
 from ..vm import VirtualMachine
@@ -158,10 +159,12 @@ class CompiledDecodeStep:
     ----------
     calls : sequence of DecodeCall
         Calls of the step, for consecutive sequences.
+    mask : callable, optional
+        Function ``masked_tokens`` of the model.
     """
 
-    def __init__(self, calls: Sequence[DecodeCall]) -> None:
-        self.calls = calls
+    def __init__(self, calls: Sequence[DecodeCall], mask: Callable[..., runtime.Tensor] | None = None) -> None:
+        self.calls, self._mask = calls, mask
         self._copies = [begin_copy_to_host(call.tokens) for call in calls]
 
     def tokens(self) -> list[int]:
@@ -172,7 +175,32 @@ class CompiledDecodeStep:
         HeteroError
             If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
         """
-        arrays = [wait() for wait in self._copies]
+        return self._checked([wait() for wait in self._copies])
+
+    def masked_tokens(self, masks: np.ndarray) -> list[int]:
+        """Wait for the end, and return the index of each sequence's largest logit among allowed tokens.
+
+        Parameters
+        ----------
+        masks : array of int32, (sequences, words)
+            See `token_masks`.
+
+        Raises
+        ------
+        HeteroError
+            See `tokens`.
+        """
+        assert self._mask is not None, "see CompiledModel.masks_tokens"
+        arrays, begin = [], 0
+        for call in self.calls:
+            rows = np.full((int(call.logits.shape[0]), masks.shape[1]), -1, np.int32)
+            rows[: call.sequences] = masks[begin : begin + call.sequences]
+            arrays.append(begin_copy_to_host(self._mask(call.logits, rows))())
+            begin += call.sequences
+        return self._checked(arrays)
+
+    def _checked(self, arrays: Sequence[np.ndarray]) -> list[int]:
+        """Tokens of the sequences of all calls."""
         tokens = [
             token for call, array in zip(self.calls, arrays, strict=True) for token in array[: call.sequences].tolist()
         ]
@@ -210,6 +238,8 @@ class CompiledModel:
         Machine that runs the executable.
     looks_ahead : bool
         True if a GPU computes logits; see `LookAheadModel`.
+    masks_tokens : bool
+        See `MaskingModel`.
     draft : CompiledModel or None
         Draft model, if `load` was given one.
     expert_counts : ExpertCounts
@@ -239,6 +269,7 @@ class CompiledModel:
         self.looks_ahead = (
             isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
         )
+        self.masks_tokens = MASKED_TOKENS in names
         prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
         self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
         self.draft: CompiledModel | None = None
@@ -365,7 +396,8 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
-        return CompiledDecodeStep(self._decode(slots, tokens))
+        mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
+        return CompiledDecodeStep(self._decode(slots, tokens), mask)
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""

@@ -205,6 +205,49 @@ class LookAheadModel(Model, Protocol):
         """
 
 
+class MaskableStep(DecodeStep, Protocol):
+    """A decode step of a `MaskingModel`."""
+
+    def masked_tokens(self, masks: np.ndarray) -> list[int]:
+        """As `tokens`, among tokens that masks allow.
+
+        Parameters
+        ----------
+        masks : np.ndarray
+            (sequences, words) of int32, see `encoding.token_masks`.
+
+        Raises
+        ------
+        HeteroError
+            See `tokens`.
+        """
+
+
+@runtime_checkable
+class MaskingModel(LookAheadModel, Protocol):
+    """A model whose decode steps apply masks of allowed tokens where logits are computed.
+
+    Attributes
+    ----------
+    masks_tokens : bool
+        Whether its steps are `MaskableStep` objects.
+    """
+
+    @property
+    def masks_tokens(self) -> bool: ...  # noqa: D102
+
+    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | DecodeStep) -> MaskableStep:
+        """See `LookAheadModel`.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slots of the sequences, each once.
+        tokens : sequence of int or DecodeStep
+            Token of each sequence, or the last step.
+        """
+
+
 @runtime_checkable
 class MultiRowModel(Model, Protocol):
     """A model whose decode steps may have several tokens of a sequence, with the bits of single steps.

@@ -244,6 +244,7 @@ def _load_file(
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
     names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
     options["verify_rows"] = max(batches) if options.pop("verify_drafts") and not all(map(is_cpu, devices)) else 0
+    options["masks_tokens"] = not all(map(is_cpu, devices))
     if options["verify_rows"]:
         names.append(f"verify_{options['verify_rows']}")
     request = _request(path, model, devices, placement, [options, names, donated])

@@ -131,9 +131,8 @@ class SamplingParams:
 
     @property
     def needs_logits(self) -> bool:
-        """True if more than the index of the largest logit is needed: to sample, or for log-probabilities."""
-        masks = self.structured_outputs is not None or self.min_tokens > 0
-        return not self.greedy or self.penalizes or bool(self.logit_bias) or masks or self.logprobs is not None
+        """True if more than the index of the largest allowed logit is needed: to sample, or for log-probabilities."""
+        return not self.greedy or self.penalizes or bool(self.logit_bias) or self.logprobs is not None
 
     def check_tokens(self, vocabulary: int) -> None:
         """Raise RequestError if a token id is not below `vocabulary`.

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from ..errors import CacheError, HeteroError
-from .model import DecodeStep, LookAheadModel, Model, MultiRowModel, PromptLogitsModel
+from .model import DecodeStep, LookAheadModel, MaskingModel, Model, MultiRowModel, PromptLogitsModel
 from .prefix_cache import Prefix, PrefixCache
 from .request import FinishReason
 from .sequence import Sequence
@@ -132,6 +132,7 @@ class Scheduler:
         self._prefilling: Sequence | None = None
         self._cache_full = False  # no request is admitted until one has ended
         self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
+        self._masking = model if isinstance(model, MaskingModel) and model.masks_tokens else None
         self._ahead: StepAhead | None = None
         self._decode_rows = model.decode_rows if isinstance(model, MultiRowModel) else 0
         self.speculation = Speculation(list(proposers) if self._decode_rows else [])
@@ -336,9 +337,12 @@ class Scheduler:
     def _decode_batch(self, batch: list[Sequence], fed: list[list[int]]) -> Iterable[np.ndarray | int]:
         """Logits of a decode step, or its tokens if all sequences are greedy and the model looks ahead."""
         slots, tokens = _decode_arguments(batch, fed)
-        model = self._look_ahead
-        if model is None or any(sequence.needs_logits for sequence in batch):
+        model, has_masks = self._look_ahead, any(sequence.has_mask for sequence in batch)
+        applies_masks = self._masking is not None and len(tokens) == len(batch)
+        if model is None or any(sequence.needs_logits for sequence in batch) or (has_masks and not applies_masks):
             return self._model.decode(slots, tokens)
+        if has_masks and self._masking is not None:
+            return self._masked_tokens(self._masking, batch, slots, tokens)
         if len(tokens) > len(batch):
             return model.begin_decode(slots, tokens).tokens()
         step = self._ahead or StepAhead(batch, model.begin_decode(slots, tokens))
@@ -349,9 +353,23 @@ class Scheduler:
         next_tokens = step.tokens()
         return [next_tokens[sequence] for sequence in batch]
 
+    def _masked_tokens(
+        self, model: MaskingModel, batch: list[Sequence], slots: list[int], tokens: list[int]
+    ) -> list[int]:
+        """Greedy tokens of a decode step among those that masks allow, which are made while the device computes."""
+        step = model.begin_decode(slots, tokens)
+        try:
+            masks = np.stack([sequence.mask(model.vocabulary) for sequence in batch])
+        except Exception:
+            step.tokens()
+            raise
+        return step.masked_tokens(masks)
+
     def _will_repeat(self, batch: list[Sequence]) -> bool:
         """Return whether the next decode step will have the same requests, unless stop tokens or texts end some."""
         if self._prefilling is not None or self._can_admit():
+            return False
+        if any(sequence.has_mask for sequence in batch):
             return False
         if self.speculation.wants(batch, self._draft_limit(len(batch))):
             return False

@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 
+from ..encoding.token_masks import full_mask, pack_mask, unpack_mask
 from ..errors import HeteroError
 from .model import TokenizerProtocol
 from .request import FinishReason, Request
@@ -74,6 +75,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def has_mask(self) -> bool:
+        """True if only some tokens may follow."""
+        return self._constraint is not None or self.generated < self.request.params.min_tokens
+
+    @property
     def remaining(self) -> int:
         """Maximum number of tokens to generate."""
         return self._max_tokens - len(self.tokens)
@@ -103,7 +109,8 @@ class Sequence:
         HeteroError
             If the logits are not finite, or the grammar takes too long.
         """
-        return self.append(*sample(logits, self.request.params, self._uniforms, self._history, self._mask(logits.size)))
+        mask = unpack_mask(self.mask(logits.size), logits.size) if self.has_mask else None
+        return self.append(*sample(logits, self.request.params, self._uniforms, self._history, mask))
 
     def sample_ahead(self, logits: np.ndarray, index: int) -> int:
         """Sample a token of a draft with the random number of the text's token at its position.
@@ -152,14 +159,25 @@ class Sequence:
             self._send(self._stream.finish())
         self.request.finish(reason, error)
 
-    def _mask(self, vocabulary: int) -> np.ndarray | None:
-        """Tokens that may follow; None for all."""
-        mask = None if self._constraint is None else self._constraint.mask()
+    def mask(self, vocabulary: int) -> np.ndarray:
+        """Bits of the tokens that may follow, see `token_masks`.
+
+        Parameters
+        ----------
+        vocabulary : int
+            Number of logits.
+
+        Raises
+        ------
+        HeteroError
+            If the grammar takes too long.
+        """
+        mask = full_mask(vocabulary) if self._constraint is None else self._constraint.mask()
         if self.generated >= self.request.params.min_tokens:
             return mask
-        continuing = np.ones(vocabulary, np.bool_) if mask is None else mask.copy()
+        continuing = unpack_mask(mask, vocabulary)
         continuing[list(self._stop_ids)] = False
-        return continuing if continuing.any() else mask
+        return pack_mask(continuing) if continuing.any() else mask
 
     def _send(self, delta: Delta) -> None:
         if delta.text or delta.tokens:

@@ -14,7 +14,9 @@ from typing import Protocol
 from .sequence import Sequence as Text
 
 _SMOOTHING = 0.25
-"""Weight of the latest value in averages."""
+"""Weight of the latest value in averages of times."""
+_TOKEN = 0.1
+"""Weight of the latest token of a draft in its text's acceptance."""
 _FORGETTING = 1 / 64
 """Weight of `_UNKNOWN` in the acceptance of drafts that do not pay, at each step without them."""
 _UNKNOWN = 0.6
@@ -239,10 +241,11 @@ class Speculation:
         name, acceptances = self._authors.pop(text), self._acceptance.get(text, {})
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted
         # The first wrong token ends a draft: those behind it say nothing.
-        share = accepted / min(accepted + 1, drafted)
+        tried = min(accepted + 1, drafted)
+        share, weight = accepted / tried, 1 - (1 - _TOKEN) ** tried
         average = acceptances.get(name, self._usual[name])
-        acceptances[name] = average + _SMOOTHING * (share - average)
-        self._usual[name] += _SMOOTHING / 8 * (share - self._usual[name])
+        acceptances[name] = average + weight * (share - average)
+        self._usual[name] += weight / 4 * (share - self._usual[name])
         if self._credit is not None:
             self._credit += accepted / texts * (self.times.seconds(texts) or 0.0)
 

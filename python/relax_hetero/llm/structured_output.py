@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..encoding.token_masks import mask_words
 from .errors import EngineClosedError, RequestError
 from .model import TokenizerProtocol
 from .special_tokens import control_tokens
@@ -226,7 +227,7 @@ class Constraint:
         self._mask: Future[np.ndarray] = pool.submit(self._compute_mask)
 
     def mask(self) -> np.ndarray:
-        """Wait for the mask of the next token: bool, (vocabulary,)."""
+        """Wait for the mask of the next token, see `token_masks`."""
         return self._mask.result()
 
     def advance(self, token: int) -> bool:
@@ -248,8 +249,10 @@ class Constraint:
         data = self._matcher.compute_bitmask()
         if self._matcher.is_error():
             self._raise_error()
-        bits = np.unpackbits(np.frombuffer(data, np.uint8), count=self._vocabulary, bitorder="little")
-        return bits.view(np.bool_)
+        words = np.frombuffer(data, np.int32)
+        mask = np.zeros(mask_words(self._vocabulary), np.int32)
+        mask[: words.size] = words[: mask.size]
+        return mask
 
     def _raise_error(self) -> None:
         problem = _error_of(self._matcher) or "does not allow the next token"

@@ -188,3 +188,25 @@ def test_drafts_on_a_gpu(draft_device, tmp_path, monkeypatch):
             accepted.append(engine.statistics().accepted)
     assert texts[0] == texts[1] == texts[2]
     assert accepted[0] == 0 and accepted[1] > 50, accepted
+
+
+def test_masks_are_applied_on_a_gpu(tmp_path, monkeypatch):
+    """Greedy texts with forms beside free ones: those of masks on the host, without a copy of logits."""
+    pytest.importorskip("llguidance")
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "Q8_0")
+    model, tokenizer = rh.llm.load(path, ["cuda"], batches=(2, 4), chunks=(64,), context=256)
+    forms = [None, rh.llm.StructuredOutputs(regex="[a-z ]{20,40}"), rh.llm.StructuredOutputs(choice=["yes", "no"])]
+    params = [
+        rh.llm.SamplingParams(temperature=0, max_tokens=30, min_tokens=length, structured_outputs=form)
+        for form in forms
+        for length in (0, 9)
+    ]
+    texts, copied = [], model._to_host
+    for masks in (False, True):
+        copies = []
+        monkeypatch.setattr(model, "_to_host", lambda name, logits: copies.append(name) or copied(name, logits))  # noqa: B023
+        monkeypatch.setattr(model, "masks_tokens", masks)
+        with rh.llm.Engine(model, tokenizer) as engine:
+            texts.append([each.tokens for each in engine.generate([TOKENS[:40].tolist()] * len(params), params)])
+        assert any(name.startswith("decode") for name in copies) != masks
+    assert texts[0] == texts[1]

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from relax_hetero.encoding.token_masks import unpack_mask
 from relax_hetero.errors import CacheError, HeteroError
 
 BYTES = 256
@@ -176,14 +177,20 @@ class ScriptModel(ToyModel):
 class ToyStep:
     """A decode step of `LookAheadToyModel`, with the greedy token of each sequence."""
 
-    def __init__(self, model: LookAheadToyModel, greedy: list[int]) -> None:
-        self.greedy, self._model = greedy, model
+    def __init__(self, model: LookAheadToyModel, greedy: list[int], logits: np.ndarray) -> None:
+        self.greedy, self._logits, self._model = greedy, logits, model
 
     def tokens(self) -> list[int]:
         self._model.in_flight.remove(self)
         if -1 in self.greedy:
             raise HeteroError("a logit is NaN")
         return self.greedy
+
+    def masked_tokens(self, masks: np.ndarray) -> list[int]:
+        assert self._model.masks_tokens
+        self._model.in_flight.remove(self)
+        allowed = [unpack_mask(mask, self._logits.shape[1]) for mask in masks]
+        return np.where(allowed, self._logits, -np.inf).argmax(axis=1).tolist()
 
 
 class LookAheadToyModel(ToyModel):
@@ -197,7 +204,7 @@ class LookAheadToyModel(ToyModel):
         Number of steps that began before the tokens of the previous one were read.
     """
 
-    looks_ahead = True
+    looks_ahead, masks_tokens = True, False
 
     def __init__(self, max_ahead: int = 1, **options: Any) -> None:
         super().__init__(**options)
@@ -222,7 +229,7 @@ class LookAheadToyModel(ToyModel):
                 self.cache.truncate(slot, length)
             raise
         greedy = np.where(np.isnan(logits).any(axis=1), -1, logits.argmax(axis=1))
-        self.in_flight.append(ToyStep(self, greedy.tolist()))
+        self.in_flight.append(ToyStep(self, greedy.tolist(), logits))
         return self.in_flight[-1]
 
 

@@ -17,6 +17,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.pages import TABLES
+from ...encoding.token_masks import MASKED_TOKENS
 from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
@@ -24,7 +25,7 @@ from ...op.quantized_matmul import dequantize_blocks
 from ...op.streamed import stream
 from ...tir.routing import EXPERT_COUNTS, routing_kernel
 from ...transform.ir.kernels import opaque_kernel
-from ..greedy_tokens import greedy_tokens
+from ..greedy_tokens import greedy_tokens, masked_tokens
 from ..paged_cache import CHUNK, DECODE, PagedCache
 from .activation_types import ActivationTypes
 from .expert_rules import ExpertGroup
@@ -63,6 +64,8 @@ def language_module(
         if count_experts:
             function.add_counters()
         functions[tvm.ir.GlobalVar(name)] = function.build(name)
+    if cache.masks_tokens:
+        functions[tvm.ir.GlobalVar(MASKED_TOKENS)] = masked_tokens(builder, model.vocabulary)
     return tvm.IRModule({**functions, **builder.get().functions})
 
 
