@@ -15,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ..encoding.token_masks import is_allowed, is_dense, tokens_of_mask
 from ..errors import HeteroError
 from .params import SamplingParams
 
@@ -133,8 +134,8 @@ def sample(
         Generator of one random number; unused if sampling is greedy.
     history : History
         Tokens for penalties.
-    mask : array of bool, (vocabulary,), optional
-        Tokens that may be sampled; all without it.
+    mask : array of int32, (words,), optional
+        Tokens that may be sampled, see `token_masks`; all without it.
 
     Returns
     -------
@@ -161,9 +162,18 @@ def sample_token(
 ) -> int:
     """Sample a token without its log-probability; see `sample`."""
     adjusted = _apply_bias_and_penalties(logits, params, history)
-    if mask is None or (params.greedy and mask[np.argmax(adjusted)]):  # most greedy tokens have the form anyway
+    if mask is None:
         return _sample_token(adjusted, params, generator)
-    tokens = np.flatnonzero(mask)
+    if params.greedy:
+        token = int(np.argmax(adjusted))
+        if is_allowed(mask, token) and math.isfinite(adjusted[token]):  # as most are
+            return token
+    if is_dense(mask):
+        masked = _scratch(logits.size, "masked")
+        masked[:] = adjusted
+        masked[tokens_of_mask(~mask, logits.size)] = -np.inf
+        return _sample_token(masked, params, generator)
+    tokens = tokens_of_mask(mask, logits.size)
     return int(tokens[_sample_token(adjusted[tokens], params, generator)])
 
 
@@ -209,7 +219,7 @@ def _sample_token(logits: np.ndarray, params: SamplingParams, generator: Generat
         tokens = _filter_tokens(logits, params, max_logit)
         weights = np.exp((logits[tokens].astype(np.float64) - max_logit) / params.temperature)
         return _draw_token(*_top_p(tokens, weights, params.top_p), uniform)
-    scaled = np.subtract(logits, np.float32(max_logit), out=_scratch(logits.size))
+    scaled = np.subtract(logits, np.float32(max_logit), out=_scratch(logits.size, "scaled"))
     scaled /= np.float32(params.temperature)
     if 0 < params.top_k < logits.size:
         tokens = largest(logits, params.top_k)
@@ -220,12 +230,13 @@ def _sample_token(logits: np.ndarray, params: SamplingParams, generator: Generat
     return _draw_from_all(weights, uniform)
 
 
-def _scratch(size: int) -> np.ndarray:
+def _scratch(size: int, name: str) -> np.ndarray:
     """Memory of this thread for `size` float32; new memory for each token would be paged in again and again."""
-    if getattr(_memory, "values", np.empty(0)).size < size:
-        _memory.values = np.empty(size, np.float32)
-    values: np.ndarray = _memory.values[:size]
-    return values
+    values: np.ndarray | None = getattr(_memory, name, None)
+    if values is None or values.size < size:
+        values = np.empty(size, np.float32)
+        setattr(_memory, name, values)
+    return values[:size]
 
 
 _memory = threading.local()

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from ..encoding.token_masks import full_mask, pack_mask, unpack_mask
+from ..encoding.token_masks import full_mask, without_tokens
 from ..errors import HeteroError
 from .model import TokenizerProtocol
 from .request import FinishReason, Request
@@ -109,7 +109,7 @@ class Sequence:
         HeteroError
             If the logits are not finite, or the grammar takes too long.
         """
-        mask = unpack_mask(self.mask(logits.size), logits.size) if self.has_mask else None
+        mask = self.mask(logits.size) if self.has_mask else None
         return self.append(*sample(logits, self.request.params, self._uniforms, self._history, mask))
 
     def sample_ahead(self, logits: np.ndarray, index: int) -> int:
@@ -175,9 +175,8 @@ class Sequence:
         mask = full_mask(vocabulary) if self._constraint is None else self._constraint.mask()
         if self.generated >= self.request.params.min_tokens:
             return mask
-        continuing = unpack_mask(mask, vocabulary)
-        continuing[list(self._stop_ids)] = False
-        return pack_mask(continuing) if continuing.any() else mask
+        continuing = without_tokens(mask, self._stop_ids)
+        return continuing if continuing.any() else mask
 
     def _send(self, delta: Delta) -> None:
         if delta.text or delta.tokens:

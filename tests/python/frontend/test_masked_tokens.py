@@ -7,7 +7,14 @@ from tvm import relax
 
 import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
-from relax_hetero.encoding.token_masks import full_mask, pack_mask, unpack_mask
+from relax_hetero.encoding.token_masks import (
+    full_mask,
+    is_allowed,
+    pack_mask,
+    tokens_of_mask,
+    unpack_mask,
+    without_tokens,
+)
 from relax_hetero.frontend.greedy_tokens import masked_tokens
 from relax_hetero.target.vdevice import with_vdevices
 
@@ -49,3 +56,9 @@ def test_masks_are_unpacked_as_they_were_packed(vocabulary):
     allowed = np.random.default_rng(0).random(vocabulary) < 0.5
     np.testing.assert_array_equal(unpack_mask(pack_mask(allowed), vocabulary), allowed)
     assert unpack_mask(full_mask(vocabulary), vocabulary).all()
+    assert tokens_of_mask(pack_mask(allowed), vocabulary).tolist() == np.flatnonzero(allowed).tolist()
+    assert tokens_of_mask(~pack_mask(allowed), vocabulary).tolist() == np.flatnonzero(~allowed).tolist()
+    for token in {0, vocabulary // 2, vocabulary - 1}:
+        assert is_allowed(pack_mask(allowed), token) == allowed[token]
+        assert not is_allowed(without_tokens(full_mask(vocabulary), [token, 1 << 30]), token)
+    assert np.unpackbits(without_tokens(full_mask(vocabulary), [0]).view("uint8")).sum() == vocabulary - 1

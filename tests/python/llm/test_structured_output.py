@@ -12,7 +12,7 @@ pytest.importorskip("llguidance")
 jsonschema = pytest.importorskip("jsonschema")
 
 from llm.toy_model import EOS, LookAheadToyModel, ToyCodec, ToyModel, alone  # noqa: E402
-from relax_hetero.encoding.token_masks import unpack_mask  # noqa: E402
+from relax_hetero.encoding.token_masks import pack_mask, unpack_mask  # noqa: E402
 from relax_hetero.llm import Engine, EngineClosedError, RequestError, SamplingParams, StructuredOutputs, sample  # noqa: E402
 from relax_hetero.llm.sampling import History  # noqa: E402
 from relax_hetero.llm.structured_output import Grammars  # noqa: E402
@@ -186,7 +186,7 @@ def test_masks_are_those_of_the_form():
 
 def test_a_mask_and_filters():
     logits = np.arange(8, dtype=np.float32)
-    mask = np.isin(np.arange(8), [1, 3])
+    mask = pack_mask(np.isin(np.arange(8), [1, 3]))
     for options in (
         {},
         {"top_k": 1},
@@ -200,6 +200,23 @@ def test_a_mask_and_filters():
             tokens = {sample(logits, params, np.random.default_rng(i), History([7]), mask)[0] for i in range(50)}
             greedy = temperature == 0 or options.keys() & {"top_k", "min_p"}
             assert tokens == {3} if greedy else tokens <= {1, 3}
+
+
+def test_masks_of_many_tokens_sample_as_those_of_few():
+    """Logits without the tokens that are not allowed, whichever way they are removed."""
+    generator, size = np.random.default_rng(0), 5000
+    logits = generator.standard_normal(size).astype("float32")
+    for share in (0.002, 0.3, 0.999):
+        allowed = generator.random(size) < share
+        lowest = np.where(allowed, logits, np.float32(-1e30))
+        for options in ({}, {"top_k": 40}, {"top_k": 9}, {"top_p": 0.7}, {"min_p": 0.05}):
+            for temperature in (0, 0.7):
+                params = SamplingParams(temperature=temperature, **options)
+                one = [
+                    sample(logits, params, np.random.default_rng(i), History(), pack_mask(allowed)) for i in range(30)
+                ]
+                two = [sample(lowest, params, np.random.default_rng(i), History()) for i in range(30)]
+                assert [token for token, _ in one] == [token for token, _ in two]
 
 
 def test_min_tokens():
