@@ -22,6 +22,8 @@ _PREFIXES = 4
 """Number of texts that have ended to keep in the cache."""
 _MAX_LENGTH = 16
 """Number of missing tokens up to which their cost is that of a draft."""
+_UNKNOWN_SECONDS = 1e-9
+"""Time of a chunk before any was measured: some, so that it counts as a beginning."""
 
 
 @dataclass
@@ -72,7 +74,8 @@ class DraftModel:
 
     def seconds(self, text: Sequence, texts: int, length: int) -> tuple[float, float]:
         """See `Proposer`."""
-        step, chunk = self._step_times.nearest(texts) or 0.0, self._chunk_times.nearest(1) or 0.0
+        step = self._step_times.nearest(texts) or 0.0
+        chunk = self._chunk_times.nearest(1) or step or _UNKNOWN_SECONDS
         missing = len(text.tokens) - (self._texts[text].verified if text in self._texts else 0)
         chunks = missing / self._model.chunk if missing > _MAX_LENGTH else 0
         return length * step, chunks * chunk
@@ -107,7 +110,7 @@ class DraftModel:
             pass
 
     def _is_ready(self, text: Sequence, rows: int) -> bool:
-        """Remove wrong tokens from the cache, and compute a chunk of missing ones; True if at most `rows` remain."""
+        """Remove wrong tokens from the cache, and compute a chunk of missing ones; False after a part of a prompt."""
         try:
             cached = self._texts.get(text) or self._begin(text)
             cached.verify(text.tokens)
@@ -127,7 +130,7 @@ class DraftModel:
         if 2 * len(chunk) > self._model.chunk:
             self._chunk_times.update(1, time.perf_counter() - begin)
         cached.tokens += chunk
-        return len(chunk) == len(missing) - 1
+        return len(missing) <= _MAX_LENGTH
 
     def _begin(self, text: Sequence) -> _Cached:
         """Take a slot, with the longest beginning of the text that another has left."""

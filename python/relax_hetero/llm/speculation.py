@@ -142,7 +142,8 @@ class Speculation:
 
     A step with a draft has the value of as many steps without as it gives tokens. What drafts lose is bounded: they may
     use a credit of few steps' time, which grows by a fraction of the time of steps without drafts, and by what drafts
-    gain. Proposers that lose are tried again as the credit grows.
+    gain. Proposers that lose are tried again as the credit grows. What a text costs before its first draft, such as the
+    prefill of a draft model, is a debt, which both repay before the next text may begin.
 
     Parameters
     ----------
@@ -164,8 +165,11 @@ class Speculation:
         self._usual = {proposer.name: _UNKNOWN for proposer in proposers}  # acceptance of recent texts
         self._acceptance: dict[Text, dict[str, float]] = {}  # of each proposer's drafts
         self._credit: float | None = None
+        self._debt = 0.0
+        self._begun: set[tuple[Text, str]] = set()
         self._authors: dict[Text, str] = {}  # of the drafts of the current step
         self._seconds = 0.0  # that they took
+        self._beginning_seconds = 0.0  # that beginnings took
 
     def draft(self, texts: Sequence[Text], limits: Sequence[int]) -> list[list[int]]:
         """Drafts of a decode step.
@@ -183,12 +187,18 @@ class Speculation:
             if proposer is not None:
                 lengths.setdefault(proposer, {})[text] = length
         drafts: dict[Text, list[int]] = {}
-        begin = time.perf_counter()
+        self._seconds = self._beginning_seconds = 0.0
         for proposer, own in lengths.items():
+            begin = time.perf_counter()
             made = proposer.draft(own)
+            seconds = time.perf_counter() - begin
+            if len(made) == len(own):
+                self._seconds += seconds
+            else:
+                self._beginning_seconds += seconds
             drafts |= made
+            self._begun.update((text, proposer.name) for text in own)
             self._authors |= dict.fromkeys(made, proposer.name)
-        self._seconds = time.perf_counter() - begin if lengths else 0.0
         return [drafts.get(text, []) for text in texts]
 
     def wants(self, texts: Sequence[Text], limit: int) -> bool:
@@ -213,18 +223,19 @@ class Speculation:
         seconds : float
             Time since the last step, with that of the drafts.
         """
-        usual, draft_seconds, self._seconds = self.times.seconds(texts), self._seconds, 0.0
-        seconds -= draft_seconds
+        usual = self.times.seconds(texts)
+        seconds -= self._seconds + self._beginning_seconds
         self.times.update(rows, seconds)
         if usual is None:
             return
         if self._credit is None:
             self._credit = _MIN_CREDIT * usual
-        if rows == texts and not draft_seconds:
-            self._credit += _LOSS * usual
+        self._debt += self._beginning_seconds
+        if rows == texts and not self._seconds:
+            self._earn(_LOSS * usual, usual)
         else:
-            self._credit += usual - (self.times.seconds(rows) or seconds) - draft_seconds
-        self._credit = min(self._credit, _MAX_CREDIT * usual)
+            self._earn(usual - (self.times.seconds(rows) or seconds) - self._seconds, usual)
+        self._seconds = self._beginning_seconds = 0.0
 
     def accept(self, text: Text, drafted: int, accepted: int, texts: int) -> None:
         """Record how many tokens of a draft were right.
@@ -246,8 +257,9 @@ class Speculation:
         average = acceptances.get(name, self._usual[name])
         acceptances[name] = average + weight * (share - average)
         self._usual[name] += weight / 4 * (share - self._usual[name])
-        if self._credit is not None:
-            self._credit += accepted / texts * (self.times.seconds(texts) or 0.0)
+        usual = self.times.seconds(texts)
+        if usual is not None:
+            self._earn(accepted / texts * usual, usual)
 
     def release(self, text: Text) -> None:
         """Forget a text that has ended or was preempted.
@@ -259,12 +271,18 @@ class Speculation:
         """
         self._acceptance.pop(text, None)  # `accept` of its last step still needs its author
         for proposer in self._proposers:
+            self._begun.discard((text, proposer.name))
             proposer.release(text)
 
     def close(self) -> None:
         """Free what proposers keep."""
         for proposer in self._proposers:
             proposer.close()
+
+    def _earn(self, seconds: float, usual: float) -> None:
+        """Record seconds that drafts may lose, or negative ones that they have lost; `usual` is a step's time."""
+        self._credit = min((self._credit or 0.0) + seconds, _MAX_CREDIT * usual)
+        self._debt = max(self._debt - seconds, 0.0)
 
     def _best(self, text: Text, limit: int, texts: int) -> tuple[Proposer | None, int]:
         """Proposer and length of the draft that gains most; None and 0 if none pays."""
@@ -285,7 +303,8 @@ class Speculation:
                 seconds += beginning * tokens / min(text.remaining, _HORIZON)
                 gain = tokens * usual / seconds
                 found |= gain > _MARGIN
-                if gain > best[0] and has_credit:
+                may_begin = not beginning or not self._debt or (text, proposer.name) in self._begun
+                if gain > best[0] and has_credit and may_begin:
                     best = gain, proposer, length
             if available > 0 and not found:
                 acceptances[proposer.name] = acceptance + _FORGETTING * (_UNKNOWN - acceptance)
