@@ -270,6 +270,7 @@ class CompiledModel:
             isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
         )
         self.masks_tokens = MASKED_TOKENS in names
+        self._mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
         prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
         self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
         self.draft: CompiledModel | None = None
@@ -396,8 +397,7 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
-        mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
-        return CompiledDecodeStep(self._decode(slots, tokens), mask)
+        return CompiledDecodeStep(self._decode(slots, tokens), self._mask)
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""

@@ -192,12 +192,13 @@ def load(
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
-        loaded = load_kind(Path(path), vdevices, placement, options, batch_invariant, progress)
+        loaded = load_kind(Path(path), vdevices, placement, options, batch_invariant, drafted, progress)
         return _with_draft(_warn_of_long_context(*loaded), drafted)
     if (vdevices, placement, batch_invariant, {**options, "count_experts": False}) != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
     model, tokenizer = _load_saved(Path(path))
+    _check_draft_tokens(tokenizer, drafted)
     if count_experts and not model.expert_counts.tensors:
         raise BuildError(
             f"{Path(path)}: its functions do not count experts; load the GGUF file of a mixture with "
@@ -212,6 +213,7 @@ def _load_file(
     placement: PlacementRules | Literal["auto"] | None,
     options: dict[str, Any],
     batch_invariant: bool,
+    drafted: Loaded | None,
     progress: Callable[[str, int, int], None] | None,
 ) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
     """Import a GGUF file, or a folder as one, with `options` of `rh.from_gguf`, and compile it."""
@@ -222,6 +224,7 @@ def _load_file(
     file = read_language_model(path)
     model = hyperparameters_of(file)
     tokenizer = load_tokenizer(path) if path.is_dir() else Tokenizer(file.fields)
+    _check_draft_tokens(tokenizer, drafted)
     devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
     batches, page_type = options["batches"], options["page_type"]
     context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
@@ -325,6 +328,7 @@ def _load_onnx_folder(
     placement: PlacementRules | Literal["auto"] | None,
     options: dict[str, Any],
     batch_invariant: bool,
+    drafted: Loaded | None,
     progress: Callable[[str, int, int], None] | None,
 ) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
     """Load the ONNX decoder of a folder, with the tokenizer next to it."""
@@ -335,6 +339,7 @@ def _load_onnx_folder(
             f"{folder}: {name} does not apply to an ONNX decoder, expected rules, {', '.join(_ONNX_OPTIONS)}"
         )
     tokenizer = load_tokenizer(folder)
+    _check_draft_tokens(tokenizer, drafted)
     used = {name: options[name] for name in _ONNX_OPTIONS if options[name] is not None}
     model = load_onnx(folder, vdevices, placement, **used, batch_invariant=batch_invariant, progress=progress)
     return model, tokenizer
@@ -387,15 +392,16 @@ def _warn_of_long_context(model: CompiledModel, tokenizer: Tokenizer | JsonToken
 def _with_draft(loaded: Loaded, drafted: Loaded | None) -> Loaded:
     """Give a model its draft model, if there is one."""
     if drafted is not None:
-        (model, tokenizer), (draft, draft_tokenizer) = loaded, drafted
-        _check_draft_tokens(tokenizer, draft_tokenizer, min(model.vocabulary, draft.vocabulary))
-        model.draft = draft
+        loaded[0].draft = drafted[0]
     return loaded
 
 
-def _check_draft_tokens(tokenizer: TokenizerProtocol, draft_tokenizer: TokenizerProtocol, count: int) -> None:
-    """Raise BuildError if one of the first tokens has other bytes in the draft model; control tokens have none."""
-    for token in range(count):
+def _check_draft_tokens(tokenizer: TokenizerProtocol, drafted: Loaded | None) -> None:
+    """Raise BuildError if a token has other bytes in the draft model; control tokens and missing ones have none."""
+    if drafted is None:
+        return
+    draft, draft_tokenizer = drafted
+    for token in range(draft.vocabulary):
         piece, draft_piece = tokenizer.piece(token), draft_tokenizer.piece(token)
         if piece != draft_piece and piece and draft_piece:
             raise BuildError(

@@ -324,10 +324,12 @@ def test_a_draft_model_gets_the_sizes_of_its_target(tmp_path):
 def test_a_draft_model_has_the_same_tokens(varied, tmp_path):
     other = SimpleNamespace(piece=lambda token: b"?" if token == 300 else varied[1].piece(token))
     with pytest.raises(BuildError, match=r"draft: its token 300 is b'\?', expected b'.*' as in the model"):
-        model_loader._with_draft(varied, (varied[0], other))
-    assert varied[0].draft is None
+        model_loader._check_draft_tokens(varied[1], (varied[0], other))
+    path = write_gguf(tmp_path / "model.gguf", SIZES, "Q8_0")  # before anything is compiled
+    with pytest.raises(BuildError, match="draft: its token 300"):
+        rh.llm.load(path, draft=(varied[0], other), progress=lambda *_: pytest.fail("compiles"))
     with pytest.raises(BuildError, match="found draft_vdevices or draft_placement, expected them with draft="):
-        rh.llm.load(tmp_path / "model.gguf", draft_vdevices=["llvm"])
+        rh.llm.load(path, draft_vdevices=["llvm"])
 
 
 def test_the_bytes_of_a_token(by_layers, tmp_path):
