@@ -38,6 +38,7 @@ def cases(vocabulary):
     return logits, np.stack([pack_mask(row) for row in allowed]), expected
 
 
+@pytest.mark.slow
 def test_on_a_cpu():
     logits, masks, expected = cases(1001)
     machine = rh.vm.VirtualMachine(rh.compile(module_of(1001, "llvm"), cache=False))
