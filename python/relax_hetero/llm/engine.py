@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import HeteroError
 from .draft_model import DraftModel
 from .errors import EngineClosedError, EngineFullError, RequestError
-from .model import DraftedModel, Model, PromptLogitsModel, TokenizerProtocol
+from .model import DraftedModel, Model, MultiRowModel, PromptLogitsModel, TokenizerProtocol
 from .params import SamplingParams
 from .prompt_lookup import PromptLookup
 from .request import Completion, Request
@@ -147,6 +147,11 @@ class Engine:
         self._max_waiting = max_waiting
         if draft is None and isinstance(model, DraftedModel):
             draft = model.draft
+        if draft is not None and not (isinstance(model, MultiRowModel) and model.decode_rows):
+            raise HeteroError(
+                "draft: the model's decode steps take one row of each text, expected some that verify drafts; on GPUs, "
+                "load its file with draft= or verify_drafts=True (ONNX decoders verify drafts on CPUs only)"
+            )
         proposers: list[Proposer] = [PromptLookup()] if prompt_lookup else []
         proposers += [] if draft is None else [DraftModel(draft, model.vocabulary)]
         self._scheduler = Scheduler(model, prefixes, proposers)

@@ -10,6 +10,7 @@ import pytest
 
 from llm.test_engine import CODEC, prompts
 from llm.toy_model import EOS, LookAheadToyModel, ToyModel
+from relax_hetero.errors import HeteroError
 from relax_hetero.llm import Engine, SamplingParams, speculation
 from relax_hetero.llm.draft_model import DraftModel
 from relax_hetero.llm.prompt_lookup import PromptLookup
@@ -220,6 +221,11 @@ def test_a_draft_model_that_fails_ends_no_text(monkeypatch, caplog):
         model, prompts(4), [SamplingParams(temperature=0, max_tokens=20)] * 4, draft=draft
     )
     assert completions == expected and "the draft model has failed, and drafts no more: HeteroError" in caplog.text
+
+
+def test_a_model_that_cannot_verify_has_no_draft_model():
+    with pytest.raises(HeteroError, match="draft: the model's decode steps take one row of each text"):
+        Engine(ToyModel(), CODEC, draft=ToyModel())
 
 
 @pytest.mark.usefixtures("cheap_rows")
