@@ -27,11 +27,6 @@ def pack_mask(allowed: np.ndarray) -> np.ndarray:
     return np.pad(data, (0, -data.size % 4)).view(np.int32)
 
 
-def unpack_mask(mask: np.ndarray, vocabulary: int) -> np.ndarray:
-    """Unpack a mask: bool, (vocabulary,)."""
-    return np.unpackbits(mask.view(np.uint8), count=vocabulary, bitorder="little").view(np.bool_)
-
-
 def is_allowed(mask: np.ndarray, token: int) -> bool:
     """Return whether a mask allows a token."""
     return bool(mask[token // MASK_BITS] >> token % MASK_BITS & 1)

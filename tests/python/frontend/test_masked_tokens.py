@@ -12,7 +12,6 @@ from relax_hetero.encoding.token_masks import (
     is_allowed,
     pack_mask,
     tokens_of_mask,
-    unpack_mask,
     without_tokens,
 )
 from relax_hetero.frontend.greedy_tokens import masked_tokens
@@ -53,10 +52,9 @@ def test_on_a_gpu():
 
 
 @pytest.mark.parametrize("vocabulary", [1, 31, 32, 33, 262_144])
-def test_masks_are_unpacked_as_they_were_packed(vocabulary):
+def test_masks_have_the_tokens_that_were_packed(vocabulary):
     allowed = np.random.default_rng(0).random(vocabulary) < 0.5
-    np.testing.assert_array_equal(unpack_mask(pack_mask(allowed), vocabulary), allowed)
-    assert unpack_mask(full_mask(vocabulary), vocabulary).all()
+    assert tokens_of_mask(full_mask(vocabulary), vocabulary).tolist() == list(range(vocabulary))
     assert tokens_of_mask(pack_mask(allowed), vocabulary).tolist() == np.flatnonzero(allowed).tolist()
     assert tokens_of_mask(~pack_mask(allowed), vocabulary).tolist() == np.flatnonzero(~allowed).tolist()
     for token in {0, vocabulary // 2, vocabulary - 1}:

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from relax_hetero.encoding.token_masks import unpack_mask
+from relax_hetero.encoding.token_masks import tokens_of_mask
 from relax_hetero.errors import CacheError, HeteroError
 
 BYTES = 256
@@ -189,8 +189,8 @@ class ToyStep:
     def masked_tokens(self, masks: np.ndarray) -> list[int]:
         assert self._model.masks_tokens
         self._model.in_flight.remove(self)
-        allowed = [unpack_mask(mask, self._logits.shape[1]) for mask in masks]
-        return np.where(allowed, self._logits, -np.inf).argmax(axis=1).tolist()
+        allowed = [tokens_of_mask(mask, self._logits.shape[1]) for mask in masks]
+        return [int(own[row[own].argmax()]) for own, row in zip(allowed, self._logits, strict=True)]
 
 
 class LookAheadToyModel(ToyModel):
