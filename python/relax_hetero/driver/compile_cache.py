@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tvm
@@ -140,38 +141,72 @@ def _targets(vdevices: Sequence[relax.VDevice]) -> list[Target]:
     return [*(vdevice.target for vdevice in vdevices), native("llvm")]
 
 
+class FileState(NamedTuple):
+    """Identity of a file's content, as build tools see it.
+
+    Attributes
+    ----------
+    path : str
+    device, inode, size, modified, changed : int
+        Fields of its status, times in nanoseconds.
+    """
+
+    path: str
+    device: int
+    inode: int
+    size: int
+    modified: int
+    changed: int
+
+
+def states_of(path: Path) -> tuple[FileState, ...]:
+    """States of a file, or of the files in a folder; nothing if it cannot be read."""
+    try:
+        files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
+        statuses = [(str(file), file.stat()) for file in files]
+    except (OSError, ValueError):  # a NUL character in its name
+        return ()
+    return tuple(FileState(name, *map(partial(getattr, status), _IDENTITY)) for name, status in statuses)
+
+
+_IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+
+
 class FileRequest:
     """A module that follows from files and options: its executable is found without making the module.
 
-    A file is identified by its size and times, as by build tools, not by its content. Each change of it makes a new
-    request, whose module may be found in the cache by its content.
+    A file is identified by its size and times, not by its content. Each change of it makes a new request, whose module
+    may be found in the cache by its content.
 
     Parameters
     ----------
-    files : sequence of Path
-        Files that the module depends on.
+    files : sequence of FileState
+        Files that the module depends on, before they were opened.
     vdevices : sequence of relax.VDevice
         Its devices.
     options : str
         All options of the import and of ``rh.compile``.
+
+    Attributes
+    ----------
+    is_cacheable : bool
+        Whether the cache may have the executable.
     """
 
-    def __init__(self, files: Sequence[Path], vdevices: Sequence[relax.VDevice], options: str) -> None:
+    def __init__(self, files: Sequence[FileState], vdevices: Sequence[relax.VDevice], options: str) -> None:
         targets = _targets(vdevices)
         self._folder = None if _why_uncached_for(targets) else resolve_cache_folder()
-        if self._folder is not None:
-            states = [(str(file), file.stat()) for file in files]
-            identities = [(name, *map(partial(getattr, status), _IDENTITY)) for name, status in states]
-            parts = [*_surroundings(targets), *(str(vdevice) for vdevice in vdevices), repr(identities), options]
+        self.is_cacheable = self._folder is not None
+        if self.is_cacheable:
+            identities = repr(list(map(tuple, files)))
+            parts = [*_surroundings(targets), *(str(vdevice) for vdevice in vdevices), identities, options]
             self._key = _digest([part.encode() for part in parts])
 
     def load(self) -> Executable | None:
         """The executable of an earlier request that was equal, unless it left the cache."""
-        if self._folder is None:
-            return None
-        key = load_figures(self._folder, self._key)
-        executable = _load_hit(self._folder, key) if is_key(key) else None
-        if executable is not None:
+        key = self._executable_key()
+        executable = _load_hit(self._folder, key) if self._folder is not None and key else None
+        if executable is not None and self._folder is not None:
             self._folder.note_hit(key)
         return executable
 
@@ -181,8 +216,16 @@ class FileRequest:
         if self._folder is not None and use is not None and use.state in (HIT, MISS) and not use.why:
             store_figures(self._folder, self._key, use.key)
 
+    def drop(self) -> None:
+        """Remove the executable from the cache; processes that have loaded it keep it."""
+        key = self._executable_key()
+        if self._folder is not None and key:
+            self._folder.drop(key)
 
-_IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+    def _executable_key(self) -> str:
+        """The key of the executable in the cache; empty if it is not known."""
+        key = None if self._folder is None else load_figures(self._folder, self._key)
+        return str(key) if is_key(key) else ""
 
 
 def _split_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
@@ -212,12 +255,20 @@ def _split_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
 
 
 def _tensor_digests(tensors: Sequence[runtime.Tensor]) -> list[bytes]:
-    """The joined hashes of each tensor's chunks, computed on all cores."""
-    arrays = [bytes_of(tensor) for tensor in tensors]
-    chunks = [array[begin : begin + _CHUNK_BYTES] for array in arrays for begin in range(0, array.nbytes, _CHUNK_BYTES)]
+    """The joined hashes of each tensor's chunks, computed on all cores; functions share most tensors."""
+    addresses = [(tensor.data_ptr(), nbytes_of(tensor)) for tensor in tensors]
+    arrays = {address: bytes_of(tensor) for address, tensor in zip(addresses, tensors, strict=True)}
+    chunks = [
+        (address, array[begin : begin + _CHUNK_BYTES])
+        for address, array in arrays.items()
+        for begin in range(0, array.nbytes, _CHUNK_BYTES)
+    ]
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="relax_hetero.key") as threads:
-        digests = iter(list(threads.map(_chunk_digest, chunks)))
-    return [b"".join(next(digests) for _ in range(0, array.nbytes, _CHUNK_BYTES)) for array in arrays]
+        chunk_digests = list(threads.map(_chunk_digest, (chunk for _, chunk in chunks)))
+    digests = dict.fromkeys(arrays, b"")
+    for (address, _), digest in zip(chunks, chunk_digests, strict=True):
+        digests[address] += digest
+    return [digests[address] for address in addresses]
 
 
 def _chunk_digest(chunk: np.ndarray) -> bytes:

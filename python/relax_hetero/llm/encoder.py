@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import RequestError
-from .folder_tokenizer import load_tokenizer
-from .json_tokenizer import JsonTokenizer
-from .tokenizer import Tokenizer
+from .folder_tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
     from ..frontend.onnx.placement_rules import PlacementRules
@@ -68,8 +66,7 @@ class Encoder:
 
         file = read_language_model(path)
         model = hyperparameters_of(file)
-        self.tokenizer: Tokenizer | JsonTokenizer
-        self.tokenizer = load_tokenizer(path) if os.path.isdir(path) else Tokenizer(file.fields)
+        self.tokenizer = tokenizer_of(file)
         if lengths is None:
             lengths = sorted({min(length, model.context) for length in LENGTHS})
         self.lengths, self._pooling = tuple(sorted(set(lengths))), model.pooling

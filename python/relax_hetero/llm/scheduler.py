@@ -130,9 +130,8 @@ class Scheduler:
         self._cache_full = False  # no request is admitted until one has ended
         self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
         self._ahead: StepAhead | None = None
-        self._decode_rows = 0
-        if isinstance(model, MultiRowModel) and prompt_lookup and self._look_ahead is None:
-            self._decode_rows = model.decode_rows
+        may_draft = isinstance(model, MultiRowModel) and prompt_lookup and self._look_ahead is None
+        self._multi_row = model if may_draft else None
         self._times = StepTimes()
         self._prompt_logits = model if isinstance(model, PromptLogitsModel) else None
 
@@ -298,7 +297,8 @@ class Scheduler:
     def _fed_tokens(self, batch: list[Sequence], may_draft: bool) -> list[list[int]]:
         """Tokens of each sequence that a decode step computes: the first that is not in the cache, and a draft."""
         fed = [[sequence.tokens[sequence.cached]] for sequence in batch]
-        limit = self._decode_rows // len(batch) - 1
+        rows = 0 if self._multi_row is None else self._multi_row.decode_rows  # more when more functions are compiled
+        limit = rows // len(batch) - 1
         for sequence, tokens in zip(batch, fed, strict=True):
             if may_draft and limit > 0 and sequence.cached + 1 == len(sequence.tokens):
                 tokens += sequence.lookup.draft(min(limit, sequence.remaining - 1), len(batch), self._times)
