@@ -1,8 +1,8 @@
-"""Compilation of modules to executables."""
+"""Compilation of modules to executables.
 
-from . import guard_tvm_compile
-from .compile import compile, get_pipeline
+Public names are loaded on first use, because a model that is in the compile cache needs no pass.
+"""
 
-__all__ = ["compile", "get_pipeline"]
+import lazy_loader
 
-guard_tvm_compile.install()
+__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)

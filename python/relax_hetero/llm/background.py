@@ -12,9 +12,15 @@ T = TypeVar("T")
 
 _log = logging.getLogger("relax_hetero")
 
+DELAY_SECONDS = 1.0
+"""Time before a task begins, in which a first text need not share the interpreter with it."""
+_POLL_SECONDS = 0.05
+
 
 class BackgroundTask(Generic[T]):
-    """A task in a thread. It ends early if it is cancelled, or with the main thread; an error is logged.
+    """A task in a thread, which begins after `DELAY_SECONDS`, or when its result is awaited.
+
+    It ends early if it is cancelled, or with the main thread. An error is logged.
 
     Parameters
     ----------
@@ -25,6 +31,7 @@ class BackgroundTask(Generic[T]):
     def __init__(self, task: Callable[[Callable[[], None]], T]) -> None:
         self._future: Future[T | None] = Future()
         self._cancelled = False
+        self._awaited = threading.Event()
         # Not a daemon: at the end of the process, the thread must not be inside of native code.
         threading.Thread(target=self._run, args=(task,), name="relax_hetero.llm.background").start()
 
@@ -35,6 +42,7 @@ class BackgroundTask(Generic[T]):
 
     def result(self) -> T | None:
         """Wait for the result; None if the task failed or was cancelled."""
+        self._awaited.set()
         return self._future.result()
 
     def cancel(self) -> None:
@@ -51,7 +59,10 @@ class BackgroundTask(Generic[T]):
     def _run(self, task: Callable[[Callable[[], None]], T]) -> None:
         result: T | None = None
         try:
-            self._check()
+            for _ in range(round(DELAY_SECONDS / _POLL_SECONDS)):
+                self._check()
+                if self._awaited.wait(_POLL_SECONDS):
+                    break
             result = task(self._check)
         except Exception as error:  # the model works without
             if not self._is_unwanted():

@@ -15,27 +15,30 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from tvm.ir.transform import PassContext
+from tvm.target import Target
+
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
 from ..errors import BuildError
+from ..garbage_collection import paused_garbage_collection
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
 from ..tir.routing import EXPERT_COUNTS
+from .background import BackgroundTask
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
-from .background import BackgroundTask
 from .folder_tokenizer import load_tokenizer, tokenizer_of
 from .json_tokenizer import JsonTokenizer
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tvm.relax import VDevice
-    from tvm.target import Target
 
-    from ..driver.compile_cache import FileRequest, FileState
+    from ..driver.cached_executables import FileRequest, FileState
     from ..driver.link.parallel_codegen import Progress
     from ..frontend.auto.auto_placement import MemoryLimit
     from ..frontend.gguf.file import GgufFile
@@ -116,6 +119,7 @@ class _Arguments:
 _Loaded: TypeAlias = "tuple[CompiledModel, Tokenizer | JsonTokenizer]"
 
 
+@paused_garbage_collection()
 def load(
     path: str | os.PathLike[str],
     vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
@@ -212,7 +216,7 @@ def load(
 
 def _load_file(arguments: _Arguments) -> _Loaded:
     """Import a GGUF file, or a folder as one, and compile it."""
-    from ..driver.compile_cache import states_of
+    from ..driver.cached_executables import states_of
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.language_model_files import read_language_model
 
@@ -226,15 +230,13 @@ def _load_file(arguments: _Arguments) -> _Loaded:
     donated = [f"pages_{layer}" for layer in range(model.layers)]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
-    compilation = _Compilation(
-        file, states, model.experts > 0, devices, arguments.placement, options, donated
-    )
+    compilation = _Compilation(file, states, model.experts > 0, devices, arguments.placement, options, donated)
     is_invariant = all(is_batch_invariant(device.target) for device in devices)
     executable, rest = compilation.load(), None
     if executable is None and _is_split(arguments, model, compilation):
         first = compilation.first_part(is_invariant)
         executable = first.load() or first.compile(arguments.progress)
-        rest = BackgroundTask(partial(compilation.compile_rest, first))
+        rest = BackgroundTask(partial(compilation.compile_rest, first, PassContext.current()))
     elif executable is None:
         executable = compilation.compile(arguments.progress)
     description = ModelDescription(
@@ -313,13 +315,16 @@ class _Compilation:
     @cached_property
     def request(self) -> FileRequest | None:
         """The request for an executable that follows from files and options; None if it depends on measured devices."""
-        from ..driver.compile_cache import FileRequest
-        from ..frontend.onnx.placement_rules import rule_pairs
+        from ..driver.cached_executables import FileRequest
 
         is_mixed = 0 < sum(map(is_cpu, self.devices)) < len(self.devices)
         if isinstance(self.placement, str) or (self.has_experts and is_mixed):
             return None
-        rules = [(pattern, str(device)) for pattern, device in rule_pairs(self.placement or {})]
+        rules: list[tuple[str, str]] = []
+        if self.placement:
+            from ..frontend.onnx.placement_rules import rule_pairs  # imports onnx
+
+            rules = [(pattern, str(device)) for pattern, device in rule_pairs(self.placement)]
         return FileRequest(self.states, self.devices, repr([rules, self.options, self.functions, self.donated]))
 
     def first_part(self, is_invariant: bool) -> _Compilation:
@@ -334,7 +339,6 @@ class _Compilation:
     def compile(self, progress: Progress | None) -> Executable:
         """Import and compile the file, and give back the memory that this took."""
         from ..driver import compile as compile_module
-        from ..driver.compile import paused_garbage_collection
         from ..frontend.from_gguf import from_gguf
 
         donate = dict.fromkeys(self.functions, self.donated)
@@ -348,9 +352,12 @@ class _Compilation:
         _release_memory()
         return executable
 
-    def compile_rest(self, first: _Compilation, check: Callable[..., None]) -> Executable:
+    def compile_rest(self, first: _Compilation, context: PassContext, check: Callable[[], None]) -> Executable:
         """Compile all functions in place of a first part, which leaves the compile cache; `check` may end it."""
-        executable = self.compile(lambda *_progress: check())
+        from ..driver.link.parallel_codegen import copy_of
+
+        with copy_of(context):  # contexts belong to threads
+            executable = self.compile(lambda *_progress: check())
         if first.request is not None:
             first.request.drop()
         return executable
@@ -359,10 +366,12 @@ class _Compilation:
 def _is_split(arguments: _Arguments, model: Hyperparameters, compilation: _Compilation) -> bool:
     """Return whether the functions that one text needs are compiled before the others."""
     request, options = compilation.request, compilation.options
-    if not arguments.background or options["memory_limit"] is not None or request is None or not request.is_cacheable:
+    if not arguments.background or options["memory_limit"] is not None or len(options["batches"]) == 1:
+        return False
+    if request is None or not request.is_cacheable or Target.current(allow_none=True) is not None:
         return False
     file_bytes = sum(state.size for state in compilation.states)
-    return len(options["batches"]) > 1 and model.layers >= BACKGROUND_LAYERS and file_bytes <= BACKGROUND_BYTES
+    return model.layers >= BACKGROUND_LAYERS and file_bytes <= BACKGROUND_BYTES
 
 
 def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context: int) -> tuple[int, ...]:
@@ -383,8 +392,9 @@ def _load_onnx_folder(arguments: _Arguments) -> _Loaded:
         )
     tokenizer = load_tokenizer(folder)
     used = {name: options[name] for name in _ONNX_OPTIONS if options[name] is not None}
-    common = {"batch_invariant": arguments.batch_invariant, "progress": arguments.progress}
-    return load_onnx(folder, arguments.vdevices, placement, **used, **common), tokenizer
+    invariant, progress = arguments.batch_invariant, arguments.progress
+    model = load_onnx(folder, arguments.vdevices, placement, **used, batch_invariant=invariant, progress=progress)
+    return model, tokenizer
 
 
 _LOADERS: dict[str | None, Callable[[_Arguments], _Loaded]] = {
@@ -424,9 +434,7 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     (target / _DESCRIPTION).write_text(json.dumps(fields, indent=1))
 
 
-def _warn_of_long_context(
-    model: CompiledModel, tokenizer: Tokenizer | JsonTokenizer
-) -> _Loaded:
+def _warn_of_long_context(model: CompiledModel, tokenizer: Tokenizer | JsonTokenizer) -> _Loaded:
     warning = context_warning(model.context, model.trained_context)
     if warning is not None:
         _log.warning(warning)

@@ -130,8 +130,9 @@ class Scheduler:
         self._cache_full = False  # no request is admitted until one has ended
         self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
         self._ahead: StepAhead | None = None
-        may_draft = isinstance(model, MultiRowModel) and prompt_lookup and self._look_ahead is None
-        self._multi_row = model if may_draft else None
+        self._multi_row = model if isinstance(model, MultiRowModel) and prompt_lookup else None
+        if self._look_ahead is not None:
+            self._multi_row = None
         self._times = StepTimes()
         self._prompt_logits = model if isinstance(model, PromptLogitsModel) else None
 
