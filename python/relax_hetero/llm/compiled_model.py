@@ -198,8 +198,8 @@ class CompiledModel:
         Facts that are not in the executable.
     rest : BackgroundTask, optional
         Task that compiles the same functions and more; calls after its end use these.
-    max_chunk : int, optional
-        Maximum number of tokens of a prefill call after its end; by default that of `executable`.
+    all_rows : (int, int), optional
+        Rows of the largest decode and prefill functions after its end; by default those of `executable`.
 
     Attributes
     ----------
@@ -229,7 +229,7 @@ class CompiledModel:
         executable: Executable,
         description: ModelDescription,
         rest: BackgroundTask[Executable] | None = None,
-        max_chunk: int | None = None,
+        all_rows: tuple[int, int] | None = None,
     ) -> None:
         self._use(executable)
         self._rest = rest
@@ -245,7 +245,8 @@ class CompiledModel:
         )
         prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
         self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
-        self.cache = KVCache.from_executable(executable, description, chunk=max_chunk or self.chunk)
+        self._max_batch, max_chunk = all_rows or (self._batches[-1], self.chunk)
+        self.cache = KVCache.from_executable(executable, description, chunk=max_chunk)
         inputs = executable.signature(f"decode_{self._batches[0]}").inputs
         self.expert_counts = ExpertCounts(inputs, self.machine.devices)
 
@@ -338,8 +339,8 @@ class CompiledModel:
 
     @property
     def decode_rows(self) -> int:
-        """See `MultiRowModel`: on CPUs, all rows write their keys before any is computed."""
-        return self._batches[-1] if self._shares_steps else 0
+        """See `MultiRowModel`: on CPUs, all rows write their keys before any is computed; several calls also do."""
+        return self._max_batch if self._shares_steps else 0
 
     def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
         """Append tokens to a sequence, and return the logits of all of them.
@@ -398,7 +399,7 @@ class CompiledModel:
         Parameters
         ----------
         slots : sequence of int
-            Slots of the sequences, each once.
+            Slots of the sequences, as for `decode`.
         tokens : sequence of int or CompiledDecodeStep
             Token of each sequence, or the last step, which had the same slots, for its greedy tokens.
 

@@ -177,7 +177,7 @@ class LookAheadModel(Model, Protocol):
     ----------
     looks_ahead : bool
         Whether `begin_decode` returns before the computation has ended, as on GPUs; otherwise a step ahead would only
-        delay the tokens of the last one.
+        delay the tokens of the last one. Greedy texts take the step's tokens anyway.
     """
 
     @property
@@ -189,7 +189,7 @@ class LookAheadModel(Model, Protocol):
         Parameters
         ----------
         slots : sequence of int
-            Slots of the sequences, each once.
+            Slots of the sequences, as for `decode`.
         tokens : sequence of int or DecodeStep
             Token of each sequence, or the last step, which had the same slots, for the tokens that it computes.
 

@@ -254,7 +254,8 @@ def _load_file(arguments: _Arguments) -> _Loaded:
         trained_context=model.context,
         decodes_like_prefill=is_invariant,
     )
-    return CompiledModel(executable, description, rest, max(options["chunks"])), tokenizer
+    all_rows = max(options["batches"]), max(options["chunks"])
+    return CompiledModel(executable, description, rest, all_rows), tokenizer
 
 
 def _resolve_options(

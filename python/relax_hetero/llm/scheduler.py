@@ -128,11 +128,12 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._prefilling: Sequence | None = None
         self._cache_full = False  # no request is admitted until one has ended
-        self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
+        self._greedy = model if isinstance(model, LookAheadModel) else None
+        self._look_ahead = self._greedy if self._greedy is not None and self._greedy.looks_ahead else None
         self._ahead: StepAhead | None = None
-        self._multi_row = model if isinstance(model, MultiRowModel) and prompt_lookup else None
-        if self._look_ahead is not None:
-            self._multi_row = None
+        self._decode_rows = 0
+        if isinstance(model, MultiRowModel) and prompt_lookup and self._look_ahead is None:
+            self._decode_rows = model.decode_rows
         self._times = StepTimes()
         self._prompt_logits = model if isinstance(model, PromptLogitsModel) else None
 
@@ -298,8 +299,7 @@ class Scheduler:
     def _fed_tokens(self, batch: list[Sequence], may_draft: bool) -> list[list[int]]:
         """Tokens of each sequence that a decode step computes: the first that is not in the cache, and a draft."""
         fed = [[sequence.tokens[sequence.cached]] for sequence in batch]
-        rows = 0 if self._multi_row is None else self._multi_row.decode_rows  # more when more functions are compiled
-        limit = rows // len(batch) - 1
+        limit = self._decode_rows // len(batch) - 1
         for sequence, tokens in zip(batch, fed, strict=True):
             if may_draft and limit > 0 and sequence.cached + 1 == len(sequence.tokens):
                 tokens += sequence.lookup.draft(min(limit, sequence.remaining - 1), len(batch), self._times)
@@ -323,14 +323,19 @@ class Scheduler:
             self.counts.accepted += accepted
 
     def _decode_batch(self, batch: list[Sequence], fed: list[list[int]]) -> Iterable[np.ndarray | int]:
-        """Logits of a decode step, or its tokens if all sequences are greedy and the model looks ahead."""
+        """Logits of a decode step, or its tokens if all sequences are greedy and the model computes them."""
         slots, tokens = _decode_arguments(batch, fed)
-        model = self._look_ahead
-        if model is None or any(sequence.needs_logits for sequence in batch):
+        model, greedy = self._look_ahead, self._greedy
+        if any(sequence.needs_logits for sequence in batch):
+            greedy = model = None
+        if model is None:
             begin = time.perf_counter()
-            logits = self._model.decode(slots, tokens)
+            result: Iterable[np.ndarray | int]
+            result = (
+                self._model.decode(slots, tokens) if greedy is None else greedy.begin_decode(slots, tokens).tokens()
+            )
             self._times.update(len(tokens), time.perf_counter() - begin)
-            return logits
+            return result
         step = self._ahead or StepAhead(batch, model.begin_decode(slots, tokens))
         self._ahead = None
         if step.sequences == batch and self._will_repeat(batch):
