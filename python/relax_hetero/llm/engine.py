@@ -13,7 +13,7 @@ from typing import Any
 
 from ..errors import HeteroError
 from .errors import EngineClosedError, EngineFullError, RequestError
-from .model import Model, PromptLogitsModel, TokenizerProtocol
+from .model import GrowingModel, Model, PromptLogitsModel, TokenizerProtocol
 from .params import SamplingParams
 from .request import Completion, Request
 from .scheduler import Load, Scheduler
@@ -338,6 +338,11 @@ class Engine:
     def healthy(self) -> bool:
         """True if the engine accepts requests."""
         return not self._closed and self._thread.is_alive()
+
+    @property
+    def ready(self) -> bool:
+        """True unless functions of the model are still being compiled; requests are accepted meanwhile."""
+        return self.model.is_complete if isinstance(self.model, GrowingModel) else True
 
     def close(self) -> None:
         """Cancel all requests and end the thread; calling it again does nothing."""

@@ -256,6 +256,20 @@ class PromptLogitsModel(Model, Protocol):
 
 
 @runtime_checkable
+class GrowingModel(Model, Protocol):
+    """A model that can be used before all its functions are compiled.
+
+    Attributes
+    ----------
+    is_complete : bool
+        False while functions are still being compiled, without which several texts take longer.
+    """
+
+    @property
+    def is_complete(self) -> bool: ...  # noqa: D102
+
+
+@runtime_checkable
 class TokenizerProtocol(Protocol):
     """Tokenizer as the engine uses it; `Tokenizer` and `JsonTokenizer` are made from files.
 
