@@ -58,7 +58,7 @@ class Encoder:
         activations: str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        from ..driver import compile as compile_module
+        from ..driver.compile import compile as compile_module
         from ..frontend.from_gguf import encoder_from_gguf
         from ..frontend.gguf.hyperparameters import hyperparameters_of
         from ..frontend.language_model_files import read_language_model

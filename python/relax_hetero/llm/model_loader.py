@@ -160,8 +160,8 @@ def load(
         to be compiled so.
     context : int, optional
         Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
-        with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable, on
-        other devices than CPUs from 1,536 tokens on; those of the placement "auto" do not. Not for a saved folder.
+        with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable,
+        except those of the placement "auto". Not for a saved folder.
     batch_invariant : bool
         Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
         they always do, except those of mixtures of experts with AMX. There and on other devices, every call then
@@ -339,7 +339,7 @@ class _Compilation:
 
     def compile(self, progress: Progress | None) -> Executable:
         """Import and compile the file, and give back the memory that this took."""
-        from ..driver import compile as compile_module
+        from ..driver.compile import compile as compile_module
         from ..frontend.from_gguf import from_gguf
 
         donate = dict.fromkeys(self.functions, self.donated)
@@ -544,7 +544,7 @@ def load_onnx(
     HeteroError
         If the model cannot be read, lacks ``past_key_values``, or cannot be placed or compiled.
     """
-    from ..driver import compile as compile_module
+    from ..driver.compile import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_onnx import from_onnx
 
