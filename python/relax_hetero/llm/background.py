@@ -37,7 +37,7 @@ class BackgroundTask(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether the task has ended."""
+        """True once the task has ended."""
         return self._future.done()
 
     def result(self) -> T | None:

@@ -1,4 +1,4 @@
-"""Whether remarks are collected (`remarks.collect_placement`), apart from the code that collects them."""
+"""State of collections of remarks (`remarks.collect_placement`), apart from the code that collects them."""
 
 from __future__ import annotations
 
