@@ -119,7 +119,7 @@ class FileRequest:
     Parameters
     ----------
     files : sequence of FileState
-        Files that the module depends on, before they were opened.
+        Files that the module depends on, before they were opened; without any, the cache is not used.
     vdevices : sequence of relax.VDevice
         Its devices.
     options : str
@@ -133,7 +133,7 @@ class FileRequest:
 
     def __init__(self, files: Sequence[FileState], vdevices: Sequence[relax.VDevice], options: str) -> None:
         targets = targets_of(vdevices)
-        self._folder = None if why_uncached_for(targets) else resolve_cache_folder()
+        self._folder = None if not files or why_uncached_for(targets) else resolve_cache_folder()
         self.is_cacheable = self._folder is not None
         if self.is_cacheable:
             identities = repr(list(map(tuple, files)))

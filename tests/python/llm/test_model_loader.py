@@ -11,6 +11,7 @@ import pytest
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
 from relax_hetero.driver import compile_cache
+from relax_hetero.driver.cached_executables import FileRequest, states_of
 from relax_hetero.frontend import from_gguf as importer
 from relax_hetero.llm import background, model_loader
 from relax_hetero.llm.background import BackgroundTask
@@ -54,6 +55,14 @@ def test_a_file_is_imported_once(tmp_path, imports):
     assert len(imports) == 3
     write_gguf(path, SMALL, "Q8_0", 1)
     assert np.abs(logits_of(path) - first).max() > 0.01 and len(imports) == 4
+
+
+def test_files_whose_state_is_unknown_are_not_requested(tmp_path, imports):
+    path = write_gguf(tmp_path / "model.gguf", SMALL, "Q8_0")
+    devices = [rh.VDevice(rh.native("llvm"))]
+    (state,) = states_of(path)
+    assert (state.path, state.size) == (str(path), path.stat().st_size) and states_of(tmp_path / "absent") == ()
+    assert FileRequest((state,), devices, "").is_cacheable and not FileRequest((), devices, "").is_cacheable
 
 
 @pytest.mark.slow
