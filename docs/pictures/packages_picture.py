@@ -32,6 +32,7 @@ PACKAGES = {
     "artifact": "an executable as plain data",
     "target": "vdevices, facts about CPUs and GPUs",
     "display": "text, tables, elements of HTML",
+    "garbage_collection": "a pause of Python's collector",
     "providers": "services of higher packages, by name",
     "import_hooks": "hooks of imports",
     "errors": "exceptions",

@@ -12,6 +12,7 @@ from typing import Any
 
 import lazy_loader
 
+from .garbage_collection import paused_garbage_collection
 from .import_hooks import install_import_hooks
 from .providers import provide
 
@@ -22,7 +23,8 @@ _import_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 def __getattr__(name: str) -> Any:
     try:
-        return _import_name(name)
+        with paused_garbage_collection():
+            return _import_name(name)
     except Exception as error:  # TVM's own modules fail in many ways without the compiler
         if name not in __all__ or not _runtime_only():
             raise

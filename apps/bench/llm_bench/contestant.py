@@ -41,7 +41,7 @@ class Ours:
     def __init__(self, path: str, threads: int, context: int) -> None:
         from relax_hetero.llm.model_loader import load
 
-        self._model, self._tokenizer = load(path)
+        self._model, self._tokenizer = load(path, background=False)
         if self._model.context < context:
             raise SystemExit(f"{path} was compiled for {self._model.context} positions, and {context} are needed")
         self._slot = self._model.cache.add()

@@ -46,7 +46,7 @@ class LoadedModel:
     ) -> None:
         begin = time.perf_counter()
         options |= {"batches": batches, "chunks": chunks, "context": max(context, *chunks) + 64}
-        self.model, _ = rh.llm.load(path, vdevices, placement, **options)
+        self.model, _ = rh.llm.load(path, vdevices, placement, background=False, **options)
         self.seconds = time.perf_counter() - begin
         tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, (max(batches), context))
         self.tokens = tokens.astype("int32")

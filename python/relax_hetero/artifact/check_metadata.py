@@ -50,34 +50,42 @@ dict of required keys, where ``"*"`` stands for every key."""
 
 def mismatch(data: Any, form: Any, where: str) -> str:
     """Message about the first difference of data from its schema; empty if there is none."""
+    message = _difference(data, form)
+    return message and where + message
+
+
+def _difference(data: Any, form: Any) -> str:
+    """The first difference of data from its schema: where it is in the data, and what is wrong."""
     if isinstance(form, tuple):
-        messages = [mismatch(data, option, where) for option in form]
+        messages = [_difference(data, option) for option in form]
         # The alternative of the same JSON type gives the most specific message.
         specific = (message for message, option in zip(messages, form, strict=True) if _is_like(data, option))
         return "" if "" in messages else next(specific, messages[0])
     if isinstance(form, list):
         if not isinstance(data, list):
-            return _wrong(where, data, "a list")
-        return next(filter(None, (mismatch(entry, form[0], f"{where}[{i}]") for i, entry in enumerate(data))), "")
+            return _wrong(data, "a list")
+        wrong = ((i, _difference(entry, form[0])) for i, entry in enumerate(data))
+        return next((f"[{i}]{message}" for i, message in wrong if message), "")
     if isinstance(form, dict):
         if not isinstance(data, dict):
-            return _wrong(where, data, "an object")
+            return _wrong(data, "an object")
         keys = data.keys() if "*" in form else form.keys()
         if not keys <= data.keys():
-            return f"{where} lacks {', '.join(sorted(keys - data.keys()))}"
-        return next(filter(None, (mismatch(data[k], form.get(k, form.get("*")), f"{where}.{k}") for k in keys)), "")
+            return f" lacks {', '.join(sorted(keys - data.keys()))}"
+        wrong = ((key, _difference(data[key], form.get(key, form.get("*")))) for key in keys)
+        return next((f".{key}{message}" for key, message in wrong if message), "")
     if form is None:
-        return "" if data is None else _wrong(where, data, "null")
+        return "" if data is None else _wrong(data, "null")
     is_number = form in (int, float) and type(data) is form and abs(data) < 2**63
-    return "" if is_number or (form is str and type(data) is str) else _wrong(where, data, form.__name__)
+    return "" if is_number or (form is str and type(data) is str) else _wrong(data, form.__name__)
 
 
 def _is_like(data: Any, form: Any) -> bool:
     return isinstance(data, type(form)) and isinstance(form, (list, dict))
 
 
-def _wrong(where: str, data: Any, expected: str) -> str:
-    return f"{where} is a {type(data).__name__}, expected {expected}"
+def _wrong(data: Any, expected: str) -> str:
+    return f" is a {type(data).__name__}, expected {expected}"
 
 
 def read_metadata(text: str) -> Metadata:

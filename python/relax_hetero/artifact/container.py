@@ -24,6 +24,7 @@ import tempfile
 import weakref
 import zlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -31,6 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import BuildError
+from ..target.cpu_cores import num_cores
 from .file_hints import hint_of, near_file
 from .regular_files import open_regular
 from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trailer
@@ -141,13 +143,19 @@ class Container:
         return self.data[weight.offset : weight.offset + weight.nbytes]
 
     def verify_weights(self) -> None:
-        """Read every weight and compare its checksum; the BuildError names the first that differs."""
-        for index, weight in enumerate(self.weights):
-            checksum = zlib.crc32(self.weight(index).data)
+        """Read every weight on all cores and compare its checksum; the BuildError names the first that differs."""
+        arrays = [self.weight(index) for index in range(len(self.weights))]
+        with ThreadPoolExecutor(num_cores(), thread_name_prefix="relax_hetero.checksums") as threads:
+            checksums = list(threads.map(_checksum, arrays))
+        for index, (weight, checksum) in enumerate(zip(self.weights, checksums, strict=True)):
             if checksum != weight.checksum:
                 raise BuildError(
                     f"{self.path}: weight {index} is corrupt: checksum {checksum:08x}, expected {weight.checksum:08x}"
                 )
+
+
+def _checksum(data: np.ndarray) -> int:
+    return zlib.crc32(data.data)
 
 
 def _is_version(entry: object) -> bool:

@@ -1,8 +1,4 @@
-"""Compilation of modules to executables."""
+"""Compilation of modules to executables.
 
-from . import guard_tvm_compile
-from .compile import compile, get_pipeline
-
-__all__ = ["compile", "get_pipeline"]
-
-guard_tvm_compile.install()
+Nothing is imported here, because a model that is in the compile cache needs no pass.
+"""

@@ -9,11 +9,9 @@ linking.
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +25,7 @@ from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import near_misses
 from ..artifact.metadata import DeviceSpec, DispatchSpec, Metadata
 from ..errors import BuildError, VDeviceError
+from ..garbage_collection import paused_garbage_collection
 from ..target.hosts import hosts_of, is_native
 from ..target.native_target import native
 from ..target.vdevice import (
@@ -59,6 +58,7 @@ from ..transform.placement.update_vdevice import succeed_vdevices
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
 from ..vm.file.executable import Executable
+from . import guard_tvm_compile
 from .bind_params import bind_params
 from .commands.command_metadata import (
     graph_tables,
@@ -334,18 +334,6 @@ _log = logging.getLogger("relax_hetero")
 
 CHECKS = ("default", "strict")
 """Levels of run-time checks; see `compile`."""
-
-
-@contextmanager
-def paused_garbage_collection() -> Iterator[None]:
-    """Pause the collection of cycles of Python objects: it takes a twentieth of the time, and finds next to none."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 @paused_garbage_collection()
@@ -633,3 +621,6 @@ def get_pipeline(command_buffers: bool = True) -> tvm.transform.Pass:
     """
     steps = pipeline_steps(command_buffers, stock=True)
     return tvm.transform.Sequential([step.run for step in steps], name="relax_hetero")
+
+
+guard_tvm_compile.install()

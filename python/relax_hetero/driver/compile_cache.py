@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import logging
 import os
@@ -10,34 +9,34 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 import tvm
-import tvm_ffi
 from tvm import relax, runtime, tirx
-from tvm.target import Target, codegen
 from tvm_ffi import structural_map
 
-from ..artifact.cache_folder import CacheFolder, is_key, resolve_cache_folder
-from ..artifact.container import Container, open_container
-from ..artifact.figure_cache import load_figures, store_figures
+from ..artifact.cache_folder import CacheFolder, resolve_cache_folder
 from ..artifact.metadata import HIT, MISS, UNUSED, CacheUse
-from ..artifact.typed_data import read_json
-from ..encoding.resolver import resolver_key
 from ..errors import BuildError
-from ..target.backend import backend_of
 from ..target.cpu_cores import num_cores
-from ..target.native_target import native
 from ..target.vdevice import vdevices_of
 from ..transform.ir.module_attrs import DEFAULTS
-from ..transform.ir.remarks import is_collecting
 from ..transform.ir.rewriting import is_tensor_constant
 from ..vm.device.tensors import bytes_of, nbytes_of
 from ..vm.file.executable import Executable
 from ..vm.file.export import check_linking
-from ..vm.file.load import load_container
+from .cached_executables import (
+    key_of,
+    load_entry,
+    load_hit,
+    open_entry,
+    set_cache_use,
+    stored_use,
+    surroundings,
+    targets_of,
+    why_uncached_for,
+)
 from .link.link import external_calls, external_modules
 
 # The key of a compilation: a hash of everything that the executable depends on.
@@ -49,7 +48,6 @@ from .link.link import external_calls, external_modules
 
 _CHUNK_BYTES = 8 << 20
 """Bytes of constants that one thread hashes at a time."""
-_IMPORT_TIME = time.time()
 _SWITCHED_OFF = "switched off"
 
 
@@ -71,24 +69,7 @@ def why_uncached(mod: tvm.IRModule) -> str:
     for name, symbols in external_calls(mod).items():
         if symbols:
             return f"kernel {name!r} calls the external function {symbols[0]!r}"
-    return _why_uncached_for(_targets(vdevices_of(mod)))
-
-
-def _why_uncached_for(targets: Sequence[Target]) -> str:
-    """The reason why no module for these targets can be cached."""
-    if tvm.transform.PassContext.current().instruments:
-        return "the PassContext has instruments, which see passes only where they run"
-    if is_collecting():
-        return "a report of the passes is being collected"
-    _, sources_changed = _hash_sources()
-    if sources_changed > _IMPORT_TIME:
-        return "the sources of this library were changed while it was in use"
-    for target in targets:
-        if resolver_key(target) is None:
-            return f"the resolver of {target.kind.name} devices is a third party's and lacks an attribute 'cache_key'"
-        if reason := backend_of(target).why_uncached():
-            return reason
-    return ""
+    return why_uncached_for(targets_of(vdevices_of(mod)))
 
 
 def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
@@ -112,77 +93,8 @@ def compile_key(mod: tvm.IRModule, command_buffers: bool) -> str:
         TVM's exception if the module, or a setting of the PassContext, cannot be written as JSON.
     """
     text, constants = _split_constants(mod)
-    parts = [*_surroundings(_targets(vdevices_of(mod))), str(command_buffers), text]
-    return _digest([*(part.encode() for part in parts), *_tensor_digests(constants)])
-
-
-def _surroundings(targets: Sequence[Target]) -> list[str]:
-    """All that an executable depends on besides its module: versions, compilers, resolvers and settings."""
-    context = tvm.transform.PassContext.current()
-    settings = [context.opt_level, context.required_pass, context.disabled_pass, context.config]
-    return [
-        _versions(),
-        *(f"{target} {resolver_key(target)} {backend_of(target).compiler_identity()}" for target in targets),
-        str(Target.current(allow_none=True)),
-        tvm.ir.save_json(settings),
-    ]
-
-
-def _digest(parts: Sequence[bytes]) -> str:
-    digest = hashlib.blake2b(digest_size=20)
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()
-
-
-def _targets(vdevices: Sequence[relax.VDevice]) -> list[Target]:
-    """The targets that code may be compiled for: those of the devices, and this CPU as the implicit host."""
-    return [*(vdevice.target for vdevice in vdevices), native("llvm")]
-
-
-class FileRequest:
-    """A module that follows from files and options: its executable is found without making the module.
-
-    A file is identified by its size and times, as by build tools, not by its content. Each change of it makes a new
-    request, whose module may be found in the cache by its content.
-
-    Parameters
-    ----------
-    files : sequence of Path
-        Files that the module depends on.
-    vdevices : sequence of relax.VDevice
-        Its devices.
-    options : str
-        All options of the import and of ``rh.compile``.
-    """
-
-    def __init__(self, files: Sequence[Path], vdevices: Sequence[relax.VDevice], options: str) -> None:
-        targets = _targets(vdevices)
-        self._folder = None if _why_uncached_for(targets) else resolve_cache_folder()
-        if self._folder is not None:
-            states = [(str(file), file.stat()) for file in files]
-            identities = [(name, *map(partial(getattr, status), _IDENTITY)) for name, status in states]
-            parts = [*_surroundings(targets), *(str(vdevice) for vdevice in vdevices), repr(identities), options]
-            self._key = _digest([part.encode() for part in parts])
-
-    def load(self) -> Executable | None:
-        """The executable of an earlier request that was equal, unless it left the cache."""
-        if self._folder is None:
-            return None
-        key = load_figures(self._folder, self._key)
-        executable = _load_hit(self._folder, key) if is_key(key) else None
-        if executable is not None:
-            self._folder.note_hit(key)
-        return executable
-
-    def store(self, executable: Executable) -> None:
-        """Remember the executable, if the cache has it."""
-        use = executable.metadata.cache
-        if self._folder is not None and use is not None and use.state in (HIT, MISS) and not use.why:
-            store_figures(self._folder, self._key, use.key)
-
-
-_IDENTITY = ("st_dev", "st_ino", "st_size", "st_mtime_ns", "st_ctime_ns")
+    parts = [*surroundings(targets_of(vdevices_of(mod))), str(command_buffers), text]
+    return key_of([*(part.encode() for part in parts), *_tensor_digests(constants)])
 
 
 def _split_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
@@ -212,41 +124,24 @@ def _split_constants(mod: tvm.IRModule) -> tuple[str, list[runtime.Tensor]]:
 
 
 def _tensor_digests(tensors: Sequence[runtime.Tensor]) -> list[bytes]:
-    """The joined hashes of each tensor's chunks, computed on all cores."""
-    arrays = [bytes_of(tensor) for tensor in tensors]
-    chunks = [array[begin : begin + _CHUNK_BYTES] for array in arrays for begin in range(0, array.nbytes, _CHUNK_BYTES)]
+    """The joined hashes of each tensor's chunks, computed on all cores; functions share most tensors."""
+    addresses = [(tensor.data_ptr(), nbytes_of(tensor)) for tensor in tensors]
+    arrays = {address: bytes_of(tensor) for address, tensor in zip(addresses, tensors, strict=True)}
+    chunks = [
+        (address, array[begin : begin + _CHUNK_BYTES])
+        for address, array in arrays.items()
+        for begin in range(0, array.nbytes, _CHUNK_BYTES)
+    ]
     with ThreadPoolExecutor(num_cores(), thread_name_prefix="relax_hetero.key") as threads:
-        digests = iter(list(threads.map(_chunk_digest, chunks)))
-    return [b"".join(next(digests) for _ in range(0, array.nbytes, _CHUNK_BYTES)) for array in arrays]
+        chunk_digests = list(threads.map(_chunk_digest, (chunk for _, chunk in chunks)))
+    digests = dict.fromkeys(arrays, b"")
+    for (address, _), digest in zip(chunks, chunk_digests, strict=True):
+        digests[address] += digest
+    return [digests[address] for address in addresses]
 
 
 def _chunk_digest(chunk: np.ndarray) -> bytes:
     return hashlib.blake2b(chunk.data, digest_size=20).digest()
-
-
-@functools.cache
-def _versions() -> str:
-    """Versions of TVM and LLVM, and a hash of this library's sources."""
-    llvm = codegen.llvm_version_major(allow_none=True)
-    return f"{_hash_sources()[0]} tvm {tvm.__version__} {_tvm_libraries()} tvm_ffi {tvm_ffi.__version__} llvm {llvm}"
-
-
-@functools.cache
-def _hash_sources() -> tuple[str, float]:
-    """The hash of this library's sources, and the time of their last change in seconds since 1970."""
-    digest, last_change = hashlib.blake2b(digest_size=20), 0.0
-    package = Path(__file__).parents[1]
-    for file in sorted([*package.rglob("*.py"), *package.rglob("*.ll")]):
-        code = file.read_bytes()
-        digest.update(f"{file.relative_to(package)} {len(code)}\n".encode() + code)
-        last_change = max(last_change, file.stat().st_mtime)
-    return digest.hexdigest(), last_change
-
-
-def _tvm_libraries() -> str:
-    """Sizes and modification times of TVM's libraries, because all builds from source have the same version."""
-    libraries = sorted(Path(tvm.__file__).parent.rglob("libtvm*"))
-    return " ".join(f"{status.st_size}:{status.st_mtime_ns}" for status in (file.stat() for file in libraries))
 
 
 _log = logging.getLogger("relax_hetero")
@@ -289,18 +184,18 @@ def load_or_build(
     folder = resolve_cache_folder(cache)
     key, why = ("", _SWITCHED_OFF) if folder is None else _key(mod, command_buffers)
     if folder is None or not key:
-        return _set_cache_use(build(folder), CacheUse(UNUSED, why=why))
-    cached = _load_hit(folder, key)
+        return set_cache_use(build(folder), CacheUse(UNUSED, why=why))
+    cached = load_hit(folder, key)
     if cached is not None:
         folder.note_hit(key)
         return cached
     start = time.perf_counter()
     executable = build(folder)
     use = CacheUse(MISS, key, round(time.perf_counter() - start, 3))
-    executable = _set_cache_use(executable, use)
+    executable = set_cache_use(executable, use)
     if cache is None and use.seconds < MIN_COMPILE_SECONDS:
         why = f"not stored, as compiling took less than {MIN_COMPILE_SECONDS:g} s"
-        return _set_cache_use(executable, replace(use, why=why))
+        return set_cache_use(executable, replace(use, why=why))
     return _store(folder, executable, use)
 
 
@@ -313,7 +208,7 @@ def predict_cache_use(mod: tvm.IRModule) -> CacheUse:
     try:
         with folder.open_descriptor() as descriptor:
             if descriptor is not None:
-                return replace(_stored_use(_open(folder, key, descriptor)), state=HIT)
+                return replace(stored_use(open_entry(folder, key, descriptor)), state=HIT)
     except BuildError as error:
         _log.debug("the compile cache lacks this module: %s", error)
     return CacheUse(MISS, key)
@@ -330,49 +225,6 @@ def _key(mod: tvm.IRModule, command_buffers: bool) -> tuple[str, str]:
         return "", f"the module cannot be written as JSON: {error}"
 
 
-def _set_cache_use(executable: Executable, use: CacheUse) -> Executable:
-    executable.metadata = replace(executable.metadata, cache=use)
-    return executable
-
-
-def _load_hit(folder: CacheFolder, key: str) -> Executable | None:
-    try:
-        executable = _load(folder, key, verify=True)
-    except BuildError as error:
-        if not isinstance(error.__cause__, FileNotFoundError):
-            _log.warning("the module is compiled and cached again: %s", error)
-            folder.drop(key)
-        return None
-    if executable is not None:
-        _set_cache_use(executable, CacheUse(HIT, key, executable.metadata.cache.seconds))
-    return executable
-
-
-def _load(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
-    """Load an executable from the folder; None if the folder may not be used."""
-    with folder.open_descriptor() as descriptor:
-        if descriptor is None:
-            return None
-        return load_container(_open(folder, key, descriptor), verify)
-
-
-def _open(folder: CacheFolder, key: str, descriptor: int) -> Container:
-    """Open the file of a key without loading code; BuildError if it is damaged or belongs to another key."""
-    container = open_container(folder.file(key), folder=descriptor)
-    stored_key = _stored_use(container).key
-    if stored_key != key:
-        raise BuildError(f"{container.path}: found the entry of key {stored_key!r}, expected the key in its name")
-    return container
-
-
-def _stored_use(container: Container) -> CacheUse:
-    """Key, state and duration of the compilation that wrote a file."""
-    try:
-        return CacheUse(**read_json(container.header["metadata"])["cache"])
-    except (ValueError, TypeError, LookupError) as error:
-        raise BuildError(f"{container.path}: the metadata cannot be read: {error!r}") from error
-
-
 def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Executable:
     """Store an executable, and return the stored one, so that first and later compilations behave alike."""
     why = _why_linking_fails()
@@ -383,13 +235,13 @@ def _store(folder: CacheFolder, executable: Executable, use: CacheUse) -> Execut
         why = _write(folder, executable, use)
     if not why:
         try:
-            stored = _load(folder, use.key, verify=False)
+            stored = load_entry(folder, use.key, verify=False)
             if stored is not None:
                 return stored
             why = f"{folder.path} was removed"
         except BuildError as error:  # evicted or removed by another process
             why = str(error)
-    return _set_cache_use(executable, replace(use, why=f"not stored: {why}"))
+    return set_cache_use(executable, replace(use, why=f"not stored: {why}"))
 
 
 def _why_linking_fails() -> str:

@@ -1,8 +1,9 @@
 """Guard that makes `tvm.compile` refuse modules on several devices, with any pipeline.
 
 TVM silently links all host kernels for one target and puts all constants on one device, so that a model on two devices
-fails in a kernel when it is called. Importing `relax_hetero.driver` adds a check to TVM's code generation and its link
-step, and to the latter `with_noinline_kernels`, which command buffers need. Modules on one device are not affected.
+fails in a kernel when it is called. Importing `relax_hetero.driver.compile` adds a check to TVM's code generation and
+its link step, and to the latter `with_noinline_kernels`, which command buffers need. Modules on one device are not
+affected.
 """
 
 from __future__ import annotations

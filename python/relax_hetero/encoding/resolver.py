@@ -310,10 +310,10 @@ def resolver_or_default(target: tvm.target.Target) -> EncodingResolver:
 
 def resolver_key(target: tvm.target.Target) -> str | None:
     """A text that changes with the answers of a target's resolver; None if a third party's resolver lacks one."""
-    resolver = resolver_for(target)
+    resolver = resolver_for(target) if _entries else None  # without others, this library's need not be imported
     kind = type(resolver)
     if resolver is None or kind.__module__.startswith(_OWN_PACKAGE):
-        return kind.__qualname__
+        return ""
     key = resolver.cache_key
     return None if key is None else f"{kind.__module__}.{kind.__qualname__} {key}"
 

@@ -4,6 +4,15 @@ Names are resolved on first use: the server and tokenizers need packages of thei
 import this needs no TVM.
 """
 
+from typing import Any
+
 import lazy_loader
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+from ..garbage_collection import paused_garbage_collection
+
+_import_name, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+
+
+@paused_garbage_collection()
+def __getattr__(name: str) -> Any:
+    return _import_name(name)

@@ -270,7 +270,9 @@ class KVCache:
         ]
 
     @classmethod
-    def from_executable(cls, executable: Executable, description: ModelDescription, devices: object = None) -> KVCache:
+    def from_executable(
+        cls, executable: Executable, description: ModelDescription, devices: object = None, chunk: int | None = None
+    ) -> KVCache:
         """Make the cache that an executable of `relax_hetero.from_gguf` was compiled for.
 
         Parameters
@@ -281,6 +283,8 @@ class KVCache:
             Description of the model, as `from_gguf` gives it.
         devices : optional
             As `VirtualMachine` takes them.
+        chunk : int, optional
+            Maximum number of tokens of one extension; by default that of the functions.
 
         Raises
         ------
@@ -312,7 +316,7 @@ class KVCache:
             layers,
             slots=int(table.shape[0]),
             length=min(description.context, int(table.shape[1]) * PAGE),
-            chunk=max((int(name.rpartition("_")[2]) for name in prefills), default=1),
+            chunk=chunk or max((int(name.rpartition("_")[2]) for name in prefills), default=1),
             pages=pages,
             dtype=description.page_type,
         )

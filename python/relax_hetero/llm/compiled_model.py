@@ -8,6 +8,7 @@ belong to any sequence.
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -29,6 +30,7 @@ from ..vm.device.memory_pools import receive_buffer
 from ..vm.device.tensors import copy_into, empty, is_host, part_of
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
+from .background import BackgroundTask
 from .cache import KVCache
 from .description import ModelDescription
 from .expert_counts import ExpertCounts
@@ -223,13 +225,17 @@ class CompiledModel:
         Executable of a module of `from_gguf`, with donated pages (so that calls write them in place).
     description : ModelDescription
         Facts that are not in the executable.
+    rest : BackgroundTask, optional
+        Task that compiles the same functions and more; calls after its end use these.
+    all_rows : (int, int), optional
+        Rows of the largest decode and prefill functions after its end; by default those of `executable`.
 
     Attributes
     ----------
     vocabulary, slots : int
         Number of logits of a token; maximum number of sequences.
     context, trained_context, chunk : int
-        Maximum number of tokens of a sequence, of a sequence in training, and of a prefill call.
+        Maximum number of tokens of a sequence, of a sequence in training, and of a prefill call now.
     decodes_like_prefill : bool
         See `Model`.
     cache : KVCache
@@ -251,35 +257,77 @@ class CompiledModel:
         If the executable lacks functions ``decode_B`` or ``prefill_C``.
     """
 
-    def __init__(self, executable: Executable, description: ModelDescription) -> None:
+    def __init__(
+        self,
+        executable: Executable,
+        description: ModelDescription,
+        rest: BackgroundTask[Executable] | None = None,
+        all_rows: tuple[int, int] | None = None,
+    ) -> None:
+        self._use(executable)
+        self._rest = rest
+        if rest is not None:
+            weakref.finalize(self, rest.cancel)
+        self.description = description
+        self.vocabulary, self.context = description.vocabulary, description.context
+        self.trained_context, self.slots = description.trained_context, description.slots
+        self.decodes_like_prefill = description.decodes_like_prefill
+        logits = executable.signature(f"decode_{self._batches[0]}").outputs[0]
+        self.looks_ahead = (
+            isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
+        )
+        prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
+        self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
+        self.draft: CompiledModel | None = None
+        self._max_batch, max_chunk = all_rows or (self._batches[-1], self.chunk)
+        self.cache = KVCache.from_executable(executable, description, chunk=max_chunk)
+        inputs = executable.signature(f"decode_{self._batches[0]}").inputs
+        self.expert_counts = ExpertCounts(inputs, self.machine.devices)
+
+    def _use(self, executable: Executable) -> None:
+        """Call the functions of an executable from now on, with the same cache."""
         names = list(executable.metadata.signatures)
         self._batches = _row_counts(names, "decode_")
         self._chunks = _row_counts(names, "prefill_")
         self._verify_rows = max(_row_counts(names, "verify_"), default=0)
         if not self._batches or not self._chunks:
             raise BindingError(f"found functions {names}, expected decode_B and prefill_C as rh.from_gguf makes them")
-        self.machine = VirtualMachine(executable)
-        executable.release_host_copies()
-        self.executable, self.description = executable, description
-        self.vocabulary, self.context = description.vocabulary, description.context
-        self.trained_context = description.trained_context
-        self.slots, self.chunk = description.slots, self._chunks[-1]
-        self.decodes_like_prefill = description.decodes_like_prefill
-        logits = executable.signature(f"decode_{self._batches[0]}").outputs[0]
-        self.looks_ahead = (
-            isinstance(logits, TensorSpec) and logits.device >= 0 and not is_host(self.machine.devices[logits.device])
-        )
-        self.masks_tokens = MASKED_TOKENS in names
-        self._mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
-        prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
-        self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
-        self.draft: CompiledModel | None = None
-        self.cache = KVCache.from_executable(executable, description)
-        inputs = executable.signature(f"decode_{self._batches[0]}").inputs
-        self.expert_counts = ExpertCounts(inputs, self.machine.devices)
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
+        self.machine = VirtualMachine(executable)
+        executable.release_host_copies()
+        self._executable = executable
+        self.chunk = self._chunks[-1]
+        self._shares_steps = all(map(is_host, self.machine.devices))
+        self.masks_tokens = MASKED_TOKENS in names
+        self._mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
+
+    @property
+    def executable(self) -> Executable:
+        """The executable; waits for functions that are still being compiled."""
+        return (self._rest and self._rest.result()) or self._executable
+
+    @property
+    def is_complete(self) -> bool:
+        """False while functions are still being compiled."""
+        return self._rest is None or self._rest.done
+
+    def wait(self) -> None:
+        """Wait for functions that are still being compiled, and use them."""
+        if self._rest is not None:
+            self._rest.result()
+            self._take_rest()
+
+    def _take_rest(self) -> None:
+        """Use the functions that were compiled meanwhile, if they are there."""
+        if self._rest is None or not self._rest.done:
+            return
+        executable, self._rest = self._rest.result(), None
+        if executable is not None:
+            del self.machine, self._executable  # a GPU might not hold the weights twice
+            self._prepared_calls.clear()
+            self._use(executable)
 
     def prefill(self, slot: int, tokens: np.ndarray | Sequence[int], all_logits: bool = False) -> np.ndarray:
         """Append tokens to a sequence.
@@ -305,6 +353,7 @@ class CompiledModel:
         CacheError
             If pages run out.
         """
+        self._take_rest()
         count = len(tokens)
         if not 0 < count <= self.chunk:
             raise BindingError(f"prefill: found {count} tokens, expected 1 to {self.chunk}")
@@ -327,8 +376,8 @@ class CompiledModel:
 
     @property
     def decode_rows(self) -> int:
-        """See `MultiRowModel`: on CPUs, rows of all functions write their keys before any is computed."""
-        return self._verify_rows or (self._batches[-1] if all(map(is_host, self.machine.devices)) else 0)
+        """See `MultiRowModel`: on CPUs, all rows write their keys before any is computed; several calls also do."""
+        return self._verify_rows or (self._max_batch if self._shares_steps else 0)
 
     def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
         """Append tokens to a sequence, and return the logits of all of them.
@@ -388,7 +437,7 @@ class CompiledModel:
         Parameters
         ----------
         slots : sequence of int
-            Slots of the sequences, each once.
+            Slots of the sequences, as for `decode`.
         tokens : sequence of int or CompiledDecodeStep
             Token of each sequence, or the last step, which had the same slots, for its greedy tokens.
 
@@ -401,6 +450,8 @@ class CompiledModel:
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
+        if not isinstance(tokens, CompiledDecodeStep):  # whose calls are those of its batches
+            self._take_rest()
         slots = list(map(int, slots))
         before = {slot: self.cache.length(slot) for slot in slots}
         counts, lengths = dict.fromkeys(before, 0), []
@@ -453,6 +504,7 @@ class CompiledModel:
         >>> model, _ = load("model.gguf")  # doctest: +SKIP
         >>> print(model.token_cost(profile=True))  # doctest: +SKIP
         """
+        self.wait()
         metadata, description = self.executable.metadata, self.description
         expert_share = description.experts_used / description.experts if description.experts else 1.0
         cached = max(1, min(cached, self.context - 3 * rounds - 1))
@@ -490,6 +542,7 @@ class CompiledModel:
         >>> model, _ = load("model.gguf")  # doctest: +SKIP
         >>> decode, prefill = model.profile()  # doctest: +SKIP
         """
+        self.wait()
         chunk = min(self.chunk, self.context)
         cached = max(1, min(cached, self.context - rounds - 1))
         with self._temporary_sequence(chunk):
@@ -556,9 +609,9 @@ class CompiledModel:
         """Write and send inputs of a function, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:
-            specs = [spec for spec in self.executable.signature(name).inputs if isinstance(spec, TensorSpec)]
+            specs = [spec for spec in self._executable.signature(name).inputs if isinstance(spec, TensorSpec)]
             inputs = [spec for spec in specs if not spec.name.startswith(("pages_", EXPERT_COUNTS))]
-            alignment = self.executable.metadata.alignment
+            alignment = self._executable.metadata.alignment
             integers = self._integers[name] = IntegerInputs(inputs, self.machine.devices, alignment)
         integers.write_rows(slots, positions)
         if "last" in integers.arrays:

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .errors import RequestError
-from .folder_tokenizer import load_tokenizer
-from .json_tokenizer import JsonTokenizer
-from .tokenizer import Tokenizer
+from .folder_tokenizer import tokenizer_of
 
 if TYPE_CHECKING:
     from ..frontend.onnx.placement_rules import PlacementRules
@@ -60,7 +58,7 @@ class Encoder:
         activations: str | None = None,
         progress: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        from ..driver import compile as compile_module
+        from ..driver.compile import compile as compile_module
         from ..frontend.from_gguf import encoder_from_gguf
         from ..frontend.gguf.hyperparameters import hyperparameters_of
         from ..frontend.language_model_files import read_language_model
@@ -68,8 +66,7 @@ class Encoder:
 
         file = read_language_model(path)
         model = hyperparameters_of(file)
-        self.tokenizer: Tokenizer | JsonTokenizer
-        self.tokenizer = load_tokenizer(path) if os.path.isdir(path) else Tokenizer(file.fields)
+        self.tokenizer = tokenizer_of(file)
         if lengths is None:
             lengths = sorted({min(length, model.context) for length in LENGTHS})
         self.lengths, self._pooling = tuple(sorted(set(lengths))), model.pooling

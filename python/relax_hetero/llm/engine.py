@@ -14,7 +14,7 @@ from typing import Any
 from ..errors import HeteroError
 from .draft_model import DraftModel
 from .errors import EngineClosedError, EngineFullError, RequestError
-from .model import DraftedModel, Model, MultiRowModel, PromptLogitsModel, TokenizerProtocol
+from .model import DraftedModel, GrowingModel, Model, MultiRowModel, PromptLogitsModel, TokenizerProtocol
 from .params import SamplingParams
 from .prompt_lookup import PromptLookup
 from .request import Completion, Request
@@ -353,6 +353,11 @@ class Engine:
     def healthy(self) -> bool:
         """True if the engine accepts requests."""
         return not self._closed and self._thread.is_alive()
+
+    @property
+    def ready(self) -> bool:
+        """True unless functions of the model are still being compiled; requests are accepted meanwhile."""
+        return self.model.is_complete if isinstance(self.model, GrowingModel) else True
 
     def close(self) -> None:
         """Cancel all requests and end the thread; calling it again does nothing."""

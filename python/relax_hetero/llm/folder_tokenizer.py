@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..artifact.regular_files import read_regular
 from .errors import TokenizerError
@@ -12,6 +12,9 @@ from .json_tokenizer import JsonTokenizer
 from .sentencepiece_model import read_sentencepiece_model
 from .tokenizer import CONTROL, NORMAL, UNUSED, USER_DEFINED, Tokenizer
 from .tokenizer_config import TokenizerConfig, read_text
+
+if TYPE_CHECKING:
+    from ..frontend.gguf.file import GgufFile
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | JsonTokenizer:
@@ -51,6 +54,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | JsonTokenizer:
             raise TokenizerError(f"{path}: texts end with token {token}, expected one below {len(tokenizer)}")
     tokenizer.stop_ids |= config.end_ids
     return tokenizer
+
+
+def tokenizer_of(file: GgufFile) -> Tokenizer | JsonTokenizer:
+    """The tokenizer of a GGUF file, or of a folder of Hugging Face that was read as one.
+
+    Raises
+    ------
+    TokenizerError
+        See `load_tokenizer` and `Tokenizer`.
+    """
+    return load_tokenizer(file.path) if file.path.is_dir() else Tokenizer(file.fields)
 
 
 def _read_sentencepiece(path: Path, config: TokenizerConfig) -> dict[str, Any]:

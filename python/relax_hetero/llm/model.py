@@ -177,7 +177,7 @@ class LookAheadModel(Model, Protocol):
     ----------
     looks_ahead : bool
         Whether `begin_decode` returns before the computation has ended, as on GPUs; otherwise a step ahead would only
-        delay the tokens of the last one.
+        delay the tokens of the last one. Greedy texts take the step's tokens anyway.
     """
 
     @property
@@ -189,7 +189,7 @@ class LookAheadModel(Model, Protocol):
         Parameters
         ----------
         slots : sequence of int
-            Slots of the sequences, each once.
+            Slots of the sequences, as for `decode`.
         tokens : sequence of int or DecodeStep
             Token of each sequence, or the last step, which had the same slots, for the tokens that it computes.
 
@@ -310,6 +310,20 @@ class PromptLogitsModel(Model, Protocol):
         CacheError
             If pages run out.
         """
+
+
+@runtime_checkable
+class GrowingModel(Model, Protocol):
+    """A model that can be used before all its functions are compiled.
+
+    Attributes
+    ----------
+    is_complete : bool
+        False while functions are still being compiled, without which several texts take longer.
+    """
+
+    @property
+    def is_complete(self) -> bool: ...  # noqa: D102
 
 
 @runtime_checkable

@@ -10,31 +10,37 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from tvm.ir.transform import PassContext
+from tvm.target import Target
 
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
 from ..errors import BuildError
+from ..garbage_collection import paused_garbage_collection
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
 from ..tir.routing import EXPERT_COUNTS
+from .background import BackgroundTask
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
-from .folder_tokenizer import load_tokenizer
+from .folder_tokenizer import load_tokenizer, tokenizer_of
 from .json_tokenizer import JsonTokenizer
 from .model import TokenizerProtocol
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from tvm.relax import VDevice
-    from tvm.target import Target
 
-    from ..driver.compile_cache import FileRequest
+    from ..driver.cached_executables import FileRequest, FileState
+    from ..driver.link.parallel_codegen import Progress
     from ..frontend.auto.auto_placement import MemoryLimit
     from ..frontend.gguf.file import GgufFile
     from ..frontend.gguf.hyperparameters import Hyperparameters
@@ -92,8 +98,32 @@ _DRAFT_OPTIONS = ("batches", "slots", "context")
 """Those that a draft model gets, too."""
 _ONNX_OPTIONS = ("batches", "chunks", "slots", "context", "page_type")
 """Those that apply to ONNX decoders, too."""
+BACKGROUND_LAYERS = 8
+"""Minimum layers of a model whose functions are compiled in two parts: fewer compile in seconds."""
+BACKGROUND_BYTES = 4 << 30
+"""Maximum bytes of such a model's files, since both parts pack all weights."""
 
 
+@dataclass(frozen=True)
+class _Arguments:
+    """Arguments of `load`; `options` are those of `rh.from_gguf`."""
+
+    path: Path
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None
+    placement: PlacementRules | Literal["auto"] | None
+    options: dict[str, Any]
+    batch_invariant: bool
+    background: bool
+    drafted: Loaded | None
+    progress: Progress | None
+
+    @property
+    def devices(self) -> list[VDevice]:
+        """Devices of the model; the native CPU by default."""
+        return parse_vdevices(["llvm"] if self.vdevices is None else self.vdevices)
+
+
+@paused_garbage_collection()
 def load(
     path: str | os.PathLike[str],
     vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
@@ -111,11 +141,12 @@ def load(
     expert_counts: ExpertCountsSource | None = None,
     stream_experts: int | Literal["auto"] | None = "auto",
     batch_invariant: bool = False,
+    background: bool = True,
     draft: str | os.PathLike[str] | Loaded | None = None,
     draft_vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
     draft_placement: PlacementRules | Literal["auto"] | None = None,
     verify_drafts: bool | None = None,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Loaded:
     """Load a language model and its tokenizer.
 
@@ -137,13 +168,17 @@ def load(
         to be compiled so.
     context : int, optional
         Maximum number of tokens of a sequence; by default 4,096, or the context that the model was trained
-        with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable, on
-        other devices than CPUs from 1,536 tokens on; those of the placement "auto" do not. Not for a saved folder.
+        with if that is shorter. A longer context than that logs a warning. Shorter ones share one executable,
+        except those of the placement "auto". Not for a saved folder.
     batch_invariant : bool
         Whether a sequence's logits must have the same bits for any batch size and any chunks of its prompt. On CPUs
         they always do, except those of mixtures of experts with AMX. There and on other devices, every call then
         computes the largest batch or chunk, so that one sequence takes as long as a full batch. Not for a
         saved folder.
+    background : bool
+        Whether a model of many layers that is not in the compile cache is returned as soon as it can generate one text:
+        functions of larger batches, and on CPUs of longer chunks, are compiled by a thread, and used from then on.
+        `CompiledModel.wait` waits for them. The thread ends with the process, or with the model.
     draft : str, path or result of `load`, optional
         Draft model for speculative decoding: a smaller model with the same tokens, in the forms of `path`, which gets
         the same `batches`, `slots` and `context`.
@@ -185,15 +220,17 @@ def load(
     if isinstance(draft, (str, os.PathLike)):  # first, as it is the smaller one
         devices = vdevices if draft_vdevices is None else draft_vdevices
         sizes: dict[str, Any] = {name: options[name] for name in _DRAFT_OPTIONS}
-        drafted: Loaded | None = load(draft, devices, draft_placement, **sizes, progress=progress)
+        drafted: Loaded | None = load(
+            draft, devices, draft_placement, **sizes, background=background, progress=progress
+        )
     else:
         drafted = draft
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
-        loaded = load_kind(Path(path), vdevices, placement, options, batch_invariant, drafted, progress)
-        return _with_draft(_warn_of_long_context(*loaded), drafted)
+        arguments = _Arguments(Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress)
+        return _with_draft(_warn_of_long_context(*load_kind(arguments)), drafted)
     if (vdevices, placement, batch_invariant, {**options, "count_experts": False}) != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
@@ -207,32 +244,63 @@ def load(
     return _with_draft(_warn_of_long_context(model, tokenizer), drafted)
 
 
-def _load_file(
-    path: Path,
-    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
-    placement: PlacementRules | Literal["auto"] | None,
-    options: dict[str, Any],
-    batch_invariant: bool,
-    drafted: Loaded | None,
-    progress: Callable[[str, int, int], None] | None,
-) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
-    """Import a GGUF file, or a folder as one, with `options` of `rh.from_gguf`, and compile it."""
+def _load_file(arguments: _Arguments) -> Loaded:
+    """Import a GGUF file, or a folder as one, and compile it."""
+    from ..driver.cached_executables import states_of
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.language_model_files import read_language_model
-    from ..frontend.paged_cache import PagedCache
 
+    path, devices = arguments.path, arguments.devices
+    states = states_of(path)  # before it is opened: a later change makes another request
     file = read_language_model(path)
     model = hyperparameters_of(file)
-    tokenizer = load_tokenizer(path) if path.is_dir() else Tokenizer(file.fields)
-    _check_draft_tokens(tokenizer, drafted)
-    devices = parse_vdevices(["llvm"] if vdevices is None else vdevices)
-    batches, page_type = options["batches"], options["page_type"]
-    context = min(model.context, CONTEXT) if options["context"] is None else options["context"]
-    chunks = options["chunks"]
+    tokenizer = tokenizer_of(file)
+    _check_draft_tokens(tokenizer, arguments.drafted)
+    context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
+    options = _resolve_options(arguments, model, devices, context)
+    donated = [f"pages_{layer}" for layer in range(model.layers)]
+    if options["count_experts"]:
+        donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
+    compilation = _Compilation(file, states, model.experts > 0, devices, arguments.placement, options, donated)
+    is_invariant = all(is_batch_invariant(device.target) for device in devices)
+    executable, rest = compilation.load(), None
+    if executable is None and _is_split(arguments, model, compilation):
+        first = compilation.first_part(is_invariant)
+        executable = first.load() or first.compile(arguments.progress)
+        rest = BackgroundTask(partial(compilation.compile_rest, first, PassContext.current()))
+    elif executable is None:
+        executable = compilation.compile(arguments.progress)
+    description = ModelDescription(
+        name=str(file.fields.get("general.name", path.stem)),
+        vocabulary=model.vocabulary,
+        context=context,
+        slots=options["slots"],
+        kv_heads=model.kv_heads,
+        size=model.head_size,
+        shared=model.has_shared_values,
+        windows=tuple(model.window_of(layer) for layer in range(model.layers)),
+        page_type=options["page_type"],
+        experts=model.experts,
+        experts_used=model.experts_used,
+        trained_context=model.context,
+        decodes_like_prefill=is_invariant,
+    )
+    all_rows = max(options["batches"]), max(options["chunks"])
+    return CompiledModel(executable, description, rest, all_rows), tokenizer
+
+
+def _resolve_options(
+    arguments: _Arguments, model: Hyperparameters, devices: list[VDevice], context: int
+) -> dict[str, Any]:
+    """Options of `rh.from_gguf` in place of those that were left to defaults."""
+    from ..frontend.paged_cache import PagedCache
+
+    options, batch_invariant = dict(arguments.options), arguments.batch_invariant
+    batches, chunks = options["batches"], options["chunks"]
     if chunks is None:  # with equal bits, every call computes the longest
         chunks = CHUNKS if batch_invariant else default_chunks(model, devices, context)
     # The constructor also checks the options.
-    slots = PagedCache(batches, chunks, options["slots"], context, page_type).sequences
+    slots = PagedCache(batches, chunks, options["slots"], context, options["page_type"]).sequences
     # CPU functions sum in the same order for any number of rows, except that AMX multiplies experts of many rows.
     is_invariant = all(
         is_cpu(device) and (not model.experts or is_batch_invariant(device.target)) for device in devices
@@ -240,79 +308,108 @@ def _load_file(
     if batch_invariant and not is_invariant:
         batches, chunks = (max(batches),), (max(chunks),)
     # Code depends on the longest context only, so that another context of the file compiles nothing.
-    columns = context if placement == "auto" else model.compiled_context(context)
-    options = {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
-    donated = [f"pages_{layer}" for layer in range(model.layers)]
-    if options["count_experts"]:
-        donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
-    names = [f"decode_{rows}" for rows in batches] + [f"prefill_{rows}" for rows in chunks]
-    options["verify_rows"] = max(batches) if options.pop("verify_drafts") and not all(map(is_cpu, devices)) else 0
-    options["masks_tokens"] = not all(map(is_cpu, devices))
-    if options["verify_rows"]:
-        names.append(f"verify_{options['verify_rows']}")
-    request = _request(path, model, devices, placement, [options, names, donated])
-    executable = None if request is None else request.load()
-    if executable is None:
-        executable = _compiled(file, devices, placement, options, dict.fromkeys(names, donated), progress)
-        if request is not None:
-            request.store(executable)
-    description = ModelDescription(
-        name=str(file.fields.get("general.name", path.stem)),
-        vocabulary=model.vocabulary,
-        context=context,
-        slots=slots,
-        kv_heads=model.kv_heads,
-        size=model.head_size,
-        shared=model.has_shared_values,
-        windows=tuple(model.window_of(layer) for layer in range(model.layers)),
-        page_type=page_type,
-        experts=model.experts,
-        experts_used=model.experts_used,
-        trained_context=model.context,
-        decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
-    )
-    return CompiledModel(executable, description), tokenizer
+    columns = context if arguments.placement == "auto" else model.compiled_context(context)
+    on_gpus = not all(map(is_cpu, devices))
+    options["verify_rows"] = max(batches) if options.pop("verify_drafts") and on_gpus else 0
+    options["masks_tokens"] = on_gpus
+    return {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
 
 
-def _compiled(
-    file: GgufFile,
-    devices: list[VDevice],
-    placement: PlacementRules | Literal["auto"] | None,
-    options: dict[str, Any],
-    donate: dict[str, list[str]],
-    progress: Callable[[str, int, int], None] | None,
-) -> Executable:
-    """Import and compile a file, and give back the memory that this took."""
-    from ..driver import compile as compile_module
-    from ..driver.compile import paused_garbage_collection
-    from ..frontend.from_gguf import from_gguf
+@dataclass(frozen=True)
+class _Compilation:
+    """Functions of a file that are compiled together, or found in the compile cache.
 
-    with paused_garbage_collection():
-        mod = from_gguf(file, devices, placement, **options)
-        executable = compile_module(mod, donate=donate, progress=progress)
-        del mod
-    file.release_pages()
-    _release_memory()
-    return executable
+    Attributes
+    ----------
+    file : GgufFile
+        File that has been read.
+    states : tuple of FileState
+        Its files, before they were opened.
+    has_experts : bool
+        Whether the model is a mixture of experts.
+    options : dict of str to object
+        Options of `rh.from_gguf`.
+    donated : list of str
+        Inputs that functions write in place.
+    """
+
+    file: GgufFile
+    states: tuple[FileState, ...]
+    has_experts: bool
+    devices: list[VDevice]
+    placement: PlacementRules | Literal["auto"] | None
+    options: dict[str, Any]
+    donated: list[str]
+
+    @property
+    def functions(self) -> list[str]:
+        """Names of the functions."""
+        options, verify_rows = self.options, self.options["verify_rows"]
+        names = [("decode", options["batches"]), ("prefill", options["chunks"])]
+        if verify_rows:
+            names.append(("verify", (verify_rows,)))
+        return [f"{name}_{count}" for name, counts in names for count in counts]
+
+    @cached_property
+    def request(self) -> FileRequest | None:
+        """The request for an executable that follows from files and options; None if it depends on measured devices."""
+        from ..driver.cached_executables import FileRequest
+
+        is_mixed = 0 < sum(map(is_cpu, self.devices)) < len(self.devices)
+        if isinstance(self.placement, str) or (self.has_experts and is_mixed):
+            return None
+        rules: list[tuple[str, str]] = []
+        if self.placement:
+            from ..frontend.onnx.placement_rules import rule_pairs  # imports onnx
+
+            rules = [(pattern, str(device)) for pattern, device in rule_pairs(self.placement)]
+        return FileRequest(self.states, self.devices, repr([rules, self.options, self.functions, self.donated]))
+
+    def first_part(self, is_invariant: bool) -> _Compilation:
+        """The functions that one text needs; all chunks of its prompt, unless other ones give equal bits."""
+        chunks = (min(self.options["chunks"]),) if is_invariant else self.options["chunks"]
+        return replace(self, options={**self.options, "batches": (min(self.options["batches"]),), "chunks": chunks})
+
+    def load(self) -> Executable | None:
+        """The executable, if the compile cache has it."""
+        return None if self.request is None else self.request.load()
+
+    def compile(self, progress: Progress | None) -> Executable:
+        """Import and compile the file, and give back the memory that this took."""
+        from ..driver.compile import compile as compile_module
+        from ..frontend.from_gguf import from_gguf
+
+        donate = dict.fromkeys(self.functions, self.donated)
+        with paused_garbage_collection():
+            mod = from_gguf(self.file, self.devices, self.placement, **self.options)
+            executable = compile_module(mod, donate=donate, progress=progress)
+            del mod
+        if self.request is not None:
+            self.request.store(executable)
+        self.file.release_pages()
+        _release_memory()
+        return executable
+
+    def compile_rest(self, first: _Compilation, context: PassContext, check: Callable[[], None]) -> Executable:
+        """Compile all functions in place of a first part, which leaves the compile cache; `check` may end it."""
+        from ..driver.link.parallel_codegen import copy_of
+
+        with copy_of(context):  # contexts belong to threads
+            executable = self.compile(lambda *_progress: check())
+        if first.request is not None:
+            first.request.drop()
+        return executable
 
 
-def _request(
-    path: Path,
-    model: Hyperparameters,
-    devices: list[VDevice],
-    placement: PlacementRules | Literal["auto"] | None,
-    options: list[Any],
-) -> FileRequest | None:
-    """The request for an executable that follows from files and options; None if it depends on measured devices."""
-    from ..driver.compile_cache import FileRequest
-    from ..frontend.onnx.placement_rules import rule_pairs
-
-    is_mixed = 0 < sum(map(is_cpu, devices)) < len(devices)
-    if isinstance(placement, str) or (model.experts and is_mixed):
-        return None
-    rules = [(pattern, str(device)) for pattern, device in rule_pairs(placement or {})]
-    files = sorted(each for each in path.iterdir() if each.is_file()) if path.is_dir() else [path]
-    return FileRequest(files, devices, repr([rules, options]))
+def _is_split(arguments: _Arguments, model: Hyperparameters, compilation: _Compilation) -> bool:
+    """Return whether the functions that one text needs are compiled before the others."""
+    request, options = compilation.request, compilation.options
+    if not arguments.background or options["memory_limit"] is not None or len(options["batches"]) == 1:
+        return False
+    if request is None or not request.is_cacheable or Target.current(allow_none=True) is not None:
+        return False
+    file_bytes = sum(state.size for state in compilation.states)
+    return model.layers >= BACKGROUND_LAYERS and file_bytes <= BACKGROUND_BYTES
 
 
 def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context: int) -> tuple[int, ...]:
@@ -322,16 +419,9 @@ def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context:
     return tuple(rows for rows in MIXTURE_CHUNKS if rows <= max(context, max(CHUNKS)))
 
 
-def _load_onnx_folder(
-    folder: Path,
-    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
-    placement: PlacementRules | Literal["auto"] | None,
-    options: dict[str, Any],
-    batch_invariant: bool,
-    drafted: Loaded | None,
-    progress: Callable[[str, int, int], None] | None,
-) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
+def _load_onnx_folder(arguments: _Arguments) -> Loaded:
     """Load the ONNX decoder of a folder, with the tokenizer next to it."""
+    folder, placement, options = arguments.path, arguments.placement, arguments.options
     others = [name for name, value in options.items() if name not in _ONNX_OPTIONS and value != _DEFAULTS[name]]
     if others or isinstance(placement, str):
         name = others[0] if others else f"placement {placement!r}"
@@ -339,13 +429,14 @@ def _load_onnx_folder(
             f"{folder}: {name} does not apply to an ONNX decoder, expected rules, {', '.join(_ONNX_OPTIONS)}"
         )
     tokenizer = load_tokenizer(folder)
-    _check_draft_tokens(tokenizer, drafted)
+    _check_draft_tokens(tokenizer, arguments.drafted)
     used = {name: options[name] for name in _ONNX_OPTIONS if options[name] is not None}
-    model = load_onnx(folder, vdevices, placement, **used, batch_invariant=batch_invariant, progress=progress)
+    invariant, progress = arguments.batch_invariant, arguments.progress
+    model = load_onnx(folder, arguments.vdevices, placement, **used, batch_invariant=invariant, progress=progress)
     return model, tokenizer
 
 
-_LOADERS: dict[str | None, Callable[..., tuple[CompiledModel, Tokenizer | JsonTokenizer]]] = {
+_LOADERS: dict[str | None, Callable[[_Arguments], Loaded]] = {
     "hub": _load_file,
     "genai": _load_onnx_folder,
 }
@@ -416,7 +507,7 @@ def _release_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def _load_saved(folder: Path) -> tuple[CompiledModel, Tokenizer | JsonTokenizer]:
+def _load_saved(folder: Path) -> Loaded:
     from ..vm import load as load_library
 
     path = folder / _DESCRIPTION
@@ -485,7 +576,7 @@ def load_onnx(
     context: int = CONTEXT,
     page_type: str = "float16",
     batch_invariant: bool = False,
-    progress: Callable[[str, int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> CompiledModel:
     """Load an ONNX decoder, with its ``past_key_values`` in a paged cache.
 
@@ -512,7 +603,7 @@ def load_onnx(
     HeteroError
         If the model cannot be read, lacks ``past_key_values``, or cannot be placed or compiled.
     """
-    from ..driver import compile as compile_module
+    from ..driver.compile import compile as compile_module
     from ..frontend import PagedCache
     from ..frontend.from_onnx import from_onnx
 

@@ -1,6 +1,6 @@
 """Sampling of tokens from logits.
 
-A vocabulary has some 10^5 tokens, of which a handful are probable. Nothing here sorts all of them: maxima of blocks
+A vocabulary has some 10^5 tokens, of which a handful are probable. Nothing here sorts all of them: maxima of lanes
 give a lower bound of the k-th largest logit, and only candidates above it are sorted.
 """
 
@@ -19,8 +19,10 @@ from ..encoding.token_masks import is_allowed, is_dense, tokens_of_mask
 from ..errors import HeteroError
 from .params import SamplingParams
 
+_LANES = 1024
+"""Lanes of the vocabulary, to which tokens belong in turn: numpy takes maxima of all lanes at once."""
 _BLOCK = 256
-"""Logits per block."""
+"""Weights per block of a sum."""
 _TOP_P_CANDIDATES, _TOP_P_GROWTH = 256, 8
 """Number of tokens that `top_p` sorts first, and its growth while their probabilities sum to less."""
 
@@ -177,21 +179,36 @@ def sample_token(
     return int(tokens[_sample_token(adjusted[tokens], params, generator)])
 
 
-def largest(logits: np.ndarray, count: int) -> np.ndarray:
+def largest(logits: np.ndarray, count: int, maxima: np.ndarray | None = None) -> np.ndarray:
     """Tokens of the `count` largest logits, and of ties with the smallest of them, in order of token ids.
 
-    The count-th largest maximum of a block is a lower bound of the count-th largest logit.
+    The count-th largest maximum of a lane is a lower bound of the count-th largest logit.
     """
     if count >= logits.size:
         return np.arange(logits.size)
-    blocks = logits.size // _BLOCK
-    if count > blocks:
+    if count > _LANES or logits.size <= _LANES:
         return np.flatnonzero(logits >= np.partition(logits, logits.size - count)[logits.size - count])
-    maxima = logits[: blocks * _BLOCK].reshape(blocks, _BLOCK).max(axis=1)
-    bound = np.partition(maxima, blocks - count)[blocks - count]
-    candidates = np.flatnonzero(logits >= bound)
+    maxima = _lane_maxima(logits) if maxima is None else maxima
+    candidates = _at_least(logits, maxima, np.partition(maxima, _LANES - count)[_LANES - count])
     values = logits[candidates]
     return candidates[values >= np.partition(values, values.size - count)[values.size - count]]
+
+
+def _lane_maxima(logits: np.ndarray) -> np.ndarray:
+    """Maximum of each lane; NaN if a logit of it is."""
+    rows, rest = divmod(logits.size, _LANES)
+    maxima = logits[: rows * _LANES].reshape(rows, _LANES).max(axis=0, initial=-np.inf)
+    np.maximum(maxima[:rest], logits[rows * _LANES :], out=maxima[:rest])
+    return maxima
+
+
+def _at_least(logits: np.ndarray, maxima: np.ndarray, bound: np.float32 | float) -> np.ndarray:
+    """Tokens with logits of at least `bound`, which most lanes lack, in order of token ids."""
+    lanes, rows = np.flatnonzero(maxima >= bound), logits.size // _LANES
+    hits = np.flatnonzero(logits[: rows * _LANES].reshape(rows, _LANES).take(lanes, axis=1) >= bound)
+    row, lane = np.divmod(hits, max(lanes.size, 1))
+    rest = np.flatnonzero(logits[rows * _LANES :] >= bound)
+    return np.concatenate([row * _LANES + lanes[lane], rows * _LANES + rest])
 
 
 def _apply_bias_and_penalties(logits: np.ndarray, params: SamplingParams, history: History) -> np.ndarray:
@@ -207,27 +224,33 @@ def _apply_bias_and_penalties(logits: np.ndarray, params: SamplingParams, histor
 
 
 def _sample_token(logits: np.ndarray, params: SamplingParams, generator: Generator) -> int:
-    best = int(np.argmax(logits))  # the first NaN, if there is one
-    max_logit = float(logits[best])
-    if not math.isfinite(max_logit):
-        raise HeteroError(f"logits: found {max_logit} as the largest of {logits.size:,}, expected a finite number")
     if params.greedy:
+        best = int(np.argmax(logits))  # the first NaN, if there is one
+        _check_finite(logits, float(logits[best]))
         return best
+    maxima = _lane_maxima(logits)
+    max_logit = _check_finite(logits, float(maxima.max()))
     uniform = generator.random()
     # Exponentials of the whole vocabulary are taken only if many tokens may remain.
     if 0 < params.top_k <= logits.size // _BLOCK or params.min_p > 0:
-        tokens = _filter_tokens(logits, params, max_logit)
+        tokens = _filter_tokens(logits, params, max_logit, maxima)
         weights = np.exp((logits[tokens].astype(np.float64) - max_logit) / params.temperature)
         return _draw_token(*_top_p(tokens, weights, params.top_p), uniform)
     scaled = np.subtract(logits, np.float32(max_logit), out=_scratch(logits.size, "scaled"))
     scaled /= np.float32(params.temperature)
     if 0 < params.top_k < logits.size:
-        tokens = largest(logits, params.top_k)
+        tokens = largest(logits, params.top_k, maxima)
         return _draw_token(*_top_p(tokens, np.exp(scaled[tokens].astype(np.float64)), params.top_p), uniform)
     weights = np.exp(scaled, out=scaled)
     if params.top_p < 1:
-        return _draw_token(*_top_p_from_all(logits, weights, params.top_p), uniform)
+        return _draw_token(*_top_p_from_all(logits, weights, params.top_p, maxima), uniform)
     return _draw_from_all(weights, uniform)
+
+
+def _check_finite(logits: np.ndarray, max_logit: float) -> float:
+    if not math.isfinite(max_logit):
+        raise HeteroError(f"logits: found {max_logit} as the largest of {logits.size:,}, expected a finite number")
+    return max_logit
 
 
 def _scratch(size: int, name: str) -> np.ndarray:
@@ -242,12 +265,12 @@ def _scratch(size: int, name: str) -> np.ndarray:
 _memory = threading.local()
 
 
-def _filter_tokens(logits: np.ndarray, params: SamplingParams, max_logit: float) -> np.ndarray:
+def _filter_tokens(logits: np.ndarray, params: SamplingParams, max_logit: float, maxima: np.ndarray) -> np.ndarray:
     """Tokens that pass `min_p` and `top_k`, in order of token ids."""
     threshold = max_logit + params.temperature * math.log(params.min_p) if params.min_p else -math.inf
     if not params.top_k:
-        return np.flatnonzero(logits >= threshold)
-    tokens = largest(logits, params.top_k)
+        return _at_least(logits, maxima, threshold)
+    tokens = largest(logits, params.top_k, maxima)
     return tokens[logits[tokens] >= threshold]
 
 
@@ -260,12 +283,14 @@ def _top_p(tokens: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.nd
     return tokens[order[:count]], weights[order[:count]]
 
 
-def _top_p_from_all(logits: np.ndarray, weights: np.ndarray, top_p: float) -> tuple[np.ndarray, np.ndarray]:
+def _top_p_from_all(
+    logits: np.ndarray, weights: np.ndarray, top_p: float, maxima: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """`_top_p` of the whole vocabulary, which sorts more and more candidates until they reach the sum."""
     target = top_p * float(weights.sum(dtype=np.float64))
     count = _TOP_P_CANDIDATES
     while True:
-        tokens = largest(logits, count)
+        tokens = largest(logits, count, maxima)
         candidates = weights[tokens].astype(np.float64)
         if tokens.size == logits.size or float(candidates.sum()) >= target:
             break

@@ -131,7 +131,8 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._prefilling: Sequence | None = None
         self._cache_full = False  # no request is admitted until one has ended
-        self._look_ahead = model if isinstance(model, LookAheadModel) and model.looks_ahead else None
+        self._greedy = model if isinstance(model, LookAheadModel) else None
+        self._look_ahead = self._greedy if self._greedy is not None and self._greedy.looks_ahead else None
         self._masking = model if isinstance(model, MaskingModel) and model.masks_tokens else None
         self._ahead: StepAhead | None = None
         self._decode_rows = model.decode_rows if isinstance(model, MultiRowModel) else 0
@@ -335,15 +336,15 @@ class Scheduler:
                 self._roll_back([sequence])
 
     def _decode_batch(self, batch: list[Sequence], fed: list[list[int]]) -> Iterable[np.ndarray | int]:
-        """Logits of a decode step, or its tokens if all sequences are greedy and the model looks ahead."""
+        """Logits of a decode step, or its tokens if all sequences are greedy and the model computes them."""
         slots, tokens = _decode_arguments(batch, fed)
-        model, has_masks = self._look_ahead, any(sequence.has_mask for sequence in batch)
+        model, has_masks = self._greedy, any(sequence.has_mask for sequence in batch)
         applies_masks = self._masking is not None and len(tokens) == len(batch)
         if model is None or any(sequence.needs_logits for sequence in batch) or (has_masks and not applies_masks):
             return self._model.decode(slots, tokens)
         if has_masks and self._masking is not None:
             return self._masked_tokens(self._masking, batch, slots, tokens)
-        if len(tokens) > len(batch):
+        if len(tokens) > len(batch) or self._look_ahead is None:
             return model.begin_decode(slots, tokens).tokens()
         step = self._ahead or StepAhead(batch, model.begin_decode(slots, tokens))
         self._ahead = None

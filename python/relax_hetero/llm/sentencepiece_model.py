@@ -56,18 +56,17 @@ def sentencepiece_model(
     character_map : bytes
         Replacements of characters (``precompiled_charsmap``), which `check_character_map` has checked; empty for none.
     """
-    sizes = [_varint(size) for size in range(128)]
-    begin, text_begin = _field(_PIECES, _BYTES), _field(_PIECE, _BYTES)
-    score_begin, type_begin = _field(_SCORE, _FLOAT), _field(_TYPE, _NUMBER)
+    fields = [_field(_PIECES, _BYTES), _field(_PIECE, _BYTES), _field(_SCORE, _FLOAT), _field(_TYPE, _NUMBER)]
+    short_piece = b"%b%%c%b%%c%%b%b%%b%b%%c" % tuple(fields)  # lengths below 128 are bytes
     packed_scores = struct.iter_unpack("4s", np.asarray(scores, "<f4").tobytes())
-    pieces = []
-    for name, (score,), kind in zip(names, packed_scores, kinds, strict=True):
-        text = name.encode()
-        size = sizes[len(text)] if len(text) < 128 else _varint(len(text))
-        piece = text_begin + size + text + score_begin + score + type_begin + sizes[kind]
-        size = sizes[len(piece)] if len(piece) < 128 else _varint(len(piece))
-        pieces.append(begin + size + piece)
-    data = b"".join(pieces)
+    data = b"".join(
+        [
+            short_piece % (len(text) + 9, len(text), text, score, kind)
+            if len(text) < 119
+            else _long_piece(fields, text, score, kind)
+            for text, (score,), kind in zip(map(str.encode, names), packed_scores, kinds, strict=True)
+        ]
+    )
     data += _message(_TRAINER, {_MODEL_TYPE: model_type, _BYTE_FALLBACK: has_bytes})
     normalizer = {
         _ADD_DUMMY_PREFIX: add_prefix,
@@ -76,6 +75,12 @@ def sentencepiece_model(
     }
     data += _message(_NORMALIZER, normalizer, {_CHARACTER_MAP: character_map})
     return data
+
+
+def _long_piece(fields: Sequence[bytes], text: bytes, score: bytes, kind: int) -> bytes:
+    pieces, name, score_field, type_field = fields
+    piece = name + _varint(len(text)) + text + score_field + score + type_field + _varint(kind)
+    return pieces + _varint(len(piece)) + piece
 
 
 def check_character_map(data: bytes) -> None:

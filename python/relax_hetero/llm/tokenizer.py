@@ -89,9 +89,10 @@ class Tokenizer:
     def __init__(self, fields: Mapping[str, Any]) -> None:
         self._fields = fields
         stored = self.texts("tokens")
-        self.names: Sequence[str] = [name or f"[EMPTY_{token}]" for token, name in enumerate(stored)]
+        decoded = list(stored)
+        self.names: Sequence[str] = [name or f"[EMPTY_{token}]" for token, name in enumerate(decoded)]
         kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
-        self._kinds = _check_kinds(np.full(len(stored), NORMAL) if kinds is None else kinds, stored)
+        self._kinds = _check_kinds(np.full(len(stored), NORMAL) if kinds is None else kinds, decoded)
         self.chat_template: str | None = fields.get("tokenizer.chat_template")
         model = self.model = _look_up(MODELS, self._require("model"), "tokenizer.ggml.model")
         name = model.pre or (self._get("pre", "default") if model.has_merges else "default")
@@ -113,7 +114,7 @@ class Tokenizer:
         is_phi3 = model is MODELS["llama"] and fields.get("general.architecture") == "phi3"
         self._strips_after = {control[name] for name in self.control_names - _KEEP_SPACES} if is_phi3 else set()
         self.stop_ids = self._find_stops(control)
-        self.max_token_bytes = max(map(len, map(str.encode, self.names))) if is_lossless else None
+        self.max_token_bytes = _max_bytes(self.names) if is_lossless else None
         self.names = stored  # those of a file are decoded on access
 
     @classmethod
@@ -330,10 +331,18 @@ def _check_kinds(kinds: np.ndarray, names: Sequence[str]) -> bytes:
     if len(wrong):
         raise TokenizerError(f"tokenizer.ggml.token_type: found {kinds[wrong[0]]}, expected {NORMAL} to {BYTE}")
     checked = bytearray(kinds.astype("uint8").tobytes())
-    for token, name in enumerate(names):
-        if name in ALWAYS_CONTROL or not name:
-            checked[token] = CONTROL if name else UNUSED
+    for token, name in [pair for pair in enumerate(names) if pair[1] in _KNOWN_KINDS]:
+        checked[token] = CONTROL if name else UNUSED
     return bytes(checked)
+
+
+_KNOWN_KINDS = ALWAYS_CONTROL | {""}
+
+
+def _max_bytes(names: Sequence[str]) -> int:
+    """Maximum number of bytes of a name in UTF-8, which takes four for a character at most."""
+    longest = max(map(len, names))
+    return max(len(name.encode()) for name in names if 4 * len(name) >= longest)
 
 
 _Codec = tuple[Callable[[str], list[int]], Callable[[int], bytes], bool]

@@ -155,5 +155,5 @@ def test_modules_without_a_text_are_not_cached():
 
 
 def test_sources_that_changed_while_they_were_in_use_are_nobodys_key(monkeypatch):
-    monkeypatch.setattr("relax_hetero.driver.compile_cache._IMPORT_TIME", 0.0)
+    monkeypatch.setattr("relax_hetero.driver.cached_executables._IMPORT_TIME", 0.0)
     assert "sources" in compiled().metadata.cache.why

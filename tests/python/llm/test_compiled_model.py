@@ -116,14 +116,14 @@ def test_another_context_compiles_nothing(model, cache_folder, tmp_path, monkeyp
         other.cache.extend(other.cache.add(), 129)
 
 
-@pytest.mark.parametrize(("context", "is_same"), [(64 * 24, True), (64 * 24 - 1, False)])
-def test_another_context_is_the_same_module_on_gpus(context, is_same, tmp_path, monkeypatch):
+@pytest.mark.parametrize("context", [64 * 24, 100])
+def test_another_context_is_the_same_module_on_gpus(context, tmp_path, monkeypatch):
     modules, compiled = [], SimpleNamespace(metadata=SimpleNamespace(cache=None))
-    monkeypatch.setattr("relax_hetero.driver.compile", lambda mod, **_: modules.append(mod) or compiled)
+    monkeypatch.setattr("relax_hetero.driver.compile.compile", lambda mod, **_: modules.append(mod) or compiled)
     monkeypatch.setattr(model_loader, "CompiledModel", lambda *parts: SimpleNamespace(context=0, trained_context=0))
     for tokens in (4000, context):
         loaded(tmp_path, replace(SIZES, context=4096), vdevices=[{"kind": "cuda", "arch": "sm_90a"}], context=tokens)
-    assert tvm_ffi.structural_equal(*modules) == is_same
+    assert tvm_ffi.structural_equal(*modules)
 
 
 @pytest.mark.parametrize("option", [{"context": 64}, {"slots": 2}, {"page_type": "int8"}, {"placement": "auto"}])
@@ -395,6 +395,8 @@ def test_a_saved_model_is_loaded_with_its_own_files_only(model, tmp_path):
     for name in ("tokenizer.gguf", "model.so"):
         with open(tmp_path / "saved" / name, "r+b") as file:
             file.seek(-1, 2)
-            file.write(b"\xff")
+            last = file.read(1)
+            file.seek(-1, 2)
+            file.write(bytes([last[0] ^ 1]))
         with pytest.raises(BuildError, match=f"{name}: found another file than"):
             rh.llm.load(tmp_path / "saved")

@@ -366,6 +366,19 @@ def test_a_step_ahead_of_requests_that_end_or_are_cancelled_is_dropped():
     assert model.ahead and not model.in_flight and model.cache.used == 0
 
 
+@pytest.mark.parametrize(("temperature", "logprobs", "steps"), [(0, None, 29), (0, 1, 0), (1, None, 0)])
+def test_greedy_texts_take_the_tokens_that_the_model_computes(monkeypatch, temperature, logprobs, steps):
+    model, calls = LookAheadToyModel(ends=False), []
+    begin_decode = model.begin_decode
+    monkeypatch.setattr(model, "looks_ahead", False)
+    monkeypatch.setattr(model, "begin_decode", lambda *args: calls.append(args) or begin_decode(*args))
+    with Engine(model, CODEC) as engine:
+        params = SamplingParams(temperature=temperature, logprobs=logprobs, max_tokens=30)
+        text = engine.submit(prompts(1)[0], params).result(60)
+    assert len(calls) == steps and not model.ahead and not model.in_flight
+    assert (text == text_alone(model, prompts(1)[0], 30)[0]) == (temperature == 0)
+
+
 def test_an_error_in_a_step_ahead_ends_only_its_request(monkeypatch):
     model = LookAheadToyModel(ends=False)
     texts = prompts(3, 4, 20)

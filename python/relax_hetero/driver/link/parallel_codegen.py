@@ -124,9 +124,14 @@ def _compaction() -> tvm.transform.Pass:
 
 def _without_idle_passes(context: tvm.transform.PassContext, target: Target) -> tvm.transform.PassContext:
     """A copy of a context, for another thread, without passes that would not change the target's machine code."""
-    disabled = [*context.disabled_pass, _COMPACTION, *(_IDLE_ON_CPUS if target.kind.name == "llvm" else ())]
+    return copy_of(context, _COMPACTION, *(_IDLE_ON_CPUS if target.kind.name == "llvm" else ()))
+
+
+def copy_of(context: tvm.transform.PassContext, *disabled: str) -> tvm.transform.PassContext:
+    """A copy of a context for another thread, with more passes disabled."""
+    disabled_pass = [*context.disabled_pass, *disabled]
     return tvm.transform.PassContext(
-        int(context.opt_level), list(context.required_pass), disabled, None, dict(context.config)
+        int(context.opt_level), list(context.required_pass), disabled_pass, None, dict(context.config)
     )
 
 

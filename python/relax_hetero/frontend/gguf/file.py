@@ -70,7 +70,25 @@ class Texts(Sequence[str]):
         return str(self._view[self._starts[index] : self._starts[index + 1] - 8], "utf-8")
 
     def __iter__(self) -> Iterator[str]:
+        texts = self.joined().split("\0")
+        if len(texts) == len(self):
+            return iter(texts)
         return (str(self._view[begin : end - 8], "utf-8") for begin, end in pairwise(self._starts))
+
+    def joined(self) -> str:
+        """All texts, with a NUL character between them.
+
+        Raises
+        ------
+        UnicodeDecodeError
+            If one is not UTF-8; the error's offset is not that in the file.
+        """
+        starts = np.frombuffer(self._starts, np.int64) - self._starts[0]
+        data = np.frombuffer(self._view[self._starts[0] : self._starts[-1] - 8], "u1")
+        is_text = np.ones(len(data), bool)
+        for byte in range(7):  # the last byte of a length is 0, and stays
+            is_text[starts[1:-1] - 8 + byte] = False
+        return data[is_text].tobytes().decode()
 
 
 class Reader:
@@ -127,12 +145,22 @@ class Reader:
 
     def texts(self, count: int, what: str) -> Texts:
         """Read consecutive texts."""
-        starts = array("q", [self.offset + 8])
-        for _ in range(count):
-            (length,) = _LENGTH_FORMAT.unpack_from(self.view, self.skip(8, what))
-            self._decode(self.skip(length, what), what)
-            starts.append(self.offset + 8)
-        return Texts(self.view, starts)
+        starts, end = array("q", [self.offset + 8]), self.offset
+        try:
+            for _ in range(count):
+                end += 8 + _LENGTH_FORMAT.unpack_from(self.view, end)[0]
+                starts.append(end + 8)
+        except (struct.error, OverflowError):  # beyond the file
+            end = max(end, len(self.view) + 1)
+        self.skip(end - self.offset, what)
+        texts = Texts(self.view, starts)
+        try:
+            texts.joined()
+        except UnicodeDecodeError:
+            for begin, following in pairwise(starts):
+                self.offset = following - 8
+                self._decode(begin, what)
+        return texts
 
     def _decode(self, start: int, what: str) -> str:
         try:

@@ -386,9 +386,9 @@ class _Server:
         return self._describe_model()
 
     async def health(self) -> Response:
-        """Answer 200 if the engine accepts requests, else 503."""
-        healthy = self._engine.healthy
-        return JSONResponse({"status": "ok" if healthy else "closed"}, 200 if healthy else 503)
+        """Answer 200 if the engine accepts requests at full speed, else 503: it may answer while it compiles."""
+        state = "closed" if not self._engine.healthy else "ok" if self._engine.ready else "compiling"
+        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self) -> Response:
         """Metrics for Prometheus."""

@@ -15,7 +15,6 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeAlias
 
@@ -29,6 +28,7 @@ from ...artifact.schedule import Schedule
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...target.vdevice import device_name, vdevices_of
 from .blocks import used_vars
+from .collecting import OPEN_COLLECTIONS, is_collecting
 from .kernels import call_vdevice, called_prim_func, ops_of, precision_of
 from .module_attrs import COMMANDS
 from .op_names import HINT, TRANSFER
@@ -337,17 +337,14 @@ def _joined(before: EncodingReport | None, now: EncodingReport) -> EncodingRepor
     return EncodingReport(latest.ops, latest.transfers, cancelled)
 
 
-_OPEN: ContextVar[tuple[PendingRemarks, ...]] = ContextVar("relax_hetero_notes", default=())
-
-
 @contextlib.contextmanager
 def _open() -> Iterator[PendingRemarks]:
     remarks = PendingRemarks()
-    token = _OPEN.set((*_OPEN.get(), remarks))
+    token = OPEN_COLLECTIONS.set((*OPEN_COLLECTIONS.get(), remarks))
     try:
         yield remarks
     finally:
-        _OPEN.reset(token)
+        OPEN_COLLECTIONS.reset(token)
 
 
 def recording(work: Callable[[tvm.IRModule], tvm.IRModule], mod: tvm.IRModule) -> tvm.IRModule:
@@ -380,14 +377,9 @@ def collect_fusions() -> Iterator[FusionReport]:
         yield remarks.fusions
 
 
-def is_collecting() -> bool:
-    """Return whether remarks are collected: if not, a pass skips work for reports only."""
-    return bool(_OPEN.get())
-
-
 def publish(report: PlacementReport | EncodingReport) -> None:
     """Add a report to all open collections."""
-    for remarks in _OPEN.get():
+    for remarks in OPEN_COLLECTIONS.get():
         if isinstance(report, PlacementReport):
             remarks.placements.append(report)
         else:
@@ -397,14 +389,14 @@ def publish(report: PlacementReport | EncodingReport) -> None:
 def record_missed(function: str, variable: str, op: str, reason: str) -> None:
     """Record a missed fusion in all open collections, once."""
     entry = MissedFusion(function, variable, op, reason)
-    for remarks in _OPEN.get():
+    for remarks in OPEN_COLLECTIONS.get():
         if entry not in remarks.fusions.missed:
             remarks.fusions.missed.append(entry)
 
 
 def record_merged(variable: str, members: Sequence[str]) -> None:
     """Record that a variable concatenates the values of others."""
-    for remarks in _OPEN.get():
+    for remarks in OPEN_COLLECTIONS.get():
         remarks.aliases[variable] = list(members)
 
 
@@ -437,7 +429,7 @@ def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequen
             names = (gv.name_hint, binding.var.name, kernel.name_hint, device)
             computed = nodes.get(binding.var, ())
             entries.append(DispatchEntry(*names, ops_of(code), precision_of(code), computed))
-    for remarks in _OPEN.get():
+    for remarks in OPEN_COLLECTIONS.get():
         remarks.fusions.dispatches = entries
 
 

@@ -118,12 +118,34 @@ def link_library(
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as workspace:
         try:
             link = partial(_link, command)
-            pack = partial(_pack, machine_code) if machine_code else None
-            module.export_library(
-                str(path), fcompile=link, fpack_imports=pack, workspace_dir=workspace, options=list(_C_OPTIONS)
-            )
+            pack = partial(_pack, machine_code) if machine_code else _pack_to_llvm
+            code = [each for each in dict.fromkeys(_modules(module)) if each.is_compilation_exportable()]
+            if all(each.kind == "llvm" for each in code):
+                link(str(path), [*_write_objects(code, workspace), pack(module, False, "", workspace)])
+            else:
+                pack_others = pack if machine_code else None
+                options = list(_C_OPTIONS)
+                module.export_library(
+                    str(path), fcompile=link, fpack_imports=pack_others, workspace_dir=workspace, options=options
+                )
         except Exception as error:  # TVM and the linker raise various exceptions
             raise BuildError(f"{what}: linking failed: {error}") from error
+
+
+def _write_objects(modules: Sequence[runtime.Module], folder: str) -> list[str]:
+    """Write the machine code of LLVM modules, which TVM's own export does one by one."""
+    files = [os.path.join(folder, f"lib{number}.o") for number in range(len(modules))]
+    tasks = [partial(module.write_to_file, file) for module, file in zip(modules, files, strict=True)]
+    run_in_threads(tasks, num_cores(), "relax_hetero.code")
+    return files
+
+
+def _pack_to_llvm(module: runtime.Module, system: bool, prefix: str, folder: str) -> str:
+    """Write an object file with the modules that a module imports."""
+    target = next(each for each in _modules(module) if each.kind == "llvm")["_get_target_string"]()
+    file = os.path.join(folder, "imports.o")
+    tvm.get_global_func("runtime.ModulePackImportsToLLVM")(module, system, target, prefix).write_to_file(file)
+    return file
 
 
 def _pack(machine_code: Mapping[str, bytes], module: runtime.Module, system: bool, prefix: str, folder: str) -> str:

@@ -667,6 +667,17 @@ def test_a_byte_from_time_to_time_keeps_no_connection(short_of_patience, text):
             time.sleep(0.02)
 
 
+def test_requests_are_served_while_functions_are_compiled():
+    model = ToyModel()
+    model.is_complete = False
+    with running(Engine(model, CODEC)) as server:
+        assert httpx.post(f"{server.url}{COMPLETIONS}", json={"prompt": "a", "max_tokens": 2}).status_code == 200
+        answer = httpx.get(f"{server.url}/health")
+        assert (answer.status_code, answer.json()) == (503, {"status": "compiling"})
+        model.is_complete = True
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
 @pytest.mark.parametrize("text", [b"", GET[:-2], POST + b"Content-Length: 9\r\n\r\n{"])
 def test_silent_clients_lock_nobody_out(text):
     limits = Limits(in_flight=4, address_connections=8, connections=8)

@@ -1,0 +1,75 @@
+"""A task in a thread, whose result is taken when it is there."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+_log = logging.getLogger("relax_hetero")
+
+DELAY_SECONDS = 1.0
+"""Time before a task begins, in which a first text need not share the interpreter with it."""
+_POLL_SECONDS = 0.05
+
+
+class BackgroundTask(Generic[T]):
+    """A task in a thread, which begins after `DELAY_SECONDS`, or when its result is awaited.
+
+    It ends early if it is cancelled, or with the main thread. An error is logged.
+
+    Parameters
+    ----------
+    task : callable
+        Function of the task. It calls its argument now and then, which raises an exception to end it.
+    """
+
+    def __init__(self, task: Callable[[Callable[[], None]], T]) -> None:
+        self._future: Future[T | None] = Future()
+        self._cancelled = False
+        self._awaited = threading.Event()
+        # Not a daemon: at the end of the process, the thread must not be inside of native code.
+        threading.Thread(target=self._run, args=(task,), name="relax_hetero.llm.background").start()
+
+    @property
+    def done(self) -> bool:
+        """True once the task has ended."""
+        return self._future.done()
+
+    def result(self) -> T | None:
+        """Wait for the result; None if the task failed or was cancelled."""
+        self._awaited.set()
+        return self._future.result()
+
+    def cancel(self) -> None:
+        """End the task at its next call of the function that it was given."""
+        self._cancelled = True
+
+    def _is_unwanted(self) -> bool:
+        return self._cancelled or not threading.main_thread().is_alive()
+
+    def _check(self) -> None:
+        if self._is_unwanted():
+            raise _CancelledError
+
+    def _run(self, task: Callable[[Callable[[], None]], T]) -> None:
+        result: T | None = None
+        try:
+            for _ in range(round(DELAY_SECONDS / _POLL_SECONDS)):
+                self._check()
+                if self._awaited.wait(_POLL_SECONDS):
+                    break
+            result = task(self._check)
+        except Exception as error:  # the model works without
+            if not self._is_unwanted():
+                _log.warning("functions of larger batches are not compiled: %s", error)
+        finally:
+            self._future.set_result(result)
+
+
+class _CancelledError(Exception):
+    pass
