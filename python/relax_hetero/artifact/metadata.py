@@ -23,6 +23,7 @@ from .commands import (
     region_from_json,
     region_to_json,
 )
+from .device_code import DeviceCode
 from .mailboxes import MailboxSpec
 from .memory_spec import FunctionMemory, memory_from_json, memory_to_json
 from .model_graph import ModelGraph
@@ -290,6 +291,8 @@ class Metadata:
         Functions with entry points for repeated calls.
     graph : ModelGraph, optional
         Graph of the placed model's ops; None in executables of earlier versions.
+    device_code : tuple of DeviceCode
+        Kernels that back ends build when a machine is made.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -313,6 +316,7 @@ class Metadata:
     optional: tuple[int, ...] = ()
     repeated: tuple[RepeatedCall, ...] = ()
     graph: ModelGraph | None = None
+    device_code: tuple[DeviceCode, ...] = ()
 
     def has_mailboxes(self, region: RegionSpec) -> bool:
         """Return whether a command buffer exchanges values with one of another device while both run.
@@ -334,6 +338,7 @@ class Metadata:
         object.__setattr__(self, "checks", tuple(self.checks))
         object.__setattr__(self, "optional", tuple(self.optional))
         object.__setattr__(self, "repeated", tuple(self.repeated))
+        object.__setattr__(self, "device_code", tuple(self.device_code))
 
     def to_json(self) -> str:
         """JSON text of the metadata."""
@@ -359,6 +364,7 @@ class Metadata:
             "optional": self.optional,
             "repeated": [asdict(call) for call in self.repeated],
             "graph": None if self.graph is None else self.graph.to_json(),
+            "device_code": [asdict(code) for code in self.device_code],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -397,6 +403,7 @@ class Metadata:
             optional=tuple(data.get("optional", ())),
             repeated=tuple(RepeatedCall(**call) for call in data.get("repeated", ())),
             graph=ModelGraph.from_json(data.get("graph")),
+            device_code=tuple(DeviceCode(**code) for code in data.get("device_code", ())),
         )
 
 

@@ -9,6 +9,7 @@ from ..target.backend import Backend
 from .cpu import CBackend, LlvmBackend
 from .cuda import CudaBackend
 from .gpu import GpuBackend, RocmBackend
+from .opencl import OpenClBackend
 
 BACKENDS = (
     LlvmBackend(),
@@ -17,7 +18,7 @@ BACKENDS = (
     RocmBackend(),
     GpuBackend("metal", 8, "", "an Apple GPU", "mps apple coreml coremlexecutionprovider mlx"),
     GpuBackend("vulkan", 7, "", "", "vk"),
-    GpuBackend("opencl", 4, "", "", "cl ocl"),
+    OpenClBackend(),
     GpuBackend("webgpu", 15),
     GpuBackend("nvptx", 2, CudaBackend.KIND),
     Backend("ext_dev", 12),

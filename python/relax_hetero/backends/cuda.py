@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ..target.backend import LinkedCode
 from .gpu import GpuBackend
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class CudaBackend(GpuBackend):
 
     def link(
         self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
-    ) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
+    ) -> LinkedCode:
         """Compile all sources in parallel, and import the kernels into the host code."""
         from ..driver.link.cuda.machine_code import link_parts
 

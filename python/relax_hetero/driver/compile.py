@@ -502,6 +502,7 @@ def _compile(
     )
     # LLVM and CUDA compile the kernels of each target, and TVM links them with the bytecode.
     linked = link(linkable, progress, folder)
+    metadata = replace(metadata, device_code=linked.device_code)
     return Executable(linked.module, metadata, lifted.tensors, machine_code=linked.machine_code)
 
 

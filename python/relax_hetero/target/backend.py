@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..providers import provided
 
@@ -18,6 +18,24 @@ if TYPE_CHECKING:
 
 CPU = 1
 """DLPack device type of CPUs."""
+
+
+class LinkedCode(NamedTuple):
+    """Code of all targets of a kind.
+
+    Attributes
+    ----------
+    modules : list of Module
+        Modules to link, in order of the targets' parts.
+    machine_code : dict of str to bytes
+        Machine code, by key, of kernels that the modules contain as source.
+    device_code : tuple of DeviceCode
+        Kernels that the back end builds when a machine is made (`artifact.device_code`).
+    """
+
+    modules: list[Any]
+    machine_code: dict[str, bytes] = {}
+    device_code: tuple[Any, ...] = ()
 
 
 class Backend:
@@ -132,7 +150,7 @@ class Backend:
 
     def link(
         self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
-    ) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
+    ) -> LinkedCode:
         """Complete the results of `build` for all targets of a model.
 
         Parameters
@@ -143,13 +161,8 @@ class Backend:
             Called with a stage, the number of its tasks that are done, and their total number.
         folder : CacheFolder, optional
             Compile cache.
-
-        Returns
-        -------
-        list of Module, dict of str to bytes
-            Modules to link, in order; machine code, by key, of kernels that they contain as source.
         """
-        return list(built), {}
+        return LinkedCode(list(built))
 
     def compiler_identity(self) -> str:
         """Version of an external compiler; empty without one."""
@@ -170,6 +183,14 @@ class Backend:
         from .runtime_libraries import load_library
 
         return load_library(f"tvm_runtime_{self.type_name}", self.load_dependencies)
+
+    def memory(self) -> Any:
+        """Memory of the devices (`vm.device.device_api.DeviceMemory`); None if TVM's runtime library manages it."""
+        return None
+
+    def load_code(self, code: Any) -> None:
+        """Make kernels (`artifact.device_code.DeviceCode`) callable, before a machine runs."""
+        raise NotImplementedError(self.kind)
 
     def count(self) -> int:
         """Number of devices of this computer that `relax-hetero devices` lists."""

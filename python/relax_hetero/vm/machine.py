@@ -15,6 +15,7 @@ from ..artifact.messages import explain_failure
 from ..artifact.metadata import RELEASE_RESULT
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
+from ..target.backend import backend_of
 from . import resize_taps  # noqa: F401 - registers its functions
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.argument_copies import decode_strings, encode_strings
@@ -148,6 +149,8 @@ class VirtualMachine:
             self._threads = attach_threads(executable.devices, module)
             use_compiled_copy_loop(module)
             register_checks(metadata.checks)
+            for code in metadata.device_code:
+                backend_of(code.kind).load_code(code)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             self._release_result = self._module[RELEASE_RESULT]

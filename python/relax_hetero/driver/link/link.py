@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import tvm
@@ -19,9 +19,10 @@ from tvm_ffi import VisitInterrupt, structural_map, structural_walk
 from tvm_ffi.registry import list_global_func_names
 
 from ...artifact.cache_folder import CacheFolder
+from ...artifact.device_code import DeviceCode
 from ...artifact.metadata import RELEASE_RESULT
 from ...errors import BuildError
-from ...target.backend import backend_of
+from ...target.backend import LinkedCode, backend_of
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
 from ...transform.ir.module_attrs import COMMANDS
@@ -253,10 +254,13 @@ class Linked:
     machine_code : dict of str to bytes
         Machine code, by `vm.file.cuda_modules.source_key`, of CUDA kernels that the module contains as source because
         TVM's CUDA runtime is absent.
+    device_code : tuple of DeviceCode
+        Kernels that back ends build when a machine is made.
     """
 
     module: tvm.runtime.Module
-    machine_code: dict[str, bytes] = field(default_factory=dict)
+    machine_code: dict[str, bytes]
+    device_code: tuple[DeviceCode, ...]
 
 
 def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolder | None = None) -> Linked:
@@ -296,13 +300,14 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
     if not external:  # external code runs on TVM's threads, which would compete with workers
         units = with_launch_setters(units)
     built = build_in_parallel(units, lambda target, unit: _check_and_build(target, unit, host_target), progress)
-    libraries, machine_code = _link_by_backend([target for target, _ in units], built, progress, folder)
-    libraries += worker_threads(units, host_target)
+    code = _link_by_backend([target for target, _ in units], built, progress, folder)
+    libraries = code.modules + worker_threads(units, host_target)
     if not libraries and not external and host_target.kind.name == "llvm":
         # Otherwise TVM adds an empty C module, which needs a C compiler to link.
         libraries = [build_llvm(host_target, tvm.IRModule())]
     main_library = libraries[0] if libraries else None
-    return Linked(relax_ffi.VMLink(builder, host_target, main_library, libraries[1:] + external, {}), machine_code)
+    module = relax_ffi.VMLink(builder, host_target, main_library, libraries[1:] + external, {})
+    return Linked(module, code.machine_code, code.device_code)
 
 
 def any_host() -> tvm.target.Target:
@@ -318,17 +323,18 @@ def _link_by_backend(
     built: Sequence[Any],
     progress: Progress | None = None,
     folder: CacheFolder | None = None,
-) -> tuple[list[tvm.runtime.Module], dict[str, bytes]]:
-    """Link built modules with the back ends of their targets; returns also separate machine code (`Backend.link`)."""
-    modules, machine_code = list(built), dict[str, bytes]()
+) -> LinkedCode:
+    """Link built modules with the back ends of their targets (`Backend.link`)."""
+    modules, machine_code, device_code = list(built), dict[str, bytes](), dict[DeviceCode, None]()
     kinds = [target.kind.name for target in targets]
     for kind in dict.fromkeys(kinds):
         indices = [index for index, other in enumerate(kinds) if other == kind]
-        linked, codes = backend_of(kind).link([built[index] for index in indices], progress, folder)
-        for index, module in zip(indices, linked, strict=True):
+        linked = backend_of(kind).link([built[index] for index in indices], progress, folder)
+        for index, module in zip(indices, linked.modules, strict=True):
             modules[index] = module
-        machine_code.update(codes)
-    return modules, machine_code
+        machine_code.update(linked.machine_code)
+        device_code.update(dict.fromkeys(linked.device_code))
+    return LinkedCode(modules, machine_code, tuple(device_code))
 
 
 def external_modules(mod: tvm.IRModule) -> list[tvm.runtime.Module]:
@@ -400,7 +406,7 @@ def group_by_target(mod: tvm.IRModule, host: tvm.target.Target) -> list[tuple[tv
 
 def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> tvm.runtime.Module:
     """Compile and link kernels of one target; the BuildError names the first that does not compile."""
-    return _link_by_backend([target], [_check_and_build(target, group, host)])[0][0]
+    return _link_by_backend([target], [_check_and_build(target, group, host)]).modules[0]
 
 
 def _check_and_build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:

@@ -16,6 +16,7 @@ from tvm import runtime
 from ....artifact.cache_folder import CacheFolder
 from ....artifact.kernel_cache import load_code, store_code
 from ....errors import BuildError
+from ....target.backend import LinkedCode
 from ....target.cpu_cores import num_cores
 from ....transform.ir.reasons import reason
 from ....vm.device.interruptible import run_in_threads
@@ -87,7 +88,7 @@ def _key(compiler: CudaCompiler, source: KernelSource) -> str:
 
 def link_parts(
     parts: Sequence[CudaPart], progress: Callable[[str, int, int], None] | None, folder: CacheFolder | None
-) -> tuple[list[runtime.Module], dict[str, bytes]]:
+) -> LinkedCode:
     """Compile the kernels of all parts, and import them into the parts' host code; see `Backend.link`."""
     sources = [source for part in parts for source in part.sources]
     count = 0
@@ -102,7 +103,7 @@ def link_parts(
     machine_code: dict[str, bytes] = {}
     for part in parts:
         machine_code.update(import_kernels(part, [next(codes) for _ in part.sources]))
-    return [part.host for part in parts], machine_code
+    return LinkedCode([part.host for part in parts], machine_code)
 
 
 def import_kernels(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:

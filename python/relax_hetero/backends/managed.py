@@ -1,0 +1,137 @@
+"""Base class of back ends for devices that TVM's runtime library has no support for.
+
+TVM generates the host code of such a device, and either TVM or the back end the kernels' text. Memory, copies and
+launches are Python functions: `vm.device.device_api.DeviceMemory`, and `ManagedBackend.launcher`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..target.backend import CPU, Backend, LinkedCode
+
+if TYPE_CHECKING:
+    import tvm
+    from tvm import runtime
+
+    from ..artifact.device_code import DeviceCode, KernelLaunch
+    from ..vm.device.device_api import DeviceMemory
+
+
+class ManagedBackend(Backend):
+    """Back end of devices with a `DeviceMemory`; a subclass defines `memory`, `launcher`, and perhaps `generate`."""
+
+    def memory(self) -> DeviceMemory | None:
+        """Memory of the devices, the same at each call; None if a package or driver is absent (`why_absent`)."""
+        raise NotImplementedError(self.kind)
+
+    def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
+        """A function that launches a kernel on a device.
+
+        It takes the index of the device, the values of the parameters (addresses and numbers), and the extents.
+        """
+        raise NotImplementedError(self.kind)
+
+    def generate(self, device: tvm.IRModule, target: tvm.target.Target) -> str:
+        """The text of kernels, which TVM has lowered and separated from their host code."""
+        from tvm.tirx.build import codegen_build
+
+        return str(codegen_build(device, target).inspect_source())
+
+    # Compiling.
+
+    def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
+        """Compile the host code, and generate the kernels' text."""
+        from tvm import tirx
+        from tvm.tirx.build import codegen_build, split_host_device_mods
+
+        from ..artifact.device_code import DeviceCode
+
+        lower, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
+        host, devices = split_host_device_mods(lower(tirx.transform.BindTarget(target)(kernels)))
+        codes: list[DeviceCode] = []
+        for device_target, functions in devices.items():
+            device = finalize_device()(functions)
+            text = self.generate(device, device_target)
+            key = hashlib.blake2b(f"{device_target}\n{text}".encode(), digest_size=12).hexdigest()
+            launches = tuple(_launch(gv.name_hint, func) for gv, func in sorted_functions(device))
+            codes.append(DeviceCode(self.kind, f"relax_hetero.{self.kind}.{key}", text, launches))
+        names = {kernel.name: code.function_name(kernel.name) for code in codes for kernel in code.kernels}
+        return codegen_build(_with_names(finalize_host()(host), names), target.host), tuple(codes)
+
+    def link(
+        self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
+    ) -> LinkedCode:
+        """Separate host code and kernels."""
+        return LinkedCode([host for host, _ in built], {}, tuple(code for _, codes in built for code in codes))
+
+    # Running.
+
+    def load(self) -> bool:
+        """Make TVM use `memory`; returns whether there is one."""
+        from ..vm.device.device_api import install
+
+        memory = self.memory()
+        if memory is not None:
+            install(self.device_type, self.type_name, memory)
+        return memory is not None
+
+    def count(self) -> int:
+        """Number of devices of this computer."""
+        memory = self.memory()
+        return 0 if memory is None else memory.count()
+
+    def copy(self, source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
+        """Copy with `DeviceMemory.copy`."""
+        from ..vm.device.device_api import Location, installed
+        from ..vm.device.tensors import nbytes_of
+
+        installed(self.device_type).raise_error()
+        places = [
+            Location(None if device.dlpack_device_type() == CPU else device.index, tensor.data_ptr())
+            for tensor, device in ((source, source.device), (target, target.device))
+        ]
+        if nbytes := nbytes_of(source):
+            installed(self.device_type).memory.copy(*places, nbytes)
+        return True
+
+    def load_code(self, code: DeviceCode) -> None:
+        """Register a global function for each kernel, by which host code launches it on its current device."""
+        import tvm_ffi
+
+        from ..vm.device.device_api import installed
+
+        api = installed(self.device_type)
+        for kernel in code.kernels:
+            name = code.function_name(kernel.name)
+            if tvm_ffi.get_global_func(name, allow_missing=True) is None:
+                tvm_ffi.register_global_func(name, api.launching(self.launcher(code, kernel), len(kernel.params)))
+
+
+def sorted_functions(mod: tvm.IRModule) -> list[tuple[Any, Any]]:
+    """The functions of a module in order of their names."""
+    return sorted(mod.functions.items(), key=lambda pair: str(pair[0].name_hint))
+
+
+def _launch(name: str, func: Any) -> KernelLaunch:
+    import tvm
+
+    from ..artifact.device_code import KernelLaunch
+
+    types = (param.ty for param in func.params)
+    params = tuple("" if isinstance(ty, tvm.ir.PointerType) else str(ty.dtype) for ty in types)
+    return KernelLaunch(name, params, tuple(map(str, func.attrs["tirx.kernel_launch_params"])))
+
+
+def _with_names(host: tvm.IRModule, names: dict[str, str]) -> tvm.IRModule:
+    """Host code whose launches call the functions of these names."""
+    import tvm
+    from tvm_ffi import structural_map
+
+    def rename(text: Any) -> Any:
+        return tvm.ir.StringImm(names[text.value]) if text.value in names else text
+
+    functions = {gv: structural_map(func, (tvm.ir.StringImm, rename)) for gv, func in host.functions.items()}
+    return tvm.IRModule(functions, attrs=host.attrs)
