@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from ..vm.device.device_api import DeviceMemory
 
 
+_MAX_NAME = 60
+"""Maximum characters of a kernel's name in its text, without the number."""
+
+
 class ManagedBackend(Backend):
     """Back end of devices with a `DeviceMemory`; a subclass defines `memory`, `launcher`, and perhaps `generate`."""
 
@@ -34,16 +38,17 @@ class ManagedBackend(Backend):
         """
         raise NotImplementedError(self.kind)
 
-    def generate(self, device: tvm.IRModule, target: tvm.target.Target) -> str:
-        """The text of kernels, which TVM has lowered and separated from their host code."""
+    def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
+        """The text of a kernel, which TVM has lowered and separated from its host code."""
         from tvm.tirx.build import codegen_build
 
-        return str(codegen_build(device, target).inspect_source())
+        return str(codegen_build(kernel, target).inspect_source())
 
     # Compiling.
 
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
         """Compile the host code, and generate the kernels' text."""
+        import tvm
         from tvm import tirx
         from tvm.tirx.build import codegen_build, split_host_device_mods
 
@@ -52,13 +57,21 @@ class ManagedBackend(Backend):
         lower, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
         host, devices = split_host_device_mods(lower(tirx.transform.BindTarget(target)(kernels)))
         codes: list[DeviceCode] = []
+        names: dict[str, str] = {}
         for device_target, functions in devices.items():
-            device = finalize_device()(functions)
-            text = self.generate(device, device_target)
+            launches, texts = {}, []
+            parts = sorted(finalize_device()(functions).functions.items(), key=lambda pair: str(pair[0].name_hint))
+            for number, (gv, func) in enumerate(parts):
+                # Other names than functions of the language (max), no longer than a file's name.
+                name = f"kernel{number}_{gv.name_hint[:_MAX_NAME]}"
+                launches[gv.name_hint] = _launch(name, func)
+                kernel = tvm.IRModule({tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)})
+                texts.append(self.generate(kernel, device_target))  # of all at once, the declarations are quadratic
+            text = "".join(texts)
             key = hashlib.blake2b(f"{device_target}\n{text}".encode(), digest_size=12).hexdigest()
-            launches = tuple(_launch(gv.name_hint, func) for gv, func in sorted_functions(device))
-            codes.append(DeviceCode(self.kind, f"relax_hetero.{self.kind}.{key}", text, launches))
-        names = {kernel.name: code.function_name(kernel.name) for code in codes for kernel in code.kernels}
+            code = DeviceCode(self.kind, f"relax_hetero.{self.kind}.{key}", text, tuple(launches.values()))
+            names.update({name: code.function_name(launch.name) for name, launch in launches.items()})
+            codes.append(code)
         return codegen_build(_with_names(finalize_host()(host), names), target.host), tuple(codes)
 
     def link(
@@ -108,11 +121,6 @@ class ManagedBackend(Backend):
             name = code.function_name(kernel.name)
             if tvm_ffi.get_global_func(name, allow_missing=True) is None:
                 tvm_ffi.register_global_func(name, api.launching(self.launcher(code, kernel), len(kernel.params)))
-
-
-def sorted_functions(mod: tvm.IRModule) -> list[tuple[Any, Any]]:
-    """The functions of a module in order of their names."""
-    return sorted(mod.functions.items(), key=lambda pair: str(pair[0].name_hint))
 
 
 def _launch(name: str, func: Any) -> KernelLaunch:

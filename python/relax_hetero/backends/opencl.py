@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from .gpu import GpuBackend
 from .managed import ManagedBackend
 
 if TYPE_CHECKING:
+    import tvm
+
     from ..artifact.device_code import DeviceCode, KernelLaunch
 
 
@@ -26,6 +29,10 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def __init__(self) -> None:
         super().__init__("opencl", 4, "", "an OpenCL device", "cl ocl pocl")
+
+    def native_target(self, index: int) -> tvm.target.Target:
+        """The target of any OpenCL device: code for it runs on all."""
+        return self.default_target()
 
     def memory(self) -> OpenClMemory | None:
         """Memory of all devices that are useable; None without pyopencl."""
@@ -41,11 +48,22 @@ class OpenClBackend(ManagedBackend, GpuBackend):
             return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
         return memory.why_absent
 
+    def schedule(self, kernel: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
+        """Bind loops to work-groups and work-items."""
+        from ..target.gpu_target import GENERIC
+        from ..tir.cuda.loops import schedule
+
+        return schedule(kernel, GENERIC)
+
     def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
         """A launch in the device's queue; the text is compiled for a device at its first launch."""
         memory = self.memory()
         assert memory is not None, "there are devices"
         return _Launcher(memory, code, kernel)
+
+
+_MAX_FREED_BYTES = 64 << 20
+"""Bytes that are freed, but kept until the queue is empty, before an allocation waits for the queue."""
 
 
 class _Device:
@@ -59,6 +77,37 @@ class _Device:
         self.queue = pyopencl.CommandQueue(self.context)
         self.lock = threading.Lock()
         self.allocations: dict[int, Any] = {}
+        self._freed: deque[Any] = deque()
+        self._freed_bytes = 0
+
+    def allocate(self, nbytes: int, alignment: int) -> int:
+        """Allocate shared virtual memory; pyopencl.Error if there is none left."""
+        import pyopencl
+
+        if self._freed_bytes > _MAX_FREED_BYTES:
+            self.synchronize()
+        flags = pyopencl.svm_mem_flags.READ_WRITE
+        try:
+            memory = pyopencl.SVMAllocation(self.context, nbytes, alignment, flags)
+        except pyopencl.Error:
+            self.synchronize()
+            memory = pyopencl.SVMAllocation(self.context, nbytes, alignment, flags)
+        self.allocations[memory.svm_ptr] = memory
+        return int(memory.svm_ptr)
+
+    def free(self, address: int) -> None:
+        """Free memory once the queue is empty: PoCL 3 frees other memory if it is asked to free in the queue."""
+        memory = self.allocations.pop(address)
+        self._freed_bytes += memory.size
+        self._freed.append(memory)
+
+    def synchronize(self) -> None:
+        """Wait for the queue."""
+        freed = len(self._freed)
+        self.queue.finish()
+        for memory in [self._freed.popleft() for _ in range(min(freed, len(self._freed)))]:
+            self._freed_bytes -= memory.size
+            memory.release()
 
 
 class OpenClMemory(DeviceMemory):
@@ -93,17 +142,15 @@ class OpenClMemory(DeviceMemory):
 
     def allocate(self, index: int, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory."""
-        device, flags = self.opened(index), self._cl.svm_mem_flags.READ_WRITE
+        device = self.opened(index)
         try:
-            memory = self._cl.SVMAllocation(device.context, nbytes, alignment, flags, queue=device.queue)
+            return device.allocate(nbytes, alignment)
         except self._cl.Error as error:
             raise HeteroError(f"opencl:{index} ({device.device.name}) has no {nbytes:,} bytes left: {error}") from error
-        device.allocations[memory.svm_ptr] = memory
-        return int(memory.svm_ptr)
 
     def free(self, index: int, address: int) -> None:
         """Free memory after the queue's work."""
-        self.opened(index).allocations.pop(address).release()
+        self.opened(index).free(address)
 
     def copy(self, source: Location, target: Location, nbytes: int) -> None:
         """Copy in the queue of the target, or of the source if that is the host."""
@@ -121,7 +168,7 @@ class OpenClMemory(DeviceMemory):
 
     def synchronize(self, index: int) -> None:
         """Wait for the queue."""
-        self.opened(index).queue.finish()
+        self.opened(index).synchronize()
 
 
 @cache

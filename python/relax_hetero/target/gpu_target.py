@@ -139,6 +139,8 @@ class GpuTarget:
         Whether ``cp.async`` is available (from 8.0).
     bulk_copies : bool
         Whether bulk copies, mbarrier and clusters are available (from 9.0).
+    shuffles : bool
+        Whether threads of a warp exchange values in registers.
     model : GpuModel
         Timings; by default those of the H200.
     """
@@ -154,6 +156,7 @@ class GpuTarget:
     cache_bytes: int
     async_copies: bool
     bulk_copies: bool
+    shuffles: bool = True
     model: GpuModel = H200
 
     @property
@@ -204,6 +207,10 @@ def arch_of(capability: str) -> str:
 def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     """The facts of a CUDA target; an unknown ``arch`` gets SIMT kernels and minimum limits."""
     return _gpu_target_of(str(target.attrs.get("arch", "")))
+
+
+GENERIC = GpuTarget("", 0, "", frozenset(), 16 << 10, 16 << 10, 65536, 16, 0, False, False, shuffles=False)
+"""Facts about any GPU, of any vendor."""
 
 
 @cache

@@ -463,8 +463,9 @@ def _kernel_error(
     for gv, func in sorted(group.functions.items(), key=lambda pair: pair[0].name_hint):
         if runs_commands(func):
             continue  # its callees would be missing
+        public = func.with_attr("global_symbol", gv.name_hint)
         try:
-            _build(target, tvm.IRModule({gv: func}), host)
+            _build(target, tvm.IRModule({gv: public}), host)
         except Exception as kernel_error:  # the same errors as above
             return BuildError(f"kernel {gv.name_hint!r} does not compile for target {target}: {reason(kernel_error)}")
     return BuildError(f"kernels {sorted(g.name_hint for g in group.get_global_vars())} for {target}: {error}")

@@ -88,7 +88,7 @@ def write_reduction(box: FlatBox, gpu: GpuTarget) -> None:
         _write_serial(box, merge, plan, gpu)
     else:
         assert merge is not None
-        _BlockReduction(box, merge, plan).write()
+        _BlockReduction(box, merge, plan, gpu.shuffles).write()
 
 
 def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
@@ -314,8 +314,9 @@ def _reduce_in_order(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[ti
 class _BlockReduction:
     """Launch whose threads compute partial results and merge them within a block."""
 
-    def __init__(self, box: FlatBox, merge: Merge, plan: Plan) -> None:
+    def __init__(self, box: FlatBox, merge: Merge, plan: Plan, shuffles: bool) -> None:
         self.plan, self.merge, self.scalar_box = plan, merge, LaneBox(box, None, 1)
+        self._shuffles = shuffles
         if plan.terms > 1:
             self.box = vectorized(box, box.reduced[-1], plan.terms, False)
         elif plan.lanes > 1:
@@ -412,6 +413,9 @@ class _BlockReduction:
     def _merge_threads(self, partials: Partials, thread: Expr, rank: Expr, threads: int) -> None:
         """Merge partial results by warp shuffles or in shared memory; the first thread of a group has the result."""
         threads_per_result, lanes = self.plan.threads_per_result, self.plan.lanes
+        if self.plan.are_neighbours and not self._shuffles:
+            self._merge_in_shared_memory(partials, thread, threads)
+            return
         if self.plan.are_neighbours:
             width = min(threads_per_result, WARP)
             while width > 1:
@@ -439,6 +443,23 @@ class _BlockReduction:
                 for lane in range(lanes):
                     index = thread + (other * self.groups + lane * threads)
                     _merge_into(self.merge, partials, int64(lane), [tirx.BufferLoad(m, [index]) for m in buffers])
+
+
+    def _merge_in_shared_memory(self, partials: Partials, thread: Expr, threads: int) -> None:
+        """Merge partial results of neighbours in a tree.
+
+        All threads take part, as TVM rejects barriers in branches; only the first half of a step's values is read again.
+        """
+        buffers = [T.alloc_buffer((threads,), dtype, scope="shared") for dtype in self.merge.types]
+        width = self.plan.threads_per_result
+        while width > 1:
+            width //= 2
+            for shared, own in zip(buffers, partials, strict=True):
+                T.buffer_store(shared, tirx.BufferLoad(own, [int64(0)]), [thread])
+            sync()
+            other = T.min(thread + width, int64(threads - 1))
+            _merge_into(self.merge, partials, int64(0), [tirx.BufferLoad(shared, [other]) for shared in buffers])
+            sync()
 
 
 def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
