@@ -110,7 +110,7 @@ class ManagedBackend(Backend):
             installed(self.device_type).memory.copy(*places, nbytes)
         return True
 
-    def load_code(self, code: DeviceCode) -> None:
+    def load_code(self, code: DeviceCode, indices: Sequence[int]) -> None:
         """Register a global function for each kernel, by which host code launches it on its current device."""
         import tvm_ffi
 

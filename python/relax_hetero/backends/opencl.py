@@ -7,13 +7,14 @@ queue, which runs commands in order.
 from __future__ import annotations
 
 import ctypes
+import re
 import threading
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BuildError, HeteroError
+from ..artifact.cache_folder import resolve_cache_folder
+from ..errors import BuildError, MemoryLimitError
 from ..vm.device.device_api import DeviceMemory, Location
 from .gpu import GpuBackend
 from .managed import ManagedBackend
@@ -23,9 +24,19 @@ if TYPE_CHECKING:
 
     from ..artifact.device_code import DeviceCode, KernelLaunch
 
+# Functions of C that TVM calls for float32, of which OpenCL C has the name without the suffix.
+_SUFFIXED = re.compile(
+    r"\b((?:a?(?:cos|sin|tan)h?|atan2|exp(?:2|10|m1)?|log(?:2|10|1p)?|erfc?|sqrt|cbrt|pow|fmod|hypot|ldexp"
+    r"|floor|ceil|round|trunc|rint|fabs|copysign|nextafter))f\("
+)
+_EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
+"""Optional extensions that TVM's text enables where kernels need them, and what they are for."""
+
 
 class OpenClBackend(ManagedBackend, GpuBackend):
-    """Back end of OpenCL devices with shared virtual memory, GPUs before CPUs."""
+    """Back end of OpenCL devices with shared virtual memory; GPUs come before CPUs."""
+
+    has_sorts = True
 
     def __init__(self) -> None:
         super().__init__("opencl", 4, "", "an OpenCL device", "cl ocl pocl")
@@ -34,20 +45,6 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         """The target of any OpenCL device: code for it runs on all."""
         return self.default_target()
 
-    def memory(self) -> OpenClMemory | None:
-        """Memory of all devices that are useable; None without pyopencl."""
-        try:
-            return _memory()
-        except ImportError:
-            return None
-
-    def why_absent(self) -> str:
-        """Absent packages, drivers or abilities."""
-        memory = self.memory()
-        if memory is None:
-            return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
-        return memory.why_absent
-
     def schedule(self, kernel: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
         """Bind loops to work-groups and work-items."""
         from ..target.gpu_target import GENERIC
@@ -55,11 +52,33 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
         return schedule(kernel, GENERIC)
 
-    def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
-        """A launch in the device's queue; the text is compiled for a device at its first launch."""
+    def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
+        """OpenCL C of a kernel."""
+        return _SUFFIXED.sub(r"\1(", super().generate(kernel, target))
+
+    def memory(self) -> OpenClMemory | None:
+        """Memory of all devices that can be used; None without pyopencl."""
+        try:
+            return _memory()
+        except ImportError:
+            return None
+
+    def why_absent(self) -> str:
+        """The absent package, driver or ability."""
         memory = self.memory()
-        assert memory is not None, "there are devices"
-        return _Launcher(memory, code, kernel)
+        if memory is None:
+            return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
+        return memory.why_absent
+
+    def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
+        """A launch in the device's queue."""
+        return _Launcher(_memory(), code, kernel)
+
+    def load_code(self, code: DeviceCode, indices: Sequence[int]) -> None:
+        """Compile the text for the devices that will run it."""
+        for index in indices:
+            _memory().opened(index).program(code.text)
+        super().load_code(code, indices)
 
 
 _MAX_FREED_BYTES = 64 << 20
@@ -67,47 +86,70 @@ _MAX_FREED_BYTES = 64 << 20
 
 
 class _Device:
-    """A device, with its context and queue."""
+    """A device with its context and its queue."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, index: int, device: Any) -> None:
         import pyopencl
 
-        self.device = device
+        self._cl, self._device = pyopencl, device
+        self.name = f"opencl:{index} ({device.name.strip()})"
         self.context = pyopencl.Context([device])
         self.queue = pyopencl.CommandQueue(self.context)
-        self.lock = threading.Lock()
-        self.allocations: dict[int, Any] = {}
-        self._freed: deque[Any] = deque()
-        self._freed_bytes = 0
+        self.launching = threading.Lock()
+        self._changing = threading.Lock()
+        self._allocations: dict[int, Any] = {}
+        self._freed: list[Any] = []
+        self.program = lru_cache(256)(self._built)
 
     def allocate(self, nbytes: int, alignment: int) -> int:
-        """Allocate shared virtual memory; pyopencl.Error if there is none left."""
-        import pyopencl
-
-        if self._freed_bytes > _MAX_FREED_BYTES:
+        """Allocate shared virtual memory; MemoryLimitError if there is none left."""
+        with self._changing:
+            freed_bytes = sum(memory.size for memory in self._freed)
+        if freed_bytes > _MAX_FREED_BYTES:
             self.synchronize()
-        flags = pyopencl.svm_mem_flags.READ_WRITE
         try:
-            memory = pyopencl.SVMAllocation(self.context, nbytes, alignment, flags)
-        except pyopencl.Error:
-            self.synchronize()
-            memory = pyopencl.SVMAllocation(self.context, nbytes, alignment, flags)
-        self.allocations[memory.svm_ptr] = memory
+            memory = self._new(nbytes, alignment)
+        except self._cl.Error:
+            self.synchronize()  # frees memory
+            try:
+                memory = self._new(nbytes, alignment)
+            except self._cl.Error as error:
+                raise MemoryLimitError(f"{self.name} has no {nbytes:,} bytes left: {error}") from error
+        with self._changing:
+            self._allocations[memory.svm_ptr] = memory
         return int(memory.svm_ptr)
 
+    def _new(self, nbytes: int, alignment: int) -> Any:
+        return self._cl.SVMAllocation(self.context, nbytes, alignment, self._cl.svm_mem_flags.READ_WRITE)
+
     def free(self, address: int) -> None:
-        """Free memory once the queue is empty: PoCL 3 frees other memory if it is asked to free in the queue."""
-        memory = self.allocations.pop(address)
-        self._freed_bytes += memory.size
-        self._freed.append(memory)
+        """Free memory when the queue is next empty: PoCL 3 frees other memory if it is to be freed in the queue."""
+        with self._changing:
+            self._freed.append(self._allocations.pop(address))
 
     def synchronize(self) -> None:
         """Wait for the queue."""
-        freed = len(self._freed)
+        with self._changing:
+            freed, self._freed = self._freed, []
         self.queue.finish()
-        for memory in [self._freed.popleft() for _ in range(min(freed, len(self._freed)))]:
-            self._freed_bytes -= memory.size
+        for memory in freed:
             memory.release()
+
+    def _built(self, text: str) -> Any:
+        """The compiled text; BuildError if the device cannot compile it.
+
+        Binaries are cached by device and driver, by pyopencl unless the driver does it.
+        """
+        available = self._device.extensions.split()
+        lacking = [f"{name} ({use})" for name, use in _EXTENSIONS.items() if name in text and name not in available]
+        if lacking:
+            raise BuildError(f"{self.name} lacks {', '.join(lacking)}, which the model's kernels need")
+        folder = resolve_cache_folder()
+        cache_dir = False if folder is None else str(folder.path.parent / "opencl")
+        try:
+            return self._cl.Program(self.context, text).build(cache_dir=cache_dir)
+        except self._cl.RuntimeError as error:
+            raise BuildError(f"{self.name} cannot compile the model's kernels: {error}") from error
 
 
 class OpenClMemory(DeviceMemory):
@@ -115,55 +157,47 @@ class OpenClMemory(DeviceMemory):
 
     Attributes
     ----------
-    devices : list of pyopencl.Device
-        Devices with shared virtual memory.
+    opened : callable
+        The opened device of an index.
     why_absent : str
-        Reason why there are no more devices.
+        Reason why there are no more devices; empty if there are none to be had.
     """
 
     def __init__(self) -> None:
         import pyopencl
 
         self._cl = pyopencl
-        found, self.why_absent = _find_devices(pyopencl)
-        self.devices = [device for device in found if _svm_capabilities(device)]
-        if len(self.devices) < len(found):
-            names = ", ".join(device.name for device in found if device not in self.devices)
-            self.why_absent = f"found {names} without shared virtual memory, expected OpenCL 2.0's"
-        self.opened = cache(lambda index: _Device(self.devices[index]))
+        self._devices, self.why_absent = _usable_devices(pyopencl)
+        self.opened = cache(lambda index: _Device(index, self._devices[index]))
 
     def count(self) -> int:
-        """Number of useable devices."""
-        return len(self.devices)
+        """Number of devices that can be used."""
+        return len(self._devices)
 
     def memory_bytes(self, index: int) -> int:
         """Global memory of a device."""
-        return int(self.devices[index].global_mem_size)
+        return int(self._devices[index].global_mem_size)
 
     def allocate(self, index: int, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory."""
-        device = self.opened(index)
-        try:
-            return device.allocate(nbytes, alignment)
-        except self._cl.Error as error:
-            raise HeteroError(f"opencl:{index} ({device.device.name}) has no {nbytes:,} bytes left: {error}") from error
+        return self.opened(index).allocate(nbytes, alignment)
 
     def free(self, index: int, address: int) -> None:
         """Free memory after the queue's work."""
         self.opened(index).free(address)
 
     def copy(self, source: Location, target: Location, nbytes: int) -> None:
-        """Copy in the queue of the target, or of the source if that is the host."""
-        if None not in (source.index, target.index) and source.index != target.index:
+        """Copy in the queue of the source, or of the target if the source is the host."""
+        if source.index is not None and target.index is not None and source.index != target.index:
             staging = ctypes.create_string_buffer(nbytes)
             between = Location(None, ctypes.addressof(staging))
             self.copy(source, between, nbytes)
             self.copy(between, target, nbytes)
             return
-        index = source.index if target.index is None else target.index
-        assert index is not None, "the host's memory is not copied here"
+        index = target.index if source.index is None else source.index
+        assert index is not None, "copies within the host are not ours"
         is_blocking = source.index != target.index
-        places = (self._cl.SVM((ctypes.c_char * nbytes).from_address(place.address)) for place in (target, source))
+        places = [self._cl.SVM((ctypes.c_char * nbytes).from_address(place.address)) for place in (target, source)]
         self._cl.enqueue_copy(self.opened(index).queue, *places, is_blocking=is_blocking)
 
     def synchronize(self, index: int) -> None:
@@ -176,22 +210,28 @@ def _memory() -> OpenClMemory:
     return OpenClMemory()
 
 
-def _find_devices(cl: Any) -> tuple[list[Any], str]:
-    """All devices, GPUs first, and why there are none."""
+def _usable_devices(cl: Any) -> tuple[list[Any], str]:
+    """The devices with shared virtual memory, CPUs last, and why there are no others."""
     try:
         platforms = cl.get_platforms()
     except cl.Error as error:
-        return [], f"no OpenCL platform ({error}); expected the driver of its vendor, or PoCL (package pocl-opencl-icd)"
-    devices = [device for platform in platforms for device in platform.get_devices()]
-    devices.sort(key=lambda device: bool(device.type & cl.device_type.CPU))
-    return devices, "" if devices else f"no device of {', '.join(platform.name for platform in platforms)}"
+        return [], f"no OpenCL platform ({error}); expected its vendor's driver, or PoCL (Debian: pocl-opencl-icd)"
+    devices = sorted(
+        (device for platform in platforms for device in platform.get_devices()),
+        key=lambda device: bool(device.type & cl.device_type.CPU),
+    )
+    usable = [device for device in devices if _has_shared_memory(cl, device)]
+    others = [device.name.strip() for device in devices if device not in usable]
+    if others:
+        return usable, f"{', '.join(others)} without shared virtual memory, expected that of OpenCL 2.0"
+    return usable, "" if usable else f"no device of {', '.join(platform.name for platform in platforms)}"
 
 
-def _svm_capabilities(device: Any) -> int:
+def _has_shared_memory(cl: Any, device: Any) -> bool:
     try:
-        return int(device.svm_capabilities)
-    except Exception:  # devices of OpenCL 1.2 do not know the question
-        return 0
+        return bool(device.svm_capabilities)
+    except cl.Error:  # devices of OpenCL 1.2 do not know the question
+        return False
 
 
 class _Launcher:
@@ -200,43 +240,37 @@ class _Launcher:
     def __init__(self, memory: OpenClMemory, code: DeviceCode, kernel: KernelLaunch) -> None:
         import numpy as np
 
-        self._memory, self._code, self._kernel = memory, code, kernel
+        self._memory, self._text, self._name = memory, code.text, kernel.name
         self._types = [np.dtype(param).type if param else None for param in kernel.params]
-        self._axes = [(axis[0] == "t", "xyz".index(axis[-1])) for axis in kernel.axes]
-        self._kernels = lru_cache(None)(self._built)
+        self._axes = [(axis.startswith("thread"), "xyz".index(axis[-1])) for axis in kernel.axes]
+        self._kernel = cache(self._built)
 
     def __call__(self, index: int, values: Sequence[Any], extents: Sequence[int]) -> None:
-        """Launch the kernel on a device."""
-        groups, threads = [1, 1, 1], [1, 1, 1]
-        for (is_thread, axis), extent in zip(self._axes, extents, strict=True):
-            (threads if is_thread else groups)[axis] = extent
+        """Put a launch into the queue of a device."""
+        groups, items = [1, 1, 1], [1, 1, 1]
+        for (is_item, axis), extent in zip(self._axes, extents, strict=True):
+            (items if is_item else groups)[axis] = extent
         if 0 in groups:
             return
-        device, kernel = self._kernels(index)
-        cl = self._memory._cl
-        with device.lock:  # arguments belong to the kernel until it is in the queue
+        device, kernel = self._kernel(index)
+        with device.launching:  # a kernel has one set of arguments, which belongs to the queue after the launch
             for position, (dtype, value) in enumerate(zip(self._types, values, strict=True)):
-                kernel.set_arg(position, _svm(value.value or 0) if dtype is None else dtype(value))
-            sizes = [group * thread for group, thread in zip(groups, threads, strict=True)]
-            cl.enqueue_nd_range_kernel(device.queue, kernel, sizes, threads)
+                kernel.set_arg(position, _address(value) if dtype is None else dtype(value))
+            sizes = [count * size for count, size in zip(groups, items, strict=True)]
+            self._memory._cl.enqueue_nd_range_kernel(device.queue, kernel, sizes, items)
 
     def _built(self, index: int) -> tuple[_Device, Any]:
         device = self._memory.opened(index)
-        return device, self._memory._cl.Kernel(_program(self._memory, self._code, index), self._kernel.name)
+        return device, self._memory._cl.Kernel(device.program(self._text), self._name)
+
+
+def _address(value: Any) -> Any:
+    """An argument for an address, which the FFI passes as None if it is 0."""
+    return _shared(value.value) if value is not None and value.value else None
 
 
 @lru_cache(4096)
-def _svm(address: int) -> Any:
-    """An argument for an address."""
+def _shared(address: int) -> Any:
     import pyopencl
 
-    return pyopencl.SVM(ctypes.c_char.from_address(address)) if address else None
-
-
-@lru_cache(256)
-def _program(memory: OpenClMemory, code: DeviceCode, index: int) -> Any:
-    device = memory.opened(index)
-    try:
-        return memory._cl.Program(device.context, code.text).build()
-    except memory._cl.RuntimeError as error:
-        raise BuildError(f"opencl:{index} ({device.device.name}) cannot compile its kernels: {error}") from error
+    return pyopencl.SVM(ctypes.c_char.from_address(address))

@@ -188,8 +188,8 @@ class Backend:
         """Memory of the devices (`vm.device.device_api.DeviceMemory`); None if TVM's runtime library manages it."""
         return None
 
-    def load_code(self, code: Any) -> None:
-        """Make kernels (`artifact.device_code.DeviceCode`) callable, before a machine runs."""
+    def load_code(self, code: Any, indices: Sequence[int]) -> None:
+        """Make kernels (`artifact.device_code.DeviceCode`) callable on devices, before a machine runs."""
         raise NotImplementedError(self.kind)
 
     def count(self) -> int:

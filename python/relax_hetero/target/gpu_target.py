@@ -141,6 +141,9 @@ class GpuTarget:
         Whether bulk copies, mbarrier and clusters are available (from 9.0).
     shuffles : bool
         Whether threads of a warp exchange values in registers.
+    copies_words : bool
+        Whether kernels copy elements of any type as 32-bit words; otherwise as vectors of their type, because accesses
+        of an array by two types are undefined in C.
     model : GpuModel
         Timings; by default those of the H200.
     """
@@ -157,6 +160,7 @@ class GpuTarget:
     async_copies: bool
     bulk_copies: bool
     shuffles: bool = True
+    copies_words: bool = True
     model: GpuModel = H200
 
     @property
@@ -209,7 +213,7 @@ def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     return _gpu_target_of(str(target.attrs.get("arch", "")))
 
 
-GENERIC = GpuTarget("", 0, "", frozenset(), 16 << 10, 16 << 10, 65536, 16, 0, False, False, shuffles=False)
+GENERIC = GpuTarget("", 0, "", frozenset(), 16 << 10, 16 << 10, 65536, 16, 0, False, False, False, False)
 """Facts about any GPU, of any vendor."""
 
 

@@ -144,13 +144,14 @@ class VirtualMachine:
         self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._devices_and_scopes = (self._devices, self._scopes)
         module = executable.runnable_module()
+        for code in metadata.device_code:
+            indices = {each.index for each, spec in zip(bound, metadata.devices, strict=True) if spec.kind == code.kind}
+            backend_of(code.kind).load_code(code, sorted(indices))
         try:
             generate_machine_code(module)
             self._threads = attach_threads(executable.devices, module)
             use_compiled_copy_loop(module)
             register_checks(metadata.checks)
-            for code in metadata.device_code:
-                backend_of(code.kind).load_code(code)
             self._constants = executable.constants_on(self._devices)
             self._module = _load(module, self._devices)
             self._release_result = self._module[RELEASE_RESULT]

@@ -20,6 +20,7 @@ from .cuda_loops import write_function
 from .cuda_nms import nms_kernel
 from .cuda_recurrence import recurrence_kernel
 from .cuda_routing import routing_kernel
+from .lanes import copies_words
 from .launches import Launch, launches_of
 from .statements import write_statements
 from .wide_axes import with_wide_axes
@@ -35,6 +36,7 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     func : PrimFunc
         A function without thread bindings.
     """
+    copies_words.set(gpu.copies_words)
     if NMS in func.attrs:
         return nms_kernel(func)
     if RECURRENCE in func.attrs:

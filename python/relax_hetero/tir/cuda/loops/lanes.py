@@ -7,6 +7,7 @@ so every type and every function is supported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -194,6 +195,10 @@ class Guards:
         structural_walk(expr, [(Load, on_load), (tvm.ir.Call, on_call)], order="pre")
 
 
+copies_words: ContextVar[bool] = ContextVar("copies_words", default=True)
+"""Value of `GpuTarget.copies_words` for the kernel that is being written."""
+
+
 def copy_words(target: tirx.Buffer, offset: Expr, source: tirx.Buffer, start: Expr, count: int) -> None:
     """Copy neighbouring elements between memory and registers, up to 16 bytes at a time.
 
@@ -204,7 +209,14 @@ def copy_words(target: tirx.Buffer, offset: Expr, source: tirx.Buffer, start: Ex
     count : int
         Number of elements, whole words.
     """
-    size = bytes_of(str(target.dtype))
+    dtype = str(target.dtype)
+    size = bytes_of(dtype)
+    if not copies_words.get():
+        lanes = 1 if dtype == "bool" else min(count, VECTOR_BYTES // size)
+        for element in range(0, count, lanes):
+            read = tirx.BufferLoad(source, [lane_indices(int64(start) + element, lanes)])
+            T.buffer_store(target, read, [lane_indices(int64(offset) + element, lanes)])
+        return
     words = count * size // WORD_BYTES
     per_access = next(n for n in (VECTOR_BYTES // WORD_BYTES, 2, 1) if words % n == 0)
     into, out_of = _words(target), _words(source)
