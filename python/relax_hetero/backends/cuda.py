@@ -109,9 +109,7 @@ class CudaBackend(GpuBackend):
 
         return generate(kernels, target)
 
-    def link(
-        self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
-    ) -> LinkedCode:
+    def link(self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any) -> LinkedCode:
         """Compile all sources in parallel, and import the kernels into the host code."""
         from ..driver.link.cuda.machine_code import link_parts
 

@@ -74,9 +74,7 @@ class ManagedBackend(Backend):
             codes.append(code)
         return codegen_build(_with_names(finalize_host()(host), names), target.host), tuple(codes)
 
-    def link(
-        self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
-    ) -> LinkedCode:
+    def link(self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any) -> LinkedCode:
         """Separate host code and kernels."""
         return LinkedCode([host for host, _ in built], {}, tuple(code for _, codes in built for code in codes))
 
@@ -101,13 +99,14 @@ class ManagedBackend(Backend):
         from ..vm.device.device_api import Location, installed
         from ..vm.device.tensors import nbytes_of
 
-        installed(self.device_type).raise_error()
-        places = [
-            Location(None if device.dlpack_device_type() == CPU else device.index, tensor.data_ptr())
-            for tensor, device in ((source, source.device), (target, target.device))
-        ]
+        def located(tensor: runtime.Tensor) -> Location:
+            is_host = tensor.device.dlpack_device_type() == CPU
+            return Location(None if is_host else tensor.device.index, tensor.data_ptr())
+
+        api = installed(self.device_type)
+        api.raise_error()
         if nbytes := nbytes_of(source):
-            installed(self.device_type).memory.copy(*places, nbytes)
+            api.memory.copy(located(source), located(target), nbytes)
         return True
 
     def load_code(self, code: DeviceCode, indices: Sequence[int]) -> None:

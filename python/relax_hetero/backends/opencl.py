@@ -54,7 +54,9 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
         """OpenCL C of a kernel."""
-        return _SUFFIXED.sub(r"\1(", super().generate(kernel, target))
+        text = _SUFFIXED.sub(r"\1(", super().generate(kernel, target))
+        # Kernels exchange values in global memory, too, as CUDA's barriers allow.
+        return text.replace("barrier(CLK_LOCAL_MEM_FENCE)", "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)")
 
     def memory(self) -> OpenClMemory | None:
         """Memory of all devices that can be used; None without pyopencl."""
@@ -188,15 +190,15 @@ class OpenClMemory(DeviceMemory):
 
     def copy(self, source: Location, target: Location, nbytes: int) -> None:
         """Copy in the queue of the source, or of the target if the source is the host."""
-        if source.index is not None and target.index is not None and source.index != target.index:
+        if source.device is not None and target.device is not None and source.device != target.device:
             staging = ctypes.create_string_buffer(nbytes)
             between = Location(None, ctypes.addressof(staging))
             self.copy(source, between, nbytes)
             self.copy(between, target, nbytes)
             return
-        index = target.index if source.index is None else source.index
+        index = target.device if source.device is None else source.device
         assert index is not None, "copies within the host are not ours"
-        is_blocking = source.index != target.index
+        is_blocking = source.device != target.device
         places = [self._cl.SVM((ctypes.c_char * nbytes).from_address(place.address)) for place in (target, source)]
         self._cl.enqueue_copy(self.opened(index).queue, *places, is_blocking=is_blocking)
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..errors import VDeviceError
 from ..providers import provided
 
 if TYPE_CHECKING:
@@ -148,9 +150,7 @@ class Backend:
 
         return tirx.build(kernels, target=target)
 
-    def link(
-        self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any
-    ) -> LinkedCode:
+    def link(self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any) -> LinkedCode:
         """Complete the results of `build` for all targets of a model.
 
         Parameters
@@ -231,9 +231,25 @@ class Backend:
         raise NotImplementedError(self.kind)
 
 
+ENTRY_POINTS = "relax_hetero.backends"
+"""Group of entry points by which other packages add back ends."""
+
+
 @cache
 def _table() -> dict[str, Backend]:
-    return {backend.kind: backend for backend in provided("backends")}
+    table = {backend.kind: backend for backend in provided("backends")}
+    for entry in entry_points(group=ENTRY_POINTS):
+        try:
+            backend = entry.load()()
+        except Exception as error:  # whatever a foreign package raises
+            raise VDeviceError(
+                f"the back end {entry.name!r} of the package {entry.dist.name if entry.dist else '?'!r} "
+                f"({entry.value}) cannot be loaded: {type(error).__name__}: {error}; expected a subclass of "
+                "relax_hetero.target.backend.Backend that is called without arguments"
+            ) from error
+        table.pop(backend.kind, None)
+        table = {backend.kind: backend, **table}  # the first one of a device type runs its devices
+    return table
 
 
 def register_backend(backend: Backend) -> None:

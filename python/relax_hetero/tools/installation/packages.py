@@ -47,6 +47,7 @@ DISTRIBUTION = "relax-hetero"
 
 EXTRAS = {
     CudaBackend.KIND: "compiling for NVIDIA GPUs without a CUDA toolkit",
+    "opencl": "running on OpenCL devices",
     "torch": "rh.from_torch",
     "llm": "GGUF files, tokenizers and chat templates: rh.llm, relax-hetero chat",
     "serve": "the endpoints of OpenAI: relax-hetero serve",

@@ -25,11 +25,11 @@ class Location(NamedTuple):
 
     Attributes
     ----------
-    index : int or None
+    device : int or None
         Device of the type; None for the host.
     """
 
-    index: int | None
+    device: int | None
     address: int
 
 
@@ -130,7 +130,9 @@ class DeviceApi:
         """The address of the C++ object."""
         return ctypes.addressof(self._object)
 
-    def launching(self, launch: Callable[[int, Sequence[Any], Sequence[int]], None], num_params: int) -> Callable[..., None]:
+    def launching(
+        self, launch: Callable[[int, Sequence[Any], Sequence[int]], None], num_params: int
+    ) -> Callable[..., None]:
         """The function that host code calls for a launch, on the device that it has chosen in this thread."""
 
         def call(*args: Any) -> None:
@@ -185,12 +187,12 @@ class DeviceApi:
         self, source: int | None, source_offset: int, target: int | None, target_offset: int, nbytes: int,
         from_device: int, to_device: int, _dtype: int, _stream: int,
     ) -> None:  # fmt: skip
-        places = [
-            Location(None if (device & 0xFFFFFFFF) == CPU else device >> 32, (address or 0) + offset)
-            for address, offset, device in ((source, source_offset, from_device), (target, target_offset, to_device))
-        ]
+        def located(address: int | None, offset: int, device: int) -> Location:
+            return Location(None if (device & 0xFFFFFFFF) == CPU else device >> 32, (address or 0) + offset)
+
+        begin, end = located(source, source_offset, from_device), located(target, target_offset, to_device)
         if nbytes:
-            self.memory.copy(*places, nbytes)
+            self.memory.copy(begin, end, nbytes)
 
 
 _lock = threading.Lock()

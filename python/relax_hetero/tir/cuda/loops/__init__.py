@@ -38,7 +38,7 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     """
     copies_words.set(gpu.copies_words)
     if NMS in func.attrs:
-        return nms_kernel(func)
+        return nms_kernel(func, gpu.shuffles)
     if RECURRENCE in func.attrs:
         return recurrence_kernel(func)
     if ROUTING in func.attrs:

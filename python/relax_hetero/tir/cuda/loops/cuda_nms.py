@@ -20,22 +20,23 @@ from .launch import launch, scheduled_as, sync
 from .reduction import from_below
 
 _THREADS = 256
-_WARPS = _THREADS // WARP
 _ZERO = int64(0)
 
 
-def nms_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
+def nms_kernel(func: tirx.PrimFunc, shuffles: bool) -> tirx.PrimFunc:
     """GPU kernel of a non-maximum suppression, in two launches.
 
     Parameters
     ----------
     func : PrimFunc
         PrimFunc with the attribute `NMS` and the parameters of `NmsMemory`.
+    shuffles : bool
+        Whether threads of a warp exchange values in registers.
     """
     problem = NmsProblem.of(func)
     function = Function("non_max_suppression")
     with function:
-        kernel = _Kernel(NmsMemory(function, problem), problem.is_center)
+        kernel = _Kernel(NmsMemory(function, problem), problem.is_center, WARP if shuffles else 1)
         with function.body():
             kernel.allocate()
             kernel.select()
@@ -44,8 +45,9 @@ def nms_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 class _Kernel:
-    def __init__(self, memory: NmsMemory, is_center: bool) -> None:
+    def __init__(self, memory: NmsMemory, is_center: bool, group_threads: int) -> None:
         self._memory, self._is_center = memory, is_center
+        self._group_threads, self._groups = group_threads, _THREADS // group_threads
         self._open = memory.open
 
     def allocate(self) -> None:
@@ -55,8 +57,8 @@ class _Kernel:
             ("alive", m.groups * m.boxes, "int8"),
             ("taken", m.groups * m.limit, "int32"),
             ("counts", m.groups, "int32"),
-            ("scores", m.groups * _WARPS, "float32"),
-            ("places", m.groups * _WARPS, "int32"),
+            ("scores", m.groups * self._groups, "float32"),
+            ("places", m.groups * self._groups, "int32"),
         ):
             m.allocate(name, count, dtype)
 
@@ -140,22 +142,22 @@ class _Kernel:
     def _best_of_block(self, memory: tuple[Any, Any], group: Expr, thread: Expr, best: Any, best_index: Any) -> Expr:
         """Index of the best box of all threads, the first of equal ones.
 
-        Warps exchange their results in global memory: TVM cannot place barriers for shared memory in a while loop, and
-        rejects it.
+        Groups of threads exchange their results in global memory: TVM cannot place barriers for shared memory in a
+        while loop, and rejects it.
         """
-        distance = WARP
+        distance = self._group_threads
         while distance > 1:
             distance //= 2
             self._keep_better(best, best_index, from_below(best, distance), from_below(best_index, distance))
-        first = group * _WARPS
-        with T.If(tirx.EQ(thread % WARP, _ZERO)), T.Then():
+        first = group * self._groups
+        with T.If(tirx.EQ(thread % self._group_threads, _ZERO)), T.Then():
             for part, own in zip(memory, (best, best_index), strict=True):
-                T.buffer_store(part, own[_ZERO], [first + thread // WARP])
+                T.buffer_store(part, own[_ZERO], [first + thread // self._group_threads])
         sync()
         for part, own in zip(memory, (best, best_index), strict=True):
             T.buffer_store(own, part[first], [_ZERO])
-        for warp in range(1, _WARPS):
-            self._keep_better(best, best_index, *(part[first + warp] for part in memory))
+        with T.serial(int64(self._groups - 1)) as other:
+            self._keep_better(best, best_index, *(part[first + 1 + other] for part in memory))
         sync()
         return best_index[_ZERO]
 

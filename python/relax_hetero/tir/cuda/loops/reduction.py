@@ -444,11 +444,10 @@ class _BlockReduction:
                     index = thread + (other * self.groups + lane * threads)
                     _merge_into(self.merge, partials, int64(lane), [tirx.BufferLoad(m, [index]) for m in buffers])
 
-
     def _merge_in_shared_memory(self, partials: Partials, thread: Expr, threads: int) -> None:
         """Merge partial results of neighbours in a tree.
 
-        All threads take part, as TVM rejects barriers in branches; only the first half of a step's values is read again.
+        All threads take part, as TVM rejects barriers in branches; only the first half of the values is read again.
         """
         buffers = [T.alloc_buffer((threads,), dtype, scope="shared") for dtype in self.merge.types]
         width = self.plan.threads_per_result

@@ -1,0 +1,195 @@
+"""Models on OpenCL devices, whole and cut: on the GPU's driver where there is one, else on PoCL's CPU."""
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tvm
+from tvm import runtime
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from models.running import assert_both_devices_hold_ops, assert_same, cut, expected_outputs, outputs_of
+from models.zoo import inputs_of, minilm, node_names, random_model
+from relax_hetero.backends import opencl
+from relax_hetero.errors import BindingError, BuildError, MemoryLimitError
+from relax_hetero.target.backend import backend_of
+
+pyopencl = pytest.importorskip("pyopencl")
+pytestmark = pytest.mark.skipif(backend_of("opencl").count() == 0, reason=f"no OpenCL: {opencl._memory().why_absent}")
+
+
+@I.ir_module
+class Cut:
+    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("opencl")]})
+
+    @R.function
+    def main(x: R.Tensor(("n", 32), "float32", "llvm:0"), w: R.Tensor((32, 48), "float32", "opencl:0")):
+        with R.dataflow():
+            doubled = R.add(x, x)
+            moved = R.hint_on_device(doubled, tvm.opencl(0))
+            product = R.matmul(moved, w)
+            positive = R.nn.relu(product)
+            result = R.to_vdevice(positive, "llvm:0")
+            R.output(result, product)
+        return result, product
+
+
+@I.ir_module
+class Rows:
+    I.module_global_infos({"vdevice": [I.vdevice("opencl")]})
+
+    @R.function
+    def main(
+        x: R.Tensor(("n", 300), "float32"), scale: R.Tensor((300,), "float32"), shift: R.Tensor((300,), "float32")
+    ):
+        with R.dataflow():
+            normalized = R.nn.layer_norm(x, scale, shift, axes=[-1])
+            probabilities = R.nn.softmax(normalized)
+            sums = R.sum(probabilities * x, axis=[1])
+            best = R.argmax(x, axis=1)
+            R.output(probabilities, sums, best)
+        return probabilities, sums, best
+
+
+def random(*shape):
+    return np.random.default_rng(len(shape)).standard_normal(shape).astype("float32")
+
+
+def test_a_module_cut_over_cpu_and_opencl(tmp_path):
+    executable = rh.compile(Cut)
+    executable.export_library(tmp_path / "model.so")
+    w = random(32, 48)
+    for each in (executable, rh.load(tmp_path / "model.so")):
+        machine = rh.vm.VirtualMachine(each)
+        for rows in (1, 70, 33):
+            x = random(rows, 32)
+            expected = 2 * x.astype("float64") @ w
+            for result, product in (machine["main"](x, w), machine.submit("main", x, w).result()):
+                assert (str(result.device), str(product.device)) == ("cpu:0", "opencl:0")
+                np.testing.assert_allclose(product.numpy(), expected, rtol=1e-5, atol=1e-5)
+                np.testing.assert_allclose(result.numpy(), np.maximum(expected, 0), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_and_reductions():
+    machine = rh.vm.VirtualMachine(rh.compile(Rows))
+    scale, shift = random(300), np.linspace(-1, 1, 300, dtype="float32")
+    for rows in (5, 0, 64):
+        x = random(rows, 300)
+        centered = x.astype("float64") - x.mean(1, keepdims=True)
+        normalized = centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * scale + shift
+        powers = np.exp(normalized - normalized.max(1, keepdims=True))
+        probabilities = powers / powers.sum(1, keepdims=True)
+        outputs = [output.numpy() for output in machine["main"](x, scale, shift)]
+        np.testing.assert_allclose(outputs[0], probabilities, rtol=1e-4, atol=1e-7)
+        np.testing.assert_allclose(outputs[1], (probabilities * x).sum(1), rtol=1e-4, atol=1e-5)
+        assert (outputs[2] == x.argmax(1)).all()
+
+
+def test_arguments_on_the_device_are_not_copied():
+    machine, w = rh.vm.VirtualMachine(rh.compile(Cut)), random(32, 48)
+    on_device = runtime.tensor(w, runtime.device("opencl", 0))
+    out = machine["main"](random(3, 32), on_device)[1]
+    np.testing.assert_allclose(out.numpy(), 2 * random(3, 32) @ w, rtol=1e-5, atol=1e-5)
+    assert (on_device.numpy() == w).all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_cut", [False, True])
+@pytest.mark.parametrize("name", ["squeezenet", "inception_v1", "minilm"])
+def test_networks(name, is_cut):
+    model = minilm(2, 16) if name == "minilm" else random_model(name)
+    names, inputs = node_names(model), inputs_of(model)
+    placement = cut(names, [len(names) // 3, len(names) // 2, len(names) * 4 // 5]) if is_cut else None
+    executable = rh.compile(rh.from_onnx(model, ["llvm", "opencl"] if is_cut else ["opencl"], placement))
+    if is_cut:
+        assert_both_devices_hold_ops(executable)
+    assert_same(outputs_of(executable, inputs), expected_outputs(model, inputs))
+
+
+CASES = ["test_acos", "test_nonmaxsuppression_suppress_by_IOU", "test_top_k_uint64"]
+
+
+@pytest.mark.parametrize("every", [pytest.param(0, id="chosen"), pytest.param(37, marks=pytest.mark.slow)])
+def test_cases_of_onnx(every, monkeypatch):
+    apps = os.path.join(os.path.dirname(__file__), *[".."] * 3, "apps", "onnx_backend")
+    monkeypatch.syspath_prepend(apps)
+    monkeypatch.setenv("CONFORMANCE_GPU", "opencl")
+    from conformance.cases import case_names
+    from conformance.outcome import PASSED, REFUSED, run_case
+
+    outcomes = [run_case(name, "e") for name in (case_names()[::every] if every else CASES)]
+    allowed = (PASSED, REFUSED) if every else (PASSED,)
+    assert [(o.name, o.status, o.detail) for o in outcomes if o.status not in allowed] == []
+    assert sum(outcome.status == PASSED for outcome in outcomes) > 0.6 * len(outcomes)
+
+
+TWO_DEVICES = """
+import sys
+sys.path[:0] = {path!r}
+from backends.test_opencl import *
+devices = ["opencl:0", "opencl:1"]
+mod = rh.transform.UpdateVDevice([rh.VDevice("opencl", index) for index in range(2)])(Cut)
+product = rh.vm.VirtualMachine(rh.compile(mod))["main"](random(7, 32), random(32, 48))[1]
+assert str(product.device) == "opencl:1", product.device
+np.testing.assert_allclose(product.numpy(), 2 * random(7, 32) @ random(32, 48), rtol=1e-5, atol=1e-5)
+"""
+
+
+@pytest.mark.slow
+def test_two_opencl_devices():
+    environment = {**os.environ, "POCL_DEVICES": "pthread pthread"}
+    command = [sys.executable, "-c", TWO_DEVICES.format(path=sys.path)]
+    process = subprocess.run(command, capture_output=True, text=True, env=environment)
+    if "which this machine does not have" in process.stderr:
+        pytest.skip("this driver has one device")
+    assert process.returncode == 0, process.stderr
+
+
+def test_an_absent_device_is_named():
+    machine = {"opencl:0": runtime.device("opencl", 7)}
+    with pytest.raises(BindingError, match="opencl:0 is to run on opencl:7, which this machine does not have"):
+        rh.vm.VirtualMachine(rh.compile(Cut), devices=machine)
+
+
+def test_an_absent_package_or_driver_is_named(monkeypatch):
+    monkeypatch.setattr(opencl, "_memory", lambda: exec("raise ImportError"))
+    assert "pip install 'relax-hetero[opencl]'" in backend_of("opencl").why_absent()
+    assert not backend_of("opencl").load() and backend_of("opencl").count() == 0
+
+    def fail():
+        raise pyopencl.Error("PLATFORM_NOT_FOUND_KHR")
+
+    monkeypatch.setattr(pyopencl, "get_platforms", fail)
+    devices, reason = opencl._usable_devices(pyopencl)
+    assert devices == [] and "no OpenCL platform (PLATFORM_NOT_FOUND_KHR); expected its vendor's driver" in reason
+
+
+def test_kernels_that_a_device_cannot_compile_are_refused_before_anything_runs(monkeypatch):
+    executable = rh.compile(Cut)
+    (code,) = executable.metadata.device_code
+    device = opencl._memory().opened(0)
+    with pytest.raises(BuildError, match="cannot compile the model's kernels"):
+        device.program("__kernel void k(")
+    monkeypatch.setitem(opencl._EXTENSIONS, "cl_khr_none", "nothing")
+    with pytest.raises(BuildError, match=r"opencl:0 \(.*\) lacks cl_khr_none \(nothing\), which the model's"):
+        device.program(code.text + "// cl_khr_none")
+
+
+def test_memory_that_does_not_suffice_is_an_error():
+    with pytest.raises(MemoryLimitError, match=r"opencl:0 \(.*\) has no .* bytes left"):
+        opencl._memory().allocate(0, 1 << 60, 64)
+    machine = rh.vm.VirtualMachine(rh.compile(Cut))  # works as before
+    assert machine["main"](random(1, 32), random(32, 48))[0].shape == (1, 48)
+
+
+def test_freed_memory_is_returned():
+    memory, device = opencl._memory(), opencl._memory().opened(0)
+    for _ in range(4):
+        memory.free(0, memory.allocate(0, 48 << 20, 64))
+    assert sum(block.size for block in device._freed) <= 2 * opencl._MAX_FREED_BYTES
+    memory.synchronize(0)
+    assert not device._freed
