@@ -7,6 +7,7 @@ queue, which runs commands in order.
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import threading
 from collections.abc import Callable, Sequence
@@ -14,21 +15,28 @@ from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any
 
 from ..artifact.cache_folder import resolve_cache_folder
-from ..errors import BuildError, MemoryLimitError
+from ..errors import BindingError, BuildError, MemoryLimitError
 from ..vm.device.device_api import DeviceMemory, Location
 from .gpu import GpuBackend
 from .managed import ManagedBackend
 
 if TYPE_CHECKING:
     import tvm
+    from tvm import runtime
 
     from ..artifact.device_code import DeviceCode, KernelLaunch
+
+_MARK = "unrolled"
+"""Begin of the names of variables of unrolled loops, by which they are found in the text."""
+_MAX_LOCAL_BYTES, _CPU_LOCAL_BYTES = 64 << 10, 16 << 10
+"""Maximum local memory of targets of GPUs, and of CPUs, on which plain loops are faster than tiles (`SimtResolver`)."""
 
 # Functions of C that TVM calls for float32, of which OpenCL C has the name without the suffix.
 _SUFFIXED = re.compile(
     r"\b((?:a?(?:cos|sin|tan)h?|atan2|exp(?:2|10|m1)?|log(?:2|10|1p)?|erfc?|sqrt|cbrt|pow|fmod|hypot|ldexp"
     r"|floor|ceil|round|trunc|rint|fabs|copysign|nextafter))f\("
 )
+_UNROLLED = re.compile(rf"^( *)for \(int {_MARK}", re.MULTILINE)
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
 
@@ -42,19 +50,41 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         super().__init__("opencl", 4, "", "an OpenCL device", "cl ocl pocl")
 
     def native_target(self, index: int) -> tvm.target.Target:
-        """The target of any OpenCL device: code for it runs on all."""
-        return self.default_target()
+        """The target of a device, or that of all devices if it is absent."""
+        import tvm
 
-    def schedule(self, kernel: tvm.tirx.PrimFunc) -> tvm.tirx.PrimFunc:
-        """Bind loops to work-groups and work-items."""
-        from ..target.gpu_target import GENERIC
-        from ..tir.cuda.loops import schedule
+        memory = self.memory()
+        if memory is None or not 0 <= index < memory.count():
+            return self.default_target()
+        local_bytes = min(memory.local_bytes(index), _CPU_LOCAL_BYTES if memory.is_cpu(index) else _MAX_LOCAL_BYTES)
+        return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes})
 
-        return schedule(kernel, GENERIC)
+    def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
+        """The native target, unless `target` differs from TVM's default."""
+        import tvm_ffi
+
+        return self.native_target(index) if tvm_ffi.structural_equal(target, self.default_target()) else None
+
+    def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
+        """Require the local memory that kernels were written for."""
+        needed = json.loads(spec.target).get("max_shared_memory_per_block", 0)
+        found = _memory().local_bytes(device.index)
+        if found < needed:
+            raise BindingError(
+                f"{name} is to run on {device}, which has {found:,} bytes of local memory, expected {needed:,}: "
+                f'compile for the target {{"kind": "{self.kind}", "max_shared_memory_per_block": {found}}}'
+            )
+
+    def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
+        """The resolver of products and convolutions by plain threads."""
+        from ..resolvers import SimtResolver
+
+        return ((SimtResolver(), ()),)
 
     def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
         """OpenCL C of a kernel."""
-        text = _SUFFIXED.sub(r"\1(", super().generate(kernel, target))
+        text = _SUFFIXED.sub(r"\1(", super().generate(_with_marked_loops(kernel), target))
+        text = _UNROLLED.sub(r"\1#pragma unroll\n\g<0>", text)
         # Kernels exchange values in global memory, too, as CUDA's barriers allow.
         return text.replace("barrier(CLK_LOCAL_MEM_FENCE)", "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)")
 
@@ -81,6 +111,22 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         for index in indices:
             _memory().opened(index).program(code.text)
         super().load_code(code, indices)
+
+
+def _with_marked_loops(kernel: tvm.IRModule) -> tvm.IRModule:
+    """Name the variables of unrolled loops by `_MARK`: TVM's generator of OpenCL C writes them as plain loops."""
+    import tvm
+    from tvm import tirx
+    from tvm_ffi import structural_map
+
+    def mark(loop: tirx.For) -> tirx.For:
+        if loop.kind != tirx.ForKind.UNROLLED:
+            return loop
+        var = tirx.Var(f"{_MARK}_{loop.loop_var.name}", loop.loop_var.ty)
+        body = structural_map(loop.body, (tvm.ir.Var, lambda each: var if each.same_as(loop.loop_var) else each))
+        return tirx.For(var, loop.min, loop.extent, loop.kind, body)
+
+    return tvm.IRModule({gv: structural_map(func, (tirx.For, mark)) for gv, func in kernel.functions.items()})
 
 
 _MAX_FREED_BYTES = 64 << 20
@@ -149,6 +195,8 @@ class _Device:
         folder = resolve_cache_folder()
         cache_dir = False if folder is None else str(folder.path.parent / "opencl")
         try:
+            if self._device.type & self._cl.device_type.CPU:  # PoCL takes long for unrolled loops with barriers
+                text = text.replace("#pragma unroll\n", "")
             return self._cl.Program(self.context, text).build(cache_dir=cache_dir)
         except self._cl.RuntimeError as error:
             raise BuildError(f"{self.name} cannot compile the model's kernels: {error}") from error
@@ -175,6 +223,14 @@ class OpenClMemory(DeviceMemory):
     def count(self) -> int:
         """Number of devices that can be used."""
         return len(self._devices)
+
+    def local_bytes(self, index: int) -> int:
+        """Local memory of a work-group, which CUDA calls shared memory."""
+        return int(self._devices[index].local_mem_size)
+
+    def is_cpu(self, index: int) -> bool:
+        """Return whether a device is a CPU."""
+        return bool(self._devices[index].type & self._cl.device_type.CPU)
 
     def memory_bytes(self, index: int) -> int:
         """Global memory of a device."""

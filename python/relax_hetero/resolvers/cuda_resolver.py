@@ -39,6 +39,7 @@ from ..target.element_types import HALF_TYPES, TF32, bytes_of
 from ..target.gpu_target import NARROW_COLUMNS, GpuTarget, gpu_target_of
 from ..tir.conv.conv_products import IMAGE_CHANNELS
 from ..tir.cuda.attention.attention_plan import decode_heads
+from ..tir.cuda.core.dialect import dialect_of
 
 if TYPE_CHECKING:
     import tvm
@@ -120,11 +121,21 @@ MAX_TF32_HEAD = 128
 """Maximum width of heads in tf32, whose tiles are in shared memory."""
 
 
+MIN_TILE_BYTES = 32 << 10
+"""Minimum shared memory for tiles of products."""
+
+
 class CudaResolver(EncodingResolver):
     """Packed constant right operands of tensor cores, channels-last feature maps, other tensors row-major."""
 
     name = "cuda"
-    problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
+    problems: tuple[type, ...] = (
+        AttentionProblem,
+        RowsProblem,
+        QuantizedMatmulProblem,
+        BlockRowsProblem,
+        CachedAttentionProblem,
+    )
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major left operand and result; swizzled tiles for a right one that tensor cores read."""
@@ -188,7 +199,23 @@ class CudaResolver(EncodingResolver):
         generator = _generators().get(type(problem))
         if generator is None:
             raise EncodingError(f"target {target.kind.name} has no encoded kernels for {problem}")
-        return generator(problem, gpu_target_of(target))
+        gpu = gpu_target_of(target)
+        with dialect_of(gpu):
+            return generator(problem, gpu)
+
+
+class SimtResolver(CudaResolver):
+    """Kernels for plain threads, without what only NVIDIA GPUs have: products, convolutions and elementwise chains.
+
+    Devices with little shared memory, as CPUs, take plain loops instead.
+    """
+
+    name = "simt"
+    problems = ()
+
+    def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
+        """Row-major operands of products, channels-last feature maps."""
+        return super().resolve(encoding, target) if gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES else None
 
 
 @cache

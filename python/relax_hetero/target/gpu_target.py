@@ -139,11 +139,8 @@ class GpuTarget:
         Whether ``cp.async`` is available (from 8.0).
     bulk_copies : bool
         Whether bulk copies, mbarrier and clusters are available (from 9.0).
-    shuffles : bool
-        Whether threads of a warp exchange values in registers.
-    copies_words : bool
-        Whether kernels copy elements of any type as 32-bit words; otherwise as vectors of their type, because accesses
-        of an array by two types are undefined in C.
+    has_ptx : bool
+        Whether it is an NVIDIA GPU (`tir.cuda.core.dialect`).
     model : GpuModel
         Timings; by default those of the H200.
     """
@@ -159,8 +156,7 @@ class GpuTarget:
     cache_bytes: int
     async_copies: bool
     bulk_copies: bool
-    shuffles: bool = True
-    copies_words: bool = True
+    has_ptx: bool = True
     model: GpuModel = H200
 
     @property
@@ -209,12 +205,16 @@ def arch_of(capability: str) -> str:
 
 
 def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
-    """The facts of a CUDA target; an unknown ``arch`` gets SIMT kernels and minimum limits."""
-    return _gpu_target_of(str(target.attrs.get("arch", "")))
+    """The facts of a target; CUDA with an unknown ``arch``, and other kinds, get SIMT kernels and minimum limits."""
+    if "arch" not in target.attrs:
+        return _other_gpu(int(target.attrs.get("max_shared_memory_per_block", 16 << 10)))
+    return _gpu_target_of(str(target.attrs["arch"]))
 
 
-GENERIC = GpuTarget("", 0, "", frozenset(), 16 << 10, 16 << 10, 65536, 16, 0, False, False, False, False)
-"""Facts about any GPU, of any vendor."""
+@cache
+def _other_gpu(shared_bytes: int) -> GpuTarget:
+    """A GPU of another vendor than NVIDIA."""
+    return GpuTarget("", 0, "", frozenset(), shared_bytes, shared_bytes, 65536, 16, 0, False, False, False)
 
 
 @cache

@@ -1,5 +1,6 @@
 """Models on OpenCL devices, whole and cut: on the GPU's driver where there is one, else on PoCL's CPU."""
 
+import math
 import os
 import subprocess
 import sys
@@ -7,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import tvm
-from tvm import runtime
+from tvm import relax, runtime
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -87,6 +88,57 @@ def test_rows_and_reductions():
         np.testing.assert_allclose(outputs[0], probabilities, rtol=1e-4, atol=1e-7)
         np.testing.assert_allclose(outputs[1], (probabilities * x).sum(1), rtol=1e-4, atol=1e-5)
         assert (outputs[2] == x.argmax(1)).all()
+
+
+TILES = {"kind": "opencl", "max_shared_memory_per_block": 32 << 10}
+"""Target of GPUs; products of CPUs are plain loops."""
+
+
+def with_tiles(build, *shapes):
+    """A machine and random arguments of the function of Relax variables `build`, for `TILES`."""
+    builder = relax.BlockBuilder()
+    params = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit_output(build(builder, *params))
+        builder.emit_func_output(result)
+    executable = rh.compile(rh.transform.UpdateVDevice([rh.VDevice(TILES)])(builder.get()))
+    return rh.vm.VirtualMachine(executable), [random(*shape) for shape in shapes]
+
+
+@pytest.mark.parametrize("m, n, k", [(65, 33, 47), pytest.param(128, 96, 64, marks=pytest.mark.slow)])
+def test_products_by_tiles(m, n, k):
+    def product(builder, x, w, bias):
+        return builder.emit(relax.op.nn.gelu(builder.emit(relax.op.matmul(x, w)) + bias))
+
+    machine, (x, w, bias) = with_tiles(product, (m, k), (k, n), (n,))
+    (dispatch,) = machine.executable.metadata.dispatches.values()
+    assert dispatch.precision == "f32" and len(dispatch.ops) == 3  # the epilogue is part of the product's kernel
+    assert "__local" in machine.executable.metadata.device_code[0].text
+    total = x.astype("float64") @ w + bias
+    expected = total * (1 + np.vectorize(math.erf)(total / math.sqrt(2))) / 2
+    np.testing.assert_allclose(machine["main"](x, w, bias).numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("groups", [1, 8])
+def test_convolutions_by_tiles(groups):
+    def convolution(builder, x, w):
+        return builder.emit(relax.op.nn.relu(builder.emit(relax.op.nn.conv2d(x, w, padding=1, groups=groups))))
+
+    machine, arguments = with_tiles(convolution, (2, 8, 9, 11), (16, 8 // groups, 3, 3))
+    padded = np.pad(arguments[0].astype("float64"), ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (2, 3)).reshape(2, groups, -1, 9, 11, 3, 3)
+    weights = arguments[1].reshape(groups, -1, *arguments[1].shape[1:])
+    expected = np.maximum(np.einsum("bgcyxij,gncij->bgnyx", windows, weights), 0).reshape(2, 16, 9, 11)
+    np.testing.assert_allclose(machine["main"](*arguments).numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_device_with_too_little_local_memory_is_refused():
+    large = rh.VDevice({**TILES, "max_shared_memory_per_block": 1 << 30})
+    executable = rh.compile(rh.transform.UpdateVDevice([large])(Rows))
+    with pytest.raises(BindingError, match=r"bytes of local memory, expected 1,073,741,824: compile for the target"):
+        rh.vm.VirtualMachine(executable)
 
 
 def test_arguments_on_the_device_are_not_copied():

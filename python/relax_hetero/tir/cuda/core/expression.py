@@ -27,6 +27,7 @@ from ...elementwise.expression_ops import FLOAT_OPS, INT_OPS
 from ...math import vector_math
 from ...math.casts import BITS, lower_to_integers
 from . import ptx
+from .dialect import has_ptx
 from .launch import local
 
 
@@ -57,13 +58,13 @@ def emit(expression: Expression, values: Sequence[Expr], dtypes: Sequence[str], 
 
 def ops_for(dtype: str) -> Ops:
     """Ops for an element type, float64 included."""
-    if dtype in HALF_TYPES:
+    if dtype in HALF_TYPES and has_ptx():
         return _HALF_OPS
     return _FLOAT_OPS if "float" in dtype else INT_OPS
 
 
 def _ops_of_halves(dtype: str) -> Ops:
-    return _HALF_OPS if dtype == "float32" else ops_for(dtype)
+    return _HALF_OPS if dtype == "float32" and has_ptx() else ops_for(dtype)
 
 
 def _sigmoid(x: Expr) -> Expr:

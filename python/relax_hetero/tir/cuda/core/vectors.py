@@ -11,6 +11,7 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import VECTOR_BYTES
 from ...core.builder import Expr, lane_indices, materialize
 from ...core.view import Coordinates, OperandView, View
+from .dialect import has_ptx
 
 _UNITS = {1: "uint8", 2: "uint16"}
 MAX_LANES = 8
@@ -34,9 +35,9 @@ class VectorRegisters:
 
     def __init__(self, view: View, first: Expr, lanes: int, count: int) -> None:
         size = lanes * bytes_of(view.nominal)
-        self._unit = _UNITS.get(size, "uint32")
-        per_vector = max(1, size // 4)
-        self._per_vector, self._width = per_vector, min(per_vector, VECTOR_BYTES // 4)
+        self._unit = _UNITS.get(size, "uint32") if has_ptx() else view.dtype
+        per_vector = max(1, size // bytes_of(self._unit))
+        self._per_vector, self._width = per_vector, min(per_vector, VECTOR_BYTES // bytes_of(self._unit))
         self._memory = view.elements(self._unit)
         # In units of accesses: TVM vectorizes only accesses that it can prove to be aligned.
         elements = bytes_of(self._unit) * self._width // bytes_of(view.nominal)
@@ -81,7 +82,11 @@ class VectorRegisters:
         Unlike predicated loads, loads without a branch are in flight together.
         """
         for word in range(vector * self._per_vector, (vector + 1) * self._per_vector):
-            T.buffer_store(self._units, T.bitwise_and(self._units[word], T.Cast(self._unit, mask)), [word])
+            if self._unit.startswith("uint"):
+                kept = T.bitwise_and(self._units[word], T.Cast(self._unit, mask))
+            else:
+                kept = T.Select(mask != 0, self._units[word], tirx.const(0, self._unit))
+            T.buffer_store(self._units, kept, [word])
 
     def store(self, vector: int, index: Expr, inside: Expr | None) -> None:
         """Store a vector if its predicate is true; parameters as in `load`."""

@@ -16,11 +16,11 @@ from ...loops.stages import NotStages, read_stages
 from ...nms import NMS
 from ...recurrence import RECURRENCE
 from ...routing import ROUTING
+from ..core.dialect import dialect_of
 from .cuda_loops import write_function
 from .cuda_nms import nms_kernel
 from .cuda_recurrence import recurrence_kernel
 from .cuda_routing import routing_kernel
-from .lanes import copies_words
 from .launches import Launch, launches_of
 from .statements import write_statements
 from .wide_axes import with_wide_axes
@@ -36,15 +36,15 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
     func : PrimFunc
         A function without thread bindings.
     """
-    copies_words.set(gpu.copies_words)
-    if NMS in func.attrs:
-        return nms_kernel(func, gpu.shuffles)
-    if RECURRENCE in func.attrs:
-        return recurrence_kernel(func)
-    if ROUTING in func.attrs:
-        return routing_kernel(func)
-    try:
-        nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
-    except NotStages:
-        return write_statements(func, gpu)
-    return write_function(func, nests, gpu)
+    with dialect_of(gpu):
+        if NMS in func.attrs:
+            return nms_kernel(func)
+        if RECURRENCE in func.attrs:
+            return recurrence_kernel(func)
+        if ROUTING in func.attrs:
+            return routing_kernel(func)
+        try:
+            nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
+        except NotStages:
+            return write_statements(func, gpu)
+        return write_function(func, nests, gpu)

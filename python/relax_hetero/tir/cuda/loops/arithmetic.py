@@ -16,6 +16,7 @@ from tvm_ffi import structural_map
 
 from ...core.builder import Expr
 from ..core import ptx
+from ..core.dialect import has_ptx
 
 NARROW = ("float16", "bfloat16")
 """16-bit floating-point types, computed in float32."""
@@ -39,7 +40,7 @@ def for_cuda(expr: Expr) -> Expr:
         dtype = _type(call)
         if dtype not in NARROW:
             return tvm.ir.Call(call.op, args, ret_ty=tvm.ir.PrimType(dtype))
-        quick = _QUICK.get(call.op.name)
+        quick = _QUICK.get(call.op.name) if has_ptx() else None
         wide = quick(args[0]) if quick else tvm.ir.Call(call.op, args, ret_ty=tvm.ir.PrimType("float32"))
         return tirx.Cast(dtype, wide)
 

@@ -15,6 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, Function, ceil_div, int64
 from ...nms import NmsMemory, NmsProblem, area_of, corners_of, overlaps
+from ..core.dialect import has_ptx
 from .lanes import register
 from .launch import launch, scheduled_as, sync
 from .reduction import from_below
@@ -23,20 +24,18 @@ _THREADS = 256
 _ZERO = int64(0)
 
 
-def nms_kernel(func: tirx.PrimFunc, shuffles: bool) -> tirx.PrimFunc:
+def nms_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """GPU kernel of a non-maximum suppression, in two launches.
 
     Parameters
     ----------
     func : PrimFunc
         PrimFunc with the attribute `NMS` and the parameters of `NmsMemory`.
-    shuffles : bool
-        Whether threads of a warp exchange values in registers.
     """
     problem = NmsProblem.of(func)
     function = Function("non_max_suppression")
     with function:
-        kernel = _Kernel(NmsMemory(function, problem), problem.is_center, WARP if shuffles else 1)
+        kernel = _Kernel(NmsMemory(function, problem), problem.is_center)
         with function.body():
             kernel.allocate()
             kernel.select()
@@ -45,9 +44,10 @@ def nms_kernel(func: tirx.PrimFunc, shuffles: bool) -> tirx.PrimFunc:
 
 
 class _Kernel:
-    def __init__(self, memory: NmsMemory, is_center: bool, group_threads: int) -> None:
+    def __init__(self, memory: NmsMemory, is_center: bool) -> None:
         self._memory, self._is_center = memory, is_center
-        self._group_threads, self._groups = group_threads, _THREADS // group_threads
+        self._group_threads = WARP if has_ptx() else 1
+        self._groups = _THREADS // self._group_threads
         self._open = memory.open
 
     def allocate(self) -> None:

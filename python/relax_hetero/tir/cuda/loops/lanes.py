@@ -7,7 +7,6 @@ so every type and every function is supported.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ from ...core.builder import Expr, int64, lane_indices
 from ...loops.boxes import is_choice
 from ...loops.flat import FlatBox, Loop, is_step, stride
 from ...loops.stages import Load, loads, node_count, replaced, sources, variables, with_loads
+from ..core.dialect import has_ptx
 from .arithmetic import NARROW, for_cuda
 
 LANE = tirx.Var("lane", "int64")
@@ -195,10 +195,6 @@ class Guards:
         structural_walk(expr, [(Load, on_load), (tvm.ir.Call, on_call)], order="pre")
 
 
-copies_words: ContextVar[bool] = ContextVar("copies_words", default=True)
-"""Value of `GpuTarget.copies_words` for the kernel that is being written."""
-
-
 def copy_words(target: tirx.Buffer, offset: Expr, source: tirx.Buffer, start: Expr, count: int) -> None:
     """Copy neighbouring elements between memory and registers, up to 16 bytes at a time.
 
@@ -211,7 +207,7 @@ def copy_words(target: tirx.Buffer, offset: Expr, source: tirx.Buffer, start: Ex
     """
     dtype = str(target.dtype)
     size = bytes_of(dtype)
-    if not copies_words.get():
+    if not has_ptx():
         lanes = 1 if dtype == "bool" else min(count, VECTOR_BYTES // size)
         for element in range(0, count, lanes):
             read = tirx.BufferLoad(source, [lane_indices(int64(start) + element, lanes)])

@@ -21,6 +21,7 @@ from ...loops.flat import FlatBox, Loop, is_step
 from ...loops.loop_code import nested
 from ...loops.reduce_box import value_of
 from ...loops.stages import replaced
+from ..core.dialect import has_ptx
 from .lanes import (
     LANE,
     LaneBox,
@@ -88,7 +89,7 @@ def write_reduction(box: FlatBox, gpu: GpuTarget) -> None:
         _write_serial(box, merge, plan, gpu)
     else:
         assert merge is not None
-        _BlockReduction(box, merge, plan, gpu.shuffles).write()
+        _BlockReduction(box, merge, plan).write()
 
 
 def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
@@ -314,9 +315,8 @@ def _reduce_in_order(box: LaneBox, position: Mapping[tirx.Var, Expr]) -> dict[ti
 class _BlockReduction:
     """Launch whose threads compute partial results and merge them within a block."""
 
-    def __init__(self, box: FlatBox, merge: Merge, plan: Plan, shuffles: bool) -> None:
+    def __init__(self, box: FlatBox, merge: Merge, plan: Plan) -> None:
         self.plan, self.merge, self.scalar_box = plan, merge, LaneBox(box, None, 1)
-        self._shuffles = shuffles
         if plan.terms > 1:
             self.box = vectorized(box, box.reduced[-1], plan.terms, False)
         elif plan.lanes > 1:
@@ -413,7 +413,7 @@ class _BlockReduction:
     def _merge_threads(self, partials: Partials, thread: Expr, rank: Expr, threads: int) -> None:
         """Merge partial results by warp shuffles or in shared memory; the first thread of a group has the result."""
         threads_per_result, lanes = self.plan.threads_per_result, self.plan.lanes
-        if self.plan.are_neighbours and not self._shuffles:
+        if self.plan.are_neighbours and not has_ptx():
             self._merge_in_shared_memory(partials, thread, threads)
             return
         if self.plan.are_neighbours:

@@ -17,13 +17,14 @@ from ....target.element_types import HALF_TYPES, bytes_of
 from ....target.gpu_target import ALL_LANES, VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, lane_indices
 from ...core.view import Coordinates
+from ..core.dialect import has_ptx, shared_scope
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from .product_parameters import ProductParameters
 from .simt_plan import SimtPlan, simt_plan
-from .simt_tiles import SHARED, SimtOperand, TiledProduct, barrier, known
+from .simt_tiles import SimtOperand, TiledProduct, barrier, known
 
 # GEMV: products with few rows, bound by the bandwidth of reading the other operand, the weight, once.
 #
@@ -234,7 +235,7 @@ class _Block:
                     value = sums[repeat * self.sums_per_repeat + row * plan.own_columns + c]
                     self._write(value, row, self._in_block(repeat) + c, [])
             return
-        warp_sums = T.alloc_buffer((plan.sums(product.rows),), product.dtype, scope=SHARED)
+        warp_sums = T.alloc_buffer((plan.sums(product.rows),), product.dtype, scope=shared_scope())
         with T.If(tirx.EQ(self.k_lane, 0)), T.Then(), unrolled(product.rows) as row, unrolled(plan.own_columns) as c:
             index = (self.warp * product.rows + row) * plan.block_columns + self._in_block(0) + c
             T.buffer_store(warp_sums, sums[row * plan.own_columns + c], [index])
@@ -382,8 +383,10 @@ def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) 
     dtype = "float32" if acc in HALF_TYPES or acc.startswith("float8") else acc
     sides = [(known(m), "m", "n", lhs, rhs, n), (known(n), "n", "m", rhs, lhs, m)]
     for rows, row, column, few, weight, columns in sides:
-        tile = None if plan is not None or rows is None else _gemv_rows(rows, columns, k, few.nominal)
-        if tile is not None and rows is not None:
+        if plan is not None or rows is None or not has_ptx():  # lanes of a GEMV exchange values by shuffles
+            continue
+        tile = _gemv_rows(rows, columns, k, few.nominal)
+        if tile is not None:
             Gemv(few, weight, row, column, tile, rows // tile, columns, k, dtype, writer, batches).emit(gpu)
             return
     down, across = ("m", m, lhs), ("n", n, rhs)

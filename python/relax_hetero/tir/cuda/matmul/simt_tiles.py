@@ -21,19 +21,17 @@ from ....target.gpu_target import VECTOR_BYTES, WARP
 from ...core.builder import Expr, ceil_div, int64, lane_indices, when
 from ...core.view import Coordinates
 from ..core import ptx
+from ..core.dialect import shared_scope
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from .simt_plan import SimtPlan
 
-SHARED = "shared.dyn"
-"""Scope of dynamic shared memory, which is not limited to 48 KB."""
-
 
 def barrier() -> None:
     """Synchronize the block by TVM's barrier, which TVM considers when it inserts barriers between accesses."""
-    T.evaluate(T.tvm_storage_sync(SHARED))
+    T.evaluate(T.tvm_storage_sync(shared_scope()))
 
 
 def known(extent: Expr) -> int | None:
@@ -130,7 +128,7 @@ class TiledProduct:
     def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:
         plan = self.plan
         depth = plan.depth * plan.slices
-        self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=SHARED)
+        self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=shared_scope())
         loaders = [
             _TileLoader(
                 operand, first, at, self.batches.exists, self.k, depth, self.shared, offset, self.dtype, thread, plan

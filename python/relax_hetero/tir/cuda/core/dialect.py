@@ -1,0 +1,34 @@
+"""What the language of the kernel that is being written offers: all of CUDA, or what other GPUs' languages have too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from ....target.gpu_target import GpuTarget
+
+_has_ptx: ContextVar[bool] = ContextVar("has_ptx", default=True)
+
+
+@contextmanager
+def dialect_of(gpu: GpuTarget) -> Iterator[None]:
+    """Context of the writing of a kernel for a GPU."""
+    token = _has_ptx.set(gpu.has_ptx)
+    try:
+        yield
+    finally:
+        _has_ptx.reset(token)
+
+
+def has_ptx() -> bool:
+    """Return whether kernels may use PTX, shuffles, dynamic shared memory, and arrays as words of 32 bits.
+
+    Accesses of an array by two types are undefined in C, which other languages of GPUs follow.
+    """
+    return _has_ptx.get()
+
+
+def shared_scope() -> str:
+    """Scope of shared memory: dynamic, which is not limited to 48 KB, where kernels may have it."""
+    return "shared.dyn" if has_ptx() else "shared"
