@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_WORKERS ?= 12
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
-CHECKED := python apps tests
+CHECKED := python apps examples tests
 
 .PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist workers clean distclean
 .DEFAULT_GOAL := help

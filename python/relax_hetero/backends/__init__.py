@@ -1,4 +1,4 @@
-"""Registry of device kinds (`target.backend.Backend`), a line each.
+"""Registry of device kinds (`target.backend.Backend`), a line each; base classes for those of other packages.
 
 Back ends may use the packages that compile and run models, which reach them through `target.backend.backend_of`.
 """
@@ -6,10 +6,14 @@ Back ends may use the packages that compile and run models, which reach them thr
 from __future__ import annotations
 
 from ..target.backend import Backend
+from ..vm.device.device_api import DeviceMemory, Location
 from .cpu import CBackend, LlvmBackend
 from .cuda import CudaBackend
 from .gpu import GpuBackend, RocmBackend
+from .managed import ManagedBackend
 from .opencl import OpenClBackend
+
+__all__ = ["BACKENDS", "Backend", "DeviceMemory", "GpuBackend", "Location", "ManagedBackend"]
 
 BACKENDS = (
     LlvmBackend(),

@@ -25,7 +25,11 @@ _MAX_NAME = 60
 
 
 class ManagedBackend(Backend):
-    """Back end of devices with a `DeviceMemory`; a subclass defines `memory`, `launcher`, and perhaps `generate`."""
+    """Back end of devices with a `DeviceMemory`.
+
+    A subclass defines `memory`, and `launcher` and perhaps `generate` if there are kernels that bind threads; other
+    kernels are host code, which must be able to access the memory.
+    """
 
     def memory(self) -> DeviceMemory | None:
         """Memory of the devices, the same at each call; None if a package or driver is absent (`why_absent`)."""
@@ -44,7 +48,15 @@ class ManagedBackend(Backend):
 
         return str(codegen_build(kernel, target).inspect_source())
 
+    def native_target(self, index: int) -> tvm.target.Target:
+        """The default target, as TVM cannot ask the device."""
+        return self.default_target()
+
     # Compiling.
+
+    def can_build(self) -> bool:
+        """Return True: host code is LLVM's, and errors of `generate` name the kernel."""
+        return True
 
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
         """Compile the host code, and generate the kernels' text."""
@@ -53,14 +65,21 @@ class ManagedBackend(Backend):
         from tvm.tirx.build import codegen_build, split_host_device_mods
 
         from ..artifact.device_code import DeviceCode
+        from ..driver.link.link import binds_threads
 
         lower, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
-        host, devices = split_host_device_mods(lower(tirx.transform.BindTarget(target)(kernels)))
+        # TVM would make device code of functions of the device that command buffers call.
+        functions = {
+            gv: func if "global_symbol" in func.attrs or binds_threads(func) else func.with_attr("target", target.host)
+            for gv, func in kernels.functions.items()
+        }
+        mod = tvm.IRModule(functions, attrs=kernels.attrs)
+        host, devices = split_host_device_mods(lower(tirx.transform.BindTarget(target)(mod)))
         codes: list[DeviceCode] = []
         names: dict[str, str] = {}
-        for device_target, functions in devices.items():
+        for device_target, device in devices.items():
             launches, texts = {}, []
-            parts = sorted(finalize_device()(functions).functions.items(), key=lambda pair: str(pair[0].name_hint))
+            parts = sorted(finalize_device()(device).functions.items(), key=lambda pair: str(pair[0].name_hint))
             for number, (gv, func) in enumerate(parts):
                 # Other names than functions of the language (max), no longer than a file's name.
                 name = f"kernel{number}_{gv.name_hint[:_MAX_NAME]}"

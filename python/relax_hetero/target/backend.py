@@ -144,6 +144,12 @@ class Backend:
         """Bind loops of a kernel without a generator to blocks and threads."""
         return kernel
 
+    def can_build(self) -> bool:
+        """Return whether there is a code generator; `build` needs none of TVM's if it is overridden."""
+        import tvm
+
+        return tvm.get_global_func(f"target.build.{self.kind}", allow_missing=True) is not None
+
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
         """Compile kernels of one target, called from several threads; `link` completes them."""
         from tvm import tirx

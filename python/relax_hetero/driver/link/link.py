@@ -22,7 +22,7 @@ from ...artifact.cache_folder import CacheFolder
 from ...artifact.device_code import DeviceCode
 from ...artifact.metadata import RELEASE_RESULT
 from ...errors import BuildError
-from ...target.backend import LinkedCode, backend_of
+from ...target.backend import CPU, LinkedCode, backend_of
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
 from ...transform.ir.module_attrs import COMMANDS
@@ -412,7 +412,7 @@ def build_group(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target
 def _check_and_build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:
     """Check and compile kernels of one target (`Backend.build`)."""
     kind = target.kind.name
-    if tvm.get_global_func(f"target.build.{kind}", allow_missing=True) is None:
+    if not backend_of(target).can_build():
         names = ", ".join(sorted(gv.name_hint for gv in group.get_global_vars())[:3])
         raise BuildError(
             f"kernels for target kind {kind!r} ({names}, ...) cannot be built: this TVM has no code generator for it; "
@@ -444,8 +444,10 @@ def binds_threads(func: tirx.PrimFunc) -> bool:
 
 
 def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Target) -> Any:
-    target = target if target.host is not None else target.with_host(host if _is_gpu(target) else target)
-    return backend_of(target).build(group, target)
+    backend = backend_of(target)
+    if target.host is None:
+        target = target.with_host(target if backend.device_type == CPU else host)
+    return backend.build(group, target)
 
 
 def _is_gpu(target: tvm.target.Target) -> bool:

@@ -1,0 +1,105 @@
+"""The example of a back end in a package of its own: a simulated accelerator."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from models.running import assert_both_devices_hold_ops, assert_same, cut, expected_outputs, outputs_after_export
+from models.zoo import inputs_of, minilm, node_names, random_model
+from relax_hetero.target.backend import ENTRY_POINTS, backend_of, register_backend
+
+EXAMPLE = Path(__file__).resolve().parents[3] / "examples" / "backend_npu"
+
+
+@I.ir_module
+class Bytes:
+    I.module_global_infos({"vdevice": [I.vdevice("llvm"), I.vdevice("ext_dev")]})
+
+    @R.function
+    def main(
+        x: R.Tensor((40, 33), "int8", "ext_dev:0"), w: R.Tensor((33, 20), "int8"), f: R.Tensor((20, 8), "float32")
+    ):
+        with R.dataflow():
+            sums = R.matmul(x, w, out_dtype="int32")
+            positive = R.nn.relu(R.astype(sums, "float32"))
+            product = R.to_vdevice(R.matmul(positive, f), "llvm:0")
+            R.output(sums, product)
+        return sums, product
+
+
+@pytest.fixture
+def npu(monkeypatch):
+    monkeypatch.syspath_prepend(EXAMPLE)
+    import backend_npu
+
+    before = backend_of("ext_dev")
+    register_backend(backend_npu.NpuBackend())
+    backend_npu.counts.clear()
+    yield backend_npu
+    register_backend(before)
+
+
+def test_products_of_bytes_on_the_matrix_unit(npu, tmp_path):
+    generator = np.random.default_rng(0)
+    x, w = (generator.integers(-128, 128, shape).astype("int8") for shape in ((40, 33), (33, 20)))
+    f = generator.standard_normal((20, 8)).astype("float32")
+    expected = x.astype("int32") @ w.astype("int32")
+    executable = rh.compile(Bytes)
+    executable.export_library(tmp_path / "model.so")
+    for each in (executable, rh.load(tmp_path / "model.so")):
+        machine = rh.vm.VirtualMachine(each)
+        for sums, product in (machine["main"](x, w, f), machine.submit("main", x, w, f).result()):
+            assert (str(sums.device), str(product.device)) == ("ext_dev:0", "cpu:0")
+            assert (sums.numpy() == expected).all()
+            np.testing.assert_allclose(product.numpy(), np.maximum(expected, 0) @ f, rtol=1e-4, atol=0.1)
+    assert npu.counts["steps"] == 4 * 3 * 2 * 3 and npu.counts["copies"] > 4  # of 16 x 16 x 16 bytes, in four calls
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("squeezenet", marks=pytest.mark.slow), pytest.param("minilm", marks=pytest.mark.slow)]
+)
+def test_a_network_cut_over_cpu_and_npu(npu, name, tmp_path):
+    model = minilm(2, 16) if name == "minilm" else random_model(name)
+    names, inputs = node_names(model), inputs_of(model)
+    placement = cut(names, [len(names) // 3, len(names) // 2, len(names) * 4 // 5])
+    executable = rh.compile(rh.from_onnx(model, ["llvm", "ext_dev"], placement))
+    assert_both_devices_hold_ops(executable)
+    assert_same(outputs_after_export(executable, inputs, tmp_path), expected_outputs(model, inputs))
+    assert npu.counts["copies"] > 4
+
+
+def test_memory_ends(npu):
+    memory = backend_of("ext_dev").memory()
+    first = memory.allocate(1, 200 << 20, 64)
+    with pytest.raises(rh.MemoryLimitError, match="the NPU has no 104,857,600 bytes left of 268,435,456"):
+        memory.allocate(1, 100 << 20, 64)
+    memory.free(1, first)
+    assert memory.allocate(1, 100 << 20, 64) == first
+
+
+def test_the_package_is_found_by_its_entry_point(tmp_path):
+    project = (EXAMPLE / "pyproject.toml").read_text()
+    (value,) = re.findall(rf'^\[project.entry-points."{ENTRY_POINTS}"\]\nnpu = "(.*)"$', project, re.MULTILINE)
+    folder = tmp_path / "backend_npu-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: backend-npu\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text(f"[{ENTRY_POINTS}]\nnpu = {value}\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(EXAMPLE), *sys.path])}
+    code = "import relax_hetero as rh; print(rh.VDevice('ext_dev'), rh.encoding.resolver_for('ext_dev').name)"
+    process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert "ext_dev" in process.stdout and process.stdout.endswith("npu\n"), process.stderr
+
+
+def test_the_example_is_short_and_uses_public_names_only():
+    text = (EXAMPLE / "backend_npu.py").read_text()
+    assert len(text.splitlines()) < 400
+    modules = [line.split()[1] for line in text.splitlines() if line.startswith(("from relax_hetero", "import relax"))]
+    assert modules == ["relax_hetero", "relax_hetero.backends", "relax_hetero.encoding"]
