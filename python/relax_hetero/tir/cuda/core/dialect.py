@@ -1,4 +1,4 @@
-"""What the language of the kernel that is being written offers: all of CUDA, or what other GPUs' languages have too."""
+"""Dialect of the kernel that is being written: all of CUDA, or only what the languages of other GPUs have, too."""
 
 from __future__ import annotations
 
