@@ -104,7 +104,5 @@ def test_the_registry_asks_for_the_packages_table():
 def test_a_package_that_cannot_be_loaded_is_named(monkeypatch):
     entry = EntryPoint("npu", "relax_hetero.backends:Nothing", backend.ENTRY_POINTS)
     monkeypatch.setattr(backend, "entry_points", lambda group: [entry])
-    with pytest.raises(
-        VDeviceError, match=r"the back end 'npu' of the package '\?' \(relax_hetero.backends:Nothing\) cann"
-    ):
+    with pytest.raises(VDeviceError, match=r"the back end 'npu' of the package '\?' \(.*:Nothing\) cannot"):
         backend._table.__wrapped__()

@@ -56,6 +56,20 @@ class Rows:
         return probabilities, sums, best
 
 
+@I.ir_module
+class Sorts:
+    I.module_global_infos({"vdevice": [I.vdevice("opencl")]})
+
+    @R.function
+    def main(x: R.Tensor((7, 300), "float32")):
+        with R.dataflow():
+            best = R.topk(x, k=9, axis=1, ret_type="both", largest=True)
+            sums = R.cumsum(x, axis=1)
+            angles = R.acos(R.tanh(x))
+            R.output(best, sums, angles)
+        return best, sums, angles
+
+
 def random(*shape):
     return np.random.default_rng(len(shape)).standard_normal(shape).astype("float32")
 
@@ -88,6 +102,15 @@ def test_rows_and_reductions():
         np.testing.assert_allclose(outputs[0], probabilities, rtol=1e-4, atol=1e-7)
         np.testing.assert_allclose(outputs[1], (probabilities * x).sum(1), rtol=1e-4, atol=1e-5)
         assert (outputs[2] == x.argmax(1)).all()
+
+
+def test_sorts_scans_and_functions():
+    x = random(7, 300)
+    (values, indices), sums, angles = rh.vm.VirtualMachine(rh.compile(Sorts))["main"](x)
+    order = np.argsort(-x, axis=1, kind="stable")[:, :9]
+    assert (indices.numpy() == order).all() and (values.numpy() == np.take_along_axis(x, order, 1)).all()
+    np.testing.assert_allclose(sums.numpy(), np.cumsum(x.astype("float64"), 1), rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(angles.numpy(), np.arccos(np.tanh(x.astype("float64"))), rtol=1e-3, atol=1e-3)
 
 
 TILES = {"kind": "opencl", "max_shared_memory_per_block": 32 << 10}
@@ -162,10 +185,12 @@ def test_networks(name, is_cut):
     assert_same(outputs_of(executable, inputs), expected_outputs(model, inputs))
 
 
-CASES = ["test_acos", "test_top_k_uint64"]
+CASES = """test_cumsum_2d_axis_1 test_nonmaxsuppression_suppress_by_IOU test_scatter_elements_with_axis
+    test_simple_rnn_defaults test_where_example""".split()
 
 
-@pytest.mark.parametrize("every", [pytest.param(0, id="chosen"), pytest.param(37, marks=pytest.mark.slow)])
+@pytest.mark.slow  # ONNX computes the data of all its cases
+@pytest.mark.parametrize("every", [0, 37])
 def test_cases_of_onnx(every, monkeypatch):
     apps = os.path.join(os.path.dirname(__file__), *[".."] * 3, "apps", "onnx_backend")
     monkeypatch.syspath_prepend(apps)
