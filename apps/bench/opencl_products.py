@@ -1,4 +1,4 @@
-"""Matrix products of float32 on an OpenCL device, beside those of another device of this library (host time, many calls).
+"""Matrix products of float32 on an OpenCL device, beside those of another device of this library: host time of calls.
 
 python apps/bench/opencl_products.py                           # beside CUDA's kernels for plain threads, the bar of 0.7
 python apps/bench/opencl_products.py --beside llvm --shapes 256

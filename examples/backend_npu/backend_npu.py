@@ -12,6 +12,7 @@ import mmap
 import queue
 import threading
 from collections import Counter
+from functools import cache
 
 import numpy as np
 import tvm
@@ -111,6 +112,11 @@ class NpuMemory(DeviceMemory):
         """Do nothing: the simulator waits for each piece of work."""
 
 
+@cache
+def _memory() -> NpuMemory:
+    return NpuMemory()
+
+
 class NpuResolver(EncodingResolver):
     """Products of bytes on the matrix unit, which reads 16 columns of a weight, 16 bytes of each."""
 
@@ -168,11 +174,10 @@ class NpuBackend(ManagedBackend):
 
     def __init__(self) -> None:
         super().__init__("ext_dev", 12, description="the NPU", words="npu")
-        self._memory = NpuMemory()
 
     def memory(self):
-        """Memory of the devices."""
-        return self._memory
+        """Memory of the devices, one for the process."""
+        return _memory()
 
     def resolvers(self):
         """The resolver of the matrix unit."""

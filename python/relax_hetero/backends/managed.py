@@ -113,6 +113,12 @@ class ManagedBackend(Backend):
         memory = self.memory()
         return 0 if memory is None else memory.count()
 
+    def device_name(self, index: int) -> str:
+        """Name of a device (`DeviceMemory.name`)."""
+        memory = self.memory()
+        assert memory is not None, "there are devices"
+        return memory.name(index) or self.description
+
     def copy(self, source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
         """Copy with `DeviceMemory.copy`."""
         from ..vm.device.device_api import Location, installed

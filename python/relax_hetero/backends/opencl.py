@@ -224,6 +224,10 @@ class OpenClMemory(DeviceMemory):
         """Number of devices that can be used."""
         return len(self._devices)
 
+    def name(self, index: int) -> str:
+        """Name that the driver gives a device."""
+        return str(self._devices[index].name.strip())
+
     def local_bytes(self, index: int) -> int:
         """Local memory of a work-group, which CUDA calls shared memory."""
         return int(self._devices[index].local_mem_size)

@@ -202,6 +202,12 @@ class Backend:
         """Number of devices of this computer that `relax-hetero devices` lists."""
         return 0
 
+    def device_name(self, index: int) -> str:
+        """Name of a device of this computer."""
+        import tvm
+
+        return str(tvm.runtime.device(self.type_name, index).device_name)
+
     def why_absent(self) -> str:
         """Reason why a device is absent, or empty if unknown."""
         return ""

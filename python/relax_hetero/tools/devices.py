@@ -69,6 +69,7 @@ def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
     import tvm
 
     from ..frontend.auto.measure_devices import cpu_model
+    from ..target.backend import backend_of
     from ..target.cpu_cores import cpus_of_nodes
     from ..target.cpu_target import cpu_target_of
     from ..target.gpu_target import gpu_target_of
@@ -88,10 +89,11 @@ def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
             "memory": memory,
         }
     else:
+        backend_of(vdevice.target).load()
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id))
         gpu = gpu_target_of(vdevice.target)
         properties = {
-            "model": str(device.device_name),
+            "model": backend_of(vdevice.target).device_name(int(vdevice.vdevice_id)),
             "cores": int(device.multi_processor_count or 0),
             "instructions": gpu.tensor or "plain",
             "memory": int(device.total_global_memory or 0),

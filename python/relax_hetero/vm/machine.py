@@ -23,6 +23,7 @@ from .args.call_cache import CachedCall, CallCache
 from .args.donated_arguments import argument_memory, arguments_for_run, memory_in_flight, retained_ranges
 from .args.results import check_out_buffers, fill_out_buffers, to_python
 from .device.builtins import current_machine
+from .device.device_api import cause_of
 from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
@@ -594,9 +595,12 @@ class VirtualMachine:
         except Exception as error:  # a kernel may raise anything
             if self._mailboxes is not None:
                 self._mailboxes.reset()
-            if isinstance(error, HeteroError):
+            cause = cause_of(error)
+            if cause is error and isinstance(error, HeteroError):
                 raise
-            raise explain_failure(f"function {name!r}", error, self.executable.metadata) from error
+            if isinstance(cause, HeteroError):
+                raise cause from error
+            raise explain_failure(f"function {name!r}", cause, self.executable.metadata) from error
         finally:
             current_machine.devices_and_scopes = caller
             leave_call(thread_pool)

@@ -85,6 +85,25 @@ def test_memory_ends(npu):
     assert memory.allocate(1, 100 << 20, 64) == first
 
 
+@I.ir_module
+class Large:
+    I.module_global_infos({"vdevice": [I.vdevice("ext_dev")]})
+
+    @R.function
+    def main(x: R.Tensor((1,), "float32")):
+        with R.dataflow():
+            wide = R.broadcast_to(x, (1 << 30,))
+            R.output(wide)
+        return wide
+
+
+def test_memory_that_a_model_lacks_is_named_each_time(npu):
+    machine = rh.vm.VirtualMachine(rh.compile(Large))
+    for call in (machine["main"], machine["main"], lambda x: machine.submit("main", x).result()):
+        with pytest.raises(rh.MemoryLimitError, match="the NPU has no 4,294,967,296 bytes left"):
+            call(np.ones(1, "float32"))
+
+
 def test_the_package_is_found_by_its_entry_point(tmp_path):
     project = (EXAMPLE / "pyproject.toml").read_text()
     (value,) = re.findall(rf'^\[project.entry-points."{ENTRY_POINTS}"\]\nnpu = "(.*)"$', project, re.MULTILINE)

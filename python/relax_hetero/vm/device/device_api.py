@@ -64,6 +64,10 @@ class DeviceMemory:
         """Bytes of a device's memory; 0 if unknown."""
         return 0
 
+    def name(self, index: int) -> str:
+        """Name of a device for people."""
+        return ""
+
 
 _EXIST, _TOTAL_MEMORY = 0, 14  # DeviceAttrKind
 _INT = 1  # TVMFFITypeIndex::kTVMFFIInt
@@ -108,17 +112,23 @@ _ANCHORS = {
 }
 
 
+class _ThreadState(threading.local):
+    """Device that host code of the thread has chosen for launches, and the first error that TVM went on after."""
+
+    device = 0
+    error: BaseException | None = None
+
+
 class DeviceApi:
     """The device API of a type (`install`).
 
-    Exceptions cannot pass through TVM's C++ functions: they are kept, and raised by the next `raise_error`. Memory that
-    could not be allocated has the address 0.
+    Exceptions cannot pass through TVM's C++ functions: they are kept, and raised by the next launch or copy, or instead
+    of TVM's own error (`cause_of`). Memory that could not be allocated has the address 0.
     """
 
     def __init__(self, memory: DeviceMemory) -> None:
         self.memory = memory
-        self._current = threading.local()
-        self._error: BaseException | None = None
+        self._thread = _ThreadState()
         self._functions = [method.type(self._guarded(name)) for name, method in _METHODS.items()]
         self._table = (c_void_p * _NUM_ENTRIES)(*_base_table())
         for method, function in zip(_METHODS.values(), self._functions, strict=True):
@@ -137,13 +147,20 @@ class DeviceApi:
 
         def call(*args: Any) -> None:
             self.raise_error()
-            launch(getattr(self._current, "index", 0), args[:num_params], args[num_params:])
+            launch(self._thread.device, args[:num_params], args[num_params:])
 
         return call
 
+    def take_error(self) -> BaseException | None:
+        """The error of an earlier call of TVM, once; TVM's pools then forget memory that they did not get."""
+        error, self._thread.error = self._thread.error, None
+        if error is not None:
+            _clear_pools()
+        return error
+
     def raise_error(self) -> None:
-        """Raise, once, the error of an earlier call of TVM."""
-        error, self._error = self._error, None
+        """Raise the error that `take_error` returns, if any."""
+        error = self.take_error()
         if error is not None:
             raise error
 
@@ -154,13 +171,13 @@ class DeviceApi:
             try:
                 return method(*args)
             except BaseException as error:
-                self._error = self._error or error
+                self._thread.error = self._thread.error or error
                 return 0
 
         return call
 
     def _set_device(self, device: int) -> None:
-        self._current.index = device >> 32
+        self._thread.device = device >> 32
 
     def _get_attribute(self, device: int, kind: int, result: Any) -> None:
         index = device >> 32
@@ -195,6 +212,7 @@ class DeviceApi:
             self.memory.copy(begin, end, nbytes)
 
 
+_clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
 _lock = threading.Lock()
 _installed: dict[int, DeviceApi] = {}
 
@@ -215,6 +233,11 @@ def install(device_type: int, type_name: str, memory: DeviceMemory) -> None:
             return
         api = _installed[device_type] = DeviceApi(memory)
         tvm_ffi.register_global_func(f"device_api.{type_name}", lambda: c_void_p(api.address), override=True)
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The error of a device's memory that TVM went on after, and that has led to `error`, or else `error` itself."""
+    return next(filter(None, (api.take_error() for api in _installed.values())), error)
 
 
 def installed(device_type: int) -> DeviceApi:

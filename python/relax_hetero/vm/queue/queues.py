@@ -22,6 +22,7 @@ from ...target.backend import backend_of_device, backend_of_type
 from ...target.cpu_cores import cpus_of_cores, cpus_of_nodes, num_cores
 from ..device.builtins import current_machine
 from ..device.cuda_driver import CudaError
+from ..device.device_api import cause_of
 from ..device.machine_lock import hold_all
 from ..device.mailboxes import Mailboxes
 from ..device.tensors import alias, is_host, map_tensors, same_device
@@ -220,6 +221,7 @@ class Queues:
 
     def explain(self, what: str, error: BaseException) -> HeteroError:
         """The error in terms of the model."""
+        error = cause_of(error)
         if isinstance(error, HeteroError) and not isinstance(error, CudaError):
             return error
         return explain_failure(what, error, self._metadata)
