@@ -65,6 +65,11 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
         return self.native_target(index) if tvm_ffi.structural_equal(target, self.default_target()) else None
 
+    def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
+        """Peaks of a plain GPU, or of OpenCL on a CPU."""
+        is_gpu = int(target.attrs.get("max_shared_memory_per_block", 0)) > _CPU_LOCAL_BYTES
+        return super().peaks(target) if is_gpu else (1e10, 1e10, 1.0)
+
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
         """Require the local memory that kernels were written for."""
         needed = json.loads(spec.target).get("max_shared_memory_per_block", 0)
@@ -227,6 +232,10 @@ class OpenClMemory(DeviceMemory):
     def name(self, index: int) -> str:
         """Name that the driver gives a device."""
         return str(self._devices[index].name.strip())
+
+    def num_units(self, index: int) -> int:
+        """Compute units of a device."""
+        return int(self._devices[index].max_compute_units)
 
     def local_bytes(self, index: int) -> int:
         """Local memory of a work-group, which CUDA calls shared memory."""

@@ -68,8 +68,12 @@ class DeviceMemory:
         """Name of a device for people."""
         return ""
 
+    def num_units(self, index: int) -> int:
+        """Number of a device's cores; 0 if unknown."""
+        return 0
 
-_EXIST, _TOTAL_MEMORY = 0, 14  # DeviceAttrKind
+
+_EXIST, _NUM_UNITS, _TOTAL_MEMORY = 0, 7, 14  # DeviceAttrKind
 _INT = 1  # TVMFFITypeIndex::kTVMFFIInt
 
 
@@ -182,10 +186,11 @@ class DeviceApi:
     def _get_attribute(self, device: int, kind: int, result: Any) -> None:
         index = device >> 32
         exists = 0 <= index < self.memory.count()
+        ask = {_NUM_UNITS: self.memory.num_units, _TOTAL_MEMORY: self.memory.memory_bytes}.get(kind)
         if kind == _EXIST:
             result[0] = _Any(_INT, 0, int(exists))
-        elif kind == _TOTAL_MEMORY and exists and (nbytes := self.memory.memory_bytes(index)):
-            result[0] = _Any(_INT, 0, nbytes)
+        elif ask is not None and exists and (number := ask(index)):
+            result[0] = _Any(_INT, 0, number)
 
     def _allocate(self, device: int, nbytes: int, alignment: int, _dtype: int) -> int:
         return self.memory.allocate(device >> 32, nbytes, alignment) if nbytes else 0
