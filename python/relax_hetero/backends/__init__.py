@@ -5,8 +5,7 @@ Back ends may use the packages that compile and run models, which reach them thr
 
 from __future__ import annotations
 
-from ..target.backend import Backend
-from ..vm.device.device_api import DeviceMemory, Location
+from ..target.backend import Backend, DeviceMemory, Location
 from .cpu import CBackend, LlvmBackend
 from .cuda import CudaBackend
 from .gpu import GpuBackend, RocmBackend

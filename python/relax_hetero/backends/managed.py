@@ -1,7 +1,7 @@
 """Base class of back ends for devices that TVM's runtime library has no support for.
 
 TVM generates the host code of such a device, and either TVM or the back end the kernels' text. Memory, copies and
-launches are Python functions: `vm.device.device_api.DeviceMemory`, and `ManagedBackend.launcher`.
+launches are Python functions: `target.backend.DeviceMemory`, and `ManagedBackend.launcher`.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..target.backend import CPU, Backend, LinkedCode
+from ..target.backend import CPU, Backend, DeviceMemory, LinkedCode, Location
 
 if TYPE_CHECKING:
     import tvm
     from tvm import runtime
 
     from ..artifact.device_code import DeviceCode, KernelLaunch
-    from ..vm.device.device_api import DeviceMemory
 
 
 _MAX_NAME = 60
@@ -121,7 +120,7 @@ class ManagedBackend(Backend):
 
     def copy(self, source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
         """Copy with `DeviceMemory.copy`."""
-        from ..vm.device.device_api import Location, installed
+        from ..vm.device.device_api import installed
         from ..vm.device.tensors import nbytes_of
 
         def located(tensor: runtime.Tensor) -> Location:

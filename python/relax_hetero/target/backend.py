@@ -22,6 +22,59 @@ CPU = 1
 """DLPack device type of CPUs."""
 
 
+class Location(NamedTuple):
+    """An address in the memory of a device, or of the host.
+
+    Attributes
+    ----------
+    device : int or None
+        Device of the type; None for the host.
+    """
+
+    device: int | None
+    address: int
+
+
+class DeviceMemory:
+    """Memory of the devices of one type, a base class for back ends.
+
+    Addresses are numbers that a device's kernels accept, and that compiled host code may add byte offsets to.
+    Work and copies of a device run in the order of the calls.
+    """
+
+    def count(self) -> int:
+        """Number of devices of this computer."""
+        raise NotImplementedError
+
+    def allocate(self, index: int, nbytes: int, alignment: int) -> int:
+        """The address of new memory of a device; MemoryError if there is none."""
+        raise NotImplementedError
+
+    def free(self, index: int, address: int) -> None:
+        """Free memory after the work that was submitted before."""
+        raise NotImplementedError
+
+    def copy(self, source: Location, target: Location, nbytes: int) -> None:
+        """Copy bytes between devices of the type, or from or to the host, whose memory is free afterwards."""
+        raise NotImplementedError
+
+    def synchronize(self, index: int) -> None:
+        """Wait for all work of a device."""
+        raise NotImplementedError
+
+    def memory_bytes(self, index: int) -> int:
+        """Bytes of a device's memory; 0 if unknown."""
+        return 0
+
+    def name(self, index: int) -> str:
+        """Name of a device for people."""
+        return ""
+
+    def num_units(self, index: int) -> int:
+        """Number of a device's cores; 0 if unknown."""
+        return 0
+
+
 class LinkedCode(NamedTuple):
     """Code of all targets of a kind.
 
@@ -190,8 +243,8 @@ class Backend:
 
         return load_library(f"tvm_runtime_{self.type_name}", self.load_dependencies)
 
-    def memory(self) -> Any:
-        """Memory of the devices (`vm.device.device_api.DeviceMemory`); None if TVM's runtime library manages it."""
+    def memory(self) -> DeviceMemory | None:
+        """Memory of the devices; None if TVM's runtime library manages it."""
         return None
 
     def load_code(self, code: Any, indices: Sequence[int]) -> None:

@@ -9,8 +9,9 @@ import pytest
 import tvm_ffi
 from tvm import runtime
 
+from relax_hetero.target.backend import DeviceMemory
 from relax_hetero.vm.device import device_api
-from relax_hetero.vm.device.device_api import DeviceMemory, install, installed
+from relax_hetero.vm.device.device_api import install, installed
 
 EXT_DEV = 12
 

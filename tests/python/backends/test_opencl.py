@@ -15,12 +15,14 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from models.running import assert_both_devices_hold_ops, assert_same, cut, expected_outputs, outputs_of
 from models.zoo import inputs_of, minilm, node_names, random_model
-from relax_hetero.backends import opencl
+from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.errors import BindingError, BuildError, MemoryLimitError
 from relax_hetero.target.backend import backend_of
 
 pyopencl = pytest.importorskip("pyopencl")
-pytestmark = pytest.mark.skipif(backend_of("opencl").count() == 0, reason=f"no OpenCL: {opencl._memory().why_absent}")
+pytestmark = pytest.mark.skipif(
+    backend_of("opencl").count() == 0, reason=f"no OpenCL: {opencl.opencl_memory().why_absent}"
+)
 
 
 @I.ir_module
@@ -233,7 +235,7 @@ def test_an_absent_device_is_named():
 
 
 def test_an_absent_package_or_driver_is_named(monkeypatch):
-    monkeypatch.setattr(opencl, "_memory", lambda: exec("raise ImportError"))
+    monkeypatch.setattr(opencl, "opencl_memory", lambda: exec("raise ImportError"))
     assert "pip install 'relax-hetero[opencl]'" in backend_of("opencl").why_absent()
     assert not backend_of("opencl").load() and backend_of("opencl").count() == 0
 
@@ -248,7 +250,7 @@ def test_an_absent_package_or_driver_is_named(monkeypatch):
 def test_kernels_that_a_device_cannot_compile_are_refused_before_anything_runs(monkeypatch):
     executable = rh.compile(Cut)
     (code,) = executable.metadata.device_code
-    device = opencl._memory().opened(0)
+    device = opencl.opencl_memory().opened(0)
     with pytest.raises(BuildError, match="cannot compile the model's kernels"):
         device.program("__kernel void k(")
     monkeypatch.setitem(opencl._EXTENSIONS, "cl_khr_none", "nothing")
@@ -258,13 +260,13 @@ def test_kernels_that_a_device_cannot_compile_are_refused_before_anything_runs(m
 
 def test_memory_that_does_not_suffice_is_an_error():
     with pytest.raises(MemoryLimitError, match=r"opencl:0 \(.*\) has no .* bytes left"):
-        opencl._memory().allocate(0, 1 << 60, 64)
+        opencl.opencl_memory().allocate(0, 1 << 60, 64)
     machine = rh.vm.VirtualMachine(rh.compile(Cut))  # works as before
     assert machine["main"](random(1, 32), random(32, 48))[0].shape == (1, 48)
 
 
 def test_freed_memory_is_returned():
-    memory, device = opencl._memory(), opencl._memory().opened(0)
+    memory, device = opencl.opencl_memory(), opencl.opencl_memory().opened(0)
     for _ in range(4):
         memory.free(0, memory.allocate(0, 48 << 20, 64))
     assert sum(block.size for block in device._freed) <= 2 * opencl._MAX_FREED_BYTES

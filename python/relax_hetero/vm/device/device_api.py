@@ -17,61 +17,7 @@ import tvm_ffi
 from tvm.base import _LOADED_LIBS
 
 from ...errors import HeteroError
-from ...target.backend import CPU
-
-
-class Location(NamedTuple):
-    """An address in the memory of a device, or of the host.
-
-    Attributes
-    ----------
-    device : int or None
-        Device of the type; None for the host.
-    """
-
-    device: int | None
-    address: int
-
-
-class DeviceMemory:
-    """Memory of the devices of one type, a base class for back ends.
-
-    Addresses are numbers that a device's kernels accept, and that compiled host code may add byte offsets to.
-    Work and copies of a device run in the order of the calls.
-    """
-
-    def count(self) -> int:
-        """Number of devices of this computer."""
-        raise NotImplementedError
-
-    def allocate(self, index: int, nbytes: int, alignment: int) -> int:
-        """The address of new memory of a device; MemoryError if there is none."""
-        raise NotImplementedError
-
-    def free(self, index: int, address: int) -> None:
-        """Free memory after the work that was submitted before."""
-        raise NotImplementedError
-
-    def copy(self, source: Location, target: Location, nbytes: int) -> None:
-        """Copy bytes between devices of the type, or from or to the host, whose memory is free afterwards."""
-        raise NotImplementedError
-
-    def synchronize(self, index: int) -> None:
-        """Wait for all work of a device."""
-        raise NotImplementedError
-
-    def memory_bytes(self, index: int) -> int:
-        """Bytes of a device's memory; 0 if unknown."""
-        return 0
-
-    def name(self, index: int) -> str:
-        """Name of a device for people."""
-        return ""
-
-    def num_units(self, index: int) -> int:
-        """Number of a device's cores; 0 if unknown."""
-        return 0
-
+from ...target.backend import CPU, DeviceMemory, Location
 
 _EXIST, _NUM_UNITS, _TOTAL_MEMORY = 0, 7, 14  # DeviceAttrKind
 _INT = 1  # TVMFFITypeIndex::kTVMFFIInt

@@ -1,4 +1,4 @@
-"""The back end of OpenCL devices, on pyopencl: memory, launches, and kernels that TVM writes in OpenCL C.
+"""Memory, queues and launches of OpenCL devices, on pyopencl.
 
 Tensors are in shared virtual memory (OpenCL 2.0), whose addresses host code may add offsets to. Each device has one
 queue, which runs commands in order.
@@ -7,132 +7,18 @@ queue, which runs commands in order.
 from __future__ import annotations
 
 import ctypes
-import json
-import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..artifact.cache_folder import resolve_cache_folder
-from ..errors import BindingError, BuildError, MemoryLimitError
-from ..vm.device.device_api import DeviceMemory, Location
-from .gpu import GpuBackend
-from .managed import ManagedBackend
+from ...artifact.cache_folder import resolve_cache_folder
+from ...artifact.device_code import DeviceCode, KernelLaunch
+from ...errors import BuildError, MemoryLimitError
+from ...target.backend import DeviceMemory, Location
 
-if TYPE_CHECKING:
-    import tvm
-    from tvm import runtime
-
-    from ..artifact.device_code import DeviceCode, KernelLaunch
-
-_MARK = "unrolled"
-"""Begin of the names of variables of unrolled loops, by which they are found in the text."""
-_MAX_LOCAL_BYTES, _CPU_LOCAL_BYTES = 64 << 10, 16 << 10
-"""Maximum local memory of targets of GPUs, and of CPUs, on which plain loops are faster than tiles (`SimtResolver`)."""
-
-# Functions of C that TVM calls for float32, of which OpenCL C has the name without the suffix.
-_SUFFIXED = re.compile(
-    r"\b((?:a?(?:cos|sin|tan)h?|atan2|exp(?:2|10|m1)?|log(?:2|10|1p)?|erfc?|sqrt|cbrt|pow|fmod|hypot|ldexp"
-    r"|floor|ceil|round|trunc|rint|fabs|copysign|nextafter))f\("
-)
-_UNROLLED = re.compile(rf"^( *)for \(int {_MARK}", re.MULTILINE)
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
-
-
-class OpenClBackend(ManagedBackend, GpuBackend):
-    """Back end of OpenCL devices with shared virtual memory; GPUs come before CPUs."""
-
-    has_sorts = True
-
-    def __init__(self) -> None:
-        super().__init__("opencl", 4, "", "an OpenCL device", "cl ocl pocl")
-
-    def native_target(self, index: int) -> tvm.target.Target:
-        """The target of a device, or that of all devices if it is absent."""
-        import tvm
-
-        memory = self.memory()
-        if memory is None or not 0 <= index < memory.count():
-            return self.default_target()
-        local_bytes = min(memory.local_bytes(index), _CPU_LOCAL_BYTES if memory.is_cpu(index) else _MAX_LOCAL_BYTES)
-        return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes})
-
-    def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
-        """The native target, unless `target` differs from TVM's default."""
-        import tvm_ffi
-
-        return self.native_target(index) if tvm_ffi.structural_equal(target, self.default_target()) else None
-
-    def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
-        """Peaks of a plain GPU, or of OpenCL on a CPU."""
-        is_gpu = int(target.attrs.get("max_shared_memory_per_block", 0)) > _CPU_LOCAL_BYTES
-        return super().peaks(target) if is_gpu else (1e10, 1e10, 1.0)
-
-    def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
-        """Require the local memory that kernels were written for."""
-        needed = json.loads(spec.target).get("max_shared_memory_per_block", 0)
-        found = _memory().local_bytes(device.index)
-        if found < needed:
-            raise BindingError(
-                f"{name} is to run on {device}, which has {found:,} bytes of local memory, expected {needed:,}: "
-                f'compile for the target {{"kind": "{self.kind}", "max_shared_memory_per_block": {found}}}'
-            )
-
-    def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
-        """The resolver of products and convolutions by plain threads."""
-        from ..resolvers import SimtResolver
-
-        return ((SimtResolver(), ()),)
-
-    def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
-        """OpenCL C of a kernel."""
-        text = _SUFFIXED.sub(r"\1(", super().generate(_with_marked_loops(kernel), target))
-        text = _UNROLLED.sub(r"\1#pragma unroll\n\g<0>", text)
-        # Kernels exchange values in global memory, too, as CUDA's barriers allow.
-        return text.replace("barrier(CLK_LOCAL_MEM_FENCE)", "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)")
-
-    def memory(self) -> OpenClMemory | None:
-        """Memory of all devices that can be used; None without pyopencl."""
-        try:
-            return _memory()
-        except ImportError:
-            return None
-
-    def why_absent(self) -> str:
-        """The absent package, driver or ability."""
-        memory = self.memory()
-        if memory is None:
-            return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
-        return memory.why_absent
-
-    def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
-        """A launch in the device's queue."""
-        return _Launcher(_memory(), code, kernel)
-
-    def load_code(self, code: DeviceCode, indices: Sequence[int]) -> None:
-        """Compile the text for the devices that will run it."""
-        for index in indices:
-            _memory().opened(index).program(code.text)
-        super().load_code(code, indices)
-
-
-def _with_marked_loops(kernel: tvm.IRModule) -> tvm.IRModule:
-    """Name the variables of unrolled loops by `_MARK`: TVM's generator of OpenCL C writes them as plain loops."""
-    import tvm
-    from tvm import tirx
-    from tvm_ffi import structural_map
-
-    def mark(loop: tirx.For) -> tirx.For:
-        if loop.kind != tirx.ForKind.UNROLLED:
-            return loop
-        var = tirx.Var(f"{_MARK}_{loop.loop_var.name}", loop.loop_var.ty)
-        body = structural_map(loop.body, (tvm.ir.Var, lambda each: var if each.same_as(loop.loop_var) else each))
-        return tirx.For(var, loop.min, loop.extent, loop.kind, body)
-
-    return tvm.IRModule({gv: structural_map(func, (tirx.For, mark)) for gv, func in kernel.functions.items()})
-
 
 _MAX_FREED_BYTES = 64 << 20
 """Bytes that are freed, but kept until the queue is empty, before an allocation waits for the queue."""
@@ -277,7 +163,8 @@ class OpenClMemory(DeviceMemory):
 
 
 @cache
-def _memory() -> OpenClMemory:
+def opencl_memory() -> OpenClMemory:
+    """Memory of all devices, one for the process; ImportError without pyopencl."""
     return OpenClMemory()
 
 
@@ -305,7 +192,7 @@ def _has_shared_memory(cl: Any, device: Any) -> bool:
         return False
 
 
-class _Launcher:
+class Launcher:
     """Launches a kernel of a text."""
 
     def __init__(self, memory: OpenClMemory, code: DeviceCode, kernel: KernelLaunch) -> None:
