@@ -217,6 +217,14 @@ class SimtResolver(CudaResolver):
         """Row-major operands of products, channels-last feature maps."""
         return super().resolve(encoding, target) if gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES else None
 
+    def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
+        """The kernel of a product, a convolution or an elementwise chain."""
+        if not isinstance(problem, (MatmulProblem, ConvProblem, ElementwiseProblem)):
+            raise EncodingError(
+                f"devices of kind {target.kind.name!r} lack this kernel; expected a placement on a CPU or an NVIDIA GPU"
+            )
+        return super().kernel(problem, target)
+
 
 @cache
 def _generators() -> dict[type, Callable[[Any, GpuTarget], tirx.PrimFunc]]:

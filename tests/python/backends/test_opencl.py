@@ -16,7 +16,7 @@ import relax_hetero as rh
 from models.running import assert_both_devices_hold_ops, assert_same, cut, expected_outputs, outputs_of
 from models.zoo import inputs_of, minilm, node_names, random_model
 from relax_hetero.backends.opencl import devices as opencl
-from relax_hetero.errors import BindingError, BuildError, MemoryLimitError
+from relax_hetero.errors import BindingError, BuildError, EncodingError, MemoryLimitError
 from relax_hetero.target.backend import backend_of
 
 pyopencl = pytest.importorskip("pyopencl")
@@ -185,6 +185,22 @@ def test_networks(name, is_cut):
     if is_cut:
         assert_both_devices_hold_ops(executable)
     assert_same(outputs_of(executable, inputs), expected_outputs(model, inputs))
+
+
+@pytest.mark.slow
+def test_a_language_model_with_attention_on_the_cpu(tmp_path):
+    from llm.gguf_files import MODELS, write_gguf
+    from llm.reference_model import ReferenceModel
+    from llm.run_gguf import run
+
+    path = write_gguf(tmp_path / "model.gguf", MODELS["gemma3"], {"*attn*": "F32", "*": "Q8_0"})
+    tokens = np.random.default_rng(1).integers(0, 320, 40)
+    with pytest.raises(EncodingError, match="devices of kind 'opencl' lack this kernel; expected a placement on a CPU"):
+        run(path, tokens, 13, ["opencl"])
+    placement = {"blk.*.attn*": "llvm", "*": "opencl"}
+    logits = run(path, tokens, 13, ["llvm", "opencl"], placement, activations="float32")
+    expected = ReferenceModel(path).logits(tokens)
+    assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
 
 
 CASES = """test_cumsum_2d_axis_1 test_nonmaxsuppression_suppress_by_IOU test_scatter_elements_with_axis

@@ -35,7 +35,7 @@ class _Device:
         self.context = pyopencl.Context([device])
         self.queue = pyopencl.CommandQueue(self.context)
         self.launching = threading.Lock()
-        self._changing = threading.Lock()
+        self._changing = threading.RLock()  # a garbage collection within may free
         self._allocations: dict[int, Any] = {}
         self._freed: list[Any] = []
         self.program = lru_cache(256)(self._built)
@@ -98,8 +98,6 @@ class OpenClMemory(DeviceMemory):
 
     Attributes
     ----------
-    opened : callable
-        The opened device of an index.
     why_absent : str
         Reason why there are no more devices; empty if there are none to be had.
     """
@@ -109,7 +107,15 @@ class OpenClMemory(DeviceMemory):
 
         self._cl = pyopencl
         self._devices, self.why_absent = _usable_devices(pyopencl)
-        self.opened = cache(lambda index: _Device(index, self._devices[index]))
+        self._opening = threading.RLock()
+        self._opened: dict[int, _Device] = {}
+
+    def opened(self, index: int) -> _Device:
+        """A device with its context and queue, the same at each call."""
+        with self._opening:
+            if index not in self._opened:
+                self._opened[index] = _Device(index, self._devices[index])
+            return self._opened[index]
 
     def count(self) -> int:
         """Number of devices that can be used."""
