@@ -210,7 +210,7 @@ CASES = """test_cumsum_2d_axis_1 test_nonmaxsuppression_suppress_by_IOU test_sca
 @pytest.mark.slow  # ONNX computes the data of all its cases
 @pytest.mark.parametrize("every", [0, 37])
 def test_cases_of_onnx(every, monkeypatch):
-    apps = os.path.join(os.path.dirname(__file__), *[".."] * 3, "apps", "onnx_backend")
+    apps = os.path.join(os.path.dirname(__file__), *[".."] * 4, "apps", "onnx_backend")
     monkeypatch.syspath_prepend(apps)
     monkeypatch.setenv("CONFORMANCE_GPU", "opencl")
     from conformance.cases import case_names
@@ -225,7 +225,7 @@ def test_cases_of_onnx(every, monkeypatch):
 TWO_DEVICES = """
 import sys
 sys.path[:0] = {path!r}
-from backends.test_opencl import *
+from backends.opencl.test_opencl import *
 devices = ["opencl:0", "opencl:1"]
 mod = rh.transform.UpdateVDevice([rh.VDevice("opencl", index) for index in range(2)])(Cut)
 product = rh.vm.VirtualMachine(rh.compile(mod))["main"](random(7, 32), random(32, 48))[1]

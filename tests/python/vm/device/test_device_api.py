@@ -104,7 +104,7 @@ def test_tensors_may_outlive_the_interpreter():
     code = f"""
 import sys
 sys.path[:0] = {sys.path!r}
-from backends.test_device_api import *
+from vm.device.test_device_api import *
 install(EXT_DEV, "ext_dev", SmallMemory())
 kept = runtime.empty((8,), "float32", runtime.device("ext_dev", 0))
 """
