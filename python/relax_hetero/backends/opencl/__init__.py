@@ -28,6 +28,8 @@ _SUFFIXED = re.compile(
     r"\b((?:a?(?:cos|sin|tan)h?|atan2|exp(?:2|10|m1)?|log(?:2|10|1p)?|erfc?|sqrt|cbrt|pow|fmod|hypot|ldexp"
     r"|floor|ceil|round|trunc|rint|fabs|copysign|nextafter))f\("
 )
+_SELECT = re.compile(r"\bselect\(")  # ambiguous for short integers, whose sums are ints
+_CHOOSE = "#define choose(other, value, condition) ((condition) ? (value) : (other))\n"
 _UNROLLED = re.compile(rf"^( *)for \(int {_MARK}", re.MULTILINE)
 
 
@@ -82,6 +84,8 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         """OpenCL C of a kernel."""
         text = _SUFFIXED.sub(r"\1(", super().generate(_with_marked_loops(kernel), target))
         text = _UNROLLED.sub(r"\1#pragma unroll\n\g<0>", text)
+        if _SELECT.search(text):
+            text = _CHOOSE + _SELECT.sub("choose(", text)
         # Kernels exchange values in global memory, too, as CUDA's barriers allow.
         return text.replace("barrier(CLK_LOCAL_MEM_FENCE)", "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)")
 
