@@ -8,6 +8,7 @@ functions is a copy of the base class's, with the entries that `_Methods` names 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from ctypes import c_int, c_int64, c_size_t, c_uint32, c_void_p
@@ -18,6 +19,8 @@ from tvm.base import _LOADED_LIBS
 
 from ...errors import HeteroError
 from ...target.backend import CPU, DeviceMemory, Location
+
+_log = logging.getLogger("relax_hetero")
 
 _EXIST, _NUM_UNITS, _TOTAL_MEMORY = 0, 7, 14  # DeviceAttrKind
 _INT = 1  # TVMFFITypeIndex::kTVMFFIInt
@@ -142,8 +145,11 @@ class DeviceApi:
         return self.memory.allocate(device >> 32, nbytes, alignment) if nbytes else 0
 
     def _free(self, device: int, address: int | None) -> None:
-        if address:
-            self.memory.free(device >> 32, address)
+        try:
+            if address:
+                self.memory.free(device >> 32, address)
+        except Exception:  # of a memory that nobody uses any more: no later call fails for it
+            _log.exception("device %d: memory at %d cannot be freed", device >> 32, address)
 
     def _synchronize(self, device: int, _stream: int) -> None:
         self.memory.synchronize(device >> 32)
