@@ -18,6 +18,7 @@ then those of the values, follow the numbers.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -81,6 +82,65 @@ def page_bytes(kv_heads: int, size: int, dtype: str = "float16", shared: bool = 
     """Bytes of one page of one layer."""
     width = {"float32": 4, "int8": 1}.get(dtype, 2)
     return kv_heads * head_elements(size, dtype, shared) * width
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """Sizes of what a layer caches: keys and values of each token in pages, or a state of each sequence.
+
+    Attributes
+    ----------
+    kv_heads, size : int
+        Number of key-value heads, and elements of one; 0 for a state.
+    window : int
+        Number of latest tokens that the layer sees; 0: all.
+    shared : bool
+        True if keys are the values, so that pages hold them once.
+    state : int
+        Elements of the state of a sequence, of float32; 0: the layer has pages.
+    """
+
+    kv_heads: int
+    size: int
+    window: int = 0
+    shared: bool = False
+    state: int = 0
+
+    def shape(self, pages: Any, slots: int, dtype: str) -> tuple[Any, ...]:
+        """Shape of the cache.
+
+        Parameters
+        ----------
+        pages : int or PrimExpr
+            Number of pages.
+        slots : int
+            Number of sequences.
+        dtype : str
+            One of `PAGE_TYPES`.
+        """
+        if self.state:
+            return slots, self.state
+        return page_shape(pages, self.kv_heads, self.size, dtype, self.shared)
+
+    def dtype(self, page_type: str) -> str:
+        """Element type of the cache, given that of pages.
+
+        Parameters
+        ----------
+        page_type : str
+            One of `PAGE_TYPES`.
+        """
+        return "float32" if self.state else page_type
+
+    def unit_bytes(self, dtype: str) -> int:
+        """Bytes of a page, or of the state of a sequence.
+
+        Parameters
+        ----------
+        dtype : str
+            Element type of the cache, one of `PAGE_TYPES`.
+        """
+        return 4 * self.state or page_bytes(self.kv_heads, self.size, dtype, self.shared)
 
 
 def unpacked_pages(pages: np.ndarray, size: int, order: str, shared: bool = False) -> tuple[np.ndarray, np.ndarray]:

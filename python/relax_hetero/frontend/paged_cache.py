@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 
 from tvm import relax, tirx
 
-from ..encoding.pages import PAGE, PAGE_TYPES, TABLES, page_shape, pages_of_window
+from ..encoding.pages import PAGE, PAGE_TYPES, TABLES, LayerCache, pages_of_window
 from ..errors import FrontendError
 
 DECODE, VERIFY, CHUNK = "decode", "verify", "chunk"
@@ -96,15 +96,7 @@ class PagedCache:
         kinds = ((DECODE, "decode", self.batches), (VERIFY, "verify", verify), (CHUNK, "prefill", self.chunks))
         return [(f"{name}_{rows}", rows, kind) for kind, name, sizes in kinds for rows in sizes]
 
-    def parameters(
-        self,
-        rows: int,
-        kind: str,
-        windows: Sequence[int],
-        kv_heads: Sequence[int],
-        size: int,
-        shared: bool = False,
-    ) -> dict[str, relax.Var]:
+    def parameters(self, rows: int, kind: str, layers: Sequence[LayerCache]) -> dict[str, relax.Var]:
         """The parameters of a function in order, by name.
 
         Parameters
@@ -113,22 +105,20 @@ class PagedCache:
             Number of tokens of a call.
         kind : str
             `DECODE`, `VERIFY` or `CHUNK`.
-        windows, kv_heads : sequence of int
-            Window and key/value heads of each layer.
-        size : int
-            Elements of a head.
-        shared : bool
-            True if keys are the values, so that pages hold them once.
+        layers : sequence of LayerCache
+            Cache of each layer that has one.
         """
         shapes: dict[str, list[int]] = {name: [rows] for name in ("tokens", "positions", "sequences")}
         if kind == CHUNK and not self.all_logits:
             shapes["last"] = [1]
-        for is_window in dict.fromkeys(map(bool, windows)):
+        for is_window in dict.fromkeys(bool(layer.window) for layer in layers if not layer.state):
             shapes[TABLES[is_window]] = [self.sequences, self.max_pages]
         params = {name: relax.Var(name, relax.TensorType(shape, "int32")) for name, shape in shapes.items()}
         counts = {is_window: tirx.Var(f"{name}_pages", "int64") for is_window, name in TABLES.items()}
-        for layer, (heads, window) in enumerate(zip(kv_heads, windows, strict=True)):
-            count = counts[bool(window)] if self.any_pages else self.pages(window)
-            pages = page_shape(count, heads, size, self.page_type, shared)
-            params[f"pages_{layer}"] = relax.Var(f"pages_{layer}", relax.TensorType(list(pages), self.page_type))
+        for index, layer in enumerate(layers):
+            count = counts[bool(layer.window)] if self.any_pages else self.pages(layer.window)
+            ty = relax.TensorType(
+                list(layer.shape(count, self.sequences, self.page_type)), layer.dtype(self.page_type)
+            )
+            params[f"pages_{index}"] = relax.Var(f"pages_{index}", ty)
         return params

@@ -1,21 +1,24 @@
-"""`rh.llm.KVCache`: the keys and values of several sequences, in pages on the devices of their layers.
+"""`rh.llm.KVCache`: what layers cache of several sequences, on their devices: keys and values in pages, or states.
 
 Layers with the same window form a group and share a page table (a block table in vLLM): ``table_full`` for layers
 without a window, ``table_window`` for layers with one. A page number names a page in every layer of the group. A forked
 sequence shares its pages; the last one is copied on write.
+
+Layers with the gated delta rule have a state of each sequence in place of pages. A forked sequence has a copy of it.
+Tokens cannot be removed from it: such a sequence can only be truncated to nothing, or to what calls have computed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tvm
 from tvm import runtime
 
-from ..encoding.pages import PAGE, TABLES, page_bytes, page_shape, pages_of_window
+from ..encoding.pages import PAGE, TABLES, LayerCache, pages_of_window
 from ..errors import CacheError
 from ..vm.device.devices import bind_devices
 
@@ -168,40 +171,28 @@ _FULL_TABLE, _WINDOW_TABLE = TABLES[False], TABLES[True]
 
 
 @dataclass(frozen=True)
-class CacheLayer:
+class CacheLayer(LayerCache):
     """One layer of a cache.
 
     Attributes
     ----------
     kv_heads, size : int
-        Number of key-value heads, and elements of one.
+        Number of key-value heads, and elements of one; 0 for a state.
     window : int
         Number of latest tokens that the layer sees; 0: all.
-    device : runtime.Device
-        Device of its pages.
     shared : bool
         True if keys are the values, so that pages hold them once.
+    state : int
+        Elements of the state of a sequence, of float32; 0: the layer has pages.
+    device : runtime.Device
+        Device of its pages or states.
     """
 
-    kv_heads: int
-    size: int
-    window: int = 0
     device: runtime.Device = tvm.cpu(0)  # noqa: RUF009
-    shared: bool = False
-
-    def page_bytes(self, dtype: str) -> int:
-        """Bytes of a page.
-
-        Parameters
-        ----------
-        dtype : str
-            Element type of the cache, one of `PAGE_TYPES`.
-        """
-        return page_bytes(self.kv_heads, self.size, dtype, self.shared)
 
 
 class KVCache:
-    """Keys and values of several sequences.
+    """Keys and values of several sequences, and states.
 
     Memory is allocated once, by the constructor. Methods that raise have changed nothing.
 
@@ -260,13 +251,18 @@ class KVCache:
         self._groups = {
             name: PageGroup(window if name == _WINDOW_TABLE else 0, counts[name], slots, self._columns)
             for name in (_FULL_TABLE, _WINDOW_TABLE)
-            if any(_table_name(layer) == name for layer in layers)
+            if any(_table_name(layer) == name for layer in layers if not layer.state)
         }
         self.tables = {name: group.table for name, group in self._groups.items()}
         self._lengths: list[int | None] = [None] * slots
+        self._has_states = any(layer.state for layer in layers)
+        self._computed = [0] * slots  # tokens that are in the states
         # None while a call has the pages.
         self._layer_pages: list[runtime.Tensor] | None = [
-            runtime.empty(self._shape(layer, counts), dtype, layer.device) for layer in layers
+            runtime.empty(
+                layer.shape(counts[_table_name(layer)], slots, dtype), layer.dtype(dtype), layer.device
+            )
+            for layer in layers
         ]
 
     @classmethod
@@ -296,7 +292,7 @@ class KVCache:
             raise CacheError(f"found functions {list(executable.metadata.signatures)}, expected one named decode_*")
         inputs: dict[str, Any] = {spec.name: spec for spec in executable.signature(function).inputs}
         physical_devices = bind_devices(executable.metadata, devices)
-        names = [f"pages_{layer}" for layer in range(len(description.windows))]
+        names = [f"pages_{index}" for index in range(len(description.layers))]
         table = inputs.get(_FULL_TABLE) or inputs.get(_WINDOW_TABLE)
         if table is None or any(name not in inputs for name in names):
             raise CacheError(
@@ -305,11 +301,12 @@ class KVCache:
         specs = [inputs[name] for name in names]
         layers = [
             CacheLayer(
-                description.kv_heads, description.size, window, physical_devices[spec.device], description.shared
+                *(getattr(layer, field.name) for field in fields(layer)), device=physical_devices[spec.device]
             )
-            for spec, window in zip(specs, description.windows, strict=True)
+            for spec, layer in zip(specs, description.layers, strict=True)
         ]
-        counts = {_table_name(layer): spec.shape[0] for layer, spec in zip(layers, specs, strict=True)}
+        with_pages = [pair for pair in zip(layers, specs, strict=True) if not pair[0].state]
+        counts = {_table_name(layer): spec.shape[0] for layer, spec in with_pages}
         pages = {name: count for name, count in counts.items() if isinstance(count, int)}
         prefills = [name for name in executable.metadata.signatures if name.startswith("prefill_")]
         return cls(
@@ -344,6 +341,7 @@ class KVCache:
         if self._layer_pages is None:
             raise CacheError("the pages of the cache are taken already; expected them to be given back first")
         arrays, self._layer_pages = self._layer_pages, None
+        self._computed = [length or 0 for length in self._lengths]
         return arrays
 
     def release(self, pages: Sequence[runtime.Tensor]) -> None:
@@ -370,7 +368,7 @@ class KVCache:
         slot = next((slot for slot, length in enumerate(self._lengths) if length is None), None)
         if slot is None:
             raise CacheError(f"all {self.slots} slots of the cache are in use; expected a free one")
-        self._lengths[slot] = 0
+        self._lengths[slot] = self._computed[slot] = 0
         return slot
 
     def length(self, slot: int) -> int:
@@ -438,10 +436,15 @@ class KVCache:
             Slot of the sequence to share.
         """
         length = self.length(slot)
+        if self._has_states and self._layer_pages is None:
+            raise CacheError(f"sequence {slot} has states, which cannot be copied while a call has them")
         new_slot = self.add()
         for group in self._groups.values():
             group.share(slot, new_slot)
-        self._lengths[new_slot] = length
+        for layer, array in zip(self.layers, self._layer_pages or (), strict=self._layer_pages is not None):
+            if layer.state:
+                self._copy_unit(layer, array, slot, new_slot)
+        self._lengths[new_slot], self._computed[new_slot] = length, self._computed[slot]
         return new_slot
 
     def truncate(self, slot: int, length: int) -> None:
@@ -457,11 +460,16 @@ class KVCache:
         Raises
         ------
         CacheError
-            If the sequence is shorter, or its window would need a page that was freed.
+            If the sequence is shorter, its window would need a page that was freed, or its states have later tokens.
         """
         current = self.length(slot)
         if not 0 <= length <= current:
             raise CacheError(f"sequence {slot} of {current} tokens: cannot be truncated to {length}")
+        if self._has_states and 0 < length < self._computed[slot]:
+            raise CacheError(
+                f"sequence {slot} of {current} tokens cannot be truncated to {length}: its states have "
+                f"{self._computed[slot]}, and none can be removed from them"
+            )
         for name, group in self._groups.items():
             freed = group.first_freed_column(slot, length)
             if freed is not None:
@@ -471,7 +479,7 @@ class KVCache:
                 )
         for group in self._groups.values():
             group.truncate(slot, length)
-        self._lengths[slot] = length
+        self._lengths[slot], self._computed[slot] = length, min(self._computed[slot], length)
 
     def free(self, slot: int) -> None:
         """Remove a sequence.
@@ -522,24 +530,25 @@ class KVCache:
     def _bytes(self, counts: Mapping[str, int]) -> dict[str, int]:
         sizes: dict[str, int] = {}
         for layer in self.layers:
-            size = counts[_table_name(layer)] * layer.page_bytes(self.dtype)
+            count = self.slots if layer.state else counts[_table_name(layer)]
+            size = count * layer.unit_bytes(self.dtype)
             sizes[str(layer.device)] = sizes.get(str(layer.device), 0) + size
         return sizes
-
-    def _shape(self, layer: CacheLayer, counts: Mapping[str, int]) -> tuple[int, int, int]:
-        return page_shape(counts[_table_name(layer)], layer.kv_heads, layer.size, self.dtype, layer.shared)
 
     def _copy_page(self, name: str, source: int, target: int) -> None:
         """Copy a page of every layer of a group, each on its device."""
         assert self._layer_pages is not None, "a call has the pages"
         for layer, array in zip(self.layers, self._layer_pages, strict=True):
-            if _table_name(layer) == name:
-                size = layer.page_bytes(self.dtype)
-                shape = tuple(map(int, array.shape))[1:]
-                views = [array._create_view(shape, self.dtype, page * size) for page in (source, target)]
-                layer.device.sync()  # the last call may still write
-                views[0].copyto(views[1])
-                layer.device.sync()
+            if _table_name(layer) == name and not layer.state:
+                self._copy_unit(layer, array, source, target)
+
+    def _copy_unit(self, layer: CacheLayer, array: runtime.Tensor, source: int, target: int) -> None:
+        """Copy a page of a layer, or the state of a sequence."""
+        size, shape = layer.unit_bytes(self.dtype), tuple(map(int, array.shape))[1:]
+        views = [array._create_view(shape, str(array.dtype), index * size) for index in (source, target)]
+        layer.device.sync()  # the last call may still write
+        views[0].copyto(views[1])
+        layer.device.sync()
 
 
 def _table_name(layer: CacheLayer) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -21,7 +21,7 @@ from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
 from ..encoding.pages import TABLES
 from ..encoding.token_masks import MASKED_TOKENS
-from ..errors import BindingError, HeteroError
+from ..errors import BindingError, CacheError, HeteroError
 from ..tir.routing import EXPERT_COUNTS
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
@@ -372,12 +372,17 @@ class CompiledModel:
         """Maximum number of tokens of one call of `prefill_logits`."""
         if self._has_all_logits:
             return self.chunk
-        return max(self.decode_rows, 1)
+        return max(self._rows_of_a_sequence, 1)
+
+    @property
+    def _rows_of_a_sequence(self) -> int:
+        """Maximum rows of a step with several of a sequence: on CPUs, calls write all keys before any is computed."""
+        return self._verify_rows or (self._max_batch if self._shares_steps else 0)
 
     @property
     def decode_rows(self) -> int:
-        """See `MultiRowModel`: on CPUs, all rows write their keys before any is computed; several calls also do."""
-        return self._verify_rows or (self._max_batch if self._shares_steps else 0)
+        """See `MultiRowModel`; 0 for models with states, from which rows after a wrong draft cannot be removed."""
+        return 0 if self.description.has_states else self._rows_of_a_sequence
 
     def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
         """Append tokens to a sequence, and return the logits of all of them.
@@ -458,7 +463,7 @@ class CompiledModel:
         for slot in slots:
             lengths.append(before[slot] + counts[slot])
             counts[slot] += 1
-        if len(counts) < len(lengths) and not self.decode_rows:
+        if len(counts) < len(lengths) and not self._rows_of_a_sequence:
             raise BindingError(
                 "decode: found a slot twice, expected each once: this model's steps take one row of each"
             )
@@ -477,7 +482,8 @@ class CompiledModel:
                 calls.append(DecodeCall(f"{kind}_{rows}", count, *results))
         except BaseException:
             for slot, length in before.items():
-                self.cache.truncate(slot, length)
+                with suppress(CacheError):  # a state that the failed call has changed
+                    self.cache.truncate(slot, length)
             raise
         return calls
 

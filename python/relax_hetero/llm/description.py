@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..encoding.pages import LayerCache
+
 
 @dataclass(frozen=True)
 class ModelDescription:
@@ -15,12 +17,8 @@ class ModelDescription:
         Name of the model in its file.
     vocabulary, context, slots : int
         Number of tokens; maximum length of a sequence in tokens; maximum number of sequences in the cache.
-    kv_heads, size : int
-        Number of key-value heads, and elements of one.
-    shared : bool
-        True if keys in the cache are the values, too.
-    windows : tuple of int
-        Number of latest positions that each layer sees; 0: all.
+    layers : tuple of LayerCache
+        Cache of each layer that has one.
     page_type : str
         Element type of the cache.
     experts, experts_used : int
@@ -35,15 +33,22 @@ class ModelDescription:
     vocabulary: int
     context: int
     slots: int
-    kv_heads: int
-    size: int
-    windows: tuple[int, ...]
+    layers: tuple[LayerCache, ...]
     page_type: str = "float16"
     experts: int = 0
     experts_used: int = 0
     trained_context: int = 0
     decodes_like_prefill: bool = False
-    shared: bool = False
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Number of latest positions that each layer with a cache sees; 0: all."""
+        return tuple(layer.window for layer in self.layers)
+
+    @property
+    def has_states(self) -> bool:
+        """True if layers have states, from which no token can be removed."""
+        return any(layer.state for layer in self.layers)
 
 
 def context_warning(context: int, trained_context: int) -> str | None:

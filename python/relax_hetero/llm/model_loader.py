@@ -21,6 +21,7 @@ from tvm.target import Target
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
+from ..encoding.pages import LayerCache
 from ..errors import BuildError
 from ..garbage_collection import paused_garbage_collection
 from ..target.amx_instructions import amx_instruction_for
@@ -258,7 +259,7 @@ def _load_file(arguments: _Arguments) -> Loaded:
     _check_draft_tokens(tokenizer, arguments.drafted)
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
     options = _resolve_options(arguments, model, devices, context)
-    donated = [f"pages_{layer}" for layer in range(model.layers)]
+    donated = [f"pages_{index}" for index in range(len(model.caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
     compilation = _Compilation(file, states, model.experts > 0, devices, arguments.placement, options, donated)
@@ -275,10 +276,7 @@ def _load_file(arguments: _Arguments) -> Loaded:
         vocabulary=model.vocabulary,
         context=context,
         slots=options["slots"],
-        kv_heads=model.kv_heads,
-        size=model.head_size,
-        shared=model.has_shared_values,
-        windows=tuple(model.window_of(layer) for layer in range(model.layers)),
+        layers=model.caches,
         page_type=options["page_type"],
         experts=model.experts,
         experts_used=model.experts_used,
@@ -515,7 +513,7 @@ def _load_saved(folder: Path) -> Loaded:
         with open_regular(path)[0] as file:
             fields: dict[str, Any] = json.loads(file.read())
         digests = dict(fields.pop(_DIGESTS))
-        fields["windows"] = tuple(fields["windows"])
+        fields["layers"] = tuple(LayerCache(**layer) for layer in fields["layers"])
         description = ModelDescription(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
         if not path.exists():
@@ -616,10 +614,9 @@ def load_onnx(
     cache = PagedCache(tuple(batches), tuple(chunks), slots, context, page_type)
     mod = from_onnx(source, devices, placement, cache=cache)
     decoder: dict[str, Any] = mod[f"decode_{cache.batches[0]}"].attrs["decoder"]
-    kv_heads = sorted({int(heads) for heads in decoder["kv_heads"]})
-    if len(kv_heads) != 1:
-        raise BuildError(f"found layers of {kv_heads} heads of keys and values, expected the same number in all layers")
-    pages = [f"pages_{layer}" for layer in range(len(decoder["windows"]))]
+    sizes = zip(decoder["kv_heads"], decoder["windows"], strict=True)
+    layers = tuple(LayerCache(int(heads), int(decoder["size"]), int(window)) for heads, window in sizes)
+    pages = [f"pages_{layer}" for layer in range(len(layers))]
     names = [f"decode_{rows}" for rows in cache.batches] + [f"prefill_{rows}" for rows in cache.chunks]
     executable = compile_module(mod, donate=dict.fromkeys(names, pages), progress=progress)
     logits: Any = next(spec for spec in executable.signature(names[0]).outputs if spec.name == "logits")
@@ -628,9 +625,7 @@ def load_onnx(
         vocabulary=int(logits.shape[-1]),
         context=context,
         slots=cache.sequences,
-        kv_heads=kv_heads[0],
-        size=int(decoder["size"]),
-        windows=tuple(int(window) for window in decoder["windows"]),
+        layers=layers,
         page_type=page_type,
         decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )

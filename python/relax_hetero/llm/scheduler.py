@@ -294,10 +294,10 @@ class Scheduler:
                 else:
                     self._recover_from_full_cache(batch, error)
                 continue
-            except Exception:
+            except Exception as error:
                 self._drop_step_ahead()
                 self._roll_back(batch)
-                self._decode_each(batch)
+                self._decode_each(batch, _wrap_error(error))
                 return
             rows = iter(results)
             for sequence, tokens in zip(batch, fed, strict=True):
@@ -386,9 +386,12 @@ class Scheduler:
             with suppress(Exception):
                 step.tokens()
 
-    def _decode_each(self, batch: list[Sequence]) -> None:
-        """Decode one by one after an error, so that only requests that cause it end."""
+    def _decode_each(self, batch: list[Sequence], failure: HeteroError) -> None:
+        """Decode one by one after an error, so that only requests that cause it or cannot be rolled back end."""
         for sequence in batch:
+            if sequence.slot is None:
+                self._end(sequence, "error", failure)
+                continue
             try:
                 row = self._model.decode(*_decode_arguments([sequence], self._fed_tokens([sequence], False)))[0]
             except CacheError:

@@ -84,6 +84,10 @@ _DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2,
 _DENSE_FIRST_KEYS = {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
 _GROUP_KEYS = {"expert_group_count": 2, "expert_group_used_count": 1}
 _MOE_STEPS = ("split_experts",)
+_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
+_DELTA |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
+_DELTA_KEYS = {"ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.state_size": 8, "ssm.inner_size": 64}
+_DELTA_KEYS |= {"ssm.conv_kernel": 4, "full_attention_interval": 3, "rope.dimension_count": 4}
 _FALCON = {"ffn_hidden_size": 128, "new_decoder_architecture": False, "alibi": False, "bias": False}
 _NEOX = {"rotary_pct": 0.25, "use_parallel_residual": True}
 _PAIRS = ("pairs",)
@@ -156,6 +160,30 @@ MODELS = {
     "qwen3vlmoe": Model("qwen3vlmoe", "Qwen3Moe", {**_EXPERTS, "norm_topk_prob": True}, _EXPERT_KEYS, steps=_MOE_STEPS),
     "pangu-embedded": Model("pangu-embedded", "Llama", {"attention_bias": True}),
     "seed_oss": Model("seed_oss", "SeedOss"),
+    "qwen3next": Model(
+        "qwen3next",
+        "Qwen3Next",
+        {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32, "norm_topk_prob": True},
+        {**_EXPERT_KEYS, **_DELTA_KEYS, "expert_shared_feed_forward_length": 32},
+        {"partial_rotary_factor": 0.25},
+        steps=(*_MOE_STEPS, "norms", "delta"),
+    ),
+    "qwen35": Model(
+        "qwen35",
+        "Qwen3_5",
+        _DELTA,
+        {**_DELTA_KEYS, "rope.dimension_sections": [2, 0, 0, 0]},
+        {"partial_rotary_factor": 0.25, "mrope_section": [2, 0, 0]},
+        steps=("norms", "delta", "tiled"),
+    ),
+    "qwen35moe": Model(
+        "qwen35moe",
+        "Qwen3_5Moe",
+        {**_EXPERTS, **_DELTA, "shared_expert_intermediate_size": 32},
+        {**_EXPERT_KEYS, **_DELTA_KEYS, "expert_shared_feed_forward_length": 32},
+        {"partial_rotary_factor": 0.25, "mrope_section": [2, 0, 0]},
+        steps=(*_MOE_STEPS, "norms", "delta", "tiled"),
+    ),
     "hunyuan-dense": Model("hunyuan-dense", "HunYuanDenseV1"),
     "hunyuan-moe": Model(
         "hunyuan-moe",
@@ -435,6 +463,7 @@ _NAMES = {
     "mlp.e_score_correction_bias": "exp_probs_b.bias",
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
+    "linear_attn.dt_bias": "ssm_dt.bias",
 }
 """Ends of names that the package `gguf` does not translate, or not for every architecture."""
 
@@ -444,7 +473,7 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
     architecture = {name: key for key, name in gguf.MODEL_ARCH_NAMES.items()}[model.architecture]
     table = gguf.get_tensor_name_map(architecture, model.layers)
     tensors: dict[str, np.ndarray] = {}
-    for name, weight in weights.items():
+    for name, weight in (_delta_weights(model, weights) if "delta" in model.steps else weights).items():
         if name.startswith("lm_head") and model.config.get("tie_word_embeddings"):
             continue
         if name.endswith("e_score_correction_bias"):
@@ -484,6 +513,37 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
     return tensors
 
 
+def _delta_weights(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Weights whose layers with the delta rule have the parts and the order of heads that files have."""
+    sizes = [model.config[f"linear_{key}"] for key in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")]
+    key_heads, key_size, heads, size = sizes
+    keys, group = 2 * key_heads * key_size, heads // key_heads
+    order = np.arange(heads).reshape(key_heads, group).T.reshape(-1) if "tiled" in model.steps else np.arange(heads)
+    rows = (order[:, None] * size + np.arange(size)).reshape(-1)
+    channels = np.concatenate([np.arange(keys), keys + rows])
+    result = {}
+    for name, weight in weights.items():
+        end = name.partition("linear_attn.")[2]
+        if end == "in_proj_qkvz.weight":
+            parts = np.split(weight.reshape(key_heads, -1, weight.shape[1]), np.cumsum([key_size] * 2 + [group * size]), axis=1)
+            query, key, value, gate = (part.reshape(-1, weight.shape[1]) for part in parts)
+            result[name.replace("qkvz", "qkv")] = np.concatenate([query, key, value])
+            result[name.replace("qkvz", "z")] = gate
+            continue
+        if end == "A_log":
+            weight = -np.exp(weight)
+        if end in ("in_proj_qkv.weight", "conv1d.weight"):
+            weight = weight.reshape(weight.shape[0], -1)[channels]
+        elif end == "in_proj_z.weight":
+            weight = weight[rows]
+        elif end == "out_proj.weight":
+            weight = weight[:, rows]
+        elif end in ("in_proj_a.weight", "in_proj_b.weight", "A_log", "dt_bias"):
+            weight = weight[order]
+        result[name] = weight
+    return result
+
+
 def _changed(model: Model, name: str, weight: np.ndarray) -> np.ndarray:
     """The numbers of a tensor in the order of the file."""
     if "pairs" in model.steps and re.search(r"\.attn_[qk]\.", name):
@@ -495,7 +555,8 @@ def _changed(model: Model, name: str, weight: np.ndarray) -> np.ndarray:
         return np.concatenate([part.reshape(-1, *weight.shape[1:]) for part in parts])
     if "transposed" in model.steps and weight.ndim == 2 and name.startswith("blk."):
         return np.ascontiguousarray(weight.T)
-    return weight + 1 if "norms" in model.steps and name.endswith("norm.weight") else weight
+    has_offset = "norms" in model.steps and name.endswith("norm.weight") and not name.endswith("ssm_norm.weight")
+    return weight + 1 if has_offset else weight
 
 
 def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str = "F32", fields: Any = None) -> Path:

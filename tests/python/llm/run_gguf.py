@@ -22,7 +22,7 @@ def run(
 ):
     """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves."""
     file = read_language_model(path)
-    layers = hyperparameters_of(file).layers
+    caches = hyperparameters_of(file).caches
     mod = rh.from_gguf(
         file,
         vdevices,
@@ -36,16 +36,18 @@ def run(
         activations=activations,
         stream_experts=stream_experts,
     )
-    donated = [f"pages_{layer}" for layer in range(layers)]
+    donated = [f"pages_{layer}" for layer in range(len(caches))]
     executable = rh.compile(mod, donate={"decode_1": donated, f"prefill_{ROWS}": donated})
     machine = rh.vm.VirtualMachine(executable)
     signature = executable.signature("decode_1")
     shapes = {value.name: tuple(value.shape) for value in signature.inputs}
-    windows = hyperparameters_of(file).windows
     counts, pages = {}, []
-    for window, name in zip(windows, donated, strict=True):
+    for cache, name in zip(caches, donated, strict=True):
         count, *sizes = shapes[name]
-        table = "table_window" if window else "table_full"
+        if cache.state:
+            pages.append(np.full((count, *sizes), np.nan, "float32"))
+            continue
+        table = "table_window" if cache.window else "table_full"
         counts[table] = count if isinstance(count, int) else np.prod(shapes[table])  # on CPUs any number
         pages.append(np.full((counts[table], *sizes), 7.0, page_type))  # not 0 where nothing is written
     tables = {name: table_of(shapes[name], counts[name]) for name in shapes if name.startswith("table")}

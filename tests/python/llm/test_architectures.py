@@ -75,7 +75,7 @@ def frequencies(mod, model):
 
     def visit(expr):
         value = getattr(expr, "value", None)
-        if getattr(value, "shape", None) is not None and tuple(value.shape) == (1, model.rotary_size // 2):
+        if getattr(value, "shape", None) is not None and tuple(value.shape) == (1, model.rotary_sizes[0] // 2):
             rows.append(value.numpy()[0])
 
     relax.analysis.post_order_visit(mod["decode_1"], visit)

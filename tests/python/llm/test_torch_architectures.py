@@ -35,7 +35,8 @@ def network_of(name):
     """The network of `transformers` with the weights of the other tests, and the shapes of these."""
     model = (MODELS | ENCODERS)[name]
     family = model.family.removesuffix("LMHead")
-    config = getattr(transformers, f"{family}Config")(**config_of(model), attn_implementation="eager")
+    config_class = getattr(transformers, f"{family}TextConfig", None) or getattr(transformers, f"{family}Config")
+    config = config_class(**config_of(model), attn_implementation="eager")
     without_pooler = {"add_pooling_layer": False} if family in ("Bert", "NomicBert") else {}
     network = getattr(transformers, class_of(model))(config, **without_pooler).float().eval()
     names = {key: re.sub("^(layers|embed_tokens|norm)", r"model.\1", key) for key in network.state_dict()}

@@ -115,6 +115,12 @@ class Architecture:
         True if keys and values of all heads are products with one vector of a token, which the cache stores (MLA).
     scales : mapping from str to float or None
         Keys of factors that apply, with their defaults; None: the file must state it.
+    has_output_gate : bool
+        True if the matrix of queries also has, after those of each head, rows of gates of the head's result.
+    has_delta_rule : bool
+        True if layers have the gated delta rule in place of attention, except the last of each period.
+    has_tiled_heads : bool
+        True if heads of values that read the same head of keys are `key_heads` apart, not neighbours.
     has_temperature : bool
         True if the file's factor applies by which queries grow with their position.
     multiplies_logits : bool
@@ -143,6 +149,9 @@ class Architecture:
     normalizes_shares: bool = True
     ffn_parts: int = 1
     has_latent_attention: bool = False
+    has_output_gate: bool = False
+    has_delta_rule: bool = False
+    has_tiled_heads: bool = False
     scales: Mapping[str, float | None] = field(default_factory=dict)
     has_temperature: bool = False
     multiplies_logits: bool = False
@@ -179,6 +188,15 @@ _LLAMA = Architecture("pairs", trained_type="float16", optional=(*_ANY_BIASES, *
 _LLAMA_BF16 = replace(_LLAMA, trained_type="bfloat16")
 _QWEN2 = Architecture("halves", required=_BIASES[:3], optional=(*_OUTPUT, "output.bias"))
 _QWEN3 = Architecture("halves", required=_QK_NORMS, optional=_OUTPUT)
+_QWEN35 = Architecture(
+    "halves",
+    norms=_GLM_NORMS,
+    has_output_gate=True,
+    has_delta_rule=True,
+    has_tiled_heads=True,
+    required=_QK_NORMS,
+    optional=_OUTPUT,
+)
 _BAILING = Architecture("pairs", normalizes_shares=False, optional=(*_ANY_BIASES, "exp_probs_b.bias"))
 _GPT = Architecture("halves", activation="gelu", is_gated=False, norms=_LAYER_NORMS, trained_type="float16")
 _GPT2 = replace(
@@ -256,6 +274,16 @@ ARCHITECTURES = {
     "qwen3vl": replace(_QWEN3, models="Qwen 3 VL"),
     "qwen3moe": replace(_QWEN3, models="Qwen 3 30B-A3B, 235B-A22B"),
     "qwen3vlmoe": replace(_QWEN3, models="Qwen 3 VL 30B-A3B, 235B-A22B"),
+    "qwen3next": replace(
+        _QWEN35,
+        has_tiled_heads=False,
+        required=(*_QK_NORMS, "ssm_ba.weight", "ffn_gate_inp_shexp.weight"),
+        models="Qwen 3 Next, Qwen 3 Coder Next",
+    ),
+    "qwen35": replace(_QWEN35, models="Qwen 3.5"),
+    "qwen35moe": replace(
+        _QWEN35, required=(*_QK_NORMS, "ffn_gate_inp_shexp.weight"), models="Qwen 3.5 35B-A3B, 122B-A10B, 397B-A17B"
+    ),
     "hunyuan-dense": Architecture(
         "halves", norms=Norms(heads="rotated"), required=_QK_NORMS, optional=_ROPE, models="Hunyuan 0.5B to 7B"
     ),

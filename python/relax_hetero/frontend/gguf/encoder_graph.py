@@ -72,8 +72,9 @@ class _Encoder(LanguageFunction):
 
         The ops are those that `FormAttention` makes one kernel of.
         """
-        name, model, rows, size = f"blk.{layer}", self.model, self.rows, self.model.head_size
-        qkv, widths = self._qkv(x, layer), (model.heads * size, model.kv_heads * size, model.kv_heads * size)
+        name, model, rows, size = f"blk.{layer}", self.model, self.rows, self.model.head_sizes[layer]
+        kv_width = model.kv_heads[layer] * size
+        qkv, widths = self._qkv(x, layer), (model.heads * size, kv_width, kv_width)
         parts, end = [], 0
         for part, width in zip("qkv", widths, strict=True):
             begin, end = end, end + width
@@ -89,7 +90,7 @@ class _Encoder(LanguageFunction):
         query, key, value = parts
         key = self.emit(relax.op.permute_dims(key, [0, 1, 3, 2]), f"{name}.attn_keys")
         product = self._cast(self.emit(relax.op.matmul(query, key), f"{name}.attn"), "float32")
-        scores = self._scaled(product, model.scale, f"{name}.attn_scaled")
+        scores = self._scaled(product, model.scale_of(layer), f"{name}.attn_scaled")
         scores = self.emit(relax.op.add(scores, self._mask(layer)), f"{name}.attn_masked")
         shares = self.emit(relax.op.nn.softmax(scores, axis=-1), f"{name}.attn_shares")
         shares = self._cast(shares, str(value.ty.dtype))

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 import numpy as np
 
+from ...encoding.pages import LayerCache
 from ...errors import FrontendError
+from ...tir.delta_rule import DeltaRuleProblem
 from ...tir.routing import ROUTING_KINDS, RoutingProblem
 from .architectures import ARCHITECTURES, LONG_ROPE, Architecture, Windows
 from .file import GgufFile
@@ -90,6 +92,27 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
+class DeltaRule:
+    """Sizes of layers with the gated delta rule (`tir.delta_rule.DeltaRuleProblem`).
+
+    Attributes
+    ----------
+    key_heads, value_heads : int
+    key_size, value_size : int
+    taps : int
+    period : int
+        Period of layers whose last layer has attention.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_size: int
+    value_size: int
+    taps: int
+    period: int
+
+
+@dataclass(frozen=True)
 class Hyperparameters:
     """Hyperparameters of a model.
 
@@ -104,12 +127,18 @@ class Hyperparameters:
         Number of layers at the beginning that have no experts.
     further_layers : int
         Number of layers after the others, which predict further tokens and are not read.
-    heads, kv_heads, head_size : int
-        Numbers of query heads and of key-value heads, and elements of a head in the cache.
+    heads : int
+        Number of query heads.
+    kv_heads, head_sizes : tuple of int
+        For each layer, the number of key-value heads, and the elements of a head in the cache.
     latent : LatentAttention or None
         Sizes of an attention with compressed keys and values.
-    feed_forward, expert_feed_forward : int
-        Width of the feed-forward network, and of each expert.
+    delta : DeltaRule or None
+        Sizes of layers with the gated delta rule.
+    feed_forward : tuple of int
+        Width of each layer's feed-forward network.
+    expert_feed_forward : int
+        Width of each expert.
     eps : float
         Epsilon of norms.
     base, base_scale : float
@@ -120,8 +149,8 @@ class Hyperparameters:
         Factor of cosines and sines without YaRN.
     short_context : int
         Positions up to which a model with two lists of divisors of frequencies uses the short one; 0 without.
-    rotary_size : int
-        Number of rotated elements of a head.
+    rotary_sizes : tuple of int
+        Number of rotated elements of a head of each layer.
     temperature : (float, int)
         Factor f and positions n in ``1 + f * log(1 + floor(position / n))``, by which queries are multiplied.
     window_base : float
@@ -158,10 +187,11 @@ class Hyperparameters:
     vocabulary: int
     context: int
     heads: int
-    kv_heads: int
-    head_size: int
+    kv_heads: tuple[int, ...]
+    head_sizes: tuple[int, ...]
     latent: LatentAttention | None
-    feed_forward: int
+    delta: DeltaRule | None
+    feed_forward: tuple[int, ...]
     expert_feed_forward: int
     eps: float
     base: float
@@ -169,7 +199,7 @@ class Hyperparameters:
     yarn: Yarn | None
     magnitude: float
     short_context: int
-    rotary_size: int
+    rotary_sizes: tuple[int, ...]
     temperature: tuple[float, int]
     window_base: float
     windows: tuple[int, ...]
@@ -202,17 +232,38 @@ class Hyperparameters:
         return self.latent is not None
 
     @property
-    def value_size(self) -> int:
-        """Elements of a head's result."""
-        return self.latent.value_size if self.latent else self.head_size
+    def caches(self) -> tuple[LayerCache, ...]:
+        """Cache of each layer."""
+        return tuple(map(self._cache_of, range(self.layers)))
 
-    @property
-    def scale(self) -> float:
-        """Factor of attention scores."""
+    def _cache_of(self, layer: int) -> LayerCache:
+        if self.has_delta_rule(layer):
+            return LayerCache(0, 0, state=self.delta_problem(1, 1, False).elements)
+        sizes = self.kv_heads[layer], self.head_sizes[layer]
+        return LayerCache(*sizes, self.windows[layer], self.has_shared_values)
+
+    def has_delta_rule(self, layer: int) -> bool:
+        """Return whether a layer has the gated delta rule in place of attention."""
+        return self.delta is not None and layer % self.delta.period != self.delta.period - 1
+
+    def delta_problem(self, rows: int, slots: int, is_chunk: bool) -> DeltaRuleProblem:
+        """The gated delta rule of a layer for a call's rows and the sequences of a cache."""
+        assert self.delta is not None, "only models with sizes of the delta rule have one"
+        *sizes, _ = astuple(self.delta)
+        return DeltaRuleProblem(rows, slots, *sizes, self.architecture.has_tiled_heads, is_chunk)
+
+    def result_size(self, layer: int) -> int:
+        """Elements of the results of all heads of a layer."""
+        if self.delta is not None and self.has_delta_rule(layer):
+            return self.delta.value_heads * self.delta.value_size
+        return self.heads * (self.latent.value_size if self.latent else self.head_sizes[layer])
+
+    def scale_of(self, layer: int) -> float:
+        """Factor of attention scores of a layer."""
         if self.attention_scale:
             return self.attention_scale
         is_wide = self.layers == self.architecture.wide_layers
-        return 1.0 / math.sqrt(self.hidden_size / self.heads if is_wide else self.head_size)
+        return 1.0 / math.sqrt(self.hidden_size / self.heads if is_wide else self.head_sizes[layer])
 
     def window_of(self, layer: int) -> int:
         """Number of positions that a layer attends to; 0: all."""
@@ -296,10 +347,10 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     if not logit_scale:
         raise FrontendError(f"{file}: {name}.logit_scale is 0, expected a number above 0")
     ffn_parts, windows = architecture.ffn_parts, architecture.windows
-    feed_forward = metadata.count("feed_forward_length") if dense_layers else 0
-    if feed_forward % ffn_parts:
+    feed_forward = metadata.counts("feed_forward_length")[:layers] if dense_layers else (0,) * layers
+    if any(width % ffn_parts for width in feed_forward):
         raise FrontendError(
-            f"{file}: {name}.feed_forward_length is {feed_forward:,}, expected a multiple of {ffn_parts}"
+            f"{file}: {name}.feed_forward_length is {feed_forward[0]:,}, expected a multiple of {ffn_parts}"
         )
     model = Hyperparameters(
         name=name,
@@ -311,10 +362,11 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         vocabulary=vocabulary,
         context=metadata.count("context_length"),
         heads=heads,
-        kv_heads=1 if latent else metadata.count("attention.head_count_kv", heads),
-        head_size=size,
+        kv_heads=(1,) * layers if latent else metadata.counts("attention.head_count_kv", heads)[:layers],
+        head_sizes=(size,) * layers,
         latent=latent,
-        feed_forward=feed_forward // ffn_parts,
+        delta=_read_delta(metadata) if architecture.has_delta_rule else None,
+        feed_forward=tuple(width // ffn_parts for width in feed_forward),
         expert_feed_forward=expert_width,
         eps=metadata.number(_EPSILONS[architecture.norms.kind]),
         base=base,
@@ -322,7 +374,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         yarn=yarn,
         magnitude=metadata.number("rope.scaling.attn_factor", 1.0) if not yarn else 1.0,
         short_context=_read_short_context(metadata, architecture),
-        rotary_size=rotary_size,
+        rotary_sizes=(rotary_size,) * layers,
         temperature=_read_temperature(metadata),
         window_base=metadata.number("rope.freq_base_swa", (windows and windows.base) or base, above=0.0),
         windows=_read_windows(metadata, architecture, layers),
@@ -342,12 +394,14 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         if latent
         else metadata.number("attention.scale", 0.0),
     )
-    if model.heads % model.kv_heads:
-        raise FrontendError(f"{file}: {model.heads} heads of queries are not a multiple of {model.kv_heads} of keys")
-    if model.rotary_size > size or model.rotary_size % 2:
-        raise FrontendError(
-            f"{file}: rotates {model.rotary_size} elements of a head, expected an even number up to {size}"
-        )
+    for count in model.kv_heads:
+        if heads % count:
+            raise FrontendError(f"{file}: {heads} heads of queries are not a multiple of {count} of keys")
+    for rotated, size in zip(model.rotary_sizes, model.head_sizes, strict=True):
+        if rotated > size or rotated % 2:
+            raise FrontendError(
+                f"{file}: rotates {rotated} elements of a head, expected an even number up to {size}"
+            )
     return model
 
 
@@ -392,6 +446,18 @@ def _read_latent(metadata: _Fields) -> LatentAttention:
     key_size, value_size = (metadata.count(f"attention.{name}_length{end}") for name in ("key", "value"))
     rank, query_rank = metadata.count("attention.kv_lora_rank"), metadata.count("attention.q_lora_rank", 0)
     return LatentAttention(rank, query_rank, key_size, value_size)
+
+
+def _read_delta(metadata: _Fields) -> DeltaRule:
+    key_heads, value_heads, inner = (metadata.count(f"ssm.{key}") for key in ("group_count", "time_step_rank", "inner_size"))
+    if value_heads % key_heads or inner % value_heads:
+        raise FrontendError(
+            f"{metadata.file}: found {key_heads} heads of keys and {value_heads} of values, of {inner} elements in all, "
+            "expected multiples"
+        )
+    key_size, taps = metadata.count("ssm.state_size"), metadata.count("ssm.conv_kernel")
+    period = metadata.count("full_attention_interval", 4)
+    return DeltaRule(key_heads, value_heads, key_size, inner // value_heads, taps, period)
 
 
 def _latent_scale(metadata: _Fields, latent: LatentAttention, yarn: Yarn | None, factor: float) -> float:
@@ -536,6 +602,15 @@ class _Fields:
             problem = f"{value!r}, expected a whole number of at least {minimum} and below 2**31"
             raise FrontendError(f"{self.file}: {self.name}.{key} is {problem}")
         return value
+
+    def counts(self, key: str, default: int | None = None) -> tuple[int, ...]:
+        """A number for each layer."""
+        value = self.fields.get(f"{self.name}.{key}")
+        values = value if isinstance(value, list) and len(value) == self.layers else [self.count(key, default)]
+        if any(type(each) is not int or not 0 < each <= _MAX_INT32 for each in values):
+            problem = f"{value!r:.100}, expected whole numbers of at least 1 and below 2**31"
+            raise FrontendError(f"{self.file}: {self.name}.{key} is {problem}")
+        return tuple(values) if len(values) == self.layers else (*values,) * self.layers
 
     def number(self, key: str, default: float | None = None, above: float | None = None) -> float:
         value = self._get(key, default)

@@ -23,6 +23,7 @@ from ...op.cached_attention import cached_attention
 from ...op.functions import apply_function
 from ...op.quantized_matmul import dequantize_blocks
 from ...op.streamed import stream
+from ...tir.delta_rule import DeltaRuleProblem, convolution_kernel, delta_rule_kernel
 from ...tir.routing import EXPERT_COUNTS, routing_kernel
 from ...transform.ir.kernels import opaque_kernel
 from ..greedy_tokens import greedy_tokens, masked_tokens
@@ -55,8 +56,7 @@ def language_module(
     builder = relax.BlockBuilder()
     functions = {}
     for name, rows, kind in cache.functions:
-        kv_heads = [model.kv_heads] * model.layers
-        params = cache.parameters(rows, kind, model.windows, kv_heads, model.head_size, model.has_shared_values)
+        params = cache.parameters(rows, kind, model.caches)
         context = cache.context
         function = LanguageFunction(
             model, weights, params, context, rows, kind, activation_bits, types, expert_groups, streams, builder
@@ -94,7 +94,8 @@ class LanguageFunction:
         self.builder = builder
         self.counters: dict[str, relax.Expr] = {}  # by the prefix of the layer
         self.bindings: list[relax.Binding] = []
-        self.rotary_tables: dict[tuple[float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
+        self.rotary_tables: dict[tuple[int, float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
+        self._output_gates: dict[int, relax.Expr] = {}  # by layer
         self.params, self.context = params, context
 
     def add_counters(self) -> None:
@@ -181,8 +182,10 @@ class LanguageFunction:
         name, model, norms = f"blk.{layer}", self.model, self.model.architecture.norms
         before, between = self._input_norms(layer)
         inputs = self._optional_norm(x, before)
-        attention, pages = self._attention(inputs, layer)
-        projection = self._linear(attention, f"{name}.attn_output", model.hidden_size, model.heads * model.value_size)
+        has_delta_rule = model.has_delta_rule(layer)
+        attention, pages = self._delta_rule(inputs, layer) if has_delta_rule else self._attention(inputs, layer)
+        matrix = f"{name}.{'ssm_out' if has_delta_rule else 'attn_output'}"
+        projection = self._linear(attention, matrix, model.hidden_size, model.result_size(layer))
         if norms.attention_out:
             projection = self._norm(projection, f"{name}.{norms.attention_out}")
         projection = self._scaled(projection, model.residual_scale, f"{name}.attn_scaled")
@@ -192,7 +195,7 @@ class LanguageFunction:
         if before != between or not before:
             inputs = self._optional_norm(x if model.is_parallel else total, between)
         if layer < model.dense_layers:
-            feed_forward = self._feed_forward(inputs, name, model.feed_forward)
+            feed_forward = self._feed_forward(inputs, name, model.feed_forward[layer])
         else:
             feed_forward = self._experts(inputs, name)
             if model.shared_feed_forward:
@@ -218,7 +221,7 @@ class LanguageFunction:
 
     def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
         name, model = f"blk.{layer}", self.model
-        qkv = self._latent_qkv(x, name) if model.latent else self._qkv(x, layer)
+        qkv = self._latent_qkv(x, layer) if model.latent else self._qkv(x, layer)
         qkv = self._cast(qkv, self.types.dtype_of(f"{name}.attn"))
         window = model.window_of(layer)
         page_table = TABLES[window > 0]
@@ -229,7 +232,8 @@ class LanguageFunction:
             rotary = ""
         has_sinks = f"{name}.attn_sinks.weight" in self.weights
         operands = [self._rotary_table(layer)] if rotary else []
-        operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", model.head_size) for part in norms]
+        size = model.head_sizes[layer]
+        operands += [self.weights.vector(f"{name}.attn_{part}_norm.weight", size) for part in norms]
         if has_sinks:
             operands.append(self.weights.vector(f"{name}.attn_sinks.weight", model.heads))
         call = cached_attention(
@@ -237,9 +241,9 @@ class LanguageFunction:
             *(self.params[key] for key in (f"pages_{layer}", page_table, "sequences", "positions")),
             *operands,
             heads=model.heads,
-            kv_heads=model.kv_heads,
-            size=model.head_size,
-            scale=model.scale,
+            kv_heads=model.kv_heads[layer],
+            size=size,
+            scale=model.scale_of(layer),
             window=window,
             softcap=model.attention_softcap,
             rotary=rotary,
@@ -253,16 +257,19 @@ class LanguageFunction:
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
         if model.latent:
             output = self._latent_values(output, name)
+        if layer in self._output_gates:
+            output = self.emit(relax.op.multiply(output, self._output_gates[layer]), f"{name}.attn.gated")
         return output, self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=True)
 
     def _qkv(self, x: relax.Expr, layer: int) -> relax.Expr:
         """Queries, keys and values of all heads, (rows, (heads + 2 * kv_heads) * head_size)."""
         model, name = self.model, f"blk.{layer}"
-        kv_size = model.kv_heads * model.head_size
-        sizes = {"q": model.heads * model.head_size, "k": kv_size, "v": kv_size}
+        kv_size = model.kv_heads[layer] * model.head_sizes[layer]
+        sizes = {"q": model.heads * model.head_sizes[layer], "k": kv_size, "v": kv_size}
         joined, names = f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
         has_norms = model.architecture.norms.heads != "each" and f"{name}.attn_q_norm.weight" in self.weights
-        is_changed = has_norms or model.temperature[0] > 0
+        has_gate = model.architecture.has_output_gate
+        is_changed = has_norms or model.temperature[0] > 0 or has_gate
         if f"{joined}.weight" in self.weights or (not is_changed and self._try_merge(joined, names)):
             product = self._linear(x, joined, sum(sizes.values()), model.hidden_size)
             if not is_changed:
@@ -272,12 +279,71 @@ class LanguageFunction:
                 begin, end = end, end + size
                 parts.append(self._sliced(product, begin, end, part))
         else:
-            parts = [self._linear(x, part, size, model.hidden_size) for part, size in names.items()]
+            first = [self._gated_queries(x, layer)] if has_gate else []
+            parts = first + [self._linear(x, part, size, model.hidden_size) for part, size in [*names.items()][len(first) :]]
         if has_norms:
             parts[:2] = [self._normalized_heads(part, layer, key) for part, key in zip(parts, "qk", strict=False)]
         if model.temperature[0]:
             parts[0] = self.emit(relax.op.multiply(parts[0], self._temperature(layer)), f"{name}.attn_q_tempered")
         return self.emit(relax.op.concat(parts, axis=1), joined)
+
+    def _gated_queries(self, x: relax.Expr, layer: int) -> relax.Expr:
+        """Queries of all heads, (rows, heads * head_size), whose matrix also has rows of gates of each head's result."""
+        model, name = self.model, f"blk.{layer}.attn_q"
+        size, width = model.head_sizes[layer], model.heads * model.head_sizes[layer]
+        product = self._linear(x, name, 2 * width, model.hidden_size)
+        heads = self._reshaped(product, [self.rows, model.heads, 2 * size], f"{name}_heads")
+        queries, gates = (
+            self._reshaped(self._sliced(heads, i * size, (i + 1) * size, f"{name}_{part}"), [self.rows, width], f"{name}_{part}_rows")
+            for i, part in enumerate(("query", "gate"))
+        )
+        self._output_gates[layer] = self.emit(relax.op.sigmoid(gates), f"{name}_share")
+        return queries
+
+    def _delta_rule(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
+        """The results of all heads of a layer with the gated delta rule, (rows, result_size), and its states."""
+        model, name, rows, params = self.model, f"blk.{layer}", self.rows, self.params
+        states = params[f"pages_{layer}"]
+        problem = model.delta_problem(rows, int(states.ty.shape.values[0]), self.kind == CHUNK)
+        width = model.result_size(layer)
+        vectors = [self.weights.vector(f"{name}.{part}", problem.value_heads) for part in ("ssm_a", "ssm_dt.bias")]
+        taps = self.weights.vector(f"{name}.ssm_conv1d.weight", problem.channels, problem.taps)
+        taps = self.emit(relax.op.permute_dims(taps, [1, 0]), f"{name}.ssm_conv1d.taps")
+        mixed = self._linear(x, f"{name}.attn_qkv", problem.channels, model.hidden_size)
+        beta, alpha = self._delta_shares(x, name, problem)
+        mixed, states = self._delta_kernel(
+            convolution_kernel(replace(problem, is_convolution=True)), [mixed, taps], states, f"{name}.attn.conv"
+        )
+        inputs = [mixed, beta, alpha, *vectors]
+        result, states = self._delta_kernel(delta_rule_kernel(problem), inputs, states, f"{name}.attn", is_output=True)
+        heads = self._reshaped(result, [rows, problem.value_heads, problem.value_size], f"{name}.attn.heads")
+        normal = self._reshaped(self._norm(heads, f"{name}.ssm_norm"), [rows, width], f"{name}.attn.normal")
+        gate = self._linear(x, f"{name}.attn_gate", width, model.hidden_size)
+        gate = self.emit(relax.op.nn.silu(gate), f"{name}.attn_gate_act")
+        return self.emit(relax.op.multiply(normal, gate), f"{name}.attn.gated"), states
+
+    def _delta_shares(self, x: relax.Expr, name: str, problem: DeltaRuleProblem) -> list[relax.Expr]:
+        """Numbers of the shares of changes and of the decays of each head of values, (rows, value_heads) each."""
+        model, heads, rows = self.model, problem.value_heads, self.rows
+        if f"{name}.ssm_ba.weight" not in self.weights:
+            return [self._linear(x, f"{name}.ssm_{part}", heads, model.hidden_size) for part in ("beta", "alpha")]
+        product = self._linear(x, f"{name}.ssm_ba", 2 * heads, model.hidden_size)
+        group = heads // problem.key_heads
+        groups = self._reshaped(product, [rows, problem.key_heads, 2 * group], f"{name}.ssm_ba_groups")
+        parts = [self._sliced(groups, i * group, (i + 1) * group, f"{name}.ssm_ba_part") for i in range(2)]
+        return [self._reshaped(part, [rows, heads], f"{name}.ssm_ba_heads") for part in parts]
+
+    def _delta_kernel(
+        self, kernel: tvm.tirx.PrimFunc, inputs: list[relax.Expr], states: relax.Expr, name: str, is_output: bool = False
+    ) -> list[relax.Expr]:
+        """The results of a kernel that changes states in place, and the states."""
+        function = self.builder.add_func(opaque_kernel(kernel), f"{kernel.attrs['global_symbol']}_{self.rows}_{self.kind}")
+        inputs = [*inputs, self.params["sequences"], self.params["positions"], states]
+        results = relax.TensorType(list(kernel.params[-1].shape), "float32")
+        call = relax.op.call_tir_inplace(function, inputs, [-1, len(inputs) - 1], [results, states.ty])
+        both = self.emit(call, name)
+        output = self.emit(relax.TupleGetItem(both, 0), f"{name}.results")
+        return [output, self.emit(relax.TupleGetItem(both, 1), f"{name}.states", is_output)]
 
     def _has_rotated_norms(self, name: str) -> bool:
         """Return whether a layer normalizes queries and keys after their rotation."""
@@ -286,7 +352,7 @@ class LanguageFunction:
     def _normalized_heads(self, x: relax.Expr, layer: int, part: str) -> relax.Expr:
         """Queries or keys (`part`: "q" or "k") of all heads with norms that the attention kernel does not compute."""
         model, name = self.model, f"blk.{layer}.attn_{part}"
-        kind, size, width = model.architecture.norms.heads, model.head_size, int(x.ty.shape.values[-1])
+        kind, size, width = model.architecture.norms.heads, model.head_sizes[layer], int(x.ty.shape.values[-1])
         if kind == "joint":
             return self._norm(x, f"{name}_norm")
         heads = self._reshaped(x, [self.rows, width // size, size], f"{name}_heads")
@@ -305,7 +371,7 @@ class LanguageFunction:
 
     def _rotated(self, x: relax.Expr, layer: int, name: str) -> relax.Expr:
         """Rotate heads, (rows, heads, size)."""
-        size, half = self.model.head_size, self.model.rotary_size // 2
+        size, half = self.model.head_sizes[layer], self.model.rotary_sizes[layer] // 2
         rows, heads = self.rows, int(x.ty.shape.values[1])
         table = self.emit(relax.op.expand_dims(self._rotary_table(layer), 1), f"{name}_angles")
         cosines, sines = (self._sliced(table, i * half, (i + 1) * half, f"{name}_angles") for i in range(2))
@@ -342,14 +408,14 @@ class LanguageFunction:
         scaled = self._scaled(logarithm, factor, f"{name}.grown")
         return self.emit(relax.op.expand_dims(self.emit(relax.op.add(scaled, _scalar(1.0)), f"{name}.factor"), 1), name)
 
-    def _latent_qkv(self, x: relax.Expr, name: str) -> relax.Expr:
+    def _latent_qkv(self, x: relax.Expr, layer: int) -> relax.Expr:
         """Queries of all heads in the space of compressed keys, then a compressed key, which is the value, too.
 
         The rotated elements of a head are the first.
         """
-        model, latent, size = self.model, self.model.latent, self.model.head_size
+        model, latent, size, name = self.model, self.model.latent, self.model.head_sizes[layer], f"blk.{layer}"
         assert latent is not None, "only models with sizes of a latent attention have one"
-        plain = latent.key_size - model.rotary_size
+        plain = latent.key_size - model.rotary_sizes[layer]
         self.weights.split_heads(f"{name}.attn_kv_b", model.heads, plain, latent.value_size, latent.rank)
         query, width, part = x, model.hidden_size, "q"
         if latent.query_rank:
@@ -425,12 +491,13 @@ class LanguageFunction:
         reads it.
         """
         base, scale, yarn = self.model.rotary_base_of(layer)
-        key = base, scale, yarn, self.types.device_of(f"blk.{layer}.attn")
+        size = self.model.rotary_sizes[layer]
+        key = size, base, scale, yarn, self.types.device_of(f"blk.{layer}.attn")
         if key not in self.rotary_tables:
             name = f"blk.{layer}.attn_rope"
             positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
-            frequencies = relax.const(self._frequencies(base, scale, yarn)[None])
+            frequencies = relax.const(self._frequencies(size, base, scale, yarn)[None])
             angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
             table = self.emit(relax.op.concat(parts, axis=1), name)
@@ -438,9 +505,8 @@ class LanguageFunction:
             self.rotary_tables[key] = self._scaled(table, magnitude, f"{name}.scaled")
         return self.rotary_tables[key]
 
-    def _frequencies(self, base: float, scale: float, yarn: Yarn | None) -> np.ndarray:
+    def _frequencies(self, rotary_size: int, base: float, scale: float, yarn: Yarn | None) -> np.ndarray:
         """Rotary frequencies: radians per position for each pair of elements."""
-        rotary_size = self.model.rotary_size
         frequencies = base ** (-np.arange(0, rotary_size, 2, dtype="float64") / rotary_size)
         frequencies = yarn.scaled(frequencies, scale) if yarn else scale * frequencies
         divisors = {name: f"rope_{name}.weight" for name in ("freqs", "factors_short", "factors_long")}

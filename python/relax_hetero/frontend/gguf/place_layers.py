@@ -24,7 +24,7 @@ import tvm
 from ...encoding.block_formats import BlockFormat
 from ...encoding.block_panels import Panels
 from ...encoding.block_weights import BlockLayout, Fragments
-from ...encoding.pages import PAGE, page_bytes
+from ...encoding.pages import PAGE
 from ...encoding.resolver import resolver_or_default
 from ...errors import PlacementError
 from ...target.product_rates import QUANTIZED
@@ -95,9 +95,10 @@ def working_bytes(model: Hyperparameters, cache: PagedCache, vdevice: tvm.relax.
     feed-forward values; logits are float32.
     """
     rows = max(*cache.batches, *cache.chunks)
-    attention = (2 * model.heads + 2 * model.kv_heads) * model.head_size
+    heads = zip(model.kv_heads, model.head_sizes, strict=True)
+    attention = max((2 * model.heads + 2 * count) * size for count, size in heads)
     pairs = model.experts_used * (model.expert_feed_forward + model.hidden_size)
-    widest = max(attention, model.feed_forward, pairs + model.shared_feed_forward)
+    widest = max(attention, *model.feed_forward, pairs + model.shared_feed_forward)
     logit_rows = rows if cache.all_logits else max(cache.batches)
     arena = 4 * (rows * 2 * (model.hidden_size + widest) + logit_rows * model.vocabulary)
     return arena if is_cpu(vdevice) else arena + CONTEXT_BYTES
@@ -367,15 +368,17 @@ class ModelParts:
     def _of_layer(self, layer: int) -> list[Part]:
         model, cache, prefix = self._model, self._cache, f"blk.{layer}"
         tensors = [tensor for name, tensor in self._file.tensors.items() if name.startswith(f"{prefix}.")]
-        prefixes = ("attn", *(["post_attention"] if model.architecture.norms.attention_out else []))
+        prefixes = ("attn", "ssm", *(["post_attention"] if model.architecture.norms.attention_out else []))
         attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
         experts = [tensor for tensor in tensors if "_exps." in tensor.name]
         rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]
-        window, scores = model.window_of(layer), 2.0 * model.heads * model.head_size
-        page = page_bytes(model.kv_heads, model.head_size, cache.page_type, model.has_shared_values)
-        cached = float(cache.pages(window) * page)
+        own, scores = model.caches[layer], 2.0 * model.heads * model.head_sizes[layer]
+        unit = own.unit_bytes(cache.page_type)
+        cached = float((cache.sequences if own.state else cache.pages(own.window)) * unit)
         first, *others = self._by_device("attn", layer, f"{prefix}.attn", attention, cached=cached)
-        parts = [replace(first, cache_bytes=page / PAGE, window=window, scores=scores), *others]
+        # A state is read and written by each call, whatever its rows.
+        size, window = (2.0 * unit, 1) if own.state else (unit / PAGE, own.window)
+        parts = [replace(first, cache_bytes=size, window=window, scores=scores), *others]
         if not experts:
             return [*parts, *self._by_device("ffn", layer, f"{prefix}.ffn_down", rest)]
         router = self._by_device("router", layer, f"{prefix}.ffn_gate_inp", rest)

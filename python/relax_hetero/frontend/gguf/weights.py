@@ -151,20 +151,20 @@ class Weights:
         self._stacked[value_name] = FileTensor(value_name, (heads, value_size, depth), tensor.type, values)
 
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
-        """A tensor of the file; FrontendError if it is missing or has another shape."""
+        """A tensor of the file; FrontendError if it is missing or has another shape, except for extents of 1 in front."""
         tensor = self._stacked.get(name) or self._file.tensors.get(name)
         self._unread.pop(name, None)
         if tensor is None:
             raise FrontendError(
                 f"{self._file.path}: lacks tensor {name!r}, which its architecture needs or other layers have"
             )
-        if tensor.shape != tuple(shape):
+        if _without_ones(tensor.shape) != _without_ones(shape):
             raise FrontendError(f"{self._file.path}: {name!r} has shape {tensor.shape}, expected {tuple(shape)}")
         return tensor
 
     def numbers(self, name: str, shape: Sequence[int]) -> np.ndarray:
         """A tensor's numbers as float32."""
-        return _float32_numbers(self.tensor(name, shape), self._file)
+        return _float32_numbers(self.tensor(name, shape), self._file).reshape(shape)
 
     def first_row(self, name: str, depth: int) -> np.ndarray:
         """The first row of a matrix with any number of rows, as float32."""
@@ -249,6 +249,12 @@ def split_integer_rows(data: np.ndarray, form: BlockFormat, depth: int) -> list[
     scales = np.ascontiguousarray(data[:, quants : quants + 4 * blocks]).view("float32")
     zeros = [np.ascontiguousarray(data[:, quants + 4 * blocks :])] if form.minimum else []
     return [np.ascontiguousarray(data[:, :quants]), scales, *zeros]
+
+
+def _without_ones(shape: Sequence[int]) -> tuple[int, ...]:
+    """Extents from the first on that is not 1: files may have rows as vectors, and vectors as rows."""
+    first = next((axis for axis, extent in enumerate(shape) if extent != 1), len(shape))
+    return tuple(shape[first:])
 
 
 def _strip_layer(name: str) -> str:

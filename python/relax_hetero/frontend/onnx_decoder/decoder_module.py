@@ -18,7 +18,7 @@ import tvm
 from onnx import helper
 from tvm import relax
 
-from ...encoding.pages import TABLES
+from ...encoding.pages import TABLES, LayerCache
 from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
 from ..greedy_tokens import greedy_tokens
@@ -442,7 +442,9 @@ def _head_size(model: OnnxModel, plan: DecoderPlan) -> int:
 def _add_function(mod: tvm.IRModule, decoder: Decoder, nodes: list[NodeInfo], name: str, rows: int, kind: str) -> None:
     """Import one function into a module."""
     plan = decoder.plan
-    params = decoder.cache.parameters(rows, kind, plan.windows, plan.kv_heads, decoder.size)
+    sizes = zip(plan.kv_heads, plan.windows, strict=True)
+    layers = [LayerCache(heads, decoder.size, window) for heads, window in sizes]
+    params = decoder.cache.parameters(rows, kind, layers)
     imported = import_graph(decoder.model, nodes, params, lambda _: CachedImporter(decoder, rows, kind))
     graph = with_narrow_storage(imported)
     func = build_function(graph)

@@ -11,12 +11,14 @@ from __future__ import annotations
 from tvm import tirx
 
 from ....target.gpu_target import GpuTarget
+from ...delta_rule import DELTA_RULE
 from ...loops.nests import form_nests
 from ...loops.stages import NotStages, read_stages
 from ...nms import NMS
 from ...recurrence import RECURRENCE
 from ...routing import ROUTING
 from ..core.dialect import dialect_of
+from .cuda_delta_rule import delta_rule_kernel
 from .cuda_loops import write_function
 from .cuda_nms import nms_kernel
 from .cuda_recurrence import recurrence_kernel
@@ -43,6 +45,8 @@ def schedule(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
             return recurrence_kernel(func)
         if ROUTING in func.attrs:
             return routing_kernel(func)
+        if DELTA_RULE in func.attrs:
+            return delta_rule_kernel(func)
         try:
             nests = form_nests(with_wide_axes(read_stages(func)), list(func.params), shares_storage=False)
         except NotStages:
