@@ -353,7 +353,7 @@ class _Reader:
         return size
 
     def _pages(self, region: RegionSpec, operands: Iterable[Reference]) -> int:
-        """Bytes of the keys and values that attention reads."""
+        """Bytes of the keys and values that attention reads, and of states."""
         slots = [region.slots[each.index] for each in operands if each.space == SLOT]
         is_window = any(slot.name == TABLES[True] for slot in slots)
         tables = [slot for slot in slots if slot.name in TABLES.values()]
@@ -361,6 +361,9 @@ class _Reader:
         for slot in slots:
             if slot.name.startswith("pages_") and slot.shape:
                 count, *sizes = slot.shape
+                if len(sizes) == 1:  # states, which are read and written
+                    total += 2 * int(sizes[0]) * bytes_of(slot.dtype) * self._rows
+                    continue
                 sequences = int(tables[0].shape[0]) if tables and tables[0].shape else self._rows
                 tokens = count // sequences * PAGE if isinstance(count, int) else self._cached + 1
                 positions = min(self._cached + 1, self._window(slot.name, is_window, tokens))

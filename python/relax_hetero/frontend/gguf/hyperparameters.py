@@ -100,6 +100,7 @@ class DeltaRule:
     key_heads, value_heads : int
     key_size, value_size : int
     taps : int
+    is_tiled : bool
     period : int
         Period of layers whose last layer has attention.
     """
@@ -109,6 +110,7 @@ class DeltaRule:
     key_size: int
     value_size: int
     taps: int
+    is_tiled: bool
     period: int
 
 
@@ -250,7 +252,7 @@ class Hyperparameters:
         """The gated delta rule of a layer for a call's rows and the sequences of a cache."""
         assert self.delta is not None, "only models with sizes of the delta rule have one"
         *sizes, _ = astuple(self.delta)
-        return DeltaRuleProblem(rows, slots, *sizes, self.architecture.has_tiled_heads, is_chunk)
+        return DeltaRuleProblem(rows, slots, *sizes, is_chunk)
 
     def result_size(self, layer: int) -> int:
         """Elements of the results of all heads of a layer."""
@@ -457,7 +459,8 @@ def _read_delta(metadata: _Fields) -> DeltaRule:
         )
     key_size, taps = metadata.count("ssm.state_size"), metadata.count("ssm.conv_kernel")
     period = metadata.count("full_attention_interval", 4)
-    return DeltaRule(key_heads, value_heads, key_size, inner // value_heads, taps, period)
+    is_tiled = metadata.flag("ssm.has_tiled_heads", ARCHITECTURES[metadata.name].has_tiled_heads)  # a key of folders
+    return DeltaRule(key_heads, value_heads, key_size, inner // value_heads, taps, is_tiled, period)
 
 
 def _latent_scale(metadata: _Fields, latent: LatentAttention, yarn: Yarn | None, factor: float) -> float:

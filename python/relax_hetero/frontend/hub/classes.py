@@ -70,6 +70,22 @@ _GEMMA3 = HubClass(
 _LLAMA = HubClass("llama", has_pairs=True, defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048})
 _MISTRAL = HubClass("llama", has_pairs=True, has_windows=True, fixed={"norm_topk_prob": None})
 _QWEN = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "use_sliding_window": False}
+_QWEN3NEXT = HubClass(
+    "qwen35",
+    norm_offset=1.0,
+    defaults={
+        "rms_norm_eps": 1e-6,
+        "max_position_embeddings": 32768,
+        "head_dim": 256,
+        "partial_rotary_factor": 0.25,
+        "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32,
+        "linear_key_head_dim": 128,
+        "linear_value_head_dim": 128,
+        "linear_conv_kernel_dim": 4,
+    },
+    fixed={"sliding_window": None, "norm_topk_prob": None},
+)
 
 CLASSES = {
     "LlamaForCausalLM": _LLAMA,
@@ -79,6 +95,9 @@ CLASSES = {
     "Qwen2MoeForCausalLM": HubClass("qwen2moe", defaults={**_QWEN, "norm_topk_prob": False}),
     "Qwen3ForCausalLM": HubClass("qwen3", defaults={**_QWEN, "head_dim": 128}),
     "Qwen3MoeForCausalLM": HubClass("qwen3moe", defaults={**_QWEN, "norm_topk_prob": False}),
+    "Qwen3NextForCausalLM": replace(_QWEN3NEXT, architecture="qwen3next", fixed={"sliding_window": None}),
+    "Qwen3_5ForCausalLM": _QWEN3NEXT,
+    "Qwen3_5MoeForCausalLM": replace(_QWEN3NEXT, architecture="qwen35moe"),
     "Gemma2ForCausalLM": HubClass("gemma2", norm_offset=1.0, defaults={**_GEMMA, "sliding_window": 4096}),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
@@ -156,6 +175,8 @@ TEXT_CLASSES = {
     "ministral3": "Ministral3ForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }

@@ -42,6 +42,10 @@ KEYS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale",
+    "ssm.group_count": "linear_num_key_heads",
+    "ssm.time_step_rank": "linear_num_value_heads",
+    "ssm.state_size": "linear_key_head_dim",
+    "ssm.conv_kernel": "linear_conv_kernel_dim",
     "expert_count": "num_experts",
     "expert_used_count": "num_experts_per_tok",
     "expert_feed_forward_length": "moe_intermediate_size",
@@ -91,6 +95,7 @@ _REQUIRED: dict[str, Any] = {
     "moe_layer_interval": 1,
     "alibi": False,
     "parallel_attn": True,
+    "attn_output_gate": True,
 }
 """Names whose other values are not supported, as models with them would compute something else."""
 _ROPE_KINDS = ("default", "linear", "yarn", "llama3", "longrope", "su", "dynamic", "mrope")
@@ -198,7 +203,7 @@ def metadata_of(config: HubConfig) -> dict[str, Any]:
             raise config.error(f"{key} is {config.get(key)!r:.100}, expected {expected}: others are not supported")
     _check_activation(config)
     fields = {key: config.get(name) for key, name in KEYS.items()}
-    for read in (_latent_fields, _head_fields, _scale_fields, _rotary_fields, _window_fields, _group_fields):
+    for read in (_latent_fields, _delta_fields, _head_fields, _scale_fields, _rotary_fields, _window_fields, _group_fields):
         fields |= read(config)
     stated = {key: value for key, value in fields.items() if value is not None}
     for key, value in stated.items():
@@ -230,6 +235,23 @@ def _latent_fields(config: HubConfig) -> dict[str, Any]:
         "attention.key_length": config.count("qk_nope_head_dim") + rotary,
         "attention.value_length": config.count("v_head_dim"),
         "rope.dimension_count": rotary,
+    }
+
+
+def _delta_fields(config: HubConfig) -> dict[str, Any]:
+    """Sizes of layers with the gated delta rule, whose heads of values are not tiled as in GGUF files."""
+    if not ARCHITECTURES[config.hub_class.architecture].has_delta_rule:
+        return {}
+    kinds, period = config.get("layer_types"), config.count("full_attention_interval", 4)
+    if isinstance(kinds, list):
+        period = kinds.index("full_attention") + 1 if "full_attention" in kinds else config.layers + 1
+        pattern = ["linear_attention" if (at + 1) % period else "full_attention" for at in range(config.layers)]
+        if kinds != pattern:
+            raise config.error(f"layer_types is {kinds!r:.100}, expected full_attention in the last layer of each period")
+    return {
+        "ssm.inner_size": config.count("linear_num_value_heads") * config.count("linear_value_head_dim"),
+        "ssm.has_tiled_heads": False,
+        "full_attention_interval": period,
     }
 
 

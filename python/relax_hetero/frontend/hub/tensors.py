@@ -15,7 +15,7 @@ import numpy as np
 from ..gguf.file import FileTensor
 from ..gguf.weights import is_unquantized
 from .config import HubConfig, metadata_of, rotary_tensors
-from .lazy import as_float16, as_float32, file_tensor, lazy, select_rows, stack
+from .lazy import as_float16, as_float32, file_tensor, floats, lazy, select_rows, stack
 from .quantized import Quantization, read_mxfp4
 from .stored_tensors import StoredTensor
 
@@ -36,6 +36,7 @@ _ACTIVATION = re.compile(r"^model\.layers\.(\d+)\.mlp\.act_fn\.(alpha_n|alpha_p|
 _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
 _RENAMED = (
     (re.compile(r"(\.moe_statics|\.mlp|\.block_sparse_moe|\.gate)*\.e_score_correction_bias$"), ".mlp.choice.bias"),
+    (re.compile(r"\.linear_attn\.dt_bias$"), ".linear_attn.dt_proj.bias"),
     (re.compile(r"self_attn\.sinks$"), "self_attn.sinks.weight"),
     (re.compile(r"\.block_sparse_moe\.experts\.(\w+_proj)"), r".mlp.experts.\1"),
     (re.compile(r"\.block_sparse_moe\.router\.weight$"), ".block_sparse_moe.router.layer.weight"),
@@ -154,6 +155,9 @@ def _split(tensors: Mapping[str, FileTensor], config: HubConfig) -> dict[str, Fi
         is_matrix = ".experts." in name and name.endswith("_proj.weight") and not _EXPERT.match(name)
         if is_interleaved and is_matrix and len(tensor.shape) == 3 and tensor.type != "MXFP4":
             tensor = _transposed(tensor)
+        if name.endswith(".in_proj_qkvz.weight"):
+            split |= _split_delta(tensor, name, config)
+            continue
         if not _GATE_UP.search(name):
             split[name] = tensor
             continue
@@ -168,6 +172,24 @@ def _split(tensors: Mapping[str, FileTensor], config: HubConfig) -> dict[str, Fi
             target = name.replace("gate_up_proj", part)
             split[target] = select_rows(tensor, target, itemgetter((slice(None), rows)), shape)
     return split
+
+
+def _split_delta(tensor: FileTensor, name: str, config: HubConfig) -> dict[str, FileTensor]:
+    """Rows of queries, keys and values of all heads, and those of gates, from those of each head of keys in turn."""
+    key_heads, heads = config.count("linear_num_key_heads"), config.count("linear_num_value_heads")
+    key_size, size = config.count("linear_key_head_dim"), config.count("linear_value_head_dim")
+    keys, values = key_heads * key_size, heads * size
+    if tensor.shape[0] != 2 * keys + 2 * values or heads % key_heads:
+        raise config.error(f"tensor {name!r} has {tensor.shape[0]} rows, expected 2 * {keys} + 2 * {values}")
+    groups = np.arange(tensor.shape[0]).reshape(key_heads, -1)
+    ends = np.cumsum([key_size, key_size, values // key_heads])
+    query, key, value, gate = (part.reshape(-1) for part in np.split(groups, ends, axis=1))
+    orders = {"qkv": np.concatenate([query, key, value]), "z": gate}
+    targets = {name.replace("qkvz", part): order for part, order in orders.items()}
+    return {
+        target: select_rows(tensor, target, itemgetter(order), (len(order), *tensor.shape[1:]))
+        for target, order in targets.items()
+    }
 
 
 def _transposed(tensor: FileTensor) -> FileTensor:
@@ -242,7 +264,11 @@ def _converted(tensor: FileTensor, target: str, config: HubConfig) -> FileTensor
     """A tensor with the order of rows and the numbers that GGUF files have."""
     row = config.hub_class
     part = target.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
-    if target.endswith("norm.weight") and row.norm_offset:
+    if part == "ssm_a":
+        return lazy(tensor.name, tensor.shape, "F32", lambda: -np.exp(floats(tensor)))
+    if part == "ssm_conv1d" and len(tensor.shape) == 3:
+        return as_float32(tensor, shape=(tensor.shape[0], tensor.shape[2]))
+    if target.endswith("norm.weight") and row.norm_offset and part != "ssm_norm":
         return as_float32(tensor, row.norm_offset)
     if row.has_transposed and len(tensor.shape) == 2 and target.startswith("blk.") and is_unquantized(tensor):
         tensor = _transposed(tensor)
