@@ -117,8 +117,6 @@ class PagedCache:
         counts = {is_window: tirx.Var(f"{name}_pages", "int64") for is_window, name in TABLES.items()}
         for index, layer in enumerate(layers):
             count = counts[bool(layer.window)] if self.any_pages else self.pages(layer.window)
-            ty = relax.TensorType(
-                list(layer.shape(count, self.sequences, self.page_type)), layer.dtype(self.page_type)
-            )
+            ty = relax.TensorType(list(layer.shape(count, self.sequences, self.page_type)), layer.dtype(self.page_type))
             params[f"pages_{index}"] = relax.Var(f"pages_{index}", ty)
         return params

@@ -11,7 +11,7 @@ Tokens cannot be removed from it: such a sequence can only be truncated to nothi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -259,9 +259,7 @@ class KVCache:
         self._computed = [0] * slots  # tokens that are in the states
         # None while a call has the pages.
         self._layer_pages: list[runtime.Tensor] | None = [
-            runtime.empty(
-                layer.shape(counts[_table_name(layer)], slots, dtype), layer.dtype(dtype), layer.device
-            )
+            runtime.empty(layer.shape(counts[_table_name(layer)], slots, dtype), layer.dtype(dtype), layer.device)
             for layer in layers
         ]
 
@@ -300,9 +298,7 @@ class KVCache:
             )
         specs = [inputs[name] for name in names]
         layers = [
-            CacheLayer(
-                *(getattr(layer, field.name) for field in fields(layer)), device=physical_devices[spec.device]
-            )
+            CacheLayer(**asdict(layer), device=physical_devices[spec.device])
             for spec, layer in zip(specs, description.layers, strict=True)
         ]
         with_pages = [pair for pair in zip(layers, specs, strict=True) if not pair[0].state]

@@ -308,7 +308,8 @@ def _resolve_options(
     # Code depends on the longest context only, so that another context of the file compiles nothing.
     columns = context if arguments.placement == "auto" else model.compiled_context(context)
     on_gpus = not all(map(is_cpu, devices))
-    options["verify_rows"] = max(batches) if options.pop("verify_drafts") and on_gpus else 0
+    can_rewind = not any(cache.state for cache in model.caches)
+    options["verify_rows"] = max(batches) if options.pop("verify_drafts") and on_gpus and can_rewind else 0
     options["masks_tokens"] = on_gpus
     return {**options, "batches": batches, "chunks": chunks, "slots": slots, "context": columns}
 

@@ -1,8 +1,8 @@
 """The gated delta rule: linear attention whose cache is a matrix for each head, and the convolution before it.
 
-For each token, in order, a head's matrix ``S``, (key_size, value_size), becomes ``d * S + k (v - d * S^T k)^T * b``, and
-the result is ``S^T q / sqrt(key_size)``; ``q`` and ``k`` have the length 1, ``b`` is the sigmoid of the token's number
-`beta`, and the decay ``d`` is ``exp(a * softplus(alpha + dt))`` (arXiv:2412.06464). Queries, keys and values are
+For each token, in order, a head's matrix ``S``, (key_size, value_size), becomes ``d * S + k (v - d * S^T k)^T * b``,
+and the result is ``S^T q / sqrt(key_size)``; ``q`` and ``k`` have the length 1, ``b`` is the sigmoid of the token's
+number `beta`, and the decay ``d`` is ``exp(a * softplus(alpha + dt))`` (arXiv:2412.06464). Queries, keys and values are
 convolved over the last tokens before, channel by channel, which are cached, too.
 
 Rows of one sequence are computed one after another in every kind of call, so that decoding has the bits of prefill.

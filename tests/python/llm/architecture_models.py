@@ -46,6 +46,8 @@ class Model:
         Names of modules that the package `gguf` does not translate, by their ends.
     steps : tuple of str
         Conversions besides names: "pairs", "norms", "joint_qkv", "split_experts", … (`tensors_of`).
+    tolerance : float
+        Allowed difference of logits, as a share of the largest: more where sharp attention amplifies rounding.
     """
 
     architecture: str
@@ -57,6 +59,7 @@ class Model:
     names: dict[str, str] = field(default_factory=dict)
     steps: tuple[str, ...] = ()
     pooling: str = ""
+    tolerance: float = 2e-5
 
     @property
     def layers(self) -> int:
@@ -84,6 +87,21 @@ _DENSE_FIRST = {"first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2,
 _DENSE_FIRST_KEYS = {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2}
 _GROUP_KEYS = {"expert_group_count": 2, "expert_group_used_count": 1}
 _MOE_STEPS = ("split_experts",)
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_GEMMA4 = {"num_hidden_layers": 5, "sliding_window": 24, "num_kv_shared_layers": 2, "tie_word_embeddings": True}
+_GEMMA4 |= {"hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": VOCABULARY}
+_IS_WINDOW = [True, False, True, True, False]
+_GEMMA4 |= {"layer_types": ["sliding_attention" if each else "full_attention" for each in _IS_WINDOW]}
+_GEMMA4_KEYS = {**_WINDOW, "attention.sliding_window_pattern": _IS_WINDOW, "attention.shared_kv_layers": 2}
+_GEMMA4_KEYS |= {"embedding_length_per_layer_input": 32, "rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+_GLOBAL_KEYS = {f"attention.{part}_length": 32 for part in ("key", "value")}
+_GLOBAL_KEYS |= {f"attention.{part}_length_swa": 16 for part in ("key", "value")}
+_GLOBAL_KEYS |= {"rope.dimension_count": 32, "rope.dimension_count_swa": 16}
+_GLOBAL_KEYS |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 1e4}
+_PROPORTIONAL = {
+    "sliding_attention": _ROPE,
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+}
 _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 16}
 _DELTA |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
 _DELTA_KEYS = {"ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.state_size": 8, "ssm.inner_size": 64}
@@ -167,6 +185,7 @@ MODELS = {
         {**_EXPERT_KEYS, **_DELTA_KEYS, "expert_shared_feed_forward_length": 32},
         {"partial_rotary_factor": 0.25},
         steps=(*_MOE_STEPS, "norms", "delta"),
+        tolerance=4e-5,
     ),
     "qwen35": Model(
         "qwen35",
@@ -175,6 +194,7 @@ MODELS = {
         {**_DELTA_KEYS, "rope.dimension_sections": [2, 0, 0, 0]},
         {"partial_rotary_factor": 0.25, "mrope_section": [2, 0, 0]},
         steps=("norms", "delta", "tiled"),
+        tolerance=4e-5,
     ),
     "qwen35moe": Model(
         "qwen35moe",
@@ -249,6 +269,65 @@ MODELS = {
     "chatglm": Model("chatglm", "Glm", steps=("fused_qkv",), **_partial(0.5)),
     "glm4": Model("glm4", "Glm4", **_partial(0.5)),
     "gemma": Model("gemma", "Gemma", {"tie_word_embeddings": True}, steps=("norms",)),
+    "gemma3n": Model(
+        "gemma3n",
+        "Gemma3n",
+        {
+            **_GEMMA4,
+            "laurel_rank": 32,
+            "altup_num_inputs": 4,
+            "altup_active_idx": 1,
+            "activation_sparsity_pattern": [0.8, 0.0, 0.6, 0.0, 0.0],
+            "final_logit_softcapping": 30.0,
+        },
+        {
+            **_GEMMA4_KEYS,
+            "altup.num_inputs": 4,
+            "altup.active_idx": 1,
+            "activation_sparsity_scale": [0.8416212335729143, float("-inf"), 0.2533471031357997, *[float("-inf")] * 2],
+        },
+        {"sliding_attention": _ROPE, "full_attention": {**_ROPE, "rope_theta": 1e6}},
+        steps=("streams",),
+    ),
+    "gemma4": Model(
+        "gemma4",
+        "Gemma4",
+        {**_GEMMA4, "global_head_dim": 32, "use_double_wide_mlp": True, "final_logit_softcapping": 20.0},
+        {
+            **_GEMMA4_KEYS,
+            **_GLOBAL_KEYS,
+            "feed_forward_length": [128, 128, 128, 256, 256],
+            "final_logit_softcapping": 20.0,
+        },
+        _PROPORTIONAL,
+        steps=("proportional",),
+        tolerance=2e-4,
+    ),
+    "gemma4-moe": Model(
+        "gemma4",
+        "Gemma4",
+        {
+            **_SLIDING,
+            **_EXPERTS,
+            "global_head_dim": 32,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            "enable_moe_block": True,
+            "top_k_experts": 2,
+            "hidden_size_per_layer_input": 0,
+            "tie_word_embeddings": True,
+        },
+        {
+            **_PATTERN,
+            **_GLOBAL_KEYS,
+            **_EXPERT_KEYS,
+            "embedding_length_per_layer_input": 0,
+            "attention.shared_kv_layers": 0,
+            "attention.head_count_kv": [2, 2, 1],
+        },
+        _PROPORTIONAL,
+        steps=("proportional", "merged_experts"),
+    ),
     "command-r": Model(
         "command-r", "Cohere", {"tie_word_embeddings": True, "logit_scale": 0.3}, {"logit_scale": 0.3}, norm="layer"
     ),
@@ -409,9 +488,6 @@ def dense_layers(model: Model) -> dict[str, np.ndarray]:
     return {name: generator.standard_normal(shape, dtype="float32") for name, shape in shapes.items()}
 
 
-_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-
-
 def class_of(model: Model) -> str:
     """Name of the class in `transformers`."""
     return f"{model.family}{'Model' if model.pooling or model.family.endswith('LMHead') else 'ForCausalLM'}"
@@ -464,6 +540,10 @@ _NAMES = {
     "self_attn.query_layernorm": "attn_q_norm",
     "self_attn.key_layernorm": "attn_k_norm",
     "linear_attn.dt_bias": "ssm_dt.bias",
+    "layer_scalar": "layer_output_scale.weight",
+    "router.scale": "ffn_gate_inp.scale",
+    "router.per_expert_scale": "ffn_down_exps.scale",
+    "altup.correct_output_scale": "altup_correct_scale.weight",
 }
 """Ends of names that the package `gguf` does not translate, or not for every architecture."""
 
@@ -487,10 +567,14 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
             tensors[f"{prefix}{(model.names | _NAMES)[stem]}.{suffix}"] = weight
         elif ".act_fn." in name:  # a number of a layer, which is metadata
             tensors[f"xielu.{suffix}"] = np.append(tensors.get(f"xielu.{suffix}", []), weight)
+        elif "altup_" in name and "_projections." in name:  # in order
+            part = f"altup_{'unembd_' if 'unembed' in name else ''}proj.weight"
+            tensors[part] = np.stack([*tensors.get(part, []), weight])
         elif ".experts." in name:
-            gate_up = suffix == "gate_up_proj"
+            gate_up = suffix == "gate_up_proj" and "merged_experts" not in model.steps
             parts = np.split(weight, 2, axis=1) if gate_up else [weight]
-            for part, data in zip(("gate", "up") if gate_up else ("down",), parts, strict=True):
+            ends = ("gate", "up") if gate_up else ("gate_up" if suffix == "gate_up_proj" else "down",)
+            for part, data in zip(ends, parts, strict=True):
                 tensors[f"{prefix}ffn_{part}_exps.weight"] = data
         elif "layernorm.norms" in name:
             part = f"{prefix}attn_{stem.split('.')[1][0]}_norm.weight"
@@ -507,6 +591,8 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
         for name in [name for name in tensors if ".attn_q." in name]:
             parts = [tensors.pop(name.replace("attn_q.", f"attn_{part}.")) for part in "qkv"]
             tensors[name.replace("attn_q.", "attn_qkv.")] = np.concatenate(parts)
+    if "proportional" in model.steps:
+        tensors["rope_freqs.weight"] = np.repeat(np.array([1.0, 1e30], "float32"), [4, 12])
     if "long_rope" in model.steps:
         for end, factors in _LONG.items():
             tensors[f"rope_factors_{end.removesuffix('_factor')}.weight"] = np.array(factors, "float32")
@@ -515,7 +601,9 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
 
 def _delta_weights(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Weights whose layers with the delta rule have the parts and the order of heads that files have."""
-    sizes = [model.config[f"linear_{key}"] for key in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")]
+    sizes = [
+        model.config[f"linear_{key}"] for key in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
+    ]
     key_heads, key_size, heads, size = sizes
     keys, group = 2 * key_heads * key_size, heads // key_heads
     order = np.arange(heads).reshape(key_heads, group).T.reshape(-1) if "tiled" in model.steps else np.arange(heads)
@@ -525,7 +613,9 @@ def _delta_weights(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str,
     for name, weight in weights.items():
         end = name.partition("linear_attn.")[2]
         if end == "in_proj_qkvz.weight":
-            parts = np.split(weight.reshape(key_heads, -1, weight.shape[1]), np.cumsum([key_size] * 2 + [group * size]), axis=1)
+            parts = np.split(
+                weight.reshape(key_heads, -1, weight.shape[1]), np.cumsum([key_size] * 2 + [group * size]), axis=1
+            )
             query, key, value, gate = (part.reshape(-1, weight.shape[1]) for part in parts)
             result[name.replace("qkvz", "qkv")] = np.concatenate([query, key, value])
             result[name.replace("qkvz", "z")] = gate
@@ -582,7 +672,8 @@ def write(path: Path, model: Model, tensors: Mapping[str, np.ndarray], kind: str
     for name, weight in tensors.items():
         if name in fields:
             continue
-        number = gguf.GGMLQuantizationType[kind if weight.ndim > 1 and "norm" not in name else "F32"]
+        is_matrix = weight.ndim > 1 and "norm" not in name and weight.shape[-1] % 32 == 0
+        number = gguf.GGMLQuantizationType[kind if is_matrix else "F32"]
         data = np.ascontiguousarray(weight)
         writer.add_tensor(name, gguf.quants.quantize(data, number), raw_dtype=number)
     for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file, writer.close):

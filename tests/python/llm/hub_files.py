@@ -247,7 +247,9 @@ def assert_same_model(*paths):
         tolerance = 1e-6 if key.endswith("norm.weight") or key == "rope_freqs.weight" else 0
         np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=tolerance, atol=tolerance, err_msg=key)
     models = [hyperparameters_of(file) for file in files]
-    assert replace(models[0], attention_scale=models[0].scale_of(0)) == replace(models[1], attention_scale=models[1].scale_of(0))
+    assert replace(models[0], attention_scale=models[0].scale_of(0)) == replace(
+        models[1], attention_scale=models[1].scale_of(0)
+    )
 
 
 ARCHITECTURES = architectures.MODELS | architectures.ENCODERS

@@ -30,6 +30,8 @@ class Norms:
         Norms of queries and keys, if the file has them. "each": RMS norm of each head, with factors of all heads;
         "rotated": the same after rotation; "own": layer norm of each head, with factors of its own; "joint": RMS norm
         of all heads together.
+    values : bool
+        True if each head's values have an RMS norm without factors.
     """
 
     kind: str = "rms"
@@ -41,6 +43,7 @@ class Norms:
     attention_sum: str = ""
     feed_forward_sum: str = ""
     heads: str = "each"
+    values: bool = False
 
 
 @dataclass(frozen=True)
@@ -121,6 +124,14 @@ class Architecture:
         True if layers have the gated delta rule in place of attention, except the last of each period.
     has_tiled_heads : bool
         True if heads of values that read the same head of keys are `key_heads` apart, not neighbours.
+    attention_scale : float
+        Factor of attention scores, unless the file states it; 0: that of a head's size.
+    logit_softcap : float
+        Softcap of logits, unless the file states it; 0: none.
+    has_dense_beside_experts : bool
+        True if layers add a dense network to experts, both with norms of their own; the router reads the residual.
+    has_streams : bool
+        True if the residual has several streams (AltUp), and gates of some layers are sparse.
     has_temperature : bool
         True if the file's factor applies by which queries grow with their position.
     multiplies_logits : bool
@@ -152,6 +163,10 @@ class Architecture:
     has_output_gate: bool = False
     has_delta_rule: bool = False
     has_tiled_heads: bool = False
+    attention_scale: float = 0.0
+    logit_softcap: float = 0.0
+    has_dense_beside_experts: bool = False
+    has_streams: bool = False
     scales: Mapping[str, float | None] = field(default_factory=dict)
     has_temperature: bool = False
     multiplies_logits: bool = False
@@ -377,6 +392,25 @@ ARCHITECTURES = {
         models="Gemma 2",
     ),
     "gemma3": replace(_GEMMA3, models="Gemma 3"),
+    "gemma3n": replace(
+        _GEMMA3,
+        norms=replace(_SANDWICH, values=True),
+        wide_layers=None,
+        attention_scale=1.0,
+        logit_softcap=30.0,
+        has_streams=True,
+        required=(*_QK_NORMS, "laurel_l.weight"),
+        models="Gemma 3n (text)",
+    ),
+    "gemma4": replace(
+        _GEMMA3,
+        norms=replace(_SANDWICH, values=True),
+        wide_layers=None,
+        attention_scale=1.0,
+        has_dense_beside_experts=True,
+        optional=(*_ROPE, "layer_output_scale.weight"),
+        models="Gemma 4 (text)",
+    ),
     "eurobert": Architecture("halves", is_causal=False, models="EuroBERT"),
     "llama-embed": replace(_LLAMA, is_causal=False, models="Llama Embed Nemotron"),
     "modern-bert": Architecture(

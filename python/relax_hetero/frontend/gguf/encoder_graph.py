@@ -54,7 +54,7 @@ class _Encoder(LanguageFunction):
         """Build the function, with `name` as its global symbol."""
         x, model = self._embedding(), self.model
         for layer in range(model.layers):
-            x, _ = self._layer(x, layer)
+            x = self._layer(x, layer)
         if not model.architecture.norms.feed_forward_sum:
             x = self._norm(x, "output_norm")
         factors = self.emit(relax.op.expand_dims(self.params["pooling"], 0), "output.factors")
@@ -67,7 +67,7 @@ class _Encoder(LanguageFunction):
         result = self.emit(relax.op.reshape(x, [width]), "output.embedding", is_output=True)
         return self.function(name, {"embedding": result})
 
-    def _attention(self, x: relax.Expr, layer: int) -> tuple[relax.Expr, relax.Expr]:
+    def _attention(self, x: relax.Expr, layer: int) -> relax.Expr:
         """The values that each token attends to, (rows, heads * head_size); there are no pages.
 
         The ops are those that `FormAttention` makes one kernel of.
@@ -96,7 +96,7 @@ class _Encoder(LanguageFunction):
         shares = self._cast(shares, str(value.ty.dtype))
         result = self._cast(self.emit(relax.op.matmul(shares, value), f"{name}.attn_heads"), "float32")
         result = self.emit(relax.op.permute_dims(result, [0, 2, 1, 3]), f"{name}.attn_rows")
-        return self._reshaped(result, [rows, model.heads * size], f"{name}.attn.kqv"), result
+        return self._reshaped(result, [rows, model.heads * size], f"{name}.attn.kqv")
 
     def _turned_heads(self, x: relax.Expr, layer: int, part: str) -> relax.Expr:
         """Queries or keys with the norms and the rotation that the attention kernel of decoders computes."""

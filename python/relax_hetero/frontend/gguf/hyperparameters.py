@@ -5,9 +5,10 @@ The rules are those of llama.cpp (`src/llama-model.cpp`), except for groups of e
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,10 @@ class DeltaRule:
     period: int
 
 
+_DELTA_SIZES = [field.name for field in dataclasses.fields(DeltaRule) if field.name != "period"]
+"""Sizes that are those of a `DeltaRuleProblem`."""
+
+
 @dataclass(frozen=True)
 class Hyperparameters:
     """Hyperparameters of a model.
@@ -174,6 +179,14 @@ class Hyperparameters:
         Choice of experts, for any number of rows and without biases; None without experts.
     shared_feed_forward : int
         Width of the expert of all tokens; 0 without one.
+    shared_caches : int
+        Number of layers at the end that read the cache of an earlier layer.
+    layer_width : int
+        Elements of a token's embedding for each layer; 0 without.
+    streams, active_stream : int
+        Number of residual streams of a model with AltUp, 0 without, and the one that layers change.
+    sparsity : tuple of (float or None)
+        Deviations from the mean that each layer's gates have to exceed; None: all gates count; empty without.
     embedding_scale, residual_scale, logit_scale : float
         Factors of embeddings, of what a layer adds to the residual, and of logits.
     attention_scale : float
@@ -213,6 +226,11 @@ class Hyperparameters:
     xielu: tuple[tuple[float, ...], ...]
     routing: RoutingProblem | None
     shared_feed_forward: int
+    shared_caches: int
+    layer_width: int
+    streams: int
+    active_stream: int
+    sparsity: tuple[float | None, ...]
     embedding_scale: float
     residual_scale: float
     logit_scale: float
@@ -235,14 +253,22 @@ class Hyperparameters:
 
     @property
     def caches(self) -> tuple[LayerCache, ...]:
-        """Cache of each layer."""
-        return tuple(map(self._cache_of, range(self.layers)))
+        """Cache of each layer but those at the end that read the cache of another."""
+        return tuple(map(self._cache_of, range(self.layers - self.shared_caches)))
 
     def _cache_of(self, layer: int) -> LayerCache:
         if self.has_delta_rule(layer):
             return LayerCache(0, 0, state=self.delta_problem(1, 1, False).elements)
         sizes = self.kv_heads[layer], self.head_sizes[layer]
         return LayerCache(*sizes, self.windows[layer], self.has_shared_values)
+
+    def cache_index(self, layer: int) -> int:
+        """Number of the cache that a layer reads: its own, or that of the last layer of its kind that has one."""
+        own = self.layers - self.shared_caches
+        if layer < own:
+            return layer
+        is_window = self.windows[layer] > 0
+        return next(other for other in range(own - 1, -1, -1) if (self.windows[other] > 0) == is_window)
 
     def has_delta_rule(self, layer: int) -> bool:
         """Return whether a layer has the gated delta rule in place of attention."""
@@ -251,8 +277,8 @@ class Hyperparameters:
     def delta_problem(self, rows: int, slots: int, is_chunk: bool) -> DeltaRuleProblem:
         """The gated delta rule of a layer for a call's rows and the sequences of a cache."""
         assert self.delta is not None, "only models with sizes of the delta rule have one"
-        *sizes, _ = astuple(self.delta)
-        return DeltaRuleProblem(rows, slots, *sizes, is_chunk)
+        sizes = {name: getattr(self.delta, name) for name in _DELTA_SIZES}
+        return DeltaRuleProblem(rows=rows, slots=slots, is_chunk=is_chunk, **sizes)
 
     def result_size(self, layer: int) -> int:
         """Elements of the results of all heads of a layer."""
@@ -280,10 +306,15 @@ class Hyperparameters:
 
     def rotary_base_of(self, layer: int) -> tuple[float, float, Yarn | None]:
         """Base and scale of the frequencies of a layer, and the rule by which they are scaled."""
-        rule = self.architecture.windows
-        if not self.windows[layer] or rule is None:
+        if not self.windows[layer] or self.architecture.windows is None:
             return self.base, self.base_scale, self.yarn
-        return (self.window_base, self.base_scale, self.yarn) if rule.is_scaled else (self.window_base, 1.0, None)
+        is_scaled = self.has_scaled_positions(layer)
+        return (self.window_base, self.base_scale, self.yarn) if is_scaled else (self.window_base, 1.0, None)
+
+    def has_scaled_positions(self, layer: int) -> bool:
+        """Return whether the file's scaling of positions applies to a layer."""
+        rule = self.architecture.windows
+        return not self.windows[layer] or rule is None or rule.is_scaled
 
     def compiled_context(self, context: int) -> int:
         """Context of code for a cache of so many positions: the trained one, unless other frequencies are for it."""
@@ -330,9 +361,15 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         size = latent.rank + rotary_size
         if latent.key_size <= rotary_size:
             raise FrontendError(f"{file}: rotates {rotary_size} elements of keys of {latent.key_size}, expected fewer")
-    if not latent and metadata.count("attention.value_length", size) != size:
-        length = metadata.count("attention.value_length")
-        raise FrontendError(f"{file}: values of a head have {length} elements, expected as many as keys, {size}")
+    windows = _read_windows(metadata, architecture, layers)
+    window_size = metadata.count("attention.key_length_swa", size)
+    window_rotary = metadata.count("rope.dimension_count_swa", min(rotary_size, window_size))
+    for end, expected in () if latent else (("", size), ("_swa", window_size)):
+        length = metadata.count(f"attention.value_length{end}", expected)
+        if length != expected:
+            raise FrontendError(
+                f"{file}: values of a head have {length} elements, expected as many as keys, {expected}"
+            )
     routing = _read_routing(metadata, architecture)
     dense_layers = metadata.count("leading_dense_block_count", 0) if routing else layers
     if dense_layers > layers:
@@ -348,8 +385,9 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     logit_scale = scales.get("logit_scale", 1.0)
     if not logit_scale:
         raise FrontendError(f"{file}: {name}.logit_scale is 0, expected a number above 0")
-    ffn_parts, windows = architecture.ffn_parts, architecture.windows
-    feed_forward = metadata.counts("feed_forward_length")[:layers] if dense_layers else (0,) * layers
+    ffn_parts, rule = architecture.ffn_parts, architecture.windows
+    has_dense = dense_layers or architecture.has_dense_beside_experts
+    feed_forward = metadata.counts("feed_forward_length")[:layers] if has_dense else (0,) * layers
     if any(width % ffn_parts for width in feed_forward):
         raise FrontendError(
             f"{file}: {name}.feed_forward_length is {feed_forward[0]:,}, expected a multiple of {ffn_parts}"
@@ -365,7 +403,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         context=metadata.count("context_length"),
         heads=heads,
         kv_heads=(1,) * layers if latent else metadata.counts("attention.head_count_kv", heads)[:layers],
-        head_sizes=(size,) * layers,
+        head_sizes=tuple(window_size if window else size for window in windows),
         latent=latent,
         delta=_read_delta(metadata) if architecture.has_delta_rule else None,
         feed_forward=tuple(width // ffn_parts for width in feed_forward),
@@ -376,12 +414,12 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         yarn=yarn,
         magnitude=metadata.number("rope.scaling.attn_factor", 1.0) if not yarn else 1.0,
         short_context=_read_short_context(metadata, architecture),
-        rotary_sizes=(rotary_size,) * layers,
+        rotary_sizes=tuple(window_rotary if window else rotary_size for window in windows),
         temperature=_read_temperature(metadata),
-        window_base=metadata.number("rope.freq_base_swa", (windows and windows.base) or base, above=0.0),
-        windows=_read_windows(metadata, architecture, layers),
+        window_base=metadata.number("rope.freq_base_swa", (rule and rule.base) or base, above=0.0),
+        windows=windows,
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
-        logit_softcap=metadata.number("final_logit_softcapping", 0.0),
+        logit_softcap=metadata.number("final_logit_softcapping", architecture.logit_softcap),
         is_parallel=_read_is_parallel(metadata, architecture),
         is_causal=metadata.flag("attention.causal", architecture.is_causal),
         pooling=_read_pooling(metadata, architecture),
@@ -389,22 +427,48 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         routing=routing,
         shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
         or metadata.count("expert_shared_count", 0) * expert_width,
+        shared_caches=_read_shared_caches(metadata, windows),
+        layer_width=metadata.count("embedding_length_per_layer_input", 0),
+        streams=metadata.count("altup.num_inputs") if architecture.has_streams else 0,
+        active_stream=metadata.count("altup.active_idx", 0) if architecture.has_streams else 0,
+        sparsity=_read_sparsity(metadata) if architecture.has_streams else (),
         embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
         residual_scale=scales.get("residual_scale", 1.0),
         logit_scale=logit_scale if architecture.multiplies_logits else 1.0 / logit_scale,
         attention_scale=_latent_scale(metadata, latent, yarn, factor)
         if latent
-        else metadata.number("attention.scale", 0.0),
+        else metadata.number("attention.scale", architecture.attention_scale),
     )
     for count in model.kv_heads:
         if heads % count:
             raise FrontendError(f"{file}: {heads} heads of queries are not a multiple of {count} of keys")
     for rotated, size in zip(model.rotary_sizes, model.head_sizes, strict=True):
         if rotated > size or rotated % 2:
-            raise FrontendError(
-                f"{file}: rotates {rotated} elements of a head, expected an even number up to {size}"
-            )
+            raise FrontendError(f"{file}: rotates {rotated} elements of a head, expected an even number up to {size}")
     return model
+
+
+def _read_shared_caches(metadata: _Fields, windows: Sequence[int]) -> int:
+    """Number of layers that read another layer's cache, before which there is one of each of their kinds."""
+    count = metadata.count("attention.shared_kv_layers", 0)
+    kinds = [window > 0 for window in windows]
+    if count and not {*kinds[-count:]} <= {*kinds[:-count]}:
+        raise FrontendError(
+            f"{metadata.file}: {count} layers read the keys of others, expected a layer of each of their kinds before"
+        )
+    return count
+
+
+def _read_sparsity(metadata: _Fields) -> tuple[float | None, ...]:
+    key = f"{metadata.name}.activation_sparsity_scale"
+    values = metadata.fields.get(key, [-math.inf] * metadata.layers)
+    if (
+        not isinstance(values, list)
+        or len(values) != metadata.layers
+        or not all(type(each) is float for each in values)
+    ):
+        raise FrontendError(f"{metadata.file}: {key} is {values!r:.100}, expected {metadata.layers} numbers")
+    return tuple(value if math.isfinite(value) else None for value in values)
 
 
 def _read_routing(metadata: _Fields, architecture: Architecture) -> RoutingProblem | None:
@@ -451,11 +515,13 @@ def _read_latent(metadata: _Fields) -> LatentAttention:
 
 
 def _read_delta(metadata: _Fields) -> DeltaRule:
-    key_heads, value_heads, inner = (metadata.count(f"ssm.{key}") for key in ("group_count", "time_step_rank", "inner_size"))
+    key_heads, value_heads, inner = (
+        metadata.count(f"ssm.{key}") for key in ("group_count", "time_step_rank", "inner_size")
+    )
     if value_heads % key_heads or inner % value_heads:
         raise FrontendError(
-            f"{metadata.file}: found {key_heads} heads of keys and {value_heads} of values, of {inner} elements in all, "
-            "expected multiples"
+            f"{metadata.file}: found {key_heads} heads of keys, {value_heads} of values, of {inner} elements in all, "
+            "expected each to be a multiple of the one before"
         )
     key_size, taps = metadata.count("ssm.state_size"), metadata.count("ssm.conv_kernel")
     period = metadata.count("full_attention_interval", 4)

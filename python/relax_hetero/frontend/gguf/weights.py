@@ -41,6 +41,10 @@ class Weights:
         # Scales of inputs are for activations of 4 bits.
         read = (name for name in file.tensors if not name.endswith(".input_scale"))
         self._unread = dict.fromkeys(name for name in read if not name.startswith(further))
+        for layer in range(model.layers):  # files have keys of layers that read those of others
+            if model.cache_index(layer) != layer:
+                for part in ("attn_k", "attn_v", "attn_k_norm"):
+                    self._unread.pop(f"blk.{layer}.{part}.weight", None)
         self._stacked: dict[str, FileTensor] = {}
 
     def __contains__(self, name: str) -> bool:
@@ -48,6 +52,10 @@ class Weights:
         if name.endswith(".scale") and name in self._file.tensors:
             return True
         return name in self._stacked or _strip_layer(name) in self._expected_names
+
+    def has_tensor(self, name: str) -> bool:
+        """Return whether the file has a tensor, which other layers may have or not."""
+        return name in self._file.tensors
 
     def lacks(self, name: str) -> bool:
         """Return whether a tensor is optional and the file does not have it."""
@@ -109,6 +117,32 @@ class Weights:
             data = tensor.data[index * rows : (index + 1) * rows]
             self._stacked[part] = FileTensor(part, (rows, depth), tensor.type, data)
 
+    def split_stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
+        """Give each matrix of a stack, (parts, rows, depth), a name of its own, a view of the file."""
+        tensor = self.tensor(f"{name}.weight", (len(parts), *shape))
+        for part, data in zip(parts, tensor.data, strict=True):
+            self._stacked[f"{part}.weight"] = FileTensor(f"{part}.weight", tuple(shape), tensor.type, data)
+
+    def split_experts(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
+        """Split matrices of experts along rows into equal parts with new names, views of the file, if it has them.
+
+        Parameters
+        ----------
+        name : str
+            Name of the matrices.
+        parts : sequence of str
+            New names, in order.
+        shape : sequence of int
+            Experts, rows and depth of a part.
+        """
+        experts, rows, depth = shape
+        if name not in self._file.tensors or parts[0] in self._stacked:
+            return
+        tensor = self.tensor(name, (experts, rows * len(parts), depth))
+        for index, part in enumerate(parts):
+            data = tensor.data[:, index * rows : (index + 1) * rows]
+            self._stacked[part] = FileTensor(part, (experts, rows, depth), tensor.type, data)
+
     def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
         """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours.
 
@@ -151,7 +185,7 @@ class Weights:
         self._stacked[value_name] = FileTensor(value_name, (heads, value_size, depth), tensor.type, values)
 
     def tensor(self, name: str, shape: Sequence[int]) -> FileTensor:
-        """A tensor of the file; FrontendError if it is missing or has another shape, except for extents of 1 in front."""
+        """A tensor of the file; FrontendError if it is missing, or has another shape but for extents of 1 in front."""
         tensor = self._stacked.get(name) or self._file.tensors.get(name)
         self._unread.pop(name, None)
         if tensor is None:

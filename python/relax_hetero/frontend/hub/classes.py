@@ -26,6 +26,8 @@ class HubClass:
         True if all layers have a window, where the folder states its length but not which layers have it.
     has_interleaved_experts : bool
         True if stacked matrices of experts are (experts, in, out), and rows of gates and others alternate.
+    has_merged_experts : bool
+        True if gates and others of experts stay one matrix.
     has_joint_qkv : bool
         True if a matrix has the rows of queries, keys and values of each head of keys in turn.
     has_transposed : bool
@@ -41,6 +43,7 @@ class HubClass:
     norm_offset: float = 0.0
     has_windows: bool = False
     has_interleaved_experts: bool = False
+    has_merged_experts: bool = False
     has_joint_qkv: bool = False
     has_transposed: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -67,6 +70,25 @@ _GEMMA3 = HubClass(
         "sliding_window_pattern": 6,
     },
 )
+_GEMMA3N = {
+    **_GEMMA3.defaults,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32768,
+    "sliding_window": 512,
+    "final_logit_softcapping": 30.0,
+    "hidden_size_per_layer_input": 256,
+    "altup_num_inputs": 4,
+    "num_kv_shared_layers": 15,
+    "query_pre_attn_scalar": None,
+}
+_GEMMA4 = {
+    "head_dim": 256,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "sliding_window": 512,
+    "max_position_embeddings": 131072,
+    "hidden_size_per_layer_input": 256,
+}
 _LLAMA = HubClass("llama", has_pairs=True, defaults={"rms_norm_eps": 1e-6, "max_position_embeddings": 2048})
 _MISTRAL = HubClass("llama", has_pairs=True, has_windows=True, fixed={"norm_topk_prob": None})
 _QWEN = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "use_sliding_window": False}
@@ -101,6 +123,8 @@ CLASSES = {
     "Gemma2ForCausalLM": HubClass("gemma2", norm_offset=1.0, defaults={**_GEMMA, "sliding_window": 4096}),
     "Gemma3ForCausalLM": _GEMMA3,
     "Gemma3ForConditionalGeneration": _GEMMA3,
+    "Gemma3nForCausalLM": HubClass("gemma3n", defaults=_GEMMA3N),
+    "Gemma4ForCausalLM": HubClass("gemma4", has_merged_experts=True, defaults=_GEMMA4),
     "Qwen2VLForConditionalGeneration": HubClass("qwen2vl", defaults=_QWEN),
     "Qwen2_5_VLForConditionalGeneration": HubClass("qwen2vl", defaults=_QWEN),
     "Qwen3VLForConditionalGeneration": HubClass("qwen3vl", defaults={**_QWEN, "head_dim": 128}),
@@ -177,6 +201,8 @@ TEXT_CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "gemma3n_text": "Gemma3nForCausalLM",
+    "gemma4_text": "Gemma4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,10 @@ KEYS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale",
+    "attention.shared_kv_layers": "num_kv_shared_layers",
+    "embedding_length_per_layer_input": "hidden_size_per_layer_input",
+    "altup.num_inputs": "altup_num_inputs",
+    "altup.active_idx": "altup_active_idx",
     "ssm.group_count": "linear_num_key_heads",
     "ssm.time_step_rank": "linear_num_value_heads",
     "ssm.state_size": "linear_key_head_dim",
@@ -68,7 +73,7 @@ _ALIASES = {
     "hidden_act": ("hidden_activation", "activation", "activation_function"),
     "logit_scale": ("logits_scaling",),
     "num_experts": ("moe_num_experts", "n_routed_experts", "num_local_experts"),
-    "num_experts_per_tok": ("moe_k", "moe_topk"),
+    "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
     "n_shared_experts": ("moe_num_shared_experts", "num_shared_expert"),
     "sliding_window": ("local_attention",),
     "rope_theta": ("global_rope_theta",),
@@ -96,11 +101,14 @@ _REQUIRED: dict[str, Any] = {
     "alibi": False,
     "parallel_attn": True,
     "attn_output_gate": True,
+    "altup_correct_scale": True,
 }
 """Names whose other values are not supported, as models with them would compute something else."""
-_ROPE_KINDS = ("default", "linear", "yarn", "llama3", "longrope", "su", "dynamic", "mrope")
+_ROPE_KINDS = ("default", "proportional", "linear", "yarn", "llama3", "longrope", "su", "dynamic", "mrope")
 _GATING_FUNCTIONS = {"softmax": 1, "sigmoid": 2}
 _MAX_NUMBER = 1e30
+_UNROTATED = 1e30
+"""Divisor of the frequencies of elements that are not rotated, as in GGUF files."""
 _MAX_HEAD_SIZE = 1 << 16
 
 
@@ -203,7 +211,7 @@ def metadata_of(config: HubConfig) -> dict[str, Any]:
             raise config.error(f"{key} is {config.get(key)!r:.100}, expected {expected}: others are not supported")
     _check_activation(config)
     fields = {key: config.get(name) for key, name in KEYS.items()}
-    for read in (_latent_fields, _delta_fields, _head_fields, _scale_fields, _rotary_fields, _window_fields, _group_fields):
+    for read in _READERS:
         fields |= read(config)
     stated = {key: value for key, value in fields.items() if value is not None}
     for key, value in stated.items():
@@ -216,6 +224,8 @@ def metadata_of(config: HubConfig) -> dict[str, Any]:
 def _rounded(value: Any) -> Any:
     """A number as a float of 32 bits, as in GGUF files, so that logits are the same; all other values as they are."""
     with np.errstate(over="ignore"):
+        if isinstance(value, list):
+            return [_rounded(each) for each in value]
         return float(np.float32(value)) if isinstance(value, float) else value
 
 
@@ -247,12 +257,63 @@ def _delta_fields(config: HubConfig) -> dict[str, Any]:
         period = kinds.index("full_attention") + 1 if "full_attention" in kinds else config.layers + 1
         pattern = ["linear_attention" if (at + 1) % period else "full_attention" for at in range(config.layers)]
         if kinds != pattern:
-            raise config.error(f"layer_types is {kinds!r:.100}, expected full_attention in the last layer of each period")
+            raise config.error(
+                f"layer_types is {kinds!r:.100}, expected full_attention in the last layer of each period"
+            )
     return {
         "ssm.inner_size": config.count("linear_num_value_heads") * config.count("linear_value_head_dim"),
         "ssm.has_tiled_heads": False,
         "full_attention_interval": period,
     }
+
+
+def _stream_fields(config: HubConfig) -> dict[str, Any]:
+    """Sparse activations of Gemma 3n, whose shares become deviations from the mean of a normal distribution."""
+    shares = config.get("activation_sparsity_pattern")
+    if shares is None:
+        return {}
+    values = shares if isinstance(shares, list) else [shares] * config.layers
+    if not all(type(share) in (int, float) and 0 <= share < 1 for share in values):
+        raise config.error(f"activation_sparsity_pattern is {shares!r:.100}, expected numbers from 0 to below 1")
+    return {"activation_sparsity_scale": [NormalDist().inv_cdf(share) if share else -math.inf for share in values]}
+
+
+def _global_fields(config: HubConfig) -> dict[str, Any]:
+    """Sizes of Gemma 4's layers, of which those without a window have heads of their own."""
+    if config.hub_class.architecture != "gemma4":
+        return {}
+    if config.get("use_bidirectional_attention") == "all":
+        raise config.error("use_bidirectional_attention is 'all', expected a model that generates texts")
+    layers, kinds = config.layers, config.get("layer_types")
+    is_window = [kind == "sliding_attention" for kind in kinds] if isinstance(kinds, list) else [False] * layers
+    stated = {name: value for name, value in _global_sizes(config).items() if value is not None}
+    size, kv_heads = stated.get("head_dim", config.head_size), stated.get("num_key_value_heads")
+    fields: dict[str, Any] = {f"attention.{part}_length": size for part in ("key", "value")}
+    fields |= {f"attention.{part}_length_swa": config.head_size for part in ("key", "value")}
+    fields |= {"rope.dimension_count": size, "rope.dimension_count_swa": config.head_size}
+    if kv_heads is not None:
+        own = config.count("num_key_value_heads")
+        fields["attention.head_count_kv"] = [own if each else kv_heads for each in is_window]
+    if config.get("use_double_wide_mlp"):
+        width, first = config.count("intermediate_size"), layers - config.count("num_kv_shared_layers")
+        fields["feed_forward_length"] = [width * (1 + (layer >= first)) for layer in range(layers)]
+    return fields if config.get("enable_moe_block") else fields | {"expert_count": None}
+
+
+def _global_sizes(config: HubConfig) -> dict[str, Any]:
+    """Head size and heads of keys of layers without a window, as `transformers` 5 or older versions write them."""
+    by_layer = config.get("per_layer_config")
+    if by_layer is None:
+        heads = config.get("num_global_key_value_heads") if config.get("attention_k_eq_v") else None
+        return {"head_dim": config.count("global_head_dim", 512), "num_key_value_heads": heads}
+    kinds = config.get("layer_types")
+    full = [str(layer) for layer, kind in enumerate(kinds if isinstance(kinds, list) else []) if "full" in str(kind)]
+    values = list(by_layer.values()) if isinstance(by_layer, dict) else []
+    if not values or [*by_layer] != full or not all(isinstance(value, dict) and value == values[0] for value in values):
+        raise config.error(
+            f"per_layer_config is {by_layer!r:.100}, expected the same sizes for each full_attention layer"
+        )
+    return dict(values[0])
 
 
 def _head_fields(config: HubConfig) -> dict[str, Any]:
@@ -316,6 +377,19 @@ def _rotary_fields(config: HubConfig) -> dict[str, Any]:
     if full.get("llama_4_scaling_beta") is not None:
         fields["attention.temperature_scale"] = config.number(full, "llama_4_scaling_beta")
     return fields | _SCALED[kind](config, full) if kind in _SCALED else fields
+
+
+_READERS: tuple[Callable[[HubConfig], dict[str, Any]], ...] = (
+    _latent_fields,
+    _delta_fields,
+    _stream_fields,
+    _head_fields,
+    _scale_fields,
+    _rotary_fields,
+    _window_fields,
+    _group_fields,
+    _global_fields,
+)
 
 
 def _rotary_kind(config: HubConfig, values: Mapping[str, Any]) -> str:
@@ -390,6 +464,12 @@ def rotary_tensors(config: HubConfig) -> dict[str, np.ndarray]:
     kind = _rotary_kind(config, values)
     if kind in ("longrope", "su"):
         return {f"rope_factors_{name}.weight": _factors(config, values, f"{name}_factor") for name in ("long", "short")}
+    if kind == "proportional":
+        size = config.count("global_head_dim", _global_sizes(config)["head_dim"])
+        rotated = int(config.number(values, "partial_rotary_factor", 1.0) * size // 2)
+        if not rotated <= size // 2 <= _MAX_HEAD_SIZE:
+            raise config.error(f"found heads of {size:,} elements, of which {2 * rotated:,} are rotated")
+        return {"rope_freqs.weight": np.repeat(np.array([1, _UNROTATED], "float32"), [rotated, size // 2 - rotated])}
     if kind != "llama3":
         return {}
     factor, base = config.number(values, "factor"), config.number(values, "rope_theta", 1e4)

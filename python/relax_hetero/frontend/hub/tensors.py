@@ -37,6 +37,8 @@ _EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
 _RENAMED = (
     (re.compile(r"(\.moe_statics|\.mlp|\.block_sparse_moe|\.gate)*\.e_score_correction_bias$"), ".mlp.choice.bias"),
     (re.compile(r"\.linear_attn\.dt_bias$"), ".linear_attn.dt_proj.bias"),
+    (re.compile(r"\.(layer_scalar|correct_output_scale)$"), r".\1.weight"),
+    (re.compile(r"\.router\.per_expert_scale$"), ".experts.per_expert.scale"),
     (re.compile(r"self_attn\.sinks$"), "self_attn.sinks.weight"),
     (re.compile(r"\.block_sparse_moe\.experts\.(\w+_proj)"), r".mlp.experts.\1"),
     (re.compile(r"\.block_sparse_moe\.router\.weight$"), ".block_sparse_moe.router.layer.weight"),
@@ -49,6 +51,8 @@ _RENAMED = (
 _PARTS = {
     "mlp.choice": "exp_probs_b",
     "mlp.gate.wg": "ffn_gate_inp",
+    "router": "ffn_gate_inp",
+    "experts.per_expert": "ffn_down_exps",
     "mlp.shared_mlp.gate_proj": "ffn_gate_shexp",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
@@ -62,6 +66,7 @@ _PARTS = {
 }
 """Modules of layers that the package gguf does not know for every architecture."""
 _STACKED_NORM = re.compile(r"^(.*layernorm)\.norms\.(\d+)\.(weight)$")
+_STACKED = re.compile(r"^(model\.altup_(?:unembed_)?projections)\.(\d+)\.(weight)$")
 _GATE_UP = re.compile(r"\.experts\.gate_up_proj\.(weight|bias)$")
 _FLOAT32 = re.compile(r"(\.bias|_norm\.weight|_norm_\d\.weight|ffn_gate_inp(_shexp)?\.weight|attn_sinks\.weight)$")
 """Tensors that are float32 in every GGUF file."""
@@ -150,7 +155,8 @@ def _read_modules(stored: Mapping[str, StoredTensor], quantization: Quantization
 
 def _split(tensors: Mapping[str, FileTensor], config: HubConfig) -> dict[str, FileTensor]:
     """Tensors whose experts have gates and others apart, in matrices (experts, out, in)."""
-    is_interleaved, split = config.hub_class.has_interleaved_experts, {}
+    is_interleaved = config.hub_class.has_interleaved_experts
+    split: dict[str, FileTensor] = {}
     for name, tensor in tensors.items():
         is_matrix = ".experts." in name and name.endswith("_proj.weight") and not _EXPERT.match(name)
         if is_interleaved and is_matrix and len(tensor.shape) == 3 and tensor.type != "MXFP4":
@@ -158,7 +164,7 @@ def _split(tensors: Mapping[str, FileTensor], config: HubConfig) -> dict[str, Fi
         if name.endswith(".in_proj_qkvz.weight"):
             split |= _split_delta(tensor, name, config)
             continue
-        if not _GATE_UP.search(name):
+        if config.hub_class.has_merged_experts or not _GATE_UP.search(name):
             split[name] = tensor
             continue
         if name.endswith(".bias"):
@@ -209,9 +215,11 @@ def _without_experts(tensors: Mapping[str, FileTensor], config: HubConfig) -> di
     result: dict[str, FileTensor] = {}
     stacks: dict[str, dict[int, FileTensor]] = {}
     for name, tensor in tensors.items():
-        expert, norm = _EXPERT.match(name), _STACKED_NORM.match(name)
+        expert, norm, stacked = (pattern.match(name) for pattern in (_EXPERT, _STACKED_NORM, _STACKED))
         if expert is not None:
             stacks.setdefault(f"{expert[1]}.{expert[3]}.{expert[4]}", {})[int(expert[2])] = tensor
+        elif stacked is not None:
+            stacks.setdefault(f"{stacked[1]}.{stacked[3]}", {})[int(stacked[2])] = tensor
         elif norm is not None:
             stacks.setdefault(f"{norm[1]}.{norm[3]}", {})[int(norm[2])] = as_float32(tensor)
         else:

@@ -78,9 +78,7 @@ class _Rows:
                 either(self._tensors.sequences[row] >= 0, lambda: compute(row), lambda: clear(row))
 
 
-def _convolve(
-    tensors: DeltaRuleTensors, problem: DeltaRuleProblem, rows: _Rows, part: Expr, thread: Expr
-) -> None:
+def _convolve(tensors: DeltaRuleTensors, problem: DeltaRuleProblem, rows: _Rows, part: Expr, thread: Expr) -> None:
     """Write the results of a channel, whose last inputs are in registers."""
     channels, before = problem.channels, problem.taps - 1
     channel, inputs = materialize(part * _THREADS + thread), local(problem.taps, "float32")
@@ -132,7 +130,9 @@ def _update(tensors: DeltaRuleTensors, problem: DeltaRuleProblem, rows: _Rows, t
         with unrolled(size) as element:
             T.buffer_store(state, state[element] * decay + change * shared[size + element], [element])
             T.buffer_store(total, total[0] + state[element] * shared[element], [0])
-        _store(tensors.results, row * width + task * lanes, total[0] * (factors[0] * T.float32(size**-0.5)), lanes, lane)
+        _store(
+            tensors.results, row * width + task * lanes, total[0] * (factors[0] * T.float32(size**-0.5)), lanes, lane
+        )
 
     rows.write(compute, lambda row: _store(tensors.results, row * width + task * lanes, _ZERO, lanes, lane))
     with when(tirx.all(rows.slot >= 0, lane < lanes)), unrolled(size) as element:
