@@ -1,5 +1,7 @@
 """Models with a state of each sequence in place of keys and values: batches, forks, prefixes, preemption and saving."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -74,9 +76,11 @@ def test_no_token_is_removed_from_a_state(loaded):
     model.cache.free(slot)
 
 
-def answers(engine, prompts, count):
+def answers(engine, prompts, count, all_are_waiting=None):
     params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
     requests = [engine.submit(prompt, params) for prompt in prompts]
+    if all_are_waiting is not None:
+        all_are_waiting.set()
     return [[token for delta in request for token in delta.tokens] for request in requests]
 
 
@@ -98,7 +102,7 @@ def test_a_text_is_continued_from_its_end_only(loaded):
             tokens.append(token)
 
 
-def test_preempted_texts_are_computed_again(loaded):
+def test_preempted_texts_are_computed_again(loaded, monkeypatch):
     model, tokenizer, _ = loaded
     prompts = [PROMPT[:length] for length in (60, 61, 62, 50)]
     with Engine(model, tokenizer, prefixes=0) as engine:
@@ -106,9 +110,11 @@ def test_preempted_texts_are_computed_again(loaded):
     [group] = model.cache._groups.values()
     reserved = group._free[5:]
     del group._free[5:]  # for two texts of more than a page, and a half
+    all_are_waiting, prefill = threading.Event(), model.prefill
+    monkeypatch.setattr(model, "prefill", lambda *args: all_are_waiting.wait() and prefill(*args))
     try:
         with Engine(model, tokenizer) as engine:
-            assert answers(engine, prompts, 20) == alone
+            assert answers(engine, prompts, 20, all_are_waiting) == alone
             assert engine.statistics().preempted > 0
     finally:
         group._free += reserved

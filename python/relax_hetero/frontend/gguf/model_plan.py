@@ -264,7 +264,7 @@ def plan_model(
     placed = tuple(
         PlacedPart(
             part.name,
-            None if part.name in ("embd", "output") else part.layer,
+            None if part.name in ("embd", "inputs", "output") else part.layer,
             problem.names[device],
             round(part.resident_bytes[device] - part.resident_cache),
             round(part.resident_cache),

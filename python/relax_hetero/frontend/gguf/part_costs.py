@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from ...transform.record.form_mailboxes import MAX_BYTES
 from ..auto.cost_model import CostModel
 
-KERNELS = {"embd": 1, "attn": 5, "ffn": 4, "router": 3, "experts": 2, "output": 2}
+KERNELS = {"embd": 1, "inputs": 4, "attn": 5, "ffn": 4, "router": 3, "experts": 2, "output": 2}
 """Approximate number of kernels of a part on a GPU, where launches take the longest."""
 
 _OPERATIONS = 2.0
@@ -52,8 +52,8 @@ class Part:
     Attributes
     ----------
     name : str
-        "embd"; "attn": attention; "ffn": the rest of a layer without experts; "experts": those that tokens choose;
-        "router": the rest of a layer with experts (norms, shared experts); "output".
+        "embd"; "inputs": embeddings of each layer; "attn": attention; "ffn": the rest of a layer without experts;
+        "experts": those that tokens choose; "router": the rest of a layer with experts (norms, shared experts); "output".
     layer : int
     resident_bytes : tuple of float
         Bytes of weights and cache on each device.

@@ -293,16 +293,18 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
     prefix = f"blk.{part.layer}."
     if part.name == "embd":
         return [(0, "token_embd*")]
+    if part.name == "inputs":  # before the others
+        return [(-1, f"token_embd.{name}*") for name in ("layers", *(["altup"] if model.streams else []))]
     if part.name == "output":
         return [(0, "output*"), *([] if cache.all_logits else [(0, "last_row*")])]
     if part.name == "experts":  # all values of chosen pairs of a token and an expert
         return [(1, f"{prefix}ffn_*_exps*")]
     if part.name in ("ffn", "router"):
         return [(2, f"{prefix}*")]
-    return [
-        (0, f"{prefix}attn*"),
-        *([(0, f"{prefix}post_attention*")] if model.architecture.norms.attention_out else []),
-    ]
+    names = ["attn*", *(["ssm*"] if model.has_delta_rule(part.layer) else [])]
+    names += ["post_attention*"] if model.architecture.norms.attention_out else []
+    readers = [layer for layer in range(model.layers) if model.cache_index(layer) == part.layer]
+    return [(0, f"blk.{layer}.{name}") for layer in readers for name in names]
 
 
 def _estimate(problem: LayerProblem, seconds: float, busy_seconds: Mapping[str, float]) -> dict[str, Any]:
@@ -316,6 +318,10 @@ def _estimate(problem: LayerProblem, seconds: float, busy_seconds: Mapping[str, 
         "assumed_sizes": {},
         "figures": search.costs.figures,
     }
+
+
+_INPUTS = (("per_layer", "altup_proj"), ("altup_unembd",))
+"""Beginnings of the names of tensors of the inputs of layers, and of those of the output besides its matrix."""
 
 
 class ModelParts:
@@ -353,7 +359,16 @@ class ModelParts:
         table, is_tied = tensors["token_embd.weight"], "output.weight" not in tensors
         output = table.renamed("output.weight") if is_tied else tensors["output.weight"]
         layers = [part for layer in range(self._model.layers) for part in self._of_layer(layer)]
-        return [self._embeddings(table, is_tied), *layers, self._part("output", 0, "output", [output])]
+        first, last = ([tensors[name] for name in tensors if name.startswith(start)] for start in _INPUTS)
+        inputs = [self._inputs(first)] if first else []
+        return [self._embeddings(table, is_tied), *inputs, *layers, self._part("output", 0, "output", [output, *last])]
+
+    def _inputs(self, tensors: Sequence[FileTensor]) -> Part:
+        """Embeddings of each layer, of whose table a row is read, and products of the embeddings."""
+        part = self._part("inputs", -1, "token_embd.layers", tensors)
+        read = [tensor for tensor in tensors if "token_embd" not in tensor.name]
+        products = self._part("inputs", -1, "token_embd.layers", read)
+        return replace(part, weights_read=products.weights_read, products=products.products)
 
     def _embeddings(self, table: FileTensor, is_tied: bool) -> Part:
         """The table of embeddings, of which a row is read, which takes no time."""
@@ -366,23 +381,36 @@ class ModelParts:
         return replace(part, weights_read=(0.0,) * len(self._layouts), products={}, shared=is_shared)
 
     def _of_layer(self, layer: int) -> list[Part]:
-        model, cache, prefix = self._model, self._cache, f"blk.{layer}"
-        tensors = [tensor for name, tensor in self._file.tensors.items() if name.startswith(f"{prefix}.")]
-        prefixes = ("attn", "ssm", *(["post_attention"] if model.architecture.norms.attention_out else []))
-        attention = [tensor for tensor in tensors if tensor.name.split(".")[2].startswith(prefixes)]
+        model, prefix = self._model, f"blk.{layer}"
+        tensors = self._tensors_of(layer)
+        attention = [tensor for tensor in tensors if self._is_attention(tensor)]
         experts = [tensor for tensor in tensors if "_exps." in tensor.name]
         rest = [tensor for tensor in tensors if tensor not in attention and tensor not in experts]
-        own, scores = model.caches[layer], 2.0 * model.heads * model.head_sizes[layer]
-        unit = own.unit_bytes(cache.page_type)
-        cached = float((cache.sequences if own.state else cache.pages(own.window)) * unit)
-        first, *others = self._by_device("attn", layer, f"{prefix}.attn", attention, cached=cached)
-        # A state is read and written by each call, whatever its rows.
-        size, window = (2.0 * unit, 1) if own.state else (unit / PAGE, own.window)
-        parts = [replace(first, cache_bytes=size, window=window, scores=scores), *others]
+        parts = self._attention(layer) if model.cache_index(layer) == layer else []
         if not experts:
             return [*parts, *self._by_device("ffn", layer, f"{prefix}.ffn_down", rest)]
         router = self._by_device("router", layer, f"{prefix}.ffn_gate_inp", rest)
         return [*parts, *router, *self._experts(layer, experts)]
+
+    def _attention(self, layer: int) -> list[Part]:
+        """Attention of a layer, and of those that read its cache, which have to be on the same device."""
+        model, cache, own = self._model, self._cache, self._model.caches[layer]
+        readers = [other for other in range(model.layers) if model.cache_index(other) == layer]
+        tensors = [tensor for other in readers for tensor in self._tensors_of(other) if self._is_attention(tensor)]
+        unit, scores = own.unit_bytes(cache.page_type), 2.0 * model.heads * model.head_sizes[layer] * len(readers)
+        cached = float((cache.sequences if own.state else cache.pages(own.window)) * unit)
+        first, *others = self._by_device("attn", layer, f"blk.{layer}.attn", tensors, cached=cached)
+        # A state is read and written by each call, whatever its rows.
+        size, window = (2.0 * unit, 1) if own.state else (unit / PAGE * len(readers), own.window)
+        return [replace(first, cache_bytes=size, window=window, scores=scores), *others]
+
+    def _tensors_of(self, layer: int) -> list[FileTensor]:
+        return [tensor for name, tensor in self._file.tensors.items() if name.startswith(f"blk.{layer}.")]
+
+    def _is_attention(self, tensor: FileTensor) -> bool:
+        has_post_norm = self._model.architecture.norms.attention_out
+        starts = ("attn", "ssm", *(["post_attention"] if has_post_norm else []))
+        return tensor.name.split(".")[2].startswith(starts)
 
     def _experts(self, layer: int, tensors: Sequence[FileTensor]) -> Iterable[Part]:
         model, prefix = self._model, f"blk.{layer}"

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 _NAMES = {
     "embd": "embeddings",
+    "inputs": "embeddings of layers",
     "attn": "attention",
     "ffn": "feed-forward",
     "router": "router, norms",

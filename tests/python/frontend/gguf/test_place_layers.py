@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 import relax_hetero as rh
 from frontend.plan_problems import links
+from llm import architecture_models
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
+from llm.test_encoder import file_of
 from relax_hetero.encoding.block_panels import BlockSource, Panels, block_format
 from relax_hetero.encoding.block_weights import Fragments
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost
@@ -28,6 +30,8 @@ from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.vm.device.tensors import nbytes_of
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
+# Layers that share a cache, and those with a state.
+OTHERS = {name: architecture_models.MODELS[name] for name in ("qwen35", "qwen3next", "gemma3n", "gemma4", "gemma4-moe")}
 # The second device is ten times as fast, the third a little faster than the first.
 SPEEDS = [DeviceCost(1e9, 1e9, 0), DeviceCost(1e10, 1e10, 0), DeviceCost(2e9, 2e9, 0)]
 
@@ -221,10 +225,10 @@ def devices_of(function):
 
 
 @pytest.mark.parametrize("all_logits", [False, True])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_every_architecture_is_placed(name, all_logits, tmp_path):
     """Under limits that leave room for a little more than a half on each device."""
-    file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS[name]))
+    file = read_gguf(file_of(tmp_path, name, OTHERS) if name in OTHERS else write_gguf(tmp_path / "gguf", MODELS[name]))
     cache = PagedCache(chunks=(16,), context=256, all_logits=all_logits)
     problem = LayerProblem(file, hyperparameters_of(file), cache, parse_vdevices(["llvm", GPU]), costs_of(2), {})
     limits = {
