@@ -41,6 +41,10 @@ def differences(row: Architecture) -> str:
         "scaled embeddings": row.scaled_embedding,
         "factors of embeddings, residuals or logits": row.scales,
         "queries that grow with their position": row.has_temperature,
+        "gated delta rule": row.has_delta_rule,
+        "gates of attention": row.has_output_gate,
+        "norms of values": norms.values,
+        "streams (AltUp)": row.has_streams,
     }
     return ", ".join(text for text, holds in texts.items() if holds) or "–"
 
