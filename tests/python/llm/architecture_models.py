@@ -106,6 +106,7 @@ _DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_he
 _DELTA |= {"layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_conv_kernel_dim": 4}
 _DELTA_KEYS = {"ssm.group_count": 2, "ssm.time_step_rank": 4, "ssm.state_size": 8, "ssm.inner_size": 64}
 _DELTA_KEYS |= {"ssm.conv_kernel": 4, "full_attention_interval": 3, "rope.dimension_count": 4}
+_LATENT = {"q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
 _FALCON = {"ffn_hidden_size": 128, "new_decoder_architecture": False, "alibi": False, "bias": False}
 _NEOX = {"rotary_pct": 0.25, "use_parallel_residual": True}
 _PAIRS = ("pairs",)
@@ -167,6 +168,20 @@ MODELS = {
         {"embedding_multiplier": 12.0, "residual_multiplier": 0.8, "logits_scaling": 4.0, "attention_multiplier": 0.25},
         {"embedding_scale": 12.0, "residual_scale": 0.8, "logit_scale": 4.0},
         steps=_PAIRS,
+    ),
+    "minicpm3": Model(
+        "minicpm3",
+        "MiniCPM3",
+        {**_LATENT, "num_key_value_heads": 4, "rms_norm_eps": 1e-6, "tie_word_embeddings": True},
+        {
+            "attention.q_lora_rank": 32,
+            "attention.kv_lora_rank": 32,
+            "attention.key_length": 16,
+            "attention.value_length": 16,
+            "attention.head_count_kv": 4,
+            "attention.layer_norm_rms_epsilon": 1e-6,
+            "rope.dimension_count": 8,
+        },
     ),
     "apertus": Model("apertus", "Apertus"),
     "exaone": Model("exaone", "Llama"),

@@ -132,6 +132,12 @@ class Architecture:
         True if layers add a dense network to experts, both with norms of their own; the router reads the residual.
     has_streams : bool
         True if the residual has several streams (AltUp), and gates of some layers are sparse.
+    depth_scale : float
+        Factor of what a layer adds, times the square root of the number of layers, unless the file states the factor;
+        0: it is in `scales`.
+    base_width : int
+        Width of a smaller model, whose logits the larger one's are made as small as, unless the file states their
+        factor; 0: it is in `scales`.
     has_temperature : bool
         True if the file's factor applies by which queries grow with their position.
     multiplies_logits : bool
@@ -167,6 +173,8 @@ class Architecture:
     logit_softcap: float = 0.0
     has_dense_beside_experts: bool = False
     has_streams: bool = False
+    depth_scale: float = 0.0
+    base_width: int = 0
     scales: Mapping[str, float | None] = field(default_factory=dict)
     has_temperature: bool = False
     multiplies_logits: bool = False
@@ -257,6 +265,15 @@ ARCHITECTURES = {
         scales=dict.fromkeys(("embedding_scale", "residual_scale", "logit_scale")),
         optional=(*_ANY_BIASES, *LONG_ROPE),
         models="MiniCPM, MiniCPM 4",
+    ),
+    "minicpm3": Architecture(
+        "halves",
+        has_latent_attention=True,
+        scales={"embedding_scale": 12.0},
+        depth_scale=1.4,
+        base_width=256,
+        optional=(*_OUTPUT, *LONG_ROPE),
+        models="MiniCPM 3",
     ),
     "granite": Architecture("pairs", scales=_GRANITE_SCALES, optional=(*_OUTPUT, *_BIASES), models="Granite 3"),
     "granitemoe": Architecture("pairs", scales=_GRANITE_SCALES, optional=_OUTPUT, models="Granite 3 MoE"),

@@ -381,7 +381,11 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         raise FrontendError(f"{file}: {name} of {layers} layers has ALiBi positions, expected a model with rotary ones")
     base = metadata.number("rope.freq_base", 10000.0, above=0.0)
     factor, yarn = _read_rope_scaling(metadata, rotary_size, base)
-    scales = {key: metadata.number(key, default) for key, default in architecture.scales.items()}
+    defaults = dict(architecture.scales)
+    if architecture.depth_scale:
+        defaults |= {"residual_scale": float(np.float32(architecture.depth_scale / math.sqrt(layers)))}
+        defaults |= {"logit_scale": width / architecture.base_width}
+    scales = {key: metadata.number(key, default) for key, default in defaults.items()}
     logit_scale = scales.get("logit_scale", 1.0)
     if not logit_scale:
         raise FrontendError(f"{file}: {name}.logit_scale is 0, expected a number above 0")
@@ -509,7 +513,9 @@ def _read_routing(metadata: _Fields, architecture: Architecture) -> RoutingProbl
 def _read_latent(metadata: _Fields) -> LatentAttention:
     # Older files have these sizes, newer ones have those of compressed keys and values, under the names without an end.
     end = "_mla" if metadata.has("attention.key_length_mla") else ""
-    key_size, value_size = (metadata.count(f"attention.{name}_length{end}") for name in ("key", "value"))
+    default = metadata.count("embedding_length") // metadata.count("attention.head_count") or 1
+    key_size = metadata.count(f"attention.key_length{end}")
+    value_size = metadata.count(f"attention.value_length{end}", default)
     rank, query_rank = metadata.count("attention.kv_lora_rank"), metadata.count("attention.q_lora_rank", 0)
     return LatentAttention(rank, query_rank, key_size, value_size)
 

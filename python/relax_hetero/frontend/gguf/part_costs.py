@@ -53,7 +53,7 @@ class Part:
     ----------
     name : str
         "embd"; "inputs": embeddings of each layer; "attn": attention; "ffn": the rest of a layer without experts;
-        "experts": those that tokens choose; "router": the rest of a layer with experts (norms, shared experts); "output".
+        "experts": those that tokens choose; "router": the rest of a layer with experts; "output".
     layer : int
     resident_bytes : tuple of float
         Bytes of weights and cache on each device.

@@ -134,6 +134,17 @@ CLASSES = {
     "Glm4MoeForCausalLM": HubClass("glm4moe", defaults={"partial_rotary_factor": 0.5}),
     "DeepseekV2ForCausalLM": HubClass("deepseek2", defaults={"scoring_func": "softmax", "topk_method": "greedy"}),
     "DeepseekV3ForCausalLM": HubClass("deepseek2", fixed={"scoring_func": "sigmoid", "topk_method": "noaux_tc"}),
+    "MiniCPM3ForCausalLM": HubClass(
+        "minicpm3",
+        defaults={
+            "rms_norm_eps": 1e-5,
+            "tie_word_embeddings": True,
+            "max_position_embeddings": 32768,
+            "scale_emb": 12,
+            "scale_depth": 1.4,
+            "dim_model_base": 256,
+        },
+    ),
     "Ministral3ForCausalLM": HubClass("mistral3", has_pairs=True),
     "SmolLM3ForCausalLM": HubClass("smollm3", has_pairs=True, defaults={"use_sliding_window": False}),
     "ApertusForCausalLM": HubClass("apertus"),

@@ -72,6 +72,7 @@ _ALIASES = {
     "layer_norm_eps": ("layer_norm_epsilon", "norm_epsilon", "norm_eps"),
     "hidden_act": ("hidden_activation", "activation", "activation_function"),
     "logit_scale": ("logits_scaling",),
+    "embedding_multiplier": ("scale_emb",),
     "num_experts": ("moe_num_experts", "n_routed_experts", "num_local_experts"),
     "num_experts_per_tok": ("moe_k", "moe_topk", "top_k_experts"),
     "n_shared_experts": ("moe_num_shared_experts", "num_shared_expert"),
@@ -325,6 +326,10 @@ def _head_fields(config: HubConfig) -> dict[str, Any]:
 
 
 def _scale_fields(config: HubConfig) -> dict[str, Any]:
+    """Factors of scores, of what layers add and of logits, that classes derive from other numbers."""
+    if ARCHITECTURES[config.hub_class.architecture].depth_scale:
+        depth, width = config.number(config.values, "scale_depth"), config.count("hidden_size")
+        return {"residual_scale": depth / config.layers**0.5, "logit_scale": width / config.count("dim_model_base")}
     if config.get("query_pre_attn_scalar") is None:
         return {}
     return {"attention.scale": 1.0 / math.sqrt(config.number(config.values, "query_pre_attn_scalar"))}
