@@ -56,6 +56,14 @@ def test_logits_of_blocks(name, tmp_path):
     np.testing.assert_allclose(run(path, TOKENS, 6), expected, atol=tolerance)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen35", "gemma3n", "minicpm3"])
+def test_logits_of_16_bit_activations(name, tmp_path):
+    path, expected = write(tmp_path / "model.gguf", MODELS[name], tensors(name)), recorded(name)[1]
+    actual = run(path, TOKENS, 6, activations="bfloat16")[list(ROWS)]
+    assert np.abs(actual - expected).mean() < 0.02 * np.abs(expected).max()
+
+
 def test_every_architecture_has_a_model():
     models = {sizes.architecture for sizes in gguf_files.MODELS.values()}
     assert models | {model.architecture for model in [*MODELS.values(), *ENCODERS.values()]} == {*ARCHITECTURES}

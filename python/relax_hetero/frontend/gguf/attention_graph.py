@@ -58,6 +58,7 @@ class AttentionGraph(GraphOps):
         if model.latent:
             output = self._latent_values(output, name)
         if layer in self._output_gates:
+            output = self._cast(output, "float32")
             output = self.emit(relax.op.multiply(output, self._output_gates[layer]), f"{name}.attn.gated")
         is_last = layer == max(other for other in range(model.layers) if model.cache_index(other) == index)
         self.caches[index] = self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=is_last)
