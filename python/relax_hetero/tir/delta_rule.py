@@ -34,6 +34,7 @@ from .core.builder import (
     when,
     zeros,
 )
+from .math.vector_math import silu
 
 DELTA_RULE = "relax_hetero.delta_rule"
 """On a PrimFunc for any device, of the rule or of its convolution: its `DeltaRuleProblem` as JSON."""
@@ -228,7 +229,7 @@ def _convolve(tensors: DeltaRuleTensors, problem: DeltaRuleProblem, row: Expr, c
             total[0] = total[0] + source * load_lanes(tensors.weights, tap * channels + channel, lanes)
             if tap:
                 store_lanes(tensors.states, first + (tap - 1) * channels, source, lanes)
-        total[0] = total[0] * T.sigmoid(total[0])
+        total[0] = silu(total[0])
     store_lanes(tensors.results, result, total[0], lanes)
 
 

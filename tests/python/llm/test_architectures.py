@@ -64,6 +64,21 @@ def test_logits_of_16_bit_activations(name, tmp_path):
     assert np.abs(actual - expected).mean() < 0.02 * np.abs(expected).max()
 
 
+def test_files_with_one_matrix_of_a_delta_rule(tmp_path):
+    """As older files of Qwen 3 Next have it."""
+    shapes, _ = recorded("qwen3next")
+    matrices = {key: value for key, value in weights_of(shapes).items() if "in_proj_qkvz" in key}
+    numbers = tensors("qwen3next")
+    for name, matrix in matrices.items():
+        prefix = f"blk.{name.split('.')[2]}"
+        expected = [numbers.pop(f"{prefix}.{part}.weight") for part in ("attn_qkv", "attn_gate")]
+        numbers[f"{prefix}.ssm_in.weight"] = matrix
+    path = write(tmp_path / "model.gguf", MODELS["qwen3next"], numbers)
+    mod = rh.from_gguf(path, context=64, chunks=(8,))
+    constants = constants_of(mod["decode_1"])
+    assert all(any(np.array_equal(array, matrix) for array in constants) for matrix in expected)
+
+
 def test_every_architecture_has_a_model():
     models = {sizes.architecture for sizes in gguf_files.MODELS.values()}
     assert models | {model.architecture for model in [*MODELS.values(), *ENCODERS.values()]} == {*ARCHITECTURES}
@@ -80,17 +95,22 @@ def test_parts_of_a_matrix_are_views_of_the_file(tmp_path):
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
-def frequencies(mod, model):
-    """The rotary frequencies of a module: a constant of a row."""
-    rows = []
+def constants_of(function):
+    """Arrays of the constants of a function."""
+    arrays = []
 
     def visit(expr):
         value = getattr(expr, "value", None)
-        if getattr(value, "shape", None) is not None and tuple(value.shape) == (1, model.rotary_sizes[0] // 2):
-            rows.append(value.numpy()[0])
+        if getattr(value, "shape", None) is not None:
+            arrays.append(value.numpy())
 
-    relax.analysis.post_order_visit(mod["decode_1"], visit)
-    [row] = rows
+    relax.analysis.post_order_visit(function, visit)
+    return arrays
+
+
+def frequencies(mod, model):
+    """The rotary frequencies of a module: a constant of a row."""
+    [row] = [array[0] for array in constants_of(mod["decode_1"]) if array.shape == (1, model.rotary_sizes[0] // 2)]
     return row
 
 

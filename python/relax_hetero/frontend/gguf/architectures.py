@@ -124,6 +124,8 @@ class Architecture:
         True if layers have the gated delta rule in place of attention, except the last of each period.
     has_tiled_heads : bool
         True if heads of values that read the same head of keys are `key_heads` apart, not neighbours.
+    may_lack_values : bool
+        True if layers without a window and a matrix of values have keys as values.
     attention_scale : float
         Factor of attention scores, unless the file states it; 0: that of a head's size.
     logit_softcap : float
@@ -169,6 +171,7 @@ class Architecture:
     has_output_gate: bool = False
     has_delta_rule: bool = False
     has_tiled_heads: bool = False
+    may_lack_values: bool = False
     attention_scale: float = 0.0
     logit_softcap: float = 0.0
     has_dense_beside_experts: bool = False
@@ -424,6 +427,7 @@ ARCHITECTURES = {
         norms=replace(_SANDWICH, values=True),
         wide_layers=None,
         attention_scale=1.0,
+        may_lack_values=True,
         has_dense_beside_experts=True,
         optional=(*_ROPE, "layer_output_scale.weight"),
         models="Gemma 4 (text)",

@@ -97,7 +97,7 @@ class AttentionGraph(GraphOps):
         else:
             parts = [self._gated_queries(x, layer)] if has_gate else []
             for part, size in [*names.items()][len(parts) :]:
-                is_key = part.endswith("_v") and not self.weights.has_tensor(f"{part}.weight")  # values are keys
+                is_key = part.endswith("_v") and self._values_are_keys(layer)
                 parts.append(parts[-1] if is_key else self._linear(x, part, size, model.hidden_size))
         if index == layer and model.architecture.norms.values:
             parts[2] = self._normal_heads(parts[2], layer)
@@ -107,6 +107,11 @@ class AttentionGraph(GraphOps):
         if model.temperature[0]:
             parts[0] = self.emit(relax.op.multiply(parts[0], self._temperature(layer)), f"{name}.attn_q_tempered")
         return self.emit(relax.op.concat(parts, axis=1), joined)
+
+    def _values_are_keys(self, layer: int) -> bool:
+        """Return whether values are the products of keys before their norm, where files lack a matrix of values."""
+        may_be = self.model.architecture.may_lack_values and not self.model.window_of(layer)
+        return may_be and not self.weights.has_tensor(f"blk.{layer}.attn_v.weight")
 
     def _normal_heads(self, x: relax.Expr, layer: int) -> relax.Expr:
         """Values whose heads have an RMS norm without factors."""

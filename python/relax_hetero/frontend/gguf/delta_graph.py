@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import tvm
 from tvm import relax
 
@@ -21,6 +22,7 @@ class DeltaGraph(GraphOps):
         model, name, rows, states = self.model, f"blk.{layer}", self.rows, self.caches[layer]
         problem = model.delta_problem(rows, int(states.ty.shape.values[0]), self.kind == CHUNK)
         width = model.result_size(layer)
+        self._split_old_matrix(name, problem)
         vectors = [self.weights.vector(f"{name}.{part}", problem.value_heads) for part in ("ssm_a", "ssm_dt.bias")]
         taps = self.weights.vector(f"{name}.ssm_conv1d.weight", problem.channels, problem.taps)
         taps = self.emit(relax.op.permute_dims(taps, [1, 0]), f"{name}.ssm_conv1d.taps")
@@ -38,6 +40,16 @@ class DeltaGraph(GraphOps):
         gate = self._linear(x, f"{name}.attn_gate", width, model.hidden_size)
         gate = self.emit(relax.op.nn.silu(gate), f"{name}.attn_gate_act")
         return self.emit(relax.op.multiply(normal, gate), f"{name}.attn.gated")
+
+    def _split_old_matrix(self, name: str, problem: DeltaRuleProblem) -> None:
+        """Split the matrix of older files, with the rows of each head of keys in turn."""
+        if self.weights.has_tensor(f"{name}.ssm_in.weight"):
+            keys, values = problem.key_heads * problem.key_size, problem.value_heads * problem.value_size
+            sizes = [problem.key_size] * 2 + [values // problem.key_heads] * 2
+            groups = np.arange(2 * (keys + values)).reshape(problem.key_heads, -1)
+            *mixed, gates = (part.reshape(-1) for part in np.split(groups, np.cumsum(sizes)[:-1], axis=1))
+            orders = {f"{name}.attn_qkv.weight": np.concatenate(mixed), f"{name}.attn_gate.weight": gates}
+            self.weights.order_rows(f"{name}.ssm_in.weight", orders, self.model.hidden_size)
 
     def _delta_shares(self, x: relax.Expr, name: str, problem: DeltaRuleProblem) -> list[relax.Expr]:
         """Numbers of the shares of changes and of the decays of each head of values, (rows, value_heads) each."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import tvm
@@ -116,6 +116,13 @@ class Weights:
         for index, part in enumerate(parts):
             data = tensor.data[index * rows : (index + 1) * rows]
             self._stacked[part] = FileTensor(part, (rows, depth), tensor.type, data)
+
+    def order_rows(self, name: str, orders: Mapping[str, np.ndarray], depth: int) -> None:
+        """Make matrices of some rows of a matrix, in other orders, that have all of them, under new names."""
+        if next(iter(orders)) not in self._stacked:
+            tensor = self.tensor(name, (sum(map(len, orders.values())), depth))
+            for part, rows in orders.items():
+                self._stacked[part] = FileTensor(part, (len(rows), depth), tensor.type, tensor.data[rows])
 
     def split_stack(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
         """Give each matrix of a stack, (parts, rows, depth), a name of its own, a view of the file."""
