@@ -94,7 +94,7 @@ def test_wrong_bytes(file, tmp_path):
         ("rope.freq_base", float("nan"), "is nan, expected a number above 0"),
         ("rope.freq_base", 0.0, "is 0.0, expected a number above 0"),
         ("rope.freq_base", [], "has 0 values"),
-        ("rope.scaling.type", "longrope", "found llama.rope.scaling.type 'longrope'"),
+        ("rope.scaling.type", "dynamic", "found llama.rope.scaling.type 'dynamic'"),
         ("rope.scaling.type", 3, "found llama.rope.scaling.type '3'"),
         ("rope.scaling.factor", float("inf"), "is inf, expected a number"),
         ("rope.scaling.yarn_attn_factor", 0.5, "attn_factor is 0.5, expected 1: it is not supported"),
