@@ -41,6 +41,7 @@ def differences(row: Architecture) -> str:
         "scaled embeddings": row.scaled_embedding,
         "factors of embeddings, residuals or logits": row.scales,
         "queries that grow with their position": row.has_temperature,
+        "attention within chunks": row.attention_chunk,
         "gated delta rule": row.has_delta_rule,
         "gates of attention": row.has_output_gate,
         "norms of values": norms.values,

@@ -112,6 +112,20 @@ _NEOX = {"rotary_pct": 0.25, "use_parallel_residual": True}
 _PAIRS = ("pairs",)
 
 MODELS = {
+    "llama4": Model(
+        "llama4",
+        "Llama4",
+        {
+            "num_hidden_layers": 4,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 1,
+            "intermediate_size": 32,
+            "intermediate_size_mlp": 128,
+            "floor_scale": 16,
+        },
+        {**_EXPERT_KEYS, "expert_used_count": 1, "attention.temperature_length": 16, "interleave_moe_layer_step": 1},
+        steps=("transposed_experts",),
+    ),
     "mistral3": Model(
         "mistral3",
         "Ministral3",
@@ -586,6 +600,7 @@ def tensors_of(model: Model, weights: Mapping[str, np.ndarray]) -> dict[str, np.
             part = f"altup_{'unembd_' if 'unembed' in name else ''}proj.weight"
             tensors[part] = np.stack([*tensors.get(part, []), weight])
         elif ".experts." in name:
+            weight = weight.swapaxes(1, 2) if "transposed_experts" in model.steps else weight
             gate_up = suffix == "gate_up_proj" and "merged_experts" not in model.steps
             parts = np.split(weight, 2, axis=1) if gate_up else [weight]
             ends = ("gate", "up") if gate_up else ("gate_up" if suffix == "gate_up_proj" else "down",)

@@ -28,8 +28,8 @@ class Norms:
         Norms of the residual, after they are added.
     heads : str
         Norms of queries and keys, if the file has them. "each": RMS norm of each head, with factors of all heads;
-        "rotated": the same after rotation; "own": layer norm of each head, with factors of its own; "joint": RMS norm
-        of all heads together.
+        "rotated": the same after rotation; "unit": without factors after rotation, in rotated layers of models that
+        have them; "own": layer norm of each head, with factors of its own; "joint": RMS norm of all heads together.
     values : bool
         True if each head's values have an RMS norm without factors.
     """
@@ -142,6 +142,15 @@ class Architecture:
         factor; 0: it is in `scales`.
     has_temperature : bool
         True if the file's factor applies by which queries grow with their position.
+    temperature : (float, int) or None
+        This factor and the positions of its steps, unless the file states them, for layers that are not rotated, whose
+        positions count from 1; None: the file states the factor for all layers, or there is none.
+    attention_chunk : int
+        Positions of the chunks within which rotated layers attend, unless the file states it; 0: all.
+    shared_experts : int
+        Number of experts of all tokens, unless the file states it.
+    has_scaled_inputs : bool
+        True if the input of a token's only expert is multiplied by its share, not its result.
     multiplies_logits : bool
         True if logits are multiplied by the file's scale, not divided.
     trained_type : str
@@ -180,6 +189,10 @@ class Architecture:
     base_width: int = 0
     scales: Mapping[str, float | None] = field(default_factory=dict)
     has_temperature: bool = False
+    temperature: tuple[float, int] | None = None
+    attention_chunk: int = 0
+    shared_experts: int = 0
+    has_scaled_inputs: bool = False
     multiplies_logits: bool = False
     trained_type: str = "bfloat16"
     required: tuple[str, ...] = ()
@@ -253,6 +266,20 @@ _GEMMA3 = Architecture(
 
 ARCHITECTURES = {
     "llama": replace(_LLAMA, models="Llama, Mistral, Mixtral, TinyLlama, SmolLM 2, Falcon 3"),
+    "llama4": Architecture(
+        "pairs",
+        norms=Norms(heads="unit"),
+        unrotated_period=4,
+        routing="sigmoid",
+        normalizes_shares=False,
+        has_temperature=True,
+        temperature=(0.1, 8192),
+        attention_chunk=8192,
+        shared_experts=1,
+        has_scaled_inputs=True,
+        optional=_ROPE,
+        models="Llama 4 Scout (text)",
+    ),
     "mistral3": replace(_LLAMA_BF16, has_temperature=True, models="Ministral 3"),
     "internlm2": replace(_LLAMA_BF16, models="InternLM 2"),
     "xverse": replace(_LLAMA_BF16, models="XVERSE"),

@@ -26,7 +26,7 @@ class AttentionGraph(GraphOps):
         norms, rotary = "", model.architecture.rotary if model.is_rotated(layer) else ""
         if model.architecture.norms.heads == "each":
             norms = "".join(part for part in "qk" if f"{name}.attn_{part}_norm.weight" in self.weights)
-        elif self._has_rotated_norms(name):  # `_normalized_heads` rotates
+        elif self._has_rotated_norms(layer):  # `_normalized_heads` rotates
             rotary = ""
         has_sinks = f"{name}.attn_sinks.weight" in self.weights
         operands = [self._rotary_table(layer)] if rotary else []
@@ -82,8 +82,9 @@ class AttentionGraph(GraphOps):
         sizes = {"q": model.heads * model.head_sizes[layer], "k": kv_size, "v": kv_size}
         joined, names = f"{name}.attn_qkv", {f"{name}.attn_{part}": size for part, size in sizes.items()}
         has_norms = model.architecture.norms.heads != "each" and f"{name}.attn_q_norm.weight" in self.weights
+        has_norms |= self._has_rotated_norms(layer)
         has_gate = model.architecture.has_output_gate
-        is_changed = has_norms or model.temperature[0] > 0 or has_gate or model.architecture.norms.values
+        is_changed = has_norms or model.is_tempered(layer) or has_gate or model.architecture.norms.values
         if f"{joined}.weight" in self.weights or (not is_changed and self._try_merge(joined, names)):
             product = self._linear(x, joined, sum(sizes.values()), model.hidden_size)
             if not is_changed:
@@ -104,7 +105,7 @@ class AttentionGraph(GraphOps):
         self.shared_keys[layer] = parts[1:]
         if has_norms:
             parts[:2] = [self._normalized_heads(part, layer, key) for part, key in zip(parts, "qk", strict=False)]
-        if model.temperature[0]:
+        if model.is_tempered(layer):
             parts[0] = self.emit(relax.op.multiply(parts[0], self._temperature(layer)), f"{name}.attn_q_tempered")
         return self.emit(relax.op.concat(parts, axis=1), joined)
 
@@ -149,9 +150,11 @@ class AttentionGraph(GraphOps):
         self._output_gates[layer] = self.emit(relax.op.sigmoid(gates), f"{name}_share")
         return queries
 
-    def _has_rotated_norms(self, name: str) -> bool:
+    def _has_rotated_norms(self, layer: int) -> bool:
         """Return whether a layer normalizes queries and keys after their rotation."""
-        return self.model.architecture.norms.heads == "rotated" and f"{name}.attn_q_norm.weight" in self.weights
+        kind, tensor = self.model.architecture.norms.heads, f"blk.{layer}.attn_q_norm.weight"
+        has_unit_norms = self.model.has_unit_norms and self.model.is_rotated(layer)
+        return has_unit_norms or (kind == "rotated" and tensor in self.weights)
 
     def _normalized_heads(self, x: relax.Expr, layer: int, part: str) -> relax.Expr:
         """Queries or keys (`part`: "q" or "k") of all heads with norms that the attention kernel does not compute."""
@@ -160,10 +163,10 @@ class AttentionGraph(GraphOps):
         if kind == "joint":
             return self._norm(x, f"{name}_norm")
         heads = self._reshaped(x, [self.rows, width // size, size], f"{name}_heads")
-        if kind == "rotated":
+        if kind in ("rotated", "unit"):
             if model.is_rotated(layer):
                 heads = self._rotated(heads, layer, name)
-            result = self._norm(heads, f"{name}_norm")
+            result = (self._norm if kind == "rotated" else self._normal)(heads, f"{name}_norm")
         else:
             ones, zeros = (relax.const(np.full(size, value, "float32")) for value in (1.0, 0.0))
             normal = self.emit(
@@ -246,6 +249,8 @@ class AttentionGraph(GraphOps):
         positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.numbers")
         # Rows after the end of a text have negative positions.
         positions = self.emit(relax.op.maximum(positions, scalar(0.0)), f"{name}.positions")
+        if self.model.architecture.temperature:
+            positions = self.emit(relax.op.add(positions, scalar(1.0)), f"{name}.ordinals")
         steps = self.emit(relax.op.floor(self._scaled(positions, 1.0 / length, f"{name}.scaled")), f"{name}.steps")
         logarithm = self.emit(relax.op.log(self.emit(relax.op.add(steps, scalar(1.0)), f"{name}.sum")), f"{name}.log")
         scaled = self._scaled(logarithm, factor, f"{name}.grown")

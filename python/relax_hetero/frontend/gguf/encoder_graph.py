@@ -103,7 +103,7 @@ class _Encoder(LanguageFunction):
         name, norms = f"blk.{layer}.attn_{part}", self.model.architecture.norms
         if norms.heads == "each" and f"{name}_norm.weight" in self.weights:
             x = self._norm(x, f"{name}_norm")
-        is_turned = self._has_rotated_norms(f"blk.{layer}") or not self.model.is_rotated(layer)
+        is_turned = self._has_rotated_norms(layer) or not self.model.is_rotated(layer)
         return x if is_turned else self._rotated(x, layer, name)
 
     def _mask(self, layer: int) -> relax.Expr:

@@ -191,6 +191,9 @@ class FeedForwardGraph(GraphOps):
             numbers = np.full(model.experts, -1, "int32")
             numbers[own] = range(len(own))
             ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_own_exps{end}")
+        has_scaled_inputs = model.architecture.has_scaled_inputs
+        if has_scaled_inputs:  # of the only expert of a row
+            x = self.emit(relax.op.multiply(x, shares), f"{name}.ffn_scaled_exps{end}")
         narrow = self._cast(x, self.types.dtype_of(f"{name}.ffn_gate_exps{end}"))
         expert_input = self.emit(relax.op.reshape(narrow, [rows, 1, 1, hidden]), f"{name}.ffn_in_exps{end}")
 
@@ -203,8 +206,10 @@ class FeedForwardGraph(GraphOps):
         gated = self._activated([gate, up], f"{name}.ffn{{}}_exps{end}")
         down = linear(gated, "down", hidden, width)
         flat = self._reshaped(down, [rows, used, hidden], f"{name}.ffn_rows_exps{end}")
-        column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_shares_exps{end}")
-        weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_weighted_exps{end}")
+        weighted = flat
+        if not has_scaled_inputs:
+            column = self._reshaped(shares, [rows, used, 1], f"{name}.ffn_shares_exps{end}")
+            weighted = self.emit(relax.op.multiply(flat, column), f"{name}.ffn_weighted_exps{end}")
         if len(own) < model.experts:
             is_own = self.emit(relax.op.greater_equal(ids, relax.const(0, "int32")), f"{name}.ffn_is_own_exps{end}")
             mask = self.emit(relax.op.expand_dims(is_own, 2), f"{name}.ffn_mask_exps{end}")

@@ -33,6 +33,8 @@ _REFUSED = {
 """Keys that would change results, with the values that would not."""
 _YARN_FACTORS = {"rope.scaling.attn_factor": 1.0, "rope.scaling.yarn_attn_factor": 1.0}
 """Keys of factors of YaRN's magnitude, with their defaults."""
+_UNNORMED_EXPERTS = 128
+"""Number of experts that identifies the Llama 4 without norms of queries and keys, as in llama.cpp."""
 POOLINGS = ("mean", "cls", "last")
 """Poolings by their number in a file, from 1 on."""
 _EPSILONS = {"rms": "attention.layer_norm_rms_epsilon", "layer": "attention.layer_norm_epsilon"}
@@ -158,6 +160,10 @@ class Hyperparameters:
         Positions up to which a model with two lists of divisors of frequencies uses the short one; 0 without.
     rotary_sizes : tuple of int
         Number of rotated elements of a head of each layer.
+    attention_chunk : int
+        Positions of the chunks within which some layers attend, which contexts must not exceed; 0: all.
+    has_unit_norms : bool
+        True if queries and keys of rotated layers have norms without factors.
     temperature : (float, int)
         Factor f and positions n in ``1 + f * log(1 + floor(position / n))``, by which queries are multiplied.
     window_base : float
@@ -215,6 +221,8 @@ class Hyperparameters:
     magnitude: float
     short_context: int
     rotary_sizes: tuple[int, ...]
+    attention_chunk: int
+    has_unit_norms: bool
     temperature: tuple[float, int]
     window_base: float
     windows: tuple[int, ...]
@@ -303,6 +311,10 @@ class Hyperparameters:
         if rule is not None and rule.are_rotated and any(self.windows):
             return self.windows[layer] > 0
         return bool(self.architecture.rotary) and not (period and layer % period == period - 1)
+
+    def is_tempered(self, layer: int) -> bool:
+        """Return whether queries of a layer grow with their position."""
+        return self.temperature[0] > 0 and not (self.architecture.temperature and self.is_rotated(layer))
 
     def rotary_base_of(self, layer: int) -> tuple[float, float, Yarn | None]:
         """Base and scale of the frequencies of a layer, and the rule by which they are scaled."""
@@ -396,6 +408,9 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         raise FrontendError(
             f"{file}: {name}.feed_forward_length is {feed_forward[0]:,}, expected a multiple of {ffn_parts}"
         )
+    chunk = metadata.count("attention.chunk_size", architecture.attention_chunk)  # a key of folders
+    if architecture.has_scaled_inputs and routing and routing.used > 1:
+        raise FrontendError(f"{file}: uses {routing.used} experts for a token, expected one: inputs have its share")
     model = Hyperparameters(
         name=name,
         architecture=architecture,
@@ -404,7 +419,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         further_layers=further_layers,
         hidden_size=width,
         vocabulary=vocabulary,
-        context=metadata.count("context_length"),
+        context=min(metadata.count("context_length"), chunk or _MAX_INT32),
         heads=heads,
         kv_heads=(1,) * layers if latent else metadata.counts("attention.head_count_kv", heads)[:layers],
         head_sizes=tuple(window_size if window else size for window in windows),
@@ -419,7 +434,10 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         magnitude=metadata.number("rope.scaling.attn_factor", 1.0) if not yarn else 1.0,
         short_context=_read_short_context(metadata, architecture),
         rotary_sizes=tuple(window_rotary if window else rotary_size for window in windows),
-        temperature=_read_temperature(metadata),
+        attention_chunk=chunk,
+        has_unit_norms=architecture.norms.heads == "unit"
+        and metadata.flag("attention.use_qk_norm", not routing or routing.experts != _UNNORMED_EXPERTS),
+        temperature=_read_temperature(metadata, architecture),
         window_base=metadata.number("rope.freq_base_swa", (rule and rule.base) or base, above=0.0),
         windows=windows,
         attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
@@ -430,7 +448,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         xielu=_read_xielu(metadata, layers) if architecture.activation == "xielu" else (),
         routing=routing,
         shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
-        or metadata.count("expert_shared_count", 0) * expert_width,
+        or metadata.count("expert_shared_count", architecture.shared_experts) * expert_width,
         shared_caches=_read_shared_caches(metadata, windows),
         layer_width=metadata.count("embedding_length_per_layer_input", 0),
         streams=metadata.count("altup.num_inputs") if architecture.has_streams else 0,
@@ -619,8 +637,12 @@ def _read_xielu(metadata: _Fields, layers: int) -> tuple[tuple[float, ...], ...]
     return tuple((b + np.logaddexp(0, n).item(), np.logaddexp(0, p).item(), b, e) for n, p, b, e in rows)
 
 
-def _read_temperature(metadata: _Fields) -> tuple[float, int]:
+def _read_temperature(metadata: _Fields, architecture: Architecture) -> tuple[float, int]:
     """Factor of the logarithm by which queries grow, and the positions of its steps."""
+    if architecture.temperature:
+        factor, length = architecture.temperature
+        factor = metadata.number("attention.temperature_scale", float(np.float32(factor)))
+        return factor, metadata.count("attention.temperature_length", length)
     factor = metadata.number("attention.temperature_scale", 0.0)
     if not ARCHITECTURES[metadata.name].has_temperature:
         metadata.refuse({"attention.temperature_scale": 0.0})

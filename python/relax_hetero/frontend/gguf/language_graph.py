@@ -48,6 +48,11 @@ def language_module(
     has the layers whose experts are on several devices, by their prefix (``blk.3``). With `count_experts`, functions
     take and return counters of the rows that chose each expert, which they add to in place.
     """
+    if model.attention_chunk and cache.context > model.attention_chunk:
+        raise FrontendError(
+            f"context is {cache.context:,}, expected at most {model.attention_chunk:,}: layers attend within chunks of "
+            "so many positions"
+        )
     builder = relax.BlockBuilder()
     functions = {}
     for name, rows, kind in cache.functions:

@@ -26,6 +26,8 @@ class HubClass:
         True if all layers have a window, where the folder states its length but not which layers have it.
     has_interleaved_experts : bool
         True if stacked matrices of experts are (experts, in, out), and rows of gates and others alternate.
+    has_transposed_experts : bool
+        True if stacked matrices of experts are (experts, in, out).
     has_merged_experts : bool
         True if gates and others of experts stay one matrix.
     has_joint_qkv : bool
@@ -43,6 +45,7 @@ class HubClass:
     norm_offset: float = 0.0
     has_windows: bool = False
     has_interleaved_experts: bool = False
+    has_transposed_experts: bool = False
     has_merged_experts: bool = False
     has_joint_qkv: bool = False
     has_transposed: bool = False
@@ -111,6 +114,18 @@ _QWEN3NEXT = HubClass(
 
 CLASSES = {
     "LlamaForCausalLM": _LLAMA,
+    "Llama4ForCausalLM": HubClass(
+        "llama4",
+        has_transposed_experts=True,
+        defaults={
+            "head_dim": 128,
+            "max_position_embeddings": 131072,
+            "attention_chunk_size": 8192,
+            "intermediate_size_mlp": 16384,
+            "attn_temperature_tuning": True,
+        },
+        fixed={"sliding_window": None},
+    ),
     "MistralForCausalLM": _MISTRAL,
     "MixtralForCausalLM": _MISTRAL,
     "Qwen2ForCausalLM": HubClass("qwen2", defaults=_QWEN),
@@ -212,6 +227,7 @@ TEXT_CLASSES = {
     "qwen3": "Qwen3ForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "llama4_text": "Llama4ForCausalLM",
     "gemma3n_text": "Gemma3nForCausalLM",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",

@@ -43,6 +43,10 @@ KEYS = {
     "embedding_scale": "embedding_multiplier",
     "residual_scale": "residual_multiplier",
     "logit_scale": "logit_scale",
+    "attention.temperature_scale": "attn_scale",
+    "attention.temperature_length": "floor_scale",
+    "attention.chunk_size": "attention_chunk_size",
+    "attention.use_qk_norm": "use_qk_norm",
     "attention.shared_kv_layers": "num_kv_shared_layers",
     "embedding_length_per_layer_input": "hidden_size_per_layer_input",
     "altup.num_inputs": "altup_num_inputs",
@@ -103,6 +107,7 @@ _REQUIRED: dict[str, Any] = {
     "parallel_attn": True,
     "attn_output_gate": True,
     "altup_correct_scale": True,
+    "interleave_moe_layer_step": 1,
 }
 """Names whose other values are not supported, as models with them would compute something else."""
 _ROPE_KINDS = ("default", "proportional", "linear", "yarn", "llama3", "longrope", "su", "dynamic", "mrope")
@@ -279,6 +284,21 @@ def _stream_fields(config: HubConfig) -> dict[str, Any]:
     return {"activation_sparsity_scale": [NormalDist().inv_cdf(share) if share else -math.inf for share in values]}
 
 
+def _chunk_fields(config: HubConfig) -> dict[str, Any]:
+    """Widths of Llama 4, whose networks of all tokens are wider than experts, and its layers without rotation."""
+    if not ARCHITECTURES[config.hub_class.architecture].attention_chunk:
+        return {}
+    layers, period = config.layers, ARCHITECTURES[config.hub_class.architecture].unrotated_period
+    rotated = config.get("no_rope_layers")
+    if rotated not in (None, [], [int((layer + 1) % period != 0) for layer in range(layers)]):
+        raise config.error(f"no_rope_layers is {rotated!r:.100}, expected 0 in the last layer of each {period}")
+    if config.get("moe_layers") not in (None, list(range(layers))):
+        raise config.error(f"moe_layers is {config.get('moe_layers')!r:.100}, expected all layers")
+    fields = {"expert_feed_forward_length": config.count("intermediate_size")}
+    fields["feed_forward_length"] = config.count("intermediate_size_mlp")
+    return fields if config.get("attn_temperature_tuning") else fields | {"attention.temperature_scale": 0.0}
+
+
 def _global_fields(config: HubConfig) -> dict[str, Any]:
     """Sizes of Gemma 4's layers, of which those without a window have heads of their own."""
     if config.hub_class.architecture != "gemma4":
@@ -393,6 +413,7 @@ _READERS: tuple[Callable[[HubConfig], dict[str, Any]], ...] = (
     _rotary_fields,
     _window_fields,
     _group_fields,
+    _chunk_fields,
     _global_fields,
 )
 

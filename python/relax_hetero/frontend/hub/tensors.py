@@ -159,7 +159,8 @@ def _split(tensors: Mapping[str, FileTensor], config: HubConfig) -> dict[str, Fi
     split: dict[str, FileTensor] = {}
     for name, tensor in tensors.items():
         is_matrix = ".experts." in name and name.endswith("_proj.weight") and not _EXPERT.match(name)
-        if is_interleaved and is_matrix and len(tensor.shape) == 3 and tensor.type != "MXFP4":
+        is_transposed = is_interleaved or config.hub_class.has_transposed_experts
+        if is_transposed and is_matrix and len(tensor.shape) == 3 and tensor.type != "MXFP4":
             tensor = _transposed(tensor)
         if name.endswith(".in_proj_qkvz.weight"):
             split |= _split_delta(tensor, name, config)
