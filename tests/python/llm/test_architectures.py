@@ -154,11 +154,30 @@ def test_what_a_file_must_state(tmp_path):
         ("ernie4_5-moe", {"interleave_moe_layer_step": 2}, "interleave_moe_layer_step is 2, expected 1"),
         ("falcon-7b", {"attention.max_alibi_bias": 8.0}, "max_alibi_bias is 8, expected 0"),
         ("phi3", {"rope.scaling.type": "ntk"}, "expected one of"),
+        ("qwen35", {"ssm.inner_size": 65}, "2 heads of keys, 4 of values, of 65 elements in all, expected each to be"),
+        ("qwen35", {"ssm.conv_kernel": 0}, "ssm.conv_kernel is 0, expected"),
+        ("qwen35", {"full_attention_interval": 2}, "lacks tensor 'blk.1.attn_q.weight'"),
+        ("gemma4", {"attention.shared_kv_layers": 4}, "4 layers read the keys of others, expected a layer of each"),
+        ("gemma4", {"attention.value_length_swa": 8}, "values of a head have 8 elements, expected as many as keys, 16"),
+        ("gemma4", {"feed_forward_length": [128, 128]}, "feed_forward_length has 2 values"),
+        ("gemma3n", {"activation_sparsity_scale": [1.0]}, "expected 5 numbers"),
+        ("llama4", {"expert_used_count": 2}, "uses 2 experts for a token, expected one"),
     ],
 )
 def test_what_is_refused(name, keys, expected, tmp_path):
     model = replace(MODELS[name], keys={**MODELS[name].keys, **keys})
     assert expected in refusal(tmp_path, model, tensors(name))
+
+
+def test_attention_within_chunks_ends(tmp_path):
+    text = refusal(tmp_path, MODELS["llama4"], tensors("llama4"), context=8193)
+    assert "context is 8,193, expected at most 8,192: layers attend within chunks" in text
+
+
+def test_layers_that_share_a_cache_are_on_one_device(tmp_path):
+    path = write(tmp_path / "model.gguf", MODELS["gemma4"], tensors("gemma4"))
+    with pytest.raises(rh.HeteroError, match=r"blk.4.attn reads the keys and values of blk.1.attn, expected both on"):
+        rh.from_gguf(path, ["llvm", "llvm"], {"blk.4.*": "llvm:1", "*": "llvm"})
 
 
 def test_learned_positions_end(tmp_path):

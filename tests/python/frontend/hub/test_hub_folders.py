@@ -194,6 +194,36 @@ def test_text_models_of_other_classes(tmp_path):
     assert_same_model(folder, path)
 
 
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "qwen35",
+            {"layer_types": ["full_attention", "linear_attention", "full_attention"]},
+            "in the last layer of each",
+        ),
+        ("qwen3next", {"linear_num_value_heads": 3}, "has 160 rows, expected 2 . 16 . 2 . 48"),
+        ("qwen35", {"linear_conv_kernel_dim": "4"}, "ssm.conv_kernel is '4'"),
+        ("gemma3n", {"activation_sparsity_pattern": [0.5, 1.0]}, "expected numbers from 0 to below 1"),
+        ("gemma3n", {"altup_correct_scale": False}, "altup_correct_scale is False, expected True"),
+        (
+            "gemma4",
+            {"per_layer_config": {"1": {"head_dim": 32}}},
+            "expected the same sizes for each full_attention layer",
+        ),
+        ("gemma4", {"use_bidirectional_attention": "all"}, "expected a model that generates texts"),
+        ("llama4", {"no_rope_layers": [1, 0, 1, 0]}, "no_rope_layers is .1, 0, 1, 0., expected 0 in the last"),
+        ("llama4", {"moe_layers": [1, 3]}, "moe_layers is .1, 3., expected all layers"),
+    ],
+)
+def test_configurations_that_are_refused(name, change, message, tmp_path):
+    _, folder = architecture_folder(name, tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(rh.HeteroError, match=message):
+        rh.from_gguf(folder, context=64)
+
+
 def test_windows_of_all_layers(tmp_path):
     """Mistral has them, whose GGUF files do not say so."""
     _, folder = write_folder("llama", tmp_path, sliding_window=24)
