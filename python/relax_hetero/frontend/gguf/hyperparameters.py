@@ -354,8 +354,7 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     if not isinstance(name, str) or name not in ARCHITECTURES:
         names = ", ".join(ARCHITECTURES)
         raise FrontendError(f"{file}: found architecture {name!r}, expected one of {names}")
-    metadata = _Fields(fields, name, file)
-    architecture = ARCHITECTURES[name]
+    metadata, architecture = _Fields(fields, name, file), ARCHITECTURES[name]
     further_layers = metadata.count("nextn_predict_layers", 0)
     layers = metadata.layers - further_layers
     if layers < 1:
@@ -363,6 +362,48 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
     if metadata.count("vocab_size", vocabulary) != vocabulary:
         rows = metadata.count("vocab_size")
         raise FrontendError(f"{file}: {name}.vocab_size is {rows:,}, expected the rows of token_embd, {vocabulary:,}")
+    metadata.refuse(_REFUSED)
+    if layers == architecture.alibi_layers:
+        raise FrontendError(f"{file}: {name} of {layers} layers has ALiBi positions, expected a model with rotary ones")
+    windows = _read_windows(metadata, architecture, layers)
+    chunk = metadata.count("attention.chunk_size", architecture.attention_chunk)  # a key of folders
+    routing = _read_routing(metadata, architecture)
+    return Hyperparameters(
+        name=name,
+        architecture=architecture,
+        layers=layers,
+        further_layers=further_layers,
+        hidden_size=metadata.count("embedding_length"),
+        vocabulary=vocabulary,
+        context=min(metadata.count("context_length"), chunk or _MAX_INT32),
+        delta=_read_delta(metadata) if architecture.has_delta_rule else None,
+        eps=metadata.number(_EPSILONS[architecture.norms.kind]),
+        short_context=_read_short_context(metadata, architecture),
+        attention_chunk=chunk,
+        has_unit_norms=architecture.norms.heads == "unit"
+        and metadata.flag("attention.use_qk_norm", not routing or routing.experts != _UNNORMED_EXPERTS),
+        temperature=_read_temperature(metadata, architecture),
+        windows=windows,
+        attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
+        logit_softcap=metadata.number("final_logit_softcapping", architecture.logit_softcap),
+        is_parallel=_read_is_parallel(metadata, architecture),
+        is_causal=metadata.flag("attention.causal", architecture.is_causal),
+        pooling=_read_pooling(metadata, architecture),
+        xielu=_read_xielu(metadata, layers) if architecture.activation == "xielu" else (),
+        shared_caches=_read_shared_caches(metadata, windows),
+        layer_width=metadata.count("embedding_length_per_layer_input", 0),
+        streams=metadata.count("altup.num_inputs") if architecture.has_streams else 0,
+        active_stream=metadata.count("altup.active_idx", 0) if architecture.has_streams else 0,
+        sparsity=_read_sparsity(metadata) if architecture.has_streams else (),
+        **_read_attention(metadata, architecture, windows),
+        **_read_networks(metadata, architecture, layers, routing),
+        **_read_scales(metadata, architecture, layers),
+    )
+
+
+def _read_attention(metadata: _Fields, architecture: Architecture, windows: Sequence[int]) -> dict[str, Any]:
+    """Heads, the elements of each, their rotation, and the factor of scores."""
+    file, layers = metadata.file, len(windows)
     width, heads = metadata.count("embedding_length"), metadata.count("attention.head_count")
     if width % heads and not metadata.has("attention.key_length"):
         raise FrontendError(f"{file}: {heads} heads do not divide the width of {width}, and no key_length is given")
@@ -373,7 +414,6 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
         size = latent.rank + rotary_size
         if latent.key_size <= rotary_size:
             raise FrontendError(f"{file}: rotates {rotary_size} elements of keys of {latent.key_size}, expected fewer")
-    windows = _read_windows(metadata, architecture, layers)
     window_size = metadata.count("attention.key_length_swa", size)
     window_rotary = metadata.count("rope.dimension_count_swa", min(rotary_size, window_size))
     for end, expected in () if latent else (("", size), ("_swa", window_size)):
@@ -382,92 +422,74 @@ def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) 
             raise FrontendError(
                 f"{file}: values of a head have {length} elements, expected as many as keys, {expected}"
             )
-    routing = _read_routing(metadata, architecture)
+    kv_heads = (1,) * layers if latent else metadata.counts("attention.head_count_kv", heads)[:layers]
+    for count in kv_heads:
+        if heads % count:
+            raise FrontendError(f"{file}: {heads} heads of queries are not a multiple of {count} of keys")
+    for rotated, extent in (rotary_size, size), (window_rotary, window_size):
+        if rotated > extent or rotated % 2:
+            raise FrontendError(f"{file}: rotates {rotated} elements of a head, expected an even number up to {extent}")
+    base, rule = metadata.number("rope.freq_base", 10000.0, above=0.0), architecture.windows
+    factor, yarn = _read_rope_scaling(metadata, rotary_size, base)
+    stated_scale = 0.0 if latent else metadata.number("attention.scale", architecture.attention_scale)
+    return {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_sizes": tuple(window_size if window else size for window in windows),
+        "rotary_sizes": tuple(window_rotary if window else rotary_size for window in windows),
+        "latent": latent,
+        "base": base,
+        "base_scale": 1.0 / factor if factor else 1.0,
+        "yarn": yarn,
+        "magnitude": metadata.number("rope.scaling.attn_factor", 1.0) if not yarn else 1.0,
+        "window_base": metadata.number("rope.freq_base_swa", (rule and rule.base) or base, above=0.0),
+        "attention_scale": _latent_scale(metadata, latent, yarn, factor) if latent else stated_scale,
+    }
+
+
+def _read_networks(
+    metadata: _Fields, architecture: Architecture, layers: int, routing: RoutingProblem | None
+) -> dict[str, Any]:
+    """Widths of feed-forward networks and experts, and the choice of experts."""
+    file = metadata.file
     dense_layers = metadata.count("leading_dense_block_count", 0) if routing else layers
     if dense_layers > layers:
         raise FrontendError(f"{file}: {dense_layers} dense layers come first, expected {layers} layers at most")
     expert_width = metadata.count("expert_feed_forward_length", 0) if routing else 0
     expert_width = expert_width or (metadata.count("feed_forward_length") if routing else 0)
-    metadata.refuse(_REFUSED)
-    if layers == architecture.alibi_layers:
-        raise FrontendError(f"{file}: {name} of {layers} layers has ALiBi positions, expected a model with rotary ones")
-    base = metadata.number("rope.freq_base", 10000.0, above=0.0)
-    factor, yarn = _read_rope_scaling(metadata, rotary_size, base)
-    defaults = dict(architecture.scales)
+    parts, has_dense = architecture.ffn_parts, dense_layers or architecture.has_dense_beside_experts
+    widths = metadata.counts("feed_forward_length")[:layers] if has_dense else (0,) * layers
+    if any(width % parts for width in widths):
+        raise FrontendError(
+            f"{file}: {metadata.name}.feed_forward_length is {widths[0]:,}, expected a multiple of {parts}"
+        )
+    if architecture.has_scaled_inputs and routing and routing.used > 1:
+        raise FrontendError(f"{file}: uses {routing.used} experts for a token, expected one: inputs have its share")
+    shared = metadata.count("expert_shared_count", architecture.shared_experts) * expert_width
+    return {
+        "dense_layers": dense_layers,
+        "feed_forward": tuple(width // parts for width in widths),
+        "expert_feed_forward": expert_width,
+        "shared_feed_forward": metadata.count("expert_shared_feed_forward_length", 0) or shared,
+        "routing": routing,
+    }
+
+
+def _read_scales(metadata: _Fields, architecture: Architecture, layers: int) -> dict[str, Any]:
+    """Factors of embeddings, of what layers add, and of logits."""
+    defaults, width = dict(architecture.scales), metadata.count("embedding_length")
     if architecture.depth_scale:
         defaults |= {"residual_scale": float(np.float32(architecture.depth_scale / math.sqrt(layers)))}
         defaults |= {"logit_scale": width / architecture.base_width}
     scales = {key: metadata.number(key, default) for key, default in defaults.items()}
     logit_scale = scales.get("logit_scale", 1.0)
     if not logit_scale:
-        raise FrontendError(f"{file}: {name}.logit_scale is 0, expected a number above 0")
-    ffn_parts, rule = architecture.ffn_parts, architecture.windows
-    has_dense = dense_layers or architecture.has_dense_beside_experts
-    feed_forward = metadata.counts("feed_forward_length")[:layers] if has_dense else (0,) * layers
-    if any(width % ffn_parts for width in feed_forward):
-        raise FrontendError(
-            f"{file}: {name}.feed_forward_length is {feed_forward[0]:,}, expected a multiple of {ffn_parts}"
-        )
-    chunk = metadata.count("attention.chunk_size", architecture.attention_chunk)  # a key of folders
-    if architecture.has_scaled_inputs and routing and routing.used > 1:
-        raise FrontendError(f"{file}: uses {routing.used} experts for a token, expected one: inputs have its share")
-    model = Hyperparameters(
-        name=name,
-        architecture=architecture,
-        layers=layers,
-        dense_layers=dense_layers,
-        further_layers=further_layers,
-        hidden_size=width,
-        vocabulary=vocabulary,
-        context=min(metadata.count("context_length"), chunk or _MAX_INT32),
-        heads=heads,
-        kv_heads=(1,) * layers if latent else metadata.counts("attention.head_count_kv", heads)[:layers],
-        head_sizes=tuple(window_size if window else size for window in windows),
-        latent=latent,
-        delta=_read_delta(metadata) if architecture.has_delta_rule else None,
-        feed_forward=tuple(width // ffn_parts for width in feed_forward),
-        expert_feed_forward=expert_width,
-        eps=metadata.number(_EPSILONS[architecture.norms.kind]),
-        base=base,
-        base_scale=1.0 / factor if factor else 1.0,
-        yarn=yarn,
-        magnitude=metadata.number("rope.scaling.attn_factor", 1.0) if not yarn else 1.0,
-        short_context=_read_short_context(metadata, architecture),
-        rotary_sizes=tuple(window_rotary if window else rotary_size for window in windows),
-        attention_chunk=chunk,
-        has_unit_norms=architecture.norms.heads == "unit"
-        and metadata.flag("attention.use_qk_norm", not routing or routing.experts != _UNNORMED_EXPERTS),
-        temperature=_read_temperature(metadata, architecture),
-        window_base=metadata.number("rope.freq_base_swa", (rule and rule.base) or base, above=0.0),
-        windows=windows,
-        attention_softcap=metadata.number("attn_logit_softcapping", 0.0) if name == "gemma2" else 0.0,
-        logit_softcap=metadata.number("final_logit_softcapping", architecture.logit_softcap),
-        is_parallel=_read_is_parallel(metadata, architecture),
-        is_causal=metadata.flag("attention.causal", architecture.is_causal),
-        pooling=_read_pooling(metadata, architecture),
-        xielu=_read_xielu(metadata, layers) if architecture.activation == "xielu" else (),
-        routing=routing,
-        shared_feed_forward=metadata.count("expert_shared_feed_forward_length", 0)
-        or metadata.count("expert_shared_count", architecture.shared_experts) * expert_width,
-        shared_caches=_read_shared_caches(metadata, windows),
-        layer_width=metadata.count("embedding_length_per_layer_input", 0),
-        streams=metadata.count("altup.num_inputs") if architecture.has_streams else 0,
-        active_stream=metadata.count("altup.active_idx", 0) if architecture.has_streams else 0,
-        sparsity=_read_sparsity(metadata) if architecture.has_streams else (),
-        embedding_scale=math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
-        residual_scale=scales.get("residual_scale", 1.0),
-        logit_scale=logit_scale if architecture.multiplies_logits else 1.0 / logit_scale,
-        attention_scale=_latent_scale(metadata, latent, yarn, factor)
-        if latent
-        else metadata.number("attention.scale", architecture.attention_scale),
-    )
-    for count in model.kv_heads:
-        if heads % count:
-            raise FrontendError(f"{file}: {heads} heads of queries are not a multiple of {count} of keys")
-    for rotated, size in zip(model.rotary_sizes, model.head_sizes, strict=True):
-        if rotated > size or rotated % 2:
-            raise FrontendError(f"{file}: rotates {rotated} elements of a head, expected an even number up to {size}")
-    return model
+        raise FrontendError(f"{metadata.file}: {metadata.name}.logit_scale is 0, expected a number above 0")
+    return {
+        "embedding_scale": math.sqrt(width) if architecture.scaled_embedding else scales.get("embedding_scale", 1.0),
+        "residual_scale": scales.get("residual_scale", 1.0),
+        "logit_scale": logit_scale if architecture.multiplies_logits else 1.0 / logit_scale,
+    }
 
 
 def _read_shared_caches(metadata: _Fields, windows: Sequence[int]) -> int:
