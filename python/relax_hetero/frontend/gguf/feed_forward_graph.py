@@ -35,7 +35,7 @@ class FeedForwardGraph(GraphOps):
         return self._linear(gated, f"{name}.ffn_down{suffix}", model.hidden_size, width)
 
     def _sparse(self, x: relax.Expr, deviations: float, name: str) -> relax.Expr:
-        """What gates exceed a bound by: so many deviations above the mean of their row."""
+        """Excess of gates over a bound, so many deviations above the mean of their row; 0 below it."""
         mean = self.emit(relax.op.mean(x, [-1], keepdims=True), f"{name}.mean")
         centered = self.emit(relax.op.subtract(x, mean), f"{name}.centered")
         deviation = self.emit(relax.op.sqrt(self._mean_square(centered, f"{name}.variance")), f"{name}.deviation")

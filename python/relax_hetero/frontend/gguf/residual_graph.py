@@ -39,7 +39,7 @@ class ResidualGraph(FeedForwardGraph):
         self.layer_inputs = self._scaled(total, 0.5**0.5, f"{name}_inputs")
 
     def _layer_input(self, x: relax.Expr, layer: int) -> relax.Expr:
-        """What the embeddings of a layer add to its result, (rows, hidden_size), by the result."""
+        """Summand of a layer's result from its embeddings of the tokens, gated by the result, (rows, hidden_size)."""
         model, width, name = self.model, self.model.layer_width, f"blk.{layer}"
         gate = self._linear(x, f"{name}.inp_gate", width, model.hidden_size)
         own = self._sliced(self.layer_inputs, layer * width, (layer + 1) * width, f"{name}.inp_rows")
