@@ -11,11 +11,12 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,9 @@ _MAX_COMPILED = 16
 _MAX_LEXER_STATES = 50_000
 """Limit of a grammar's states, each of 1 to 2 KB; JSON schemas have some hundreds."""
 _MAX_SOURCE_CHARACTERS = 1 << 20
+_GBNF_RULE = re.compile(r"^\s*([\w-]+)\s*::=", re.MULTILINE)
+_GBNF_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|#[^\n]*|[\w-]+', re.DOTALL)
+"""Texts, sets of characters, comments, and names of rules."""
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.eE\d]+)')
 _MAX_MULTIPLE = 20_000
 """Limit of the least common multiple of a schema's ``multipleOf``: llguidance has a state for each remainder."""
@@ -161,8 +165,20 @@ def _grammar_rule(grammar: str) -> str:
     _package()
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    is_gbnf = re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE)
-    return f"%lark {{\n{gbnf_to_lark(grammar) if is_gbnf else grammar}\n}}"
+    names = _GBNF_RULE.findall(grammar)
+    return f"%lark {{\n{gbnf_to_lark(_distinct_rules(grammar, names)) if names else grammar}\n}}"
+
+
+def _distinct_rules(grammar: str, names: Iterable[str]) -> str:
+    """Rename rules of GBNF to which the package would give another's name in Lark, where ``root`` is ``start``."""
+    taken, renamed = {"start"}, {}
+    for name in dict.fromkeys(names):
+        new = lark = re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
+        numbers = count(len(taken))
+        while new in taken and name != "root":
+            new = renamed[name] = f"{lark}_{next(numbers)}"
+        taken.add(new)
+    return _GBNF_WORD.sub(lambda match: renamed.get(match[0], match[0]), grammar)
 
 
 def _choice_rule(texts: Sequence[str]) -> str:

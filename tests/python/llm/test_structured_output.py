@@ -86,6 +86,14 @@ def test_complete_answers_validate(batch):
         ({"choice": ["yes", "no", 'may"be']}, 'yes|no|may"be'),
         ({"choice": [f"number {number}" for number in range(5000)]}, "number [0-9]+"),
         ({"grammar": 'root ::= "a" digit+ "z"\ndigit ::= [0-9]'}, "a[0-9]+z"),
+        # Names that are the same in Lark, or that are its own.
+        (
+            {
+                "grammar": 'root ::= start "start" Start-1 start_1\nstart ::= [start"]+ # start\n'
+                'Start-1 ::= "\\"" start\nstart_1 ::= "!"'
+            },
+            '[start"]+start"[start"]+!',
+        ),
         ({"grammar": 'start: "a" (B | "c") "z"\nB: /b{2,4}/'}, "a(b{2,4}|c)z"),
         ({"grammar": 'start[max_tokens=9]: "a ::= b"'}, "a ::= b"),
         ({"json": '{"enum": [1, 2]}'}, "1|2"),
