@@ -127,7 +127,7 @@ class LarkWriter:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
 
     def text_until(self, rule: str, end: str, form: str = ANY_TEXT) -> str:
-        """Rule of any text, or of one of a `form` (a terminal), up to the first `end`; a tag in it ends the text, too."""
+        """Rule of any text, or of one of a `form` (a terminal), up to the first `end`, whose tag is not in the text."""
         terminals = self.text(end)
         if terminals.startswith("<"):  # a control token, which no text contains
             return f"{rule}: {form} {terminals}"

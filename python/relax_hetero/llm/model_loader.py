@@ -34,6 +34,7 @@ from .description import ModelDescription, context_warning
 from .folder_tokenizer import load_tokenizer, tokenizer_of
 from .json_tokenizer import JsonTokenizer
 from .model import TokenizerProtocol
+from .params import DEFAULTS_IN_FILES
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -556,7 +557,7 @@ def _copy_tokenizer(source: Path, target: Path) -> list[str]:
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target / _TOKENIZER, architecture)
     for name, field in reader.fields.items():
-        if name.startswith("tokenizer."):
+        if name.startswith("tokenizer.") or name in DEFAULTS_IN_FILES.values():
             element_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=element_type)
     writer.write_header_to_file()

@@ -432,6 +432,15 @@ def test_malformed_byte_tokens(name):
         Tokenizer(fields)
 
 
+def test_sampling_that_a_file_recommends():
+    sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
+    expected = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5}
+    assert Tokenizer(spm_fields() | sampling).sampling_defaults == expected
+    assert Tokenizer(spm_fields()).sampling_defaults == {}
+    with pytest.raises(TokenizerError, match="general.sampling: top_p: found 3"):
+        Tokenizer(spm_fields() | {"general.sampling.top_p": 3})
+
+
 def test_templates_of_conversations():
     tokenizer = Tokenizer({**spm_fields(), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"})
     assert ChatTemplate.from_tokenizer(tokenizer).render([{"role": "user", "content": "Hi"}]) == "<s>Hi"
