@@ -263,17 +263,17 @@ class _Loader:
         options = self._model_options
         others = [option for name, option in _LANGUAGE_MODEL_OPTIONS.items() if getattr(options, name)]
         others += ["--count-experts"] * bool(self._count_experts) + ["--embedding-model"] * bool(self._embedding_model)
+        rules = None if options.placement == AUTO else options.placement
         others += ["--placement auto"] * (options.placement == AUTO)
         if others:
             found = " and ".join(others)
             raise HeteroError(f"{options.path}: found {found}, which does not apply to an encoder, expected none")
-        return {"engine": None, "template": None, "encoder": self._load_encoder(options.path)}
+        return {"engine": None, "template": None, "encoder": self._load_encoder(options.path, rules)}
 
-    def _load_encoder(self, path: Path) -> Any:
+    def _load_encoder(self, path: Path, rules: dict[str, str] | None = None) -> Any:
         import relax_hetero.llm as llm
 
-        placement = self._model_options.placement if path == self._model_options.path else None
-        return llm.Encoder(path, self._model_options.vdevices, placement)
+        return llm.Encoder(path, self._model_options.vdevices, rules)
 
 
 def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer | JsonTokenizer) -> ChatTemplate:
