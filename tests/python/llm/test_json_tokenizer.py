@@ -192,6 +192,7 @@ def test_damaged_files(tmp_path, body, message):
         ({"generation_config": {"eos_token_id": 1 << 40}}, "texts have or end with token 1099511627776"),
         ({"generation_config": {"eos_token_id": [-1]}}, "texts have or end with token -1"),
         ({"generation_config": {"top_p": 2}}, r"generation_config.json: top_p: found 2"),
+        ({"generation_config": {"temperature": 10**400}}, r"generation_config.json: temperature: found 10000"),
         ({"generation_config": {"temperature": "hot"}}, r"generation_config.json: temperature: found 'hot'"),
         ({"tokenizer_config": {"bos_token": "\ud800"}}, "as the name of a token"),
     ],
