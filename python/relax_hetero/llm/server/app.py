@@ -33,7 +33,7 @@ from ..engine import CONTEXT_LENGTH_EXCEEDED, Engine
 from ..params import SamplingParams
 from ..request import Request
 from ..sampling import TokenLogprob
-from ..special_tokens import control_tokens
+from ..special_tokens import begin_and_end, control_tokens
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .chat_messages import render_chat
@@ -259,7 +259,7 @@ class _EngineCollector(Collector):
 _TOKENIZER_THREADS = 2
 """Threads that encode prompts. Each holds about 30 bytes per byte of its longest prompt."""
 _PATHS = {
-    *("/health", "/metrics", "/tokenize", "/detokenize"),
+    *("/health", "/metrics", "/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
 }
 
@@ -340,6 +340,7 @@ def make_app(
     app.add_api_route("/v1/embeddings", server.embed, methods=["POST"], response_model=None)
     app.add_api_route("/tokenize", server.tokenize, methods=["POST"], response_model=None)
     app.add_api_route("/detokenize", server.detokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/tokenizer_info", server.tokenizer_info, methods=["GET"])
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
@@ -513,6 +514,12 @@ class _Server:
             pairs = zip(tokens, texts, strict=True)
             return {**answer, "tokens": [{"id": token, "piece": text} for token, text in pairs]}
         return answer
+
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Names of special tokens and the chat template, by vLLM's names, as evaluation harnesses ask for them."""
+        names = {name: text or None for name, text in begin_and_end(self._tokenizer).items()}
+        template = self._template and (self._template.source or None)
+        return {"tokenizer_class": type(self._tokenizer).__name__, **names, "chat_template": template}
 
     async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> dict[str, Any]:
         """Text of tokens, without control tokens."""

@@ -230,6 +230,8 @@ def test_tokens_of_texts(http):
     ):
         answer = http.post("/tokenize", content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert answer.status_code in (400, 404) and message in answer.json()["error"]["message"]
+    info = http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == (None, None) and "m.content" in info["chat_template"]
     answer = http.post("/detokenize", json={"tokens": [97, 195, 169, EOS]}).json()
     assert answer["prompt"] == answer["content"] == "a\u00e9"
 
