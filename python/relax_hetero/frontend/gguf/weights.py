@@ -108,6 +108,9 @@ class Weights:
         for index, part in enumerate(parts):
             data = tensor.data[index * rows : (index + 1) * rows]
             self._stacked[part] = FileTensor(part, (rows, depth), tensor.type, data)
+            scales = [f"{each.removesuffix('.weight')}.scale" for each in (name, part)]
+            if scales[0] in self:
+                self._stacked[scales[1]] = self.tensor(scales[0], [1]).renamed(scales[1])
 
     def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
         """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours.
