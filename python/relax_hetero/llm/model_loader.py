@@ -469,7 +469,7 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     model.executable.export_library(target / _LIBRARY)
-    names = [_LIBRARY, *_copy_tokenizer(Path(source), target)]
+    names = [_LIBRARY, *copy_tokenizer(Path(source), target)]
     fields = {**asdict(model.description), _DIGESTS: {name: _digest(target / name) for name in names}}
     (target / _DESCRIPTION).write_text(json.dumps(fields, indent=1))
 
@@ -544,8 +544,16 @@ def _digest(path: Path) -> str:
         raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy a folder's files of its tokenizer, or write a GGUF file with only its metadata; return their names."""
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy a folder's files of its tokenizer, or write a GGUF file with only its metadata; return their names.
+
+    Parameters
+    ----------
+    source : Path
+        GGUF file, or folder with a tokenizer.
+    target : Path
+        Folder to write to.
+    """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     if source.is_dir():
