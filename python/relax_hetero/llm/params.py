@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -192,10 +191,10 @@ def _check_stops(stops: Any) -> None:
 
 
 def _check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:
-        raise RequestError(f"{name}: found {value!r}, expected a number from {minimum:g} to {maximum:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        raise RequestError(f"{name}: found {value!r:.40}, expected a number from {minimum:g} to {maximum:g}")
     if not minimum <= value <= maximum:
-        raise RequestError(f"{name}: found {value!r:.40}, expected {minimum:g} to {maximum:g}")
+        raise RequestError(f"{name}: found {value:g}, expected {minimum:g} to {maximum:g}")
 
 
 def _check_integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:

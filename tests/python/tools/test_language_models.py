@@ -213,6 +213,12 @@ def test_models_without_a_template(loaded, monkeypatch):
     assert ChatTemplate.from_tokenizer(Codec(), "{{ messages }}").guessed_from is None
 
 
+def test_many_slots_have_large_batches(loaded):
+    for slots, batches in ((12, None), (16, (1, 2, 4, 8, 16)), (40, (1, 2, 4, 8, 16, 32))):
+        assert invoke("chat", loaded[0], "--slots", slots, "-p", "Hi", "--max-tokens", 1).exit_code == 0
+        assert loaded[1][-1].get("batches") == batches
+
+
 def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch, tmp_path):
     import relax_hetero.llm.server.serve as run
 
