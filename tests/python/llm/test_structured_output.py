@@ -123,7 +123,7 @@ def test_long_chains_of_rules():
     grammar = "\n".join(["start: r0", *rules, 'r20000: "a"'])
     for form, first in (({"grammar": grammar}, "a"), ({"json": {"$defs": definitions, "$ref": "#/$defs/d0"}}, "[")):
         mask = grammars.constraint(StructuredOutputs(**form)).mask()
-        assert [chr(token) for token in np.flatnonzero(mask)] == [first]
+        assert [chr(token) for token in tokens_of_mask(mask, 300)] == [first]
 
 
 @pytest.mark.parametrize(
