@@ -54,6 +54,10 @@ class FrontendError(HeteroError):
     """A model that cannot be imported; names the node and its op type."""
 
 
+class EncoderError(FrontendError):
+    """A model that encodes texts, where one that generates them is expected."""
+
+
 class BuildError(HeteroError):
     """A module that cannot be lowered, compiled, exported or loaded."""
 

@@ -36,6 +36,7 @@ PACKAGES = {
     "tvm": "tvm",
     "apps/bench/torch_bench/torch_models.py": "diffusers",
     "apps/bench/report_speed.py": "playwright",
+    "apps/bench/llm_bench/harness.py": "lm_eval",
 }
 PLACEHOLDERS = ("...", "$", "NAME=", "SECTION", "[")
 """Signs of a form rather than a command."""

@@ -1,4 +1,4 @@
-"""A server of a language model under load for minutes, with clients that vanish or send nonsense.
+"""A server of a language model under load for minutes: texts, schemas and tools, clients that vanish or send nonsense.
 
     python apps/bench/llm_bench/soak.py MODEL.gguf --clients 64 --minutes 10
     python apps/bench/llm_bench/soak.py toy --minutes 1        a model that computes nothing, for the server alone
@@ -17,10 +17,12 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -37,7 +39,29 @@ BAD_BODIES = (
     b'{"prompt": "a", "logit_bias": {"--1": 1}}',
     b'{"prompt": "a", "n": 1000000000000}',
     b'{"prompt": "' + b"word " * 200_000 + b'"}',
+    b'{"prompt": "a", "guided_json": {"type": "no"}}',
+    b'{"prompt": "a", "grammar": "root ::= ("}',
+    b'{"prompt": "a", "tools": [{"type": "function"}]}',
 )
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bonn", "Ulm", "Rome"]}, "days": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+FORMED = {
+    "schemas": {"response_format": {"type": "json_schema", "json_schema": {"name": "trip", "schema": SCHEMA}}},
+    "tools": {
+        "tools": [{"type": "function", "function": {"name": "travel", "parameters": SCHEMA}}],
+        "tool_choice": "required",
+    },
+}
+"""Fields of conversations whose answers have a form."""
+TEMPLATE = """{% if tools %}{{ tools | tojson }}
+A call is <tool_call>{"name": <function-name>, "arguments": <args-json-object>}</tool_call>.
+{% endif %}{% for message in messages %}{{ message.role }}: {{ message.content }}
+{% endfor %}assistant: """
+"""Chat template of the server, which shows tools whatever the model's own does."""
 
 
 @dataclass
@@ -54,12 +78,13 @@ class Seen:
 
 @dataclass(frozen=True)
 class Load:
-    """Behaviour of clients: `vanish` and `bad` are shares of their requests."""
+    """Behaviour of clients: `vanish`, `bad` and `formed` (schemas and tools) are shares of their requests."""
 
     clients: int
     seconds: float
     vanish: float
     bad: float
+    formed: float
     tokens: int
 
 
@@ -84,6 +109,8 @@ async def client(number: int, http: httpx.AsyncClient, load: Load, end: float, o
         try:
             if kind < load.bad:
                 await send_nonsense(http, draw, observed)
+            elif draw.random() < load.formed:
+                await read_formed(http, draw, kind < load.bad + load.vanish, observed)
             else:
                 stays = load.tokens if kind >= load.bad + load.vanish else draw.randrange(load.tokens)
                 await read_answer(number, http, draw, load.tokens, stays, observed)
@@ -99,6 +126,32 @@ async def send_nonsense(http: httpx.AsyncClient, draw: random.Random, observed: 
         observed.answers["refused"] += 1
     else:
         observed.lost.append(f"nonsense was answered with {answer.status_code}")
+
+
+async def read_formed(http: httpx.AsyncClient, draw: random.Random, leaves: bool, observed: Seen) -> None:
+    """Ask for an answer with a form, which must have it, or leave before its end."""
+    name = draw.choice(list(FORMED))
+    messages = [{"role": "user", "content": f"Where to, and for how many days? ({draw.random()})"}]
+    body = {"messages": messages, "max_tokens": 100, "temperature": 1.0, **FORMED[name]}
+    try:
+        timeout = draw.uniform(0.01, 0.3) if leaves else 600
+        answer = await http.post("/v1/chat/completions", json=body, timeout=timeout)
+    except httpx.TimeoutException:
+        observed.answers["left"] += leaves
+        if not leaves:
+            raise
+        return
+    if answer.status_code != 200:
+        observed.lost.append(f"{name} were answered with {answer.status_code}: {answer.text[:200]}")
+        return
+    choice = answer.json()["choices"][0]
+    message = choice["message"]
+    if choice["finish_reason"] != "length":
+        value = json.loads(message["tool_calls"][0]["function"]["arguments"] if name == "tools" else message["content"])
+        if value.keys() != {"city", "days"} or value["city"] not in SCHEMA["properties"]["city"]["enum"]:  # type: ignore[index]
+            observed.lost.append(f"{name} have the value {value}")
+            return
+    observed.answers[name] += 1
 
 
 async def read_answer(
@@ -163,7 +216,10 @@ def start(model: str, arguments: list[str]) -> tuple[subprocess.Popen[str], str]
     """A server in a process of its own, and its URL."""
     command = [sys.executable, __file__, "--serve-toy"]
     if model != TOY:
-        command = [sys.executable, "-m", "relax_hetero", "serve", model, "--port", "0", *arguments]
+        with tempfile.NamedTemporaryFile("w", suffix=".jinja", delete=False) as file:
+            file.write(TEMPLATE)
+        words = ["--chat-template", file.name, "--port", "0", *arguments]
+        command = [sys.executable, "-m", "relax_hetero", "serve", model, *words]
     paths = [str(ROOT / "python"), str(ROOT / "tests" / "python"), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
@@ -171,20 +227,21 @@ def start(model: str, arguments: list[str]) -> tuple[subprocess.Popen[str], str]
     for line in server.stderr:
         print(line, end="", file=sys.stderr)
         if "http://" in line:
-            return server, "http://" + line.split("http://")[1].split("/v1")[0]
+            return server, "http://" + line.split("http://")[1].split("/v1")[0].strip()
     raise SystemExit(f"the server ended with {server.wait()}")
 
 
 def serve_toy() -> None:
     """Serve the model of the tests."""
     from llm.toy_model import ToyCodec, ToyModel
-    from relax_hetero.llm import Engine
+    from relax_hetero.llm import ChatTemplate, Engine
     from relax_hetero.llm.server.app import Settings
     from relax_hetero.llm.server.serve import serve
 
     model = ToyModel(slots=16, context=2000, pages=800)
     with Engine(model, ToyCodec()) as engine:
-        serve(engine, Settings(TOY), port=0, on_ready=lambda url: print(f"{url}/v1", file=sys.stderr, flush=True))
+        announce = partial(print, file=sys.stderr, flush=True)
+        serve(engine, Settings(TOY), ChatTemplate(TEMPLATE), port=0, on_ready=announce)
 
 
 def report(observed: Seen, seconds: float) -> bool:
@@ -211,6 +268,7 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--vanish", type=float, default=0.1, help="share of requests whose client leaves")
     parser.add_argument("--bad", type=float, default=0.05, help="share of invalid requests")
+    parser.add_argument("--formed", type=float, default=0.3, help="share of requests with a schema or tools")
     parser.add_argument("--tokens", type=int, default=64, help="tokens of each answer")
     parser.add_argument("--smoke", action="store_true", help="eight clients for two seconds")
     parser.add_argument("--serve-toy", action="store_true", help=argparse.SUPPRESS)
@@ -218,9 +276,9 @@ def main() -> None:
     if options.serve_toy:
         serve_toy()
         return
-    load = Load(options.clients, 60 * options.minutes, options.vanish, options.bad, options.tokens)
+    load = Load(options.clients, 60 * options.minutes, options.vanish, options.bad, options.formed, options.tokens)
     if options.smoke:
-        load = Load(8, 2, 0.2, 0.1, 16)
+        load = Load(8, 2, 0.2, 0.1, 0.5, 16)
     server, url = start(options.model, rest)
     try:
         complete = report(asyncio.run(soak(url, server.pid, load)), load.seconds)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
-from ..errors import FrontendError
+from ..errors import EncoderError, FrontendError
 from ..transform.ir.remarks import with_remarks
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
@@ -137,7 +137,7 @@ def from_gguf(
     file = read_language_model(path)
     model = hyperparameters_of(file)
     if not model.is_causal:
-        raise FrontendError(
+        raise EncoderError(
             f"{file.path}: {model.name} encodes texts, expected a model that generates them; use rh.llm.Encoder"
         )
     if count_experts and not model.experts:

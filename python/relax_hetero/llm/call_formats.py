@@ -9,6 +9,7 @@ import string
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import unquote
 
 from ..errors import HeteroError
 from .answer_parts import AnswerParser, Reader, Reasoning, Routine, call_object
@@ -20,6 +21,8 @@ Schemas = Mapping[str, Mapping[str, Any]]
 ANY_TEXT = r"/(?s:.*)/"
 """Terminal of Lark."""
 _ALPHANUMERIC = string.ascii_letters + string.digits
+_MAX_REFERENCES = 16
+"""Number of references to follow from one schema to the next: some name themselves."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ class LarkWriter:
         return " ".join(f"<[{part}]>" if isinstance(part, int) else json.dumps(part) for part in parts)
 
     def text_until(self, rule: str, end: str, form: str = ANY_TEXT) -> str:
-        """Rule of any text, or of one of a `form` (a terminal), up to the first `end`."""
+        """Rule of any text, or of one of a `form` (a terminal), up to the first `end`, whose tag is not in the text."""
         terminals = self.text(end)
         if terminals.startswith("<"):  # a control token, which no text contains
             return f"{rule}: {form} {terminals}"
-        if form == ANY_TEXT:
+        if form == ANY_TEXT and end == _tag(end):
             return f"{rule}[suffix={json.dumps(end)}]: {ANY_TEXT}"
         # The first end is the end: forms with a least length might continue after it.
-        name, first = rule.upper(), f"/(?s:.*)/ {json.dumps(end)} /(?s:.*)/"
+        name, first = rule.upper(), f"/(?s:.*)/ {json.dumps(_tag(end))} /(?s:.*)/"
         return f"{rule}[suffix={json.dumps(end)}]: {name}\n{name}: {form} & ~({first})"
 
     def free_text(self, calls: str, trigger: str, control: Iterable[str]) -> list[str]:
@@ -170,12 +173,20 @@ class LarkWriter:
         properties, required = _checked(schema)
         definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
         rules, names = [], []
-        for number, (name, value) in enumerate(properties.items()):
+        for number, (name, stated) in enumerate(properties.items()):
+            value = _resolved(stated, schema)
+            if value is False:
+                if name in required:
+                    raise RequestError(f"found the schema false of {name!r}, which is required, expected another")
+                continue
             rule = f"argument_{index}_{number}"
             names.append(rule if name in required else f"{rule}?")
             before, texts = self.text(begin + name + middle), _texts_of(value)
+            written = [text for text in texts if _tag(end) not in text]
+            if texts and not written:
+                raise RequestError(f"found only values with {_tag(end)} for {name!r}, expected one that can be written")
             if texts:
-                rules.append(f"{rule}: {before} ({' | '.join(map(json.dumps, texts))}) {self.text(end)}")
+                rules.append(f"{rule}: {before} ({' | '.join(map(json.dumps, written))}) {self.text(end)}")
             elif _is_text(value):
                 rules.append(f"{rule}: {before} text_{rule}")
                 rules.append(self.text_until(f"text_{rule}", end, _text_form(value)))
@@ -184,14 +195,48 @@ class LarkWriter:
         return [f"arguments_{index}: {' '.join(names) or json.dumps('')}", *rules]
 
 
-def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any]], Collection[str]]:
+def _tag(text: str) -> str:
+    """Tag in the text after a value, without line breaks: the parser looks for it."""
+    return text.strip().partition("\n")[0]
+
+
+def _checked(schema: Mapping[str, Any]) -> tuple[Mapping[str, Mapping[str, Any] | bool], Collection[str]]:
     """Properties and required names of a schema, if they have the types of these."""
     properties, required = schema.get("properties", {}), schema.get("required", ())
-    if not isinstance(properties, Mapping) or not all(isinstance(each, Mapping) for each in properties.values()):
+    if not isinstance(properties, Mapping) or not all(
+        isinstance(each, (Mapping, bool)) for each in properties.values()
+    ):
         raise RequestError(f"found the properties {properties!r:.100}, expected an object of schemas")
     if not isinstance(required, Sequence) or not all(isinstance(each, str) for each in required):
         raise RequestError(f"found {required!r:.100} as required, expected a list of names")
     return properties, required
+
+
+def _resolved(schema: Any, root: Mapping[str, Any]) -> Any:
+    """Schema with the references at its top, and an ``allOf`` of one, replaced by what they name; true is {}."""
+    for _ in range(_MAX_REFERENCES):
+        if not isinstance(schema, Mapping):
+            break
+        reference, parts = schema.get("$ref"), schema.get("allOf")
+        if isinstance(reference, str):
+            target, name = _named(reference, root), "$ref"
+        elif isinstance(parts, Sequence) and len(parts) == 1:
+            target, name = parts[0], "allOf"
+        else:
+            break
+        if not isinstance(target, Mapping):
+            return schema if target is None or target is True else target
+        schema = {**target, **{key: value for key, value in schema.items() if key != name}}
+    return {} if schema is True else schema
+
+
+def _named(reference: str, root: Any) -> Any:
+    """Schema that a reference in the same document names; None if there is none."""
+    pointer, *parts = unquote(reference).split("/")
+    for part in parts if pointer == "#" else ("",):
+        part = part.replace("~1", "/").replace("~0", "~")
+        root = root.get(part) if isinstance(root, Mapping) else None
+    return root
 
 
 def _json(schema: Mapping[str, Any]) -> str:
@@ -201,7 +246,7 @@ def _json(schema: Mapping[str, Any]) -> str:
 
 def _is_text(schema: Any) -> bool:
     """True if a schema allows only texts, which XML formats write without quotes."""
-    return isinstance(schema, Mapping) and schema.get("type") == "string"
+    return isinstance(schema, Mapping) and schema.get("type") in ("string", ["string"])
 
 
 def _texts_of(schema: Mapping[str, Any]) -> list[str]:
@@ -225,12 +270,13 @@ def _text_form(schema: Mapping[str, Any]) -> str:
     return " & ".join(forms) or ANY_TEXT
 
 
-def _admits(schema: Any, value: Any) -> bool:
-    """True unless the alternatives, values or types of a schema exclude a value."""
-    if not isinstance(schema, Mapping):
+def _admits(schema: Any, value: Any, root: Mapping[str, Any], depth: int = 0) -> bool:
+    """True unless the alternatives, values or types of a schema in the document `root` exclude a value."""
+    schema = _resolved(schema, root)
+    if not isinstance(schema, Mapping) or depth > _MAX_REFERENCES:
         return True
     if isinstance(alternatives := schema.get("anyOf", schema.get("oneOf")), list):
-        return any(_admits(each, value) for each in alternatives)
+        return any(_admits(each, value, root, depth + 1) for each in alternatives)
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         return any(type(each) is type(value) and each == value for each in values)
@@ -371,18 +417,19 @@ class _XmlArguments:
 
     def __init__(self, answer: AnswerParser, name: str) -> None:
         self._answer, self._separator = answer, "{"
-        properties = answer.tools.get(name, {}).get("properties")
+        self._schema = answer.tools.get(name, {})
+        properties = self._schema.get("properties")
         self._properties = properties if isinstance(properties, Mapping) else {}
         answer.call(name)
 
     def add(self, name: str, text: str) -> None:
         """Append an argument: JSON, unless its schema or its form says that it is text."""
         value: Any = text
-        schema = self._properties.get(name)
+        schema = _resolved(self._properties.get(name), self._schema)
         if not _is_text(schema):
             try:
                 parsed = json.loads(text)
-                value = parsed if _admits(schema, parsed) else text
+                value = parsed if _admits(schema, parsed, self._schema) else text
             except (ValueError, RecursionError):
                 pass
         self._answer.arguments(f"{self._separator}{json.dumps(name)}: {json.dumps(value, ensure_ascii=False)}")

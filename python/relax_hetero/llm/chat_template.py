@@ -25,7 +25,7 @@ from typing import Any
 from . import template_worker
 from .errors import RequestError, TokenizerError
 from .json_tokenizer import JsonTokenizer
-from .special_tokens import NONCHARACTERS, Prompt
+from .special_tokens import NONCHARACTERS, Prompt, begin_and_end
 from .template_worker import (
     ANSWER,
     BEYOND_LIMITS,
@@ -142,8 +142,6 @@ class ChatTemplate:
         TokenizerError
             If there is neither, or the source is not a template, or a short conversation exceeds the limits.
         """
-        special_ids = {"bos_token": tokenizer.begin_id, "eos_token": min(tokenizer.stop_ids, default=None)}
-        names = {name: tokenizer.names[token] for name, token in special_ids.items() if token is not None}
         origin = "given" if source else "file"
         source = source or tokenizer.chat_template or None
         if source is not None and not isinstance(source, str):
@@ -158,7 +156,7 @@ class ChatTemplate:
                 )
             origin, source = f"guessed from {guess}", _TEMPLATE_BY_TOKEN[guess]
         control_names = getattr(tokenizer, "control_names", ())
-        template = cls(source, {"bos_token": "", "eos_token": "", **names}, control_names, origin)
+        template = cls(source, begin_and_end(tokenizer), control_names, origin)
         template.guessed_from = guess
         status, answer, _ = template._render_with_status([{"role": "user", "content": "Hi"}], {})
         if status == BEYOND_LIMITS:

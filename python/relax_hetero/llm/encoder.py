@@ -40,6 +40,8 @@ class Encoder:
         Tokenizer of the file.
     lengths : tuple of int
         Maximum tokens of a text of each function, ascending.
+    vocabulary : int
+        Number of tokens of the model.
 
     Raises
     ------
@@ -70,7 +72,7 @@ class Encoder:
         if lengths is None:
             lengths = sorted({min(length, model.context) for length in LENGTHS})
         self.lengths, self._pooling = tuple(sorted(set(lengths))), model.pooling
-        self._vocabulary = model.vocabulary
+        self.vocabulary = model.vocabulary
         devices = ["llvm"] if vdevices is None else vdevices
         mod = encoder_from_gguf(file, devices, placement, self.lengths, activation_bits, activations)
         self._machine = VirtualMachine(compile_module(mod, progress=progress))
@@ -112,9 +114,9 @@ class Encoder:
         count, longest = len(tokens), self.lengths[-1]
         if not 0 < count <= longest:
             raise RequestError(f"a text has {count:,} tokens, expected 1 to {longest:,}; see lengths of rh.llm.Encoder")
-        unknown = next((token for token in tokens if not 0 <= token < self._vocabulary), None)
+        unknown = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
         if unknown is not None:
-            raise RequestError(f"a text has the token {unknown}, expected 0 to {self._vocabulary - 1}")
+            raise RequestError(f"a text has the token {unknown}, expected 0 to {self.vocabulary - 1}")
         rows = next(length for length in self.lengths if length >= count)
         arrays = {"tokens": np.zeros(rows, "int32"), "positions": np.full(rows, -1, "int32")}
         arrays["tokens"][:count], arrays["positions"][:count] = tokens, np.arange(count)

@@ -53,6 +53,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer | JsonTokenizer:
         if not 0 <= token < len(tokenizer):
             raise TokenizerError(f"{path}: texts end with token {token}, expected one below {len(tokenizer)}")
     tokenizer.stop_ids |= config.end_ids
+    tokenizer.sampling_defaults = config.sampling_defaults
     return tokenizer
 
 

@@ -44,6 +44,8 @@ class JsonTokenizer:
         Token for the beginning of a text, if there is one.
     chat_template
         Chat template in jinja2, if there is one.
+    sampling_defaults : dict of str to float
+        `SamplingParams` that the model's files recommend.
 
     Raises
     ------
@@ -83,7 +85,7 @@ class JsonTokenizer:
         self._read_decoder(data.get("decoder"))
         config = TokenizerConfig(Path(folder))
         self.begin_id = self.token(config.name("bos_token") or config.name("cls_token"))
-        self.chat_template = config.chat_template
+        self.chat_template, self.sampling_defaults = config.chat_template, config.sampling_defaults
         ends = {vocabulary[name] for name in ends_of(self.control_names | ALWAYS_CONTROL & vocabulary.keys())}
         named = {self.token(config.name("eos_token")), *config.end_ids, *ends}
         self.stop_ids = frozenset(token for token in named if token is not None)

@@ -35,6 +35,7 @@ from .description import ModelDescription, context_warning
 from .folder_tokenizer import load_tokenizer, tokenizer_of
 from .json_tokenizer import JsonTokenizer
 from .model import TokenizerProtocol
+from .params import DEFAULTS_IN_FILES
 from .tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -467,7 +468,7 @@ def save(model: CompiledModel, source: str | os.PathLike[str], folder: str | os.
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     model.executable.export_library(target / _LIBRARY)
-    names = [_LIBRARY, *_copy_tokenizer(Path(source), target)]
+    names = [_LIBRARY, *copy_tokenizer(Path(source), target)]
     fields = {**asdict(model.description), _DIGESTS: {name: _digest(target / name) for name in names}}
     (target / _DESCRIPTION).write_text(json.dumps(fields, indent=1))
 
@@ -542,8 +543,16 @@ def _digest(path: Path) -> str:
         raise BuildError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _copy_tokenizer(source: Path, target: Path) -> list[str]:
-    """Copy a folder's files of its tokenizer, or write a GGUF file with only its metadata; return their names."""
+def copy_tokenizer(source: Path, target: Path) -> list[str]:
+    """Copy a folder's files of its tokenizer, or write a GGUF file with only its metadata; return their names.
+
+    Parameters
+    ----------
+    source : Path
+        GGUF file, or folder with a tokenizer.
+    target : Path
+        Folder to write to.
+    """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     if source.is_dir():
@@ -555,7 +564,7 @@ def _copy_tokenizer(source: Path, target: Path) -> list[str]:
     architecture = reader.fields["general.architecture"].contents()
     writer = GGUFWriter(target / _TOKENIZER, architecture)
     for name, field in reader.fields.items():
-        if name.startswith("tokenizer."):
+        if name.startswith("tokenizer.") or name in DEFAULTS_IN_FILES.values():
             element_type = field.types[-1] if field.types[0] == GGUFValueType.ARRAY else None
             writer.add_key_value(name, field.contents(), field.types[0], sub_type=element_type)
     writer.write_header_to_file()

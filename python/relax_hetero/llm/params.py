@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .errors import RequestError
+from .errors import RequestError, TokenizerError
 from .structured_output import StructuredOutputs
 
 MAX_LOGPROBS = 20
 """Limit of OpenAI's ``top_logprobs``."""
 MAX_STOPS = 16
+DEFAULTS_IN_FILES = {
+    "temperature": "general.sampling.temp",
+    "top_k": "general.sampling.top_k",
+    "top_p": "general.sampling.top_p",
+    "min_p": "general.sampling.min_p",
+    "repetition_penalty": "general.sampling.penalty_repeat",
+}
+"""Sampling parameters that files of models recommend: names in ``generation_config.json``, and keys of GGUF files."""
 MAX_STOP_CHARACTERS = 1024
 """Maximum length of a stop string, and so of the text that a stream holds back because it may begin one."""
 
@@ -134,6 +141,32 @@ class SamplingParams:
         """True if more than the index of the largest allowed logit is needed: to sample, or for log-probabilities."""
         return not self.greedy or self.penalizes or bool(self.logit_bias) or self.logprobs is not None
 
+    @staticmethod
+    def defaults_in(fields: Mapping[str, Any], location: str) -> dict[str, float]:
+        """Parameters that a model's file recommends, by name; {} if there are none.
+
+        Parameters
+        ----------
+        fields : mapping of str to object
+            ``generation_config.json``, or metadata of a GGUF file.
+        location : str
+            Name of the file, for errors.
+
+        Raises
+        ------
+        TokenizerError
+            If a value is out of range.
+        """
+        stated = {name: fields.get(name, fields.get(key)) for name, key in DEFAULTS_IN_FILES.items()}
+        values = {name: value for name, value in stated.items() if value is not None}
+        if values.get("top_k") == -1:  # all tokens
+            values["top_k"] = 0
+        try:
+            SamplingParams(**values)
+        except RequestError as error:
+            raise TokenizerError(f"{location}: {error}") from error
+        return values
+
     def check_tokens(self, vocabulary: int) -> None:
         """Raise RequestError if a token id is not below `vocabulary`.
 
@@ -158,8 +191,8 @@ def _check_stops(stops: Any) -> None:
 
 
 def _check_number(name: str, value: Any, minimum: float, maximum: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise RequestError(f"{name}: found {value!r}, expected a number from {minimum:g} to {maximum:g}")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e300:
+        raise RequestError(f"{name}: found {value!r:.40}, expected a number from {minimum:g} to {maximum:g}")
     if not minimum <= value <= maximum:
         raise RequestError(f"{name}: found {value:g}, expected {minimum:g} to {maximum:g}")
 

@@ -94,6 +94,19 @@ def control_tokens(tokenizer: TokenizerProtocol) -> dict[str, int]:
     return {name: token for token, name in enumerate(getattr(tokenizer, "names", ())) if name in control}
 
 
+def begin_and_end(tokenizer: TokenizerProtocol) -> dict[str, str]:
+    """Names of the tokens for the beginning and the end of a text; empty if the tokenizer does not tell them.
+
+    Parameters
+    ----------
+    tokenizer : TokenizerProtocol
+        Tokenizer, perhaps with `names` and `begin_id` as `Tokenizer` has them.
+    """
+    ids = {"bos_token": getattr(tokenizer, "begin_id", None), "eos_token": min(tokenizer.stop_ids, default=None)}
+    names = getattr(tokenizer, "names", ())
+    return {name: "" if token is None or token >= len(names) else names[token] for name, token in ids.items()}
+
+
 class NamingTokenizer:
     """Tokenizer some of whose control tokens add their names to a text.
 

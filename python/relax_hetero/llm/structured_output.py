@@ -11,11 +11,12 @@ import math
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from decimal import Decimal
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,15 @@ _MAX_COMPILED = 16
 _MAX_LEXER_STATES = 50_000
 """Limit of a grammar's states, each of 1 to 2 KB; JSON schemas have some hundreds."""
 _MAX_SOURCE_CHARACTERS = 1 << 20
+_GBNF_RULE = re.compile(r"^\s*([\w-]+)\s*::=", re.MULTILINE)
+_GBNF_WORD = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^]\\])*]|#[^\n]*|[\w-]+', re.DOTALL)
+"""Texts, sets of characters, comments, and names of rules."""
+_STACK_BYTES = 1 << 30
+"""Stack of a thread that compiles a grammar, of which only used pages take memory: llguidance descends rules that name
+rules, with up to 3 KB for each ten characters of the source."""
+_STACK_SIZE_LOCK = threading.Lock()
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.eE\d]+)')
+_NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE]\+?\d+)?")
 _MAX_MULTIPLE = 20_000
 """Limit of the least common multiple of a schema's ``multipleOf``: llguidance has a state for each remainder."""
 _THREADS = 4
@@ -102,7 +111,7 @@ class StructuredOutputs:
             found = f"found {len(source):,} characters"
             raise RequestError(f"{self.location}: {found}, expected at most {_MAX_SOURCE_CHARACTERS:,}")
         with package_errors(self.location):
-            _check_multiples(source)
+            _check_numbers(source)
         return source
 
 
@@ -115,8 +124,14 @@ class _Form:
     rule: Callable[[Any], str]
 
 
-def _check_multiples(source: str) -> None:
-    """Raise RequestError for multiples that take llguidance seconds; powers of ten take no states."""
+def _check_numbers(source: str) -> None:
+    """Raise RequestError for numbers of which llguidance cannot make an expression.
+
+    Multiples take seconds, unless they are powers of ten; the lowest integer of 64 bits overflows the stack.
+    """
+    lowest = next((text for text in _NEGATIVE.findall(source) if float(text) <= -(2.0**63)), None)
+    if lowest is not None:
+        raise RequestError(f"found the number {lowest:.40}, expected more than {-(2**63):,}")
     unescaped = re.sub(r"\\u([\da-fA-F]{4})", lambda match: chr(int(match[1], 16)), source)
     multiple = 1
     for text in _MULTIPLE_OF.findall(unescaped):
@@ -161,8 +176,20 @@ def _grammar_rule(grammar: str) -> str:
     _package()
     from llguidance.gbnf_to_lark import gbnf_to_lark
 
-    is_gbnf = re.search(r"^\s*[\w-]+\s*::=", grammar, re.MULTILINE)
-    return f"%lark {{\n{gbnf_to_lark(grammar) if is_gbnf else grammar}\n}}"
+    names = _GBNF_RULE.findall(grammar)
+    return f"%lark {{\n{gbnf_to_lark(_distinct_rules(grammar, names)) if names else grammar}\n}}"
+
+
+def _distinct_rules(grammar: str, names: Iterable[str]) -> str:
+    """Rename rules of GBNF to which the package would give another's name in Lark, where ``root`` is ``start``."""
+    taken, renamed = {"start"}, {}
+    for name in dict.fromkeys(names):
+        new = lark = re.sub(r"([a-z])([A-Z])", r"\1_\2", name.replace("-", "_")).lower()
+        numbers = count(len(taken))
+        while new in taken and name != "root":
+            new = renamed[name] = f"{lark}_{next(numbers)}"
+        taken.add(new)
+    return _GBNF_WORD.sub(lambda match: renamed.get(match[0], match[0]), grammar)
 
 
 def _choice_rule(texts: Sequence[str]) -> str:
@@ -200,6 +227,19 @@ def _package() -> Any:
     except ImportError as error:
         raise RequestError("structured output needs the package llguidance; pip install 'relax-hetero[llm]'") from error
     return llguidance
+
+
+def _on_large_stack(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own, whose stack is large."""
+    with _STACK_SIZE_LOCK:
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread = ThreadPoolExecutor(1, "relax_hetero.llm grammar")
+            future = thread.submit(function)
+        finally:
+            threading.stack_size(usual)
+    thread.shutdown(wait=False)
+    return future.result()
 
 
 def _error_of(matcher: Any) -> str:
@@ -311,18 +351,21 @@ class Grammars:
                 with package_errors(location):
                     self._tokens = self._make_tokens()
         with package_errors(location):
-            package = _package()
-            limits = package.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
-            matcher = package.LLMatcher(
-                self._tokens, package.LLMatcher.grammar_from_lark(source), log_level=0, limits=limits
-            )
-            matcher.compute_bitmask()  # fails for expressions that are too large, and warms the caches of copies
+            matcher = _on_large_stack(lambda: self._make_matcher(source))
         if matcher.is_error():
             raise RequestError(f"{location}: {_error_of(matcher)}")
         with self._lock:
             self._compiled[source] = matcher
             if len(self._compiled) > _MAX_COMPILED:
                 self._compiled.popitem(last=False)
+        return matcher
+
+    def _make_matcher(self, source: str) -> Any:
+        package = _package()
+        limits = package.LLParserLimits(max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False)
+        grammar = package.LLMatcher.grammar_from_lark(source)
+        matcher = package.LLMatcher(self._tokens, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()  # fails for expressions that are too large, and warms the caches of copies
         return matcher
 
     def _make_tokens(self) -> Any:

@@ -18,6 +18,7 @@ import numpy as np
 
 from ..errors import HeteroError
 from .errors import TokenizerError
+from .params import SamplingParams
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from .sentencepiece_model import BPE, UNIGRAM, check_character_map, sentencepiece_model
 from .special_tokens import SpecialTokens
@@ -76,6 +77,8 @@ class Tokenizer:
         Rows of the tables `MODELS` and `PRE_TOKENIZERS`.
     chat_template : str or None
         Chat template of the file in jinja2, if there is one.
+    sampling_defaults : dict of str to float
+        `SamplingParams` that the model's files recommend.
     max_token_bytes : int or None
         Maximum number of bytes of a token; None if there is no limit.
 
@@ -94,6 +97,7 @@ class Tokenizer:
         kinds = self.numbers("token_type", "kinds") if self._get("token_type", None) is not None else None
         self._kinds = _check_kinds(np.full(len(stored), NORMAL) if kinds is None else kinds, decoded)
         self.chat_template: str | None = fields.get("tokenizer.chat_template")
+        self.sampling_defaults = SamplingParams.defaults_in(fields, "general.sampling")
         model = self.model = _look_up(MODELS, self._require("model"), "tokenizer.ggml.model")
         name = model.pre or (self._get("pre", "default") if model.has_merges else "default")
         pre = self.pre_tokenizer = _look_up(PRE_TOKENIZERS, name, "tokenizer.ggml.pre")

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..artifact.regular_files import read_regular
 from .errors import TokenizerError
+from .params import SamplingParams
 
 
 class TokenizerConfig:
@@ -30,6 +31,8 @@ class TokenizerConfig:
         Tokens that end a text.
     chat_template : str or None
         Chat template in jinja2, if there is one.
+    sampling_defaults : dict of str to float
+        `SamplingParams` that ``generation_config.json`` recommends.
 
     Raises
     ------
@@ -42,6 +45,8 @@ class TokenizerConfig:
         self.fields = read_object(folder / "tokenizer_config.json")
         self.end_ids = set(self._find_ends())
         self.chat_template = self._find_template()
+        generation = folder / "generation_config.json"
+        self.sampling_defaults = SamplingParams.defaults_in(read_object(generation), str(generation))
 
     def name(self, key: str) -> str | None:
         """Name of a special token, such as ``bos_token``, which files write as text or as an object."""

@@ -22,6 +22,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 AUTO: Literal["auto"] = "auto"
 _MAX_TEMPLATE_BYTES = 1 << 20
+_LARGE_BATCHES = (16, 32)
+"""Batch sizes of decode functions for as many slots: a step of 16 takes 0.8 of the time of two of 8."""
 
 
 class PlacementParam(PairParam):
@@ -82,9 +84,13 @@ class LanguageModelOptions:
         """
         import relax_hetero.llm as llm
 
+        from ..llm.model_loader import BATCHES
+
+        large = tuple(rows for rows in _LARGE_BATCHES if rows <= (self.slots or 0))
         options: dict[str, Any] = {
             "context": self.context,
             "slots": self.slots,
+            "batches": (*BATCHES, *large) if large else None,
             "batch_invariant": self.batch_invariant or None,
             "memory_limit": self.memory_limit,
             "expert_counts": self.expert_counts,
@@ -134,7 +140,11 @@ _OPTIONS = (
         metavar="FILE",
         help="Use the chat template in this file instead of the model's own.",
     ),
-    click.option("--slots", type=click.IntRange(min=1), help="Maximum number of sequences that run at once."),
+    click.option(
+        "--slots",
+        type=click.IntRange(min=1),
+        help="Maximum number of sequences that run at once; the default is 8.",
+    ),
     click.option(
         "--context",
         type=click.IntRange(min=2),

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..display.console import console
-from ..errors import HeteroError
+from ..errors import EncoderError, HeteroError
 from ..llm.server.limits import Limits
 from .command import command
-from .language_model import LanguageModelOptions, language_model_options
+from .language_model import AUTO, LanguageModelOptions, language_model_options
 from .placement_options import BytesParam
 
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, JsonTokenizer, Tokenizer
 
 _SECONDS = click.FloatRange(min=1)
+_LANGUAGE_MODEL_OPTIONS = {
+    "context": "--context",
+    "slots": "--slots",
+    "template": "--chat-template",
+    "batch_invariant": "--batch-invariant",
+    "memory_limit": "--memory-limit",
+    "expert_counts": "--expert-counts",
+}
+"""Options that do not apply to encoders, by their fields in `LanguageModelOptions`."""
 _Command = Callable[..., Any]
 
 
@@ -143,6 +154,13 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     help="GGUF file or folder of an encoder, or of a language model, for /v1/embeddings.",
 )
 @click.option(
+    "--generation-config",
+    type=click.Choice(["auto", "none"]),
+    default="auto",
+    show_default=True,
+    help="Sampling of requests that state none: as the model's files recommend, or temperature 1 without filters.",
+)
+@click.option(
     "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
 )
 def serve_command(
@@ -156,12 +174,13 @@ def serve_command(
     count_experts: Path | None,
     tool_format: str | None,
     embedding_model: Path | None,
+    generation_config: str,
     replicas: int | None,
     **limit_values: Any,
 ) -> None:
     """Serve MODEL, a GGUF file or a folder, with OpenAI's endpoints.
 
-    Folders are of Hugging Face, with an ONNX decoder, or of a compiled model.
+    Folders are of Hugging Face, with an ONNX decoder, or of a compiled model. Encoders have /v1/embeddings only.
 
     Requests with unsupported fields are refused with the field's name. Connections of silent or slow clients are
     closed; /health is always answered.
@@ -180,7 +199,8 @@ def serve_command(
     def on_ready(url: str) -> None:
         stderr.print(f"{settings.name}: {url}/v1 (health: {url}/health, metrics: {url}/metrics)", markup=False)
 
-    loader = _Loader(model_options, limits.in_flight, prefixes, count_experts, embedding_model)
+    uses_defaults = generation_config == "auto"
+    loader = _Loader(model_options, limits.in_flight, prefixes, count_experts, embedding_model, uses_defaults)
     if replicas is not None:
         if port == 0:
             raise click.UsageError("--replicas needs a --port other than 0")
@@ -194,7 +214,8 @@ def serve_command(
 
     model = loader()
     try:
-        with model["engine"] as engine:
+        settings = replace(settings, sampling_defaults=model["sampling_defaults"])
+        with model["engine"] or nullcontext() as engine:
             serve(engine, settings, model["template"], host, port, on_ready, model["encoder"])
     finally:
         if count_experts is not None:
@@ -211,14 +232,19 @@ class _Loader:
         prefixes: int,
         count_experts: Path | None,
         embedding_model: Path | None,
+        uses_defaults: bool,
     ) -> None:
         self._model_options, self._in_flight, self._prefixes = model_options, in_flight, prefixes
         self._count_experts, self._embedding_model = count_experts, embedding_model
+        self._uses_defaults = uses_defaults
 
     def __call__(self) -> Mapping[str, Any]:
         from ..llm import Engine
 
-        model, tokenizer = self._model_options.load(count_experts=self._count_experts is not None)
+        try:
+            model, tokenizer = self._model_options.load(count_experts=self._count_experts is not None)
+        except EncoderError:
+            return {**self._load_encoder_alone(), "sampling_defaults": {}, "counts": None}
         if self._count_experts is not None:
             model.expert_counts.continue_file(self._count_experts)  # one that cannot be written is an error now
         template = _chat_template(self._model_options, tokenizer)
@@ -230,12 +256,24 @@ class _Loader:
             "template": template,
             "encoder": self._embedding_model and self._load_encoder(self._embedding_model),
             "counts": self._count_experts and model.expert_counts,
+            "sampling_defaults": tokenizer.sampling_defaults if self._uses_defaults else {},
         }
 
-    def _load_encoder(self, path: Path) -> Any:
+    def _load_encoder_alone(self) -> dict[str, Any]:
+        options = self._model_options
+        others = [option for name, option in _LANGUAGE_MODEL_OPTIONS.items() if getattr(options, name)]
+        others += ["--count-experts"] * bool(self._count_experts) + ["--embedding-model"] * bool(self._embedding_model)
+        rules = None if options.placement == AUTO else options.placement
+        others += ["--placement auto"] * (options.placement == AUTO)
+        if others:
+            found = " and ".join(others)
+            raise HeteroError(f"{options.path}: found {found}, which does not apply to an encoder, expected none")
+        return {"engine": None, "template": None, "encoder": self._load_encoder(options.path, rules)}
+
+    def _load_encoder(self, path: Path, rules: dict[str, str] | None = None) -> Any:
         import relax_hetero.llm as llm
 
-        return llm.Encoder(path, self._model_options.vdevices)
+        return llm.Encoder(path, self._model_options.vdevices, rules)
 
 
 def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer | JsonTokenizer) -> ChatTemplate:

@@ -83,6 +83,9 @@ KINDS = {
     "arguments": Kind("argument_attacks"),
     "models": Kind("damaged_files", "attack_models"),
     "containers": Kind("damaged_files", "attack_containers"),
+    "gguf": Kind("language_models", "attack_gguf"),
+    "folders": Kind("language_models", "attack_folders", quick=False),
+    "forms": Kind("language_models", "attack_forms"),
     "sanitized": Kind("onnx_graphs", "attack_sanitized", sanitizer, limit_memory=False, quick=False),
 }
 """Kinds of attacks that `make fuzz` runs."""

@@ -6,7 +6,6 @@ Bytes are changed by `file_attacks`; fields of models also one by one, so that t
 from __future__ import annotations
 
 import functools
-import itertools
 import random
 import tempfile
 from pathlib import Path
@@ -19,7 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 import relax_hetero as rh
 
-from .file_attacks import attacks_of
+from .file_attacks import damaged
 from .harness import REFUSED, RIGHT, Outcome
 
 _INTS = (0, 1, -1, 2, 3, 7, 16, 127, 2**31 - 1, 2**31, -(2**31), 2**62, 2**63 - 1, -(2**63))
@@ -155,16 +154,11 @@ def _mutated(message: Message, draw: random.Random) -> None:
         message.ClearField(field.name)
 
 
-def _damaged(kind: str, seed: bytes, draw: random.Random) -> tuple[str, bytes]:
-    """One of the attacks on files of a kind, and what it makes of the seed: the attacks take turns."""
-    return next(itertools.islice(attacks_of(kind, seed, draw), draw.randrange(100), None))
-
-
 def attack_models(rng: np.random.Generator) -> Outcome:
     """A damaged model is imported, and compiled if the importer takes it."""
     draw = random.Random(int(rng.integers(2**63)))
     if draw.random() < 0.4:
-        name, data = _damaged("onnx", _seed_model(), draw)
+        name, data = damaged("onnx", _seed_model(), draw)
     else:
         name, model = "fields", onnx.ModelProto.FromString(_seed_model())
         for _ in range(draw.choice((1, 1, 2, 4))):
@@ -182,7 +176,7 @@ def attack_models(rng: np.random.Generator) -> Outcome:
 def attack_containers(rng: np.random.Generator) -> Outcome:
     """A damaged executable is loaded, and a machine made of it."""
     draw = random.Random(int(rng.integers(2**63)))
-    _, data = _damaged("container", _seed_container(), draw)
+    _, data = damaged("container", _seed_container(), draw)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "damaged.so"
         path.write_bytes(data)

@@ -19,7 +19,7 @@ from relax_hetero.artifact import container
 Attack = Callable[[bytes, random.Random], Iterator[bytes]]
 
 _EXTREMES = (0, 1, -1, 2**7, 2**31 - 1, 2**31, 2**32, 2**62, 2**63 - 1, 2**63, -(2**63), 2**64)
-_ODD_VALUES: tuple[Any, ...] = (
+ODD_VALUES: tuple[Any, ...] = (
     None, True, "", "\0", "\x1b[31m", "n" * 5000, "+".join(["n"] * 5000), "é", [], {}, [[]], {"kind": "tuple"},
     1.5, float("inf"), *_EXTREMES, 10**400,
 )  # fmt: skip
@@ -109,6 +109,11 @@ def forged_footers(seed: bytes, rng: random.Random) -> Iterator[bytes]:
         yield seed[:begin] + packed + container._CHECKSUM.pack(zlib.crc32(packed))
 
 
+def forged_json(seed: bytes, rng: random.Random) -> Iterator[bytes]:
+    """A JSON text with a value replaced, removed or moved."""
+    return _forged(seed, rng)
+
+
 def _header_of(seed: bytes) -> bytes:
     begin, end = _ends(seed)[1:]
     return seed[begin:end]
@@ -150,7 +155,7 @@ def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
         data = json.loads(text)
         holder, key = rng.choice(_places(data)) if iteration else (None, None)
         if holder is None:
-            data = rng.choice(_ODD_VALUES)
+            data = rng.choice(ODD_VALUES)
         elif rng.random() < 0.2:
             del holder[key]
         elif rng.random() < 0.2:
@@ -159,7 +164,7 @@ def _forged(text: bytes, rng: random.Random) -> Iterator[bytes]:
         elif isinstance(holder[key], int) and rng.random() < 0.5:
             holder[key] = rng.choice((holder[key] + 1, holder[key] - 1, *_EXTREMES))
         else:
-            holder[key] = rng.choice(_ODD_VALUES)
+            holder[key] = rng.choice(ODD_VALUES)
         yield json.dumps(data).encode()
 
 
@@ -184,6 +189,7 @@ ATTACKS: dict[str, tuple[Attack, ...]] = {
     # The code in these files stays intact, so that running an accepted one runs no forged code.
     "container header": (forged_headers, forged_metadata, forged_footers, truncated),
     "text": _ANY_FILE,
+    "json": (forged_json,),
 }
 """Kinds of files, and the attacks that fit."""
 
@@ -193,3 +199,8 @@ def attacks_of(kind: str, seed: bytes, rng: random.Random) -> Iterator[tuple[str
     running = {attack.__name__: attack(seed, rng) for attack in ATTACKS[kind]}
     for name in itertools.cycle(running):
         yield name, next(running[name])
+
+
+def damaged(kind: str, seed: bytes, rng: random.Random) -> tuple[str, bytes]:
+    """One of the attacks on files of a kind, and what it makes of the seed: the attacks take turns."""
+    return next(itertools.islice(attacks_of(kind, seed, rng), rng.randrange(100), None))

@@ -13,6 +13,7 @@ from .attacks import KINDS, kind_of
 from .harness import Outcome, Report
 
 CASES = {"graphs": 1, "sizes": 2, "arguments": 20, "models": 20, "containers": 20}
+CASES |= {"gguf": 5, "forms": 20}
 """A few seconds of each quick kind. A number and not a time, so that a busy machine tries the same ones."""
 
 

@@ -314,7 +314,11 @@ def test_forced_calls(name, visible):
 
 
 XML = {
-    "$defs": {"level": {"enum": [1, 2]}},
+    "$defs": {
+        "level": {"enum": [1, 2]},
+        "word": {"$ref": "#/$defs/words/$defs/word"},
+        "words": {"$defs": {"word": {"type": "string", "maxLength": 9}}},
+    },
     "type": "object",
     "properties": {
         "color": {"type": "string", "enum": ["red", "12"]},
@@ -323,10 +327,15 @@ XML = {
         "unit": {"type": "string", "pattern": r"^[0-9]+(m/s|\$)$"},
         "day": {"type": "string", "format": "date"},
         "level": {"$ref": "#/$defs/level"},
+        "word": {"allOf": [{"$ref": "#/$defs/word"}], "description": "a word"},
+        "tag": {"enum": ["</parameter></arg_value>", "b"]},
+        "any": True,
+        "never": False,
     },
-    "required": ["color", "kind", "code", "unit", "day", "level"],
+    "required": ["color", "kind", "code", "unit", "day", "level", "word", "tag", "any"],
 }
-VALUES = {"color": "12", "kind": "a b", "code": "</a", "unit": "20m/s", "day": "2024-02-29", "level": "2"}
+VALUES = {"color": "12", "kind": "a b", "code": "</a", "unit": "20m/s", "day": "2024-02-29", "level": "2",
+          "word": "12", "tag": "b", "any": "[1]"}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["glm", "qwen3_coder"])
@@ -347,7 +356,8 @@ def test_values_of_forced_calls_in_xml(name):
             request = engine.submit("prompt", SamplingParams(seed=seed, max_tokens=600, structured_outputs=form))
             return request.result(60), request.finish_reason
 
-    wrong = {"color": "blue", "kind": "ab", "code": "toolong", "unit": "m/s", "day": "2024-13-01", "level": "3"}
+    wrong = {"color": "blue", "kind": "ab", "code": "toolong", "unit": "m/s", "day": "2024-13-01", "level": "3",
+             "word": "1234567890", "tag": "</parameter></arg_value>"}  # fmt: skip
     complete = 0
     for seed, each in enumerate(["", *wrong]):
         script = call({**VALUES, each: wrong[each]} if each else VALUES)
@@ -361,7 +371,15 @@ def test_values_of_forced_calls_in_xml(name):
     assert complete > 3
     anything = call({"any name": "1 < 2 </", "other": ""})
     assert answer({"type": "object"}, anything, 0) == (anything, "stop")
-    for schema in ({"properties": [1]}, {"properties": {"a": 1}}, {"properties": {}, "required": None}):
+    cut = call({"a": "1</parameter></arg_value>2"})
+    assert answer({"properties": {"a": {"type": "string"}}}, cut, 0)[0] != cut
+    for schema in (
+        {"properties": [1]},
+        {"properties": {"a": 1}},
+        {"properties": {}, "required": None},
+        {"properties": {"a": False}, "required": ["a"]},
+        {"properties": {"a": {"const": "</parameter></arg_value>"}}},
+    ):
         with pytest.raises(RequestError, match="expected"):
             row.grammar({"tool": schema}, False, {})
 
@@ -371,12 +389,20 @@ def test_values_in_xml_have_a_type_of_the_schema():
         "zip": {"anyOf": [{"type": "string"}, {"type": "null"}]},
         "size": {"enum": ["1", "2"]},
         "count": {"type": ["string", "integer"]},
+        "code": {"$ref": "#/$defs/a~1b"},
+        "codes": {"anyOf": [{"$ref": "#/$defs/a%7E1b"}, {"type": "null"}]},
+        "loop": {"$ref": "#/properties/loop"},
+        "alternatives": {"$ref": "#/$defs/alternatives"},
+        "gone": {"$ref": "#/$defs/gone"},
         "other": {},
+        "any": True,
     }
-    parser = AnswerParser(ROWS["glm"].parse, tools={"tool": {"properties": types}})
+    definitions = {"a/b": {"type": "string"}, "alternatives": {"anyOf": [{"$ref": "#/$defs/alternatives"}]}}
+    parser = AnswerParser(ROWS["glm"].parse, tools={"tool": {"properties": types, "$defs": definitions}})
     pairs = "".join(f"<arg_key>{key}</arg_key><arg_value>2</arg_value>" for key in types)
     arguments = "".join(part.text for part in parser.feed(f"<tool_call>tool{pairs}</tool_call>")[1:])
-    assert json.loads(arguments) == {"zip": "2", "size": "2", "count": 2, "other": 2}
+    texts = dict.fromkeys(("zip", "size", "code", "codes"), "2")
+    assert json.loads(arguments) == dict.fromkeys(types, 2) | texts
 
 
 @pytest.mark.parametrize(

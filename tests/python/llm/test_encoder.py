@@ -6,6 +6,7 @@ import pytest
 import relax_hetero as rh
 from llm.architecture_models import ENCODERS, LENGTHS, MODELS, TOKENS, recorded, tensors_of, weights_of, write
 from marks import slow_but_for
+from relax_hetero.errors import EncoderError
 from relax_hetero.frontend.from_gguf import encoder_from_gguf
 
 NAMES = ["<s>", "</s>", "<unk>", "\u2581", *map(chr, range(33, 125))]
@@ -91,7 +92,7 @@ def test_rows_after_a_text_have_no_effect(tmp_path):
 
 
 def test_what_is_refused(tmp_path):
-    with pytest.raises(rh.HeteroError, match="bert encodes texts, expected a model that generates them"):
+    with pytest.raises(EncoderError, match="bert encodes texts, expected a model that generates them"):
         rh.from_gguf(file_of(tmp_path, "bert"))
     with pytest.raises(rh.HeteroError, match="expected whole numbers from 1 to the context, 256"):
         encoder_from_gguf(file_of(tmp_path, "gpt2", MODELS), lengths=(257,))

@@ -71,11 +71,13 @@ def test_files_beside_a_model_of_sentencepiece(tmp_path):
     config = {"added_tokens_decoder": decoder, "eos_token": {"content": "<|im_end|>"}, "add_eos_token": True}
     config["chat_template"] = [{"name": "tool_use", "template": "b"}, {"name": "default", "template": "a"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
-    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [size + 2, 2]}))
+    sampling = {"temperature": 0.7, "top_k": -1, "top_p": 0.8, "min_p": None, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [size + 2, 2], **sampling}))
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.names[size:] == ["<tool>", f"[PAD{size + 1}]", "<|im_end|>"]
     assert tokenizer.encode("<tool>", special=False) == [1, size, size + 2]
     assert tokenizer.stop_ids == {2, size + 2} and tokenizer.chat_template == "a"
+    assert tokenizer.sampling_defaults == {"temperature": 0.7, "top_k": 0, "top_p": 0.8}
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": size + 3}))
     with pytest.raises(TokenizerError, match=f"texts end with token {size + 3}, expected one below"):
         load_tokenizer(tmp_path)

@@ -86,6 +86,14 @@ def test_complete_answers_validate(batch):
         ({"choice": ["yes", "no", 'may"be']}, 'yes|no|may"be'),
         ({"choice": [f"number {number}" for number in range(5000)]}, "number [0-9]+"),
         ({"grammar": 'root ::= "a" digit+ "z"\ndigit ::= [0-9]'}, "a[0-9]+z"),
+        # Names that are the same in Lark, or that are its own.
+        (
+            {
+                "grammar": 'root ::= start "start" Start-1 start_1\nstart ::= [start"]+ # start\n'
+                'Start-1 ::= "\\"" start\nstart_1 ::= "!"'
+            },
+            '[start"]+start"[start"]+!',
+        ),
         ({"grammar": 'start: "a" (B | "c") "z"\nB: /b{2,4}/'}, "a(b{2,4}|c)z"),
         ({"grammar": 'start[max_tokens=9]: "a ::= b"'}, "a ::= b"),
         ({"json": '{"enum": [1, 2]}'}, "1|2"),
@@ -106,6 +114,18 @@ def test_forms(form, expression):
     assert ended and all(re.fullmatch(expression, text) for text in ended)
 
 
+def test_long_chains_of_rules():
+    """The package descends them recursively."""
+    rules = [f"r{index}: r{index + 1}" for index in range(20_000)]
+    definitions = {f"d{index}": {"type": "array", "items": {"anyOf": [{"const": 1}, {"$ref": f"#/$defs/d{index + 1}"}]}}
+                   for index in range(3000)} | {"d3000": {"const": 2}}  # fmt: skip
+    grammars = Grammars(CODEC, 300)
+    grammar = "\n".join(["start: r0", *rules, 'r20000: "a"'])
+    for form, first in (({"grammar": grammar}, "a"), ({"json": {"$defs": definitions, "$ref": "#/$defs/d0"}}, "[")):
+        mask = grammars.constraint(StructuredOutputs(**form)).mask()
+        assert [chr(token) for token in tokens_of_mask(mask, 300)] == [first]
+
+
 @pytest.mark.parametrize(
     "form, message",
     [
@@ -123,6 +143,8 @@ def test_forms(form, expression):
         ({"json": {"examples": [{"multipleOf": 0}], "type": "integer", "multipleOf": 999983}}, "multiple is 999,983"),
         ({"json": {"allOf": [{"type": "integer", "multipleOf": 997}, {"multipleOf": 9.91}]}}, "988,027"),
         ({"grammar": 'start: %json {"type": "integer", "multiple\\u004ff": 1048576}'}, "1,048,576"),
+        ({"json": {"enum": [-(2**63) + 1]}}, "expected more than -9,223,372,036,854,775,808"),
+        ({"grammar": 'start: %json {"type": "integer", "minimum": -0.93e19, "maximum": 3}'}, "expected more than"),
         ({"json": {"type": "string", "pattern": "("}}, "unclosed group"),
         ({"json": json.loads("[" * 150 + "1" + "]" * 150)[0]}, "JSON schema"),
         ({"json": '{"a":' * 400 + "1" + "}" * 400}, "recursion limit"),

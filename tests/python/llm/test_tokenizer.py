@@ -15,6 +15,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from llm.words_of_llama_cpp import LEFT_OUT, TEXT, recorded  # noqa: E402
 from relax_hetero.llm import ChatTemplate, Tokenizer, TokenizerError  # noqa: E402
+from relax_hetero.llm.model_loader import copy_tokenizer  # noqa: E402
 from relax_hetero.llm.pre_tokenizers import PRE_TOKENIZERS  # noqa: E402
 from relax_hetero.llm.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER_DEFINED, ends_of  # noqa: E402
 
@@ -432,6 +433,19 @@ def test_malformed_byte_tokens(name):
         Tokenizer(fields)
 
 
+def test_sampling_that_a_file_recommends(tmp_path):
+    sampling = {"general.sampling.temp": 0.5, "general.sampling.top_k": 20, "general.sampling.penalty_repeat": 1.5}
+    expected = {"temperature": 0.5, "top_k": 20, "repetition_penalty": 1.5}
+    assert Tokenizer(spm_fields() | sampling).sampling_defaults == expected
+    assert Tokenizer(spm_fields()).sampling_defaults == {}
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    [name] = copy_tokenizer(written(spm_fields() | sampling, tmp_path / "model.gguf"), saved)
+    assert Tokenizer.from_gguf(saved / name).sampling_defaults == expected
+    with pytest.raises(TokenizerError, match="general.sampling: top_p: found 3"):
+        Tokenizer(spm_fields() | {"general.sampling.top_p": 3})
+
+
 def test_templates_of_conversations():
     tokenizer = Tokenizer({**spm_fields(), "tokenizer.chat_template": "{{ bos_token }}{{ messages[0].content }}"})
     assert ChatTemplate.from_tokenizer(tokenizer).render([{"role": "user", "content": "Hi"}]) == "<s>Hi"
@@ -455,6 +469,8 @@ def written(fields: dict, path: Path) -> Path:
         match value:
             case bool():
                 writer.add_bool(key, value)
+            case float():
+                writer.add_float32(key, value)
             case int():
                 writer.add_uint32(key, value)
             case str():

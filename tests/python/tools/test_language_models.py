@@ -14,6 +14,7 @@ from click.testing import CliRunner
 import relax_hetero.llm as llm
 from llm.toy_model import ToyCodec, ToyModel, alone
 from relax_hetero.display.console import console
+from relax_hetero.errors import EncoderError
 from relax_hetero.llm import ChatTemplate, TokenizerError
 from relax_hetero.llm.expert_counts import ExpertCounts
 from relax_hetero.report.page import data_of
@@ -27,6 +28,7 @@ class Codec(ToyCodec):
 
     names = tuple(f"<{token}>" for token in range(300))
     begin_id = None
+    sampling_defaults = {"temperature": 0.0}  # noqa: RUF012
     chat_template: str | None = "{% for m in messages %}{{ m.role[0] }}:{{ m.content }};{% endfor %}a:"
 
     def token(self, name: str) -> None:
@@ -211,6 +213,12 @@ def test_models_without_a_template(loaded, monkeypatch):
     assert ChatTemplate.from_tokenizer(Codec(), "{{ messages }}").guessed_from is None
 
 
+def test_many_slots_have_large_batches(loaded):
+    for slots, batches in ((12, None), (16, (1, 2, 4, 8, 16)), (40, (1, 2, 4, 8, 16, 32))):
+        assert invoke("chat", loaded[0], "--slots", slots, "-p", "Hi", "--max-tokens", 1).exit_code == 0
+        assert loaded[1][-1].get("batches") == batches
+
+
 def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch, tmp_path):
     import relax_hetero.llm.server.serve as run
 
@@ -239,7 +247,7 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch, tmp_path):
     work.start()
     assert ready.wait(60)
     url, headers = f"{address[0]}/v1/completions", {"authorization": "Bearer secret"}
-    answer = httpx.post(url, json={"prompt": "Once", "temperature": 0, "max_tokens": 7}, headers=headers)
+    answer = httpx.post(url, json={"prompt": "Once", "max_tokens": 7}, headers=headers)  # greedy by default
     assert answer.json()["model"] == "toy" and answer.json()["choices"][0]["text"] == answer_text("Once", 7)
     assert httpx.post(url, json={"prompt": "Once"}).status_code == 401
     counts.unlink()  # written when the server starts, and again when it ends
@@ -247,6 +255,27 @@ def test_the_server_answers_until_it_is_stopped(loaded, monkeypatch, tmp_path):
     work.join(60)
     assert results[0].exit_code == 0 and f"toy: {address[0]}/v1" in results[0].stderr
     assert json.loads(counts.read_text()) == {"expert_counts": {}} and loaded[1][0]["count_experts"]
+
+
+def test_encoders_are_served(loaded, monkeypatch):
+    """Options of texts that are generated do not apply to them."""
+    import relax_hetero.llm.server.serve as run
+
+    def load(path, **options):
+        raise EncoderError("encodes texts")
+
+    served = []
+    monkeypatch.setattr(llm, "load", load)
+    monkeypatch.setattr(llm, "Encoder", lambda *given: given, raising=False)
+    monkeypatch.setattr(run, "serve", lambda *given: served.append(given))
+    for options, found in ((["--context", 9], "--context"), (["--embedding-model", loaded[0]], "--embedding-model")):
+        result = invoke("serve", loaded[0], *options)
+        assert result.exit_code == 1 and f"found {found}, which does not apply to an encoder" in result.stderr
+    result = invoke("serve", loaded[0], "--placement", "*=llvm", "--generation-config", "none")
+    assert result.exit_code == 0, result.output
+    [(engine, settings, template, *_, encoder)] = served
+    assert (engine, template, settings.sampling_defaults) == (None, None, {})
+    assert encoder == (loaded[0], None, {"*": "llvm"})
 
 
 def test_experts_are_counted_in_one_process(loaded):

@@ -705,8 +705,8 @@ class _Fields:
         if value is None:
             raise FrontendError(f"{self.file}: lacks {self.name}.{key}, which its architecture needs")
         if isinstance(value, list):  # one for each layer
-            if len(value) != self.layers or len(set(value)) != 1:
-                problem = f"{len(value)} values, {len(set(value))} of them distinct"
+            if len(value) != self.layers or len(set(map(str, value))) != 1:
+                problem = f"{len(value)} values, {len(set(map(str, value)))} of them distinct"
                 raise FrontendError(
                     f"{self.file}: {self.name}.{key} has {problem}, expected one value, or the same for each of "
                     f"{self.layers} layers"

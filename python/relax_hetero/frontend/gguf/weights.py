@@ -116,6 +116,9 @@ class Weights:
         for index, part in enumerate(parts):
             data = tensor.data[index * rows : (index + 1) * rows]
             self._stacked[part] = FileTensor(part, (rows, depth), tensor.type, data)
+            scales = [f"{each.removesuffix('.weight')}.scale" for each in (name, part)]
+            if scales[0] in self:
+                self._stacked[scales[1]] = self.tensor(scales[0], [1]).renamed(scales[1])
 
     def order_rows(self, name: str, orders: Mapping[str, np.ndarray], depth: int) -> None:
         """Make matrices of some rows of a matrix, in other orders, that have all of them, under new names."""

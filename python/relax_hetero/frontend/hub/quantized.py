@@ -1,8 +1,8 @@
-"""Quantized weights of folders: FP8, AWQ, GPTQ, compressed-tensors and MXFP4.
+"""Quantized weights of folders: FP8, AWQ, GPTQ, compressed-tensors, MXFP4 and NVFP4.
 
 A matrix is several tensors of one module, such as ``qweight``, ``scales`` and ``qzeros``. Integers with a scale and
-perhaps a zero point for each group keep their bits (`integer_rows`), MXFP4 becomes that of GGUF files. All others
-become bfloat16 or float16, because no kernel reads them.
+perhaps a zero point for each group keep their bits (`integer_rows`), MXFP4 and NVFP4 become those of GGUF files. All
+others become bfloat16 or float16, because no kernel reads them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class Quantization:
         self.values: Mapping[str, Any] = values
         self.dequantized: set[str] = set()
 
-    def matrix(self, name: str, module: Module) -> FileTensor | None:
-        """The matrix of a module as tensor `name`; None if the module is not quantized.
+    def tensors(self, name: str, module: Module) -> list[FileTensor]:
+        """The matrix of a module as tensor `name` ``.weight``, and perhaps its ``.scale``; [] if it is not quantized.
 
         Raises
         ------
@@ -69,8 +69,10 @@ class Quantization:
         """
         for part, is_quantized, read in _READERS:
             if part in module and is_quantized(module[part]):
-                return read(_Reader(self, name, module))
-        return None
+                reader = _Reader(self, f"{name}.weight", module)
+                matrix = read(reader)
+                return [matrix, *reader.scale]
+        return []
 
     def count(self, name: str, default: int) -> int:
         """A whole number of `values`."""
@@ -81,10 +83,17 @@ class Quantization:
 
 
 class _Reader:
-    """Reader of one module's tensors with checks."""
+    """Reader of one module's tensors with checks.
+
+    Attributes
+    ----------
+    scale : list of FileTensor
+        Factor of the matrix that is a tensor of its own, if it has one.
+    """
 
     def __init__(self, quantization: Quantization, name: str, module: Module) -> None:
         self.quantization, self.name, self.module = quantization, name, module
+        self.scale: list[FileTensor] = []
         self.method = str(quantization.values.get("quant_method", ""))
 
     def tensor(self, part: str, types: Sequence[str], *shape: int | None) -> np.ndarray:
@@ -259,19 +268,46 @@ def _read_packed(reader: _Reader) -> FileTensor:
 
 
 def _read_nvfp4(reader: _Reader) -> FileTensor:
-    """NVFP4: two numbers in a byte, FP8 scales of 16 numbers, and a scale that these are divided by."""
-    data = reader.tensor("weight_packed", ("U8",), None, None)
+    """NVFP4: two numbers in a byte, FP8 scales of 16 numbers, and one of the matrix, as in GGUF files.
+
+    There, 64 numbers and their scales are neighbours, and the low halves of 8 bytes are the first 8 of 16 numbers.
+    The scale of the matrix divides in compressed-tensors, and multiplies in ModelOpt.
+    """
+    part = "weight_packed" if "weight_packed" in reader.module else "weight"
+    data = reader.tensor(part, ("U8",), None, None)
     rows, depth = data.shape[0], data.shape[1] * 2
     if depth % 16:
-        raise reader.module["weight_packed"].error(f"has rows of {depth} numbers, expected a multiple of 16")
+        raise reader.module[part].error(f"has rows of {depth} numbers, expected a multiple of 16")
     scales = reader.tensor("weight_scale", ("F8_E4M3",), rows, depth // 16)
-    divisor = reader.tensor("weight_global_scale", ("F32",), 1)
+    factor = next((name for name in _NVFP4_FACTORS if name in reader.module), _NVFP4_FACTORS[0])
+    stored = reader.module.get(factor)
+    scale = reader.tensor(factor, ("F32",), *([1] * (len(stored.shape) if stored else 1))).reshape(1)
+    if factor == "weight_global_scale":
+        scale = np.float32(1) / scale
+    if depth % 64 or reader.name.endswith(_IN_PARTS) or np.signbit(scales.astype("float32")).any():
 
-    def numbers() -> np.ndarray:
-        values = _FLOAT4[np.stack([data & 15, data >> 4], -1).reshape(rows, -1, 16)]
-        return (values * (scales.astype("float32") / divisor)[..., None]).reshape(rows, depth)
+        def numbers() -> np.ndarray:
+            values = _FLOAT4[np.stack([data & 15, data >> 4], -1).reshape(rows, -1, 16)]
+            return (values * (scales.astype("float32") * scale)[..., None]).reshape(rows, depth)
 
-    return reader.dequantized((rows, depth), numbers)
+        return reader.dequantized((rows, depth), numbers)
+
+    def read() -> np.ndarray:
+        blocks = np.empty((rows, depth // 64, 36), "uint8")
+        blocks[..., :4] = scales.view("uint8").reshape(rows, -1, 4)
+        numbers = np.stack([data & 15, data >> 4], -1).reshape(rows, depth // 64, 4, 2, 8)
+        blocks[..., 4:] = (numbers[..., 0, :] | numbers[..., 1, :] << 4).reshape(rows, -1, 32)
+        return blocks.reshape(rows, -1)
+
+    name = f"{reader.name.removesuffix('.weight')}.scale"
+    reader.scale.append(FileTensor(name, (1,), "F32", scale))
+    return lazy(reader.name, (rows, depth), "NVFP4", read, rows * depth // 64 * 36)
+
+
+_NVFP4_FACTORS = ("weight_global_scale", "weight_scale_2")
+"""Names of the scale of a matrix in compressed-tensors and in ModelOpt."""
+_IN_PARTS = ("kv_b_proj.weight", "embed_tokens.weight")
+"""Ends of names of matrices that are split by heads, or gathered."""
 
 
 def _read_scaled(reader: _Reader) -> FileTensor:
@@ -340,6 +376,7 @@ _READERS: tuple[tuple[str, Callable[[StoredTensor], bool], Callable[[_Reader], F
     ("qweight", lambda _: True, lambda reader: (_read_awq if reader.method == "awq" else _read_gptq)(reader)),
     ("weight_packed", lambda _: True, _read_packed),
     ("weight", lambda tensor: tensor.type in (*_FP8, "I8"), _read_scaled),
+    ("weight", lambda tensor: tensor.type == "U8", _read_nvfp4),
 )
 """End of the name of a module's tensor, whether it is quantized, and the function that reads the module."""
 METHODS = ("awq", "gptq", "compressed-tensors", "fp8", "fbgemm_fp8", "mxfp4", "modelopt")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from math import prod
 from operator import itemgetter
 
 import numpy as np
@@ -33,7 +34,7 @@ _LAYER = re.compile(r"^model\.layers\.(\d+)\.")
 _NUMBER = re.compile(r"(?<![^.])[0-9]{1,9}(?=\.)")
 """Number of a layer in a name."""
 _ACTIVATION = re.compile(r"^model\.layers\.(\d+)\.mlp\.act_fn\.(alpha_n|alpha_p|beta|eps)$")
-_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias)$")
+_EXPERT = re.compile(r"^(.*\.experts)\.(\d+)\.(\w+)\.(weight|bias|scale)$")
 _RENAMED = (
     (re.compile(r"(\.moe_statics|\.mlp|\.block_sparse_moe|\.gate)*\.e_score_correction_bias$"), ".mlp.choice.bias"),
     (re.compile(r"\.linear_attn\.dt_bias$"), ".linear_attn.dt_proj.bias"),
@@ -145,9 +146,9 @@ def _read_modules(stored: Mapping[str, StoredTensor], quantization: Quantization
             if f"{part}_blocks" in parts and f"{part}_scales" in parts:
                 blocks, scales = (parts.pop(f"{part}_{end}") for end in ("blocks", "scales"))
                 tensors[f"{module}.{part}.weight"] = read_mxfp4(blocks, scales, f"{module}.{part}.weight")
-        matrix = quantization.matrix(f"{module}.weight", parts)
-        if matrix is not None:
-            tensors[matrix.name] = matrix
+        quantized = quantization.tensors(module, parts)
+        if quantized:
+            tensors |= {tensor.name: tensor for tensor in quantized}
             parts = {"bias": parts["bias"]} if "bias" in parts else {}
         tensors |= {f"{module}.{part}": file_tensor(tensor) for part, tensor in parts.items()}
     return tensors
@@ -259,7 +260,7 @@ def _targets(tensors: Mapping[str, FileTensor], config: HubConfig) -> Iterator[t
     for name in tensors:
         number = _NUMBER.search(name)
         first = name if number is None else f"{name[: number.start()]}0{name[number.end() :]}"
-        known = (names.get_name(each, (".weight", ".bias")) for each in (first, first.removeprefix("model.")))
+        known = (names.get_name(each, (".weight", ".bias", ".scale")) for each in (first, first.removeprefix("model.")))
         target = next((each for each in known if each), None)
         module, _, end = first.removeprefix("model.layers.0.").rpartition(".")
         if target is None and module in _PARTS and first.startswith("model.layers.0."):
@@ -272,6 +273,8 @@ def _targets(tensors: Mapping[str, FileTensor], config: HubConfig) -> Iterator[t
 def _converted(tensor: FileTensor, target: str, config: HubConfig) -> FileTensor:
     """A tensor with the order of rows and the numbers that GGUF files have."""
     row = config.hub_class
+    if target.endswith(".scale"):
+        return as_float32(tensor, shape=[prod(tensor.shape)])
     part = target.removesuffix(".weight").removesuffix(".bias").rpartition(".")[2]
     if part == "ssm_a":
         return lazy(tensor.name, tensor.shape, "F32", lambda: -np.exp(floats(tensor)))

@@ -7,7 +7,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +33,7 @@ from ..engine import CONTEXT_LENGTH_EXCEEDED, Engine
 from ..params import SamplingParams
 from ..request import Request
 from ..sampling import TokenLogprob
-from ..special_tokens import control_tokens
+from ..special_tokens import begin_and_end, control_tokens
 from .api_errors import ApiError, api_error
 from .bodies import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from .chat_messages import render_chat
@@ -203,13 +203,14 @@ class Metrics:
 
     Parameters
     ----------
-    engine : Engine
+    engine : Engine or None
         Engine, whose statistics are read when metrics are requested.
     """
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine | None) -> None:
         self._registry = CollectorRegistry()
-        self._registry.register(_EngineCollector(engine))
+        if engine is not None:
+            self._registry.register(_EngineCollector(engine))
         self._answers = Counter(f"{_NAMESPACE}answers", "HTTP answers", ["path", "status"], registry=self._registry)
         self._ttft = self._histogram("time_to_first_token_seconds", "Time from a request to its first token", _BUCKETS)
         self._time_per_token = self._histogram(
@@ -258,7 +259,7 @@ class _EngineCollector(Collector):
 _TOKENIZER_THREADS = 2
 """Threads that encode prompts. Each holds about 30 bytes per byte of its longest prompt."""
 _PATHS = {
-    *("/health", "/metrics", "/tokenize", "/detokenize"),
+    *("/health", "/metrics", "/tokenize", "/detokenize", "/tokenizer_info"),
     *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/embeddings"),
 }
 
@@ -279,6 +280,8 @@ class Settings:
         Origins that CORS allows, such as ``https://chat.example``; ``*`` for all.
     tool_format : str or None
         Name of a row of `call_formats.FORMATS`; None for the one that the chat template has.
+    sampling_defaults : mapping of str to float
+        `SamplingParams` of requests that state none, such as those of a `Tokenizer`.
 
     Raises
     ------
@@ -291,6 +294,7 @@ class Settings:
     limits: Limits = field(default_factory=Limits)
     cors_origins: tuple[str, ...] = ()
     tool_format: str | None = None
+    sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.api_key == "":
@@ -309,7 +313,7 @@ class Settings:
 
 
 def make_app(
-    engine: Engine,
+    engine: Engine | None,
     settings: Settings,
     template: ChatTemplate | None = None,
     encoder: EncoderProtocol | None = None,
@@ -318,8 +322,8 @@ def make_app(
 
     Parameters
     ----------
-    engine : Engine
-        Engine; not closed.
+    engine : Engine or None
+        Engine; not closed. None for an encoder alone: endpoints that generate texts then answer with an error.
     settings : Settings
         Settings of the server.
     template : ChatTemplate, optional
@@ -336,6 +340,7 @@ def make_app(
     app.add_api_route("/v1/embeddings", server.embed, methods=["POST"], response_model=None)
     app.add_api_route("/tokenize", server.tokenize, methods=["POST"], response_model=None)
     app.add_api_route("/detokenize", server.detokenize, methods=["POST"], response_model=None)
+    app.add_api_route("/tokenizer_info", server.tokenizer_info, methods=["GET"])
     app.add_api_route("/health", server.health, methods=["GET"])
     app.add_api_route("/metrics", server.show_metrics, methods=["GET"])
     app.add_exception_handler(RequestValidationError, _answer_invalid_body)
@@ -354,23 +359,40 @@ def make_app(
 class _Server:
     def __init__(
         self,
-        engine: Engine,
+        engine: Engine | None,
         settings: Settings,
         template: ChatTemplate | None,
         encoder: EncoderProtocol | None,
     ) -> None:
+        if engine is not None:
+            self._tokenizer, model = engine.tokenizer, engine.model
+            self._context, self._trained_context, self._vocabulary = (
+                model.context,
+                model.trained_context,
+                model.vocabulary,
+            )
+        else:
+            assert encoder is not None
+            self._tokenizer, self._vocabulary = encoder.tokenizer, encoder.vocabulary
+            self._context, self._trained_context = encoder.lengths[-1], 0
         self._encoder, self._encoder_thread = encoder, ThreadPoolExecutor(1, "relax_hetero.llm embeddings")
-        self._engine, self._settings, self._template = engine, settings, template
+        self._engine_or_none, self._settings, self._template = engine, settings, template
         self._limits, self._metrics = settings.limits, Metrics(engine)
         self._formats = (
-            None
-            if template is None
-            else AnswerFormats(template, control_tokens(engine.tokenizer), settings.tool_format)
+            None if template is None else AnswerFormats(template, control_tokens(self._tokenizer), settings.tool_format)
         )
         self._in_flight = 0
         self._tokenizer_threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "relax_hetero.llm prompts")
         self._form_threads = ThreadPoolExecutor(_TOKENIZER_THREADS, "relax_hetero.llm forms")
         self._created = int(time.time())
+
+    @property
+    def _engine(self) -> Engine:
+        """Engine; ApiError if the model is an encoder."""
+        if self._engine_or_none is None:
+            found = f"found the encoder {self._settings.name!r}, which answers /v1/embeddings"
+            raise ApiError(501, f"model: {found}, expected a language model", "model", "not_supported")
+        return self._engine_or_none
 
     def count_answer(self, path: str, status: int) -> None:
         """Count an answer; unknown paths share one count."""
@@ -387,7 +409,10 @@ class _Server:
 
     async def health(self) -> Response:
         """Answer 200 if the engine accepts requests at full speed, else 503: it may answer while it compiles."""
-        state = "closed" if not self._engine.healthy else "ok" if self._engine.ready else "compiling"
+        engine = self._engine_or_none
+        state = "ok" if engine is None or engine.ready else "compiling"
+        if engine is not None and not engine.healthy:
+            state = "closed"
         return JSONResponse({"status": state}, 200 if state == "ok" else 503)
 
     async def show_metrics(self) -> Response:
@@ -400,12 +425,15 @@ class _Server:
         body.refuse_unsupported()
         prompts = body.prompts()
         max_tokens = self._max_tokens(body.max_tokens)
-        tokenizer = self._engine.tokenizer
+        tokenizer, engine = self._tokenizer, self._engine
 
         def submit() -> tuple[list[Request], list[str]]:
-            tokens = [self._engine.tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+            tokens = [engine.tokens_of(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
             prefixes = [self._decode(prompt) if body.echo else "" for prompt in prompts]
-            requests = self._submit(tokens, body, lambda choice: body.params(choice, max_tokens, body.logprobs))
+            defaults = self._settings.sampling_defaults
+            requests = self._submit(
+                tokens, body, lambda choice: body.params(choice, max_tokens, body.logprobs, defaults)
+            )
             return requests, [prefix for prefix in prefixes for _ in range(body.n)]
 
         self._check_choices(len(prompts) * body.n)
@@ -417,19 +445,19 @@ class _Server:
         """Answer a conversation."""
         self._check_model(body.model)
         body.refuse_unsupported()
-        formats = self._check_chat(body)
+        engine, formats = self._engine, self._check_chat(body)
         max_tokens = self._max_tokens(body.max_answer_tokens)
-        response_format = ChatResponses(self._engine.tokenizer, self._settings.name, bool(body.logprobs))
+        response_format = ChatResponses(self._tokenizer, self._settings.name, bool(body.logprobs))
 
         def submit() -> tuple[list[Request], list[str]]:
             messages, prompt = self._render(body)
             continued = messages[-1]["content"] if body.continues else None
             answers = formats.answers(body.answer_tools, prompt, continued, body.reasoning_format != "none")
             response_format.answers = [answers.messages() for _ in range(body.n)]
-            tokens = self._engine.tokens_of(prompt)
+            tokens = engine.tokens_of(prompt)
 
             def params_of_choice(choice: int) -> SamplingParams:
-                params = body.params(choice, max_tokens, body.alternatives)
+                params = body.params(choice, max_tokens, body.alternatives, self._settings.sampling_defaults)
                 form = answers.form(params.structured_outputs)
                 return replace(params, structured_outputs=form, visible_tokens=formats.visible_tokens)
 
@@ -478,7 +506,7 @@ class _Server:
         if body.messages is not None:
             self._check_chat(body)
         tokens = await self._in_thread(http, lambda: self._tokens_of(body))
-        answer = {"count": len(tokens), "max_model_len": self._engine.model.context, "tokens": tokens}
+        answer = {"count": len(tokens), "max_model_len": self._context, "tokens": tokens}
         if body.return_token_strs or body.with_pieces:
             texts = [self._decode([token]) for token in tokens]
             if body.return_token_strs:
@@ -487,13 +515,18 @@ class _Server:
             return {**answer, "tokens": [{"id": token, "piece": text} for token, text in pairs]}
         return answer
 
+    async def tokenizer_info(self) -> dict[str, Any]:
+        """Names of special tokens and the chat template, by vLLM's names, as evaluation harnesses ask for them."""
+        names = {name: text or None for name, text in begin_and_end(self._tokenizer).items()}
+        template = self._template and (self._template.source or None)
+        return {"tokenizer_class": type(self._tokenizer).__name__, **names, "chat_template": template}
+
     async def detokenize(self, body: DetokenizeBody, http: HttpRequest) -> dict[str, Any]:
         """Text of tokens, without control tokens."""
         self._check_model(body.model)
-        vocabulary = self._engine.model.vocabulary
-        invalid = next((token for token in body.tokens if not 0 <= token < vocabulary), None)
+        invalid = next((token for token in body.tokens if not 0 <= token < self._vocabulary), None)
         if invalid is not None:
-            raise ApiError(400, f"tokens: found {invalid}, expected 0 to {vocabulary - 1}", "tokens")
+            raise ApiError(400, f"tokens: found {invalid}, expected 0 to {self._vocabulary - 1}", "tokens")
         text = await self._in_thread(http, lambda: self._decode(body.tokens))
         return {"prompt": text, "content": text}
 
@@ -501,8 +534,9 @@ class _Server:
         text, begin, special = body.text, body.adds_special, body.parse_special
         if body.messages is not None:
             (_, text), begin, special = self._render(body), True, True
-        self._engine.check_length(text)
-        return self._engine.tokenizer.encode(text, special=special, begin=begin)
+        if self._engine_or_none is not None:
+            self._engine.check_length(text)
+        return self._tokenizer.encode(text, special=special, begin=begin)
 
     async def _in_thread(
         self,
@@ -606,7 +640,7 @@ class _Server:
     def _decode(self, prompt: str | list[int]) -> str:
         if isinstance(prompt, str):
             return prompt
-        return b"".join(self._engine.tokenizer.piece(token) for token in prompt).decode("utf-8", "replace")
+        return b"".join(self._tokenizer.piece(token) for token in prompt).decode("utf-8", "replace")
 
     def _check_choices(self, count: int) -> None:
         if count > self._limits.choices:
@@ -618,7 +652,7 @@ class _Server:
             raise ApiError(404, message, "model", "model_not_found")
 
     def _describe_model(self) -> dict[str, Any]:
-        context, trained = self._engine.model.context, self._engine.model.trained_context
+        context, trained = self._context, self._trained_context
         warning = context_warning(context, trained)
         return {
             "id": self._settings.name,

@@ -112,8 +112,10 @@ class Body(_SamplingFields):  # type: ignore[misc]
             raise RequestError(f"{forms[0].location}: found also {forms[1].location}, expected one of them")
         return forms[0] if forms else None
 
-    def params(self, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Sampling parameters of one of the `n` choices; each has a seed of its own.
+    def params(
+        self, choice: int, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, float]
+    ) -> SamplingParams:
+        """Sampling parameters of one of the `n` choices; each has a seed of its own, and others than `defaults`.
 
         Raises
         ------
@@ -125,7 +127,7 @@ class Body(_SamplingFields):  # type: ignore[misc]
             values["top_k"] = 0
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return SamplingParams(
-            **{name: value for name, value in values.items() if value is not None},
+            **{**defaults, **{name: value for name, value in values.items() if value is not None}},
             logit_bias=_parse_logit_bias(self.logit_bias or {}),
             seed=None if self.seed is None else self.seed + choice,
             stop=tuple(stops),
@@ -155,9 +157,11 @@ class CompletionBody(Body):
             return [self.prompt]  # type: ignore[list-item]
         return list(self.prompt)  # type: ignore[arg-type]
 
-    def params(self, choice: int, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def params(
+        self, choice: int, max_tokens: int | None, logprobs: int | None, defaults: Mapping[str, float]
+    ) -> SamplingParams:
         """See `Body`; with ``echo``, the tokens of the prompt have log-probabilities, too."""
-        params = super().params(choice, max_tokens, logprobs)
+        params = super().params(choice, max_tokens, logprobs, defaults)
         return replace(params, prompt_logprobs=logprobs) if self.echo else params
 
     def refuse_unsupported(self) -> None:

@@ -25,10 +25,20 @@ class EncoderProtocol(Protocol):
     ----------
     tokenizer : TokenizerProtocol
         Tokenizer of the model.
+    lengths : sequence of int
+        Maximum numbers of tokens of texts, ascending.
+    vocabulary : int
+        Number of tokens of the model.
     """
 
     @property
     def tokenizer(self) -> TokenizerProtocol: ...  # noqa: D102
+
+    @property
+    def lengths(self) -> Sequence[int]: ...  # noqa: D102
+
+    @property
+    def vocabulary(self) -> int: ...  # noqa: D102
 
     def embed_tokens(self, tokens: Sequence[int]) -> np.ndarray:
         """Embedding of a text, (embedding_size,) of any length.

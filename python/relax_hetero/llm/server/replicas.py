@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from starlette.types import ASGIApp
@@ -30,7 +31,8 @@ def run_replicas(
     Parameters
     ----------
     load : callable
-        Called in each replica; returns its `engine`, chat `template` and, optionally, `encoder`.
+        Called in each replica; returns its `engine`, chat `template` and, optionally, `encoder` and `sampling_defaults`
+        of the settings.
     settings : Settings
         Settings of the server.
     replicas : int
@@ -49,7 +51,8 @@ def run_replicas(
 
     def build() -> ASGIApp:
         model = load()
-        return make_app(model["engine"], settings, model["template"], model.get("encoder"))
+        own = replace(settings, sampling_defaults=model.get("sampling_defaults", {}))
+        return make_app(model["engine"], own, model["template"], model.get("encoder"))
 
     deployment = serve.deployment(serve.ingress(build)()).options(
         name=NAME,

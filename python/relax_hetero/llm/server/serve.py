@@ -204,7 +204,7 @@ def _file_limit() -> int:
 
 
 def make_server(
-    engine: Engine,
+    engine: Engine | None,
     settings: Settings,
     template: ChatTemplate | None = None,
     host: str = "127.0.0.1",
@@ -230,7 +230,7 @@ def make_server(
 
 
 def serve(
-    engine: Engine,
+    engine: Engine | None,
     settings: Settings,
     template: ChatTemplate | None = None,
     host: str = "127.0.0.1",
@@ -242,8 +242,8 @@ def serve(
 
     Parameters
     ----------
-    engine : Engine
-        Engine; not closed.
+    engine : Engine or None
+        Engine; not closed. None for an encoder alone.
     settings : Settings
         Settings of the server.
     template : ChatTemplate, optional

@@ -240,10 +240,12 @@ class Answers:
     def messages(self) -> AnswerMessages:
         """Messages of one answer."""
         formats, use = self.formats, self.use
-        row = formats.calls if (use.tools or formats.parses_always) and not self.continues_text else None
+        row = formats.calls if use.tools or formats.parses_always else None
         reasoning = self.reasoning if self.splits_reasoning and not formats.parses_always else None
         parse = parse_text if row is None else row.parse
         parser = AnswerParser(parse, reasoning, self.is_reasoning, use.schemas, None if use.several else 1)
+        if row is not None and self.continues_text:
+            parser.feed(row.content)  # the prompt has the mark of the text
         return AnswerMessages(parser, row, self.splits_reasoning)
 
     def form(self, form: StructuredOutputs | None) -> StructuredOutputs | None:

@@ -103,7 +103,14 @@ def nvfp4(matrix):
     codes = GENERATOR.integers(0, 16, (rows, depth // 2, 2))
     numbers = np.array(FLOAT4)[codes].reshape(rows, -1, 16) * (scales.astype("float64") / 500)[..., None]
     parts = {"weight_packed": (codes[..., 0] | codes[..., 1] << 4).astype("uint8"), "weight_scale": scales}
-    return parts | {"weight_global_scale": np.array([500], "float32")}, numbers.reshape(rows, depth), "BF16"
+    return parts | {"weight_global_scale": np.array([500], "float32")}, numbers.reshape(rows, depth), "NVFP4"
+
+
+def nvfp4_of_modelopt(matrix):
+    parts, numbers, kind = nvfp4(matrix)
+    renamed = {"weight": parts["weight_packed"], "weight_scale": parts["weight_scale"]}
+    renamed |= {"weight_scale_2": np.float32(1 / 500), "input_scale": np.float32(0.1)}
+    return renamed, numbers, kind
 
 
 REORDERED = np.random.default_rng(0).permutation
@@ -128,6 +135,7 @@ CASES = {
     "packed-rows": ({"quant_method": "compressed-tensors"}, lambda matrix: packed(matrix, group=matrix.shape[1])),
     "int8": ({"quant_method": "compressed-tensors"}, int8),
     "nvfp4": ({"quant_method": "compressed-tensors"}, nvfp4),
+    "nvfp4-modelopt": ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, nvfp4_of_modelopt),
     "fp8-blocks": ({"quant_method": "fp8", "weight_block_size": [128, 128]}, lambda matrix: fp8(matrix, (128, 128))),
     "fp8-rows": ({"quant_method": "fbgemm_fp8"}, lambda matrix: fp8(matrix, (1, 0))),
     "fp8-matrix": ({"quant_method": "compressed-tensors"}, lambda matrix: fp8(matrix, (0, 0))),
@@ -180,24 +188,31 @@ def numbers_of(tensor):
 def test_numbers_of_matrices(case, tmp_path):
     folder, reference, kinds = quantized_folder(case, tmp_path)
     found, expected = (read_language_model(each).tensors for each in (folder, reference))
+    scales = {name: found.pop(name) for name in list(found) if name.endswith(".scale")}
     assert found.keys() == expected.keys() and set(kinds.values()) != {"F32"}
     assert {tensor.type for tensor in found.values()} == {"F32", *kinds.values()}
     for key, tensor in expected.items():
         assert found[key].data.nbytes == found[key].nbytes
         tolerance = {"BF16": 2**-8, "F16": 2**-10}.get(found[key].type, 1e-6)
-        np.testing.assert_allclose(numbers_of(found[key]), tensor.data, rtol=tolerance, atol=1e-7, err_msg=key)
+        scale = scales.pop(key.replace(".weight", ".scale")).data if found[key].type == "NVFP4" else 1
+        np.testing.assert_allclose(numbers_of(found[key]) * scale, tensor.data, rtol=tolerance, atol=1e-7, err_msg=key)
+    assert not scales
 
 
-@pytest.mark.parametrize("case", ["awq", "gptq", pytest.param("packed-8", marks=pytest.mark.slow), "fp8-blocks"])
+@pytest.mark.parametrize(
+    "case",
+    ["awq", "gptq", *(pytest.param(each, marks=pytest.mark.slow) for each in ("packed-8", "nvfp4")), "fp8-blocks"],
+)
 def test_logits(case, tmp_path):
     folder, reference, _ = quantized_folder(case, tmp_path)
     expected = run(reference, TOKENS, 3)
     np.testing.assert_allclose(run(folder, TOKENS, 3), expected, atol=4e-2 if case == "fp8-blocks" else 2e-3)
 
 
-def test_experts_keep_their_bits(tmp_path):
+@pytest.mark.parametrize("case", ["awq", pytest.param("nvfp4-modelopt", marks=pytest.mark.slow)])
+def test_experts_keep_their_bits(case, tmp_path):
     """Experts one by one, whose quantized rows are stacked."""
-    _, quantize = CASES["awq"]
+    config, quantize = CASES[case]
     means = {}
 
     def convert(arrays):
@@ -213,13 +228,14 @@ def test_experts_keep_their_bits(tmp_path):
                     means[int(layer.split(".")[2]), part, expert] = numbers
         return converted
 
-    _, folder = write_folder("mixtral", tmp_path, convert, quantization_config={"quant_method": "awq"})
+    _, folder = write_folder("mixtral", tmp_path, convert, quantization_config=config)
     tensors = read_language_model(folder).tensors
     for part, name in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
         tensor = tensors[f"blk.1.ffn_{name}_exps.weight"]
-        assert tensor.type == "INT4_64_MINIMUM" and tensor.shape[0] == 4
+        assert tensor.type == ("INT4_64_MINIMUM" if case == "awq" else "NVFP4") and tensor.shape[0] == 4
         expected = np.stack([means[1, part, expert] for expert in range(4)])
-        np.testing.assert_allclose(numbers_of(tensor), expected, rtol=1e-6)
+        scale = tensors[f"blk.1.ffn_{name}_exps.scale"].data[:, None, None] if case != "awq" else 1
+        np.testing.assert_allclose(numbers_of(tensor) * scale, expected, rtol=1e-6)
     assert np.isfinite(run(folder, TOKENS, 3)).all()
 
 

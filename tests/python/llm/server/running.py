@@ -23,12 +23,12 @@ class Server:
     """Address of a running server, and its engine."""
 
     url: str
-    engine: Engine
+    engine: Engine | None
 
 
 @contextmanager
-def running(engine: Engine, **settings) -> Iterator[Server]:
-    """A server over an engine, which is closed at the end."""
+def running(engine: Engine | None, **settings) -> Iterator[Server]:
+    """A server over an engine, which is closed at the end, or over an encoder alone."""
     import relax_hetero.llm.server.serve as module
 
     servers, ready = [], threading.Event()
@@ -46,7 +46,8 @@ def running(engine: Engine, **settings) -> Iterator[Server]:
 
     limits = settings.pop("limits", Limits())
     module.make_server = make
-    template, encoder = ChatTemplate(settings.pop("template", TEMPLATE)), settings.pop("encoder", None)
+    template = None if engine is None else ChatTemplate(settings.pop("template", TEMPLATE))
+    encoder = settings.pop("encoder", None)
     work = threading.Thread(
         target=serve,
         args=(engine, Settings("toy", limits=limits, **settings), template, "127.0.0.1", 0, on_ready, encoder),
@@ -59,5 +60,6 @@ def running(engine: Engine, **settings) -> Iterator[Server]:
         module.make_server = original
         servers[0].should_exit = True
         work.join(30)
-        engine.close()
+        if engine is not None:
+            engine.close()
         assert not work.is_alive()

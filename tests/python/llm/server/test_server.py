@@ -230,6 +230,8 @@ def test_tokens_of_texts(http):
     ):
         answer = http.post("/tokenize", content=json.dumps(body), headers={"Content-Type": "application/json"})
         assert answer.status_code in (400, 404) and message in answer.json()["error"]["message"]
+    info = http.get("/tokenizer_info").json()
+    assert (info["bos_token"], info["eos_token"]) == (None, None) and "m.content" in info["chat_template"]
     answer = http.post("/detokenize", json={"tokens": [97, 195, 169, EOS]}).json()
     assert answer["prompt"] == answer["content"] == "a\u00e9"
 
@@ -357,7 +359,7 @@ def test_embeddings_of_a_decoder(http):
 class Histogram:
     """An encoder that counts letters."""
 
-    tokenizer = CODEC
+    tokenizer, lengths, vocabulary = CODEC, (4, 9), 256
 
     def embed_tokens(self, tokens):
         if not tokens:
@@ -388,6 +390,33 @@ def test_embeddings():
                 content, header = json.dumps({"model": "toy", **bad}), {"Content-Type": "application/json"}
                 answer = httpx.post(f"{server.url}/v1/embeddings", content=content, headers=header, timeout=60)
                 assert answer.status_code in (400, 404) and message in answer.json()["error"]["message"]
+
+
+def test_an_encoder_alone():
+    with running(None, encoder=Histogram()) as server, httpx.Client(base_url=server.url, timeout=30) as http:
+        assert http.get("/health").json() == {"status": "ok"}
+        assert http.get("/v1/models").json()["data"][0]["max_model_len"] == 9
+        assert http.post("/v1/embeddings", json={"input": "b"}).json()["data"][0]["embedding"][98] == 1
+        tokens = http.post("/tokenize", json={"prompt": "ab"}).json()
+        assert (tokens["tokens"], tokens["max_model_len"]) == ([97, 98], 9)
+        assert http.post("/detokenize", json={"tokens": [97, 98]}).json()["content"] == "ab"
+        assert http.post("/detokenize", json={"tokens": [1 << 20]}).status_code == 400
+        for path, body in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": USER})):
+            answer = http.post(f"/v1/{path}", json=body)
+            assert answer.status_code == 501 and "found the encoder 'toy'" in answer.json()["error"]["message"]
+        assert 'answers_total{path="/v1/embeddings",status="200"} 1.0' in http.get("/metrics").text
+
+
+def test_sampling_defaults():
+    """Requests that state values have theirs."""
+    with running(Engine(ToyModel(), CODEC), sampling_defaults={"temperature": 0.0, "top_p": 0.5}) as server:
+        for path, prompt in (("completions", {"prompt": "Once"}), ("chat/completions", {"messages": USER})):
+            texts = []
+            for own in ({}, {"temperature": 0, "top_p": 1.0}, {"temperature": None}, {"temperature": 1.5, "seed": 1}):
+                body = {**prompt, "max_tokens": 20, **own}
+                choice = httpx.post(f"{server.url}/v1/{path}", json=body, timeout=60).json()["choices"][0]
+                texts.append(choice.get("text") or choice["message"]["content"])
+            assert texts[0] == texts[1] == texts[2] != texts[3]
 
 
 def test_embeddings_that_nobody_waits_for_end():

@@ -177,6 +177,11 @@ def test_answers_of_harmony():
     formats = AnswerFormats(ChatTemplate("<|channel|><|message|>{{ messages }}"), {})
     answers = formats.answers(ToolUse(), "<|channel|>final<|message|>It will", "It will")
     assert answers.messages().message(" rain.")["content"] == " rain."
+    called = formats.answers(ToolUse([Tool.model_validate(NOW)]), "<|channel|>final<|message|>It will", "It will")
+    call = "<|channel|>commentary to=functions.now <|constrain|>json<|message|>{}"
+    for text in (f" rain.<|end|><|start|>assistant{call}<|call|>", " rain."):
+        message = called.messages().message(text)
+        assert message["content"] == " rain." and len(message.get("tool_calls", ())) == ("now" in text)
     with pytest.raises(ApiError, match="a text to continue"):
         formats.answers(ToolUse(forced=True), "prompt", "It will")
     form = answers.form(StructuredOutputs(choice=["a"]))
