@@ -34,13 +34,15 @@ def test_on_a_gpu(name, tmp_path):
     check(path, run(path, TOKENS, 13, ["cuda"], page_type="float16", activations=activations))
 
 
-@pytest.mark.parametrize("name", architectures.MODELS)
+# GPUs take compressed keys of multiples of 64 elements; this model has 32.
+@pytest.mark.parametrize("name", [name for name in architectures.MODELS if name != "minicpm3"])
 def test_architectures_on_a_gpu(name, tmp_path):
-    """Against logits of `transformers`, at some positions."""
+    """Against logits of `transformers`, at some positions; models that magnify rounding have a tolerance of their own."""
+    model = architectures.MODELS[name]
     path = file_of(tmp_path, name, architectures.MODELS)
     expected, options = architectures.recorded(name)[1], {"page_type": "float16", "activations": "float32"}
     actual = run(path, architectures.TOKENS, 6, ["cuda"], **options)[list(architectures.ROWS)]
-    assert np.abs(actual - expected).max() < 0.02 * np.abs(expected).max()
+    assert np.abs(actual - expected).max() < 1000 * model.tolerance * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("name", architectures.ENCODERS)
