@@ -37,7 +37,7 @@ def test_on_a_gpu(name, tmp_path):
 # GPUs take compressed keys of multiples of 64 elements; this model has 32.
 @pytest.mark.parametrize("name", [name for name in architectures.MODELS if name != "minicpm3"])
 def test_architectures_on_a_gpu(name, tmp_path):
-    """Against logits of `transformers`, at some positions; models that magnify rounding have a tolerance of their own."""
+    """Against logits of `transformers`; models that magnify rounding have a tolerance of their own."""
     model = architectures.MODELS[name]
     path = file_of(tmp_path, name, architectures.MODELS)
     expected, options = architectures.recorded(name)[1], {"page_type": "float16", "activations": "float32"}
