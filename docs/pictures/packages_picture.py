@@ -17,6 +17,7 @@ PICTURE = Path(__file__).with_name("packages.svg")
 ROOT = PICTURE.parents[2]
 PACKAGES = {
     "tools": "the command line",
+    "compat": "the interface of ONNX Runtime",
     "report": "pictures and tables to look at",
     "llm": "language models: engine, cache, server",
     "frontend": "import of ONNX, PyTorch and GGUF",

@@ -1,4 +1,5 @@
 from . import cluster as cluster
+from . import compat as compat
 from . import encoding as encoding
 from . import llm as llm
 from . import op as op

@@ -1,0 +1,1 @@
+"""Modules whose names programs import from ``onnxruntime.capi``."""
