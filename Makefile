@@ -51,7 +51,7 @@ test-timing: $(VENV)/.stamp-dev
 
 # If torch is installed, TVM imports it in every process, and tests start many: so torch has an environment of its own.
 test-torch: $(TORCH_VENV)/.stamp-dev
-	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/llm tests/python/test_docs.py -k torch $(PYTEST_ARGS)
+	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/compat tests/python/llm tests/python/test_docs.py -k torch $(PYTEST_ARGS)
 
 # Kernels, command buffers, networks whole and cut, language models of real widths, commands of the documents.
 gpu:
