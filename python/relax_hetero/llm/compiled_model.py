@@ -306,28 +306,34 @@ class CompiledModel:
     @property
     def executable(self) -> Executable:
         """The executable; waits for functions that are still being compiled."""
-        return (self._rest and self._rest.result()) or self._executable
+        rest = self._rest  # another thread may take it meanwhile
+        return (rest and rest.result()) or self._executable
 
     @property
     def is_complete(self) -> bool:
-        """False while functions are still being compiled."""
-        return self._rest is None or self._rest.done
+        """False while functions are still being compiled, those of the draft model, too."""
+        rest = self._rest  # another thread may take it meanwhile
+        return (rest is None or rest.done) and (self.draft is None or self.draft.is_complete)
 
     def wait(self) -> None:
-        """Wait for functions that are still being compiled, and use them."""
+        """Wait for functions that are still being compiled, those of the draft model, too, and use them."""
         if self._rest is not None:
             self._rest.result()
             self._take_rest()
+        if self.draft is not None:
+            self.draft.wait()
 
     def _take_rest(self) -> None:
         """Use the functions that were compiled meanwhile, if they are there."""
         if self._rest is None or not self._rest.done:
             return
-        executable, self._rest = self._rest.result(), None
+        executable = self._rest.result()
         if executable is not None:
-            del self.machine, self._executable  # a GPU might not hold the weights twice
             self._prepared_calls.clear()
-            self._use(executable)
+            for name in ("machine", "_executable", "_mask"):  # a GPU might not hold the weights twice
+                self.__dict__.pop(name, None)
+            self._use(executable)  # after an error, the next call tries again
+        self._rest = None
 
     def prefill(self, slot: int, tokens: np.ndarray | Sequence[int], all_logits: bool = False) -> np.ndarray:
         """Append tokens to a sequence.

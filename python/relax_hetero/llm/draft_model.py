@@ -28,7 +28,10 @@ _UNKNOWN_SECONDS = 1e-9
 
 @dataclass
 class _Cached:
-    """Slot of a text in the draft model's cache, the tokens there, and how many of them are known to be the text's."""
+    """Slot of a text in the draft model's cache, the tokens there, and how many of them are known to be the text's.
+
+    The last token of a text is not counted: its logits are needed.
+    """
 
     slot: int
     tokens: list[int] = field(default_factory=list)
@@ -36,7 +39,7 @@ class _Cached:
 
     def verify(self, tokens: list[int]) -> None:
         """Update `verified`, given the tokens of the text."""
-        end = min(len(self.tokens), len(tokens))
+        end = min(len(self.tokens), len(tokens) - 1)
         while self.verified < end and self.tokens[self.verified] == tokens[self.verified]:
             self.verified += 1
 
@@ -163,7 +166,8 @@ class DraftModel:
         model, fed = self._looks_ahead, {text: self._missing(text) for text in lengths}
         if model is None or any(len(tokens) > 1 for tokens in fed.values()):
             return self._write(lengths)
-        begin, count, slots = time.perf_counter(), max(lengths.values()), [self._texts[text].slot for text in fed]
+        begin, slots = time.perf_counter(), [self._texts[text].slot for text in fed]
+        count = min(max(lengths.values()), *(model.context - len(text.tokens) for text in lengths))
         steps = [model.begin_decode(slots, [token for (token,) in fed.values()])]
         for _ in range(count - 1):
             steps.append(model.begin_decode(slots, steps[-1]))

@@ -11,6 +11,7 @@ from functools import lru_cache, partial
 from types import TracebackType
 from typing import Any
 
+from ..artifact.file_hints import describe_value
 from ..errors import HeteroError
 from .draft_model import DraftModel
 from .errors import EngineClosedError, EngineFullError, RequestError
@@ -147,10 +148,14 @@ class Engine:
         self._max_waiting = max_waiting
         if draft is None and isinstance(model, DraftedModel):
             draft = model.draft
+        if draft is not None and (draft is model or not isinstance(draft, Model)):
+            found = "the model itself" if draft is model else describe_value(draft)
+            raise HeteroError(f"draft: {found}; expected another model, the first of the pair that load returns")
         if draft is not None and not (isinstance(model, MultiRowModel) and model.decode_rows):
             raise HeteroError(
                 "draft: the model's decode steps take one row of each text, expected some that verify drafts; on GPUs, "
-                "load its file with draft= or verify_drafts=True (ONNX decoders verify drafts on CPUs only)"
+                "load its file with draft= or verify_drafts=True (ONNX decoders verify drafts on CPUs only, and models "
+                "whose layers have states verify none)"
             )
         proposers: list[Proposer] = [PromptLookup()] if prompt_lookup else []
         proposers += [] if draft is None else [DraftModel(draft, model.vocabulary)]

@@ -70,6 +70,7 @@ class Cache(Protocol):
         """
 
 
+@runtime_checkable
 class Model(Protocol):
     """A language model with its cache; not thread-safe.
 

@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from tvm.ir.transform import PassContext
@@ -22,7 +23,7 @@ from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
 from ..encoding.pages import LayerCache
-from ..errors import BuildError
+from ..errors import BuildError, EncoderError
 from ..garbage_collection import paused_garbage_collection
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
@@ -217,14 +218,22 @@ def load(
         "stream_experts": stream_experts,
         "verify_drafts": bool(verify_drafts),
     }
+    if not isinstance(draft, (str, os.PathLike, tuple, NoneType)):
+        raise BuildError(
+            f"rh.llm.load: draft: {describe_value(draft)}; expected the path of a smaller model, or the pair that "
+            "rh.llm.load returned for it"
+        )
     if draft is None and (draft_vdevices, draft_placement) != (None, None):
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
     if isinstance(draft, (str, os.PathLike)):  # first, as it is the smaller one
         devices = vdevices if draft_vdevices is None else draft_vdevices
         sizes: dict[str, Any] = {name: options[name] for name in _DRAFT_OPTIONS}
-        drafted: Loaded | None = load(
-            draft, devices, draft_placement, **sizes, background=background, progress=progress
-        )
+        try:
+            drafted: Loaded | None = load(
+                draft, devices, draft_placement, **sizes, background=background, progress=progress
+            )
+        except EncoderError as error:  # not what callers know of `path`
+            raise BuildError(f"draft: {error}") from error
     else:
         drafted = draft
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
@@ -233,7 +242,9 @@ def load(
     if load_kind is not None:
         arguments = _Arguments(Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress)
         return _with_draft(_warn_of_long_context(*load_kind(arguments)), drafted)
-    if (vdevices, placement, batch_invariant, {**options, "count_experts": False}) != (None, None, False, _DEFAULTS):
+    is_saved = (Path(path) / _DESCRIPTION).exists()
+    given = vdevices, placement, batch_invariant, {**options, "count_experts": False}
+    if is_saved and given != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
     model, tokenizer = _load_saved(Path(path))
@@ -258,6 +269,7 @@ def _load_file(arguments: _Arguments) -> Loaded:
     model = hyperparameters_of(file)
     tokenizer = tokenizer_of(file)
     _check_draft_tokens(tokenizer, arguments.drafted)
+    _check_draft_layers(path, model, arguments.drafted)
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
     options = _resolve_options(arguments, model, devices, context)
     donated = [f"pages_{index}" for index in range(len(model.caches))]
@@ -498,6 +510,18 @@ def _check_draft_tokens(tokenizer: TokenizerProtocol, drafted: Loaded | None) ->
             raise BuildError(
                 f"draft: its token {token} is {draft_piece!r}, expected {piece!r} as in the model: a draft model must "
                 "have the same vocabulary, such as a smaller model of the same family"
+            )
+
+
+def _check_draft_layers(path: Path, model: Hyperparameters, drafted: Loaded | None) -> None:
+    """Raise BuildError if the model, or its draft model, keeps states, from which no wrong token can be removed."""
+    if drafted is None:
+        return
+    for name, layers in ((str(path), model.caches), ("its draft model", drafted[0].description.layers)):
+        if any(layer.state for layer in layers):
+            raise BuildError(
+                f"draft: {name} has layers that keep a state, from which wrong drafts cannot be removed; load the "
+                "model without draft="
             )
 
 

@@ -12,7 +12,7 @@ from itertools import islice
 import numpy as np
 
 from ..errors import CacheError, HeteroError
-from .model import DecodeStep, LookAheadModel, MaskingModel, Model, MultiRowModel, PromptLogitsModel
+from .model import DecodeStep, GrowingModel, LookAheadModel, MaskingModel, Model, MultiRowModel, PromptLogitsModel
 from .prefix_cache import Prefix, PrefixCache
 from .request import FinishReason
 from .sequence import Sequence
@@ -135,6 +135,7 @@ class Scheduler:
         self._look_ahead = self._greedy if self._greedy is not None and self._greedy.looks_ahead else None
         self._masking = model if isinstance(model, MaskingModel) and model.masks_tokens else None
         self._ahead: StepAhead | None = None
+        self._growing = model if isinstance(model, GrowingModel) and not model.is_complete else None
         self._decode_rows = model.decode_rows if isinstance(model, MultiRowModel) else 0
         self.speculation = Speculation(list(proposers) if self._decode_rows else [])
         self._step_end = 0.0  # of the decode step before, if nothing was done since
@@ -279,6 +280,9 @@ class Scheduler:
 
     def _decode(self) -> None:
         """Decode one token of each running request, or more where drafts are right."""
+        if self._ahead is None and self._has_grown():  # this step uses all functions
+            self._growing = None
+            self.speculation.forget_times()
         may_draft, begin = True, self._step_end or time.perf_counter()
         while self._running:
             batch = list(self._running)
@@ -303,6 +307,10 @@ class Scheduler:
             for sequence, tokens in zip(batch, fed, strict=True):
                 self._accept_rows(sequence, tokens, list(islice(rows, len(tokens))), len(batch))
             return
+
+    def _has_grown(self) -> bool:
+        """Return whether functions were compiled meanwhile, which a step ahead does not use."""
+        return self._growing is not None and self._growing.is_complete
 
     def _fed_tokens(self, batch: list[Sequence], may_draft: bool) -> list[list[int]]:
         """Tokens of each sequence that a decode step computes: the first that is not in the cache, and a draft."""
@@ -368,7 +376,7 @@ class Scheduler:
 
     def _will_repeat(self, batch: list[Sequence]) -> bool:
         """Return whether the next decode step will have the same requests, unless stop tokens or texts end some."""
-        if self._prefilling is not None or self._can_admit():
+        if self._prefilling is not None or self._can_admit() or self._has_grown():
             return False
         if any(sequence.has_mask for sequence in batch):
             return False

@@ -188,6 +188,7 @@ class Speculation:
                 lengths.setdefault(proposer, {})[text] = length
         drafts: dict[Text, list[int]] = {}
         self._seconds = self._beginning_seconds = 0.0
+        self._authors = {}  # a step that ran out of pages has left some
         for proposer, own in lengths.items():
             begin = time.perf_counter()
             made = proposer.draft(own)
@@ -273,6 +274,10 @@ class Speculation:
         for proposer in self._proposers:
             self._begun.discard((text, proposer.name))
             proposer.release(text)
+
+    def forget_times(self) -> None:
+        """Measure again, since other functions compute steps from now on."""
+        self.times, self._credit, self._debt = StepTimes(), None, 0.0
 
     def close(self) -> None:
         """Free what proposers keep."""

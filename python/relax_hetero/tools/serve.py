@@ -28,6 +28,8 @@ _LANGUAGE_MODEL_OPTIONS = {
     "batch_invariant": "--batch-invariant",
     "memory_limit": "--memory-limit",
     "expert_counts": "--expert-counts",
+    "draft": "--draft",
+    "verify_drafts": "--verify-drafts",
 }
 """Options that do not apply to encoders, by their fields in `LanguageModelOptions`."""
 _Command = Callable[..., Any]

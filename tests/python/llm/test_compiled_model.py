@@ -1,6 +1,7 @@
 """A compiled model's sequences: forked, truncated, and over two devices, each gives what it gives alone."""
 
 import json
+import weakref
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -14,9 +15,11 @@ from llm.gguf_files import Sizes, write_gguf
 from llm.run_gguf import check_steps_ahead
 from relax_hetero.artifact.metadata import HIT
 from relax_hetero.artifact.signature import TensorSpec
-from relax_hetero.errors import BuildError, CacheError
+from relax_hetero.errors import BuildError, CacheError, HeteroError
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.llm import Engine, LookAheadModel, SamplingParams, compiled_model, model_loader
+from relax_hetero.llm.background import BackgroundTask
+from relax_hetero.llm.compiled_model import CompiledModel
 from relax_hetero.llm.draft_model import DraftModel
 from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.report.executable_report import report_of
@@ -330,6 +333,32 @@ def test_a_draft_model_has_the_same_tokens(varied, tmp_path):
         rh.llm.load(path, draft=(varied[0], other), progress=lambda *_: pytest.fail("compiles"))
     with pytest.raises(BuildError, match="found draft_vdevices or draft_placement, expected them with draft="):
         rh.llm.load(path, draft_vdevices=["llvm"])
+    with pytest.raises(BuildError, match="draft: found CompiledModel; expected the path of a smaller model, or the"):
+        rh.llm.load(path, draft=varied[0])
+    with pytest.raises(BuildError, match=f"{tmp_path}: does not hold a language model"):
+        rh.llm.load(path, draft=tmp_path, context=100)
+
+
+def test_functions_that_do_not_fit_yet(varied, monkeypatch):
+    """Memory of the first functions is free before others are loaded; where these fail, each call tries again."""
+    executable = varied[0].executable
+    rest = BackgroundTask(lambda _: executable)
+    rest.result()
+    model = CompiledModel(executable, varied[0].description, rest)
+    model._mask = model.machine["decode_2"]  # as on GPUs
+    machine = weakref.ref(model.machine)
+
+    def fail(_):
+        assert machine() is None
+        raise HeteroError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled_model, "VirtualMachine", fail)
+        for _ in range(2):
+            with pytest.raises(HeteroError, match="out of memory"):
+                model.prefill(model.cache.add(), TOKENS[:5])
+    expected = varied[0].prefill(varied[0].cache.add(), TOKENS[:5])
+    np.testing.assert_array_equal(model.prefill(model.cache.add(), TOKENS[:5]), expected)
 
 
 def test_the_bytes_of_a_token(by_layers, tmp_path):

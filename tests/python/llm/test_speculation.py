@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from llm.test_engine import CODEC, prompts
-from llm.toy_model import EOS, LookAheadToyModel, ToyModel
+from llm.toy_model import EOS, LookAheadToyModel, ToyModel, ToyStep
 from relax_hetero.errors import HeteroError
 from relax_hetero.llm import Engine, SamplingParams, speculation
 from relax_hetero.llm.draft_model import DraftModel
@@ -226,6 +226,74 @@ def test_a_draft_model_that_fails_ends_no_text(monkeypatch, caplog):
 def test_a_model_that_cannot_verify_has_no_draft_model():
     with pytest.raises(HeteroError, match="draft: the model's decode steps take one row of each text"):
         Engine(ToyModel(), CODEC, draft=ToyModel())
+
+
+def test_a_draft_model_is_another_model():
+    model = ToyModel(decode_rows=8)
+    for draft, found in ((model, "the model itself"), ((model, CODEC), "found tuple"), ("draft.gguf", "'draft.gguf'")):
+        with pytest.raises(HeteroError, match=f"draft: .*{found}.*; expected another model"):
+            Engine(model, CODEC, draft=draft)
+
+
+def test_drafts_of_unlike_lengths():
+    """Steps ahead write as many tokens for each text: those that a text did not ask for are not lost, nor too many."""
+    model = LookAheadToyModel(max_ahead=7, ends=False, context=24)
+    draft = DraftModel(model, model.vocabulary)
+    short, long = (text_of([1, 2, 3, last], temperature=0, max_tokens=99) for last in (4, 5))
+
+    def step(short_length: int, long_length: int) -> None:
+        drafts = draft.draft({short: short_length, long: long_length})
+        for text, length in ((short, short_length), (long, long_length)):
+            for token in (*drafts[text], None):  # all are right
+                text.tokens.append(int(model.logits_of(text.tokens).argmax()))
+                assert token in (text.tokens[-1], None)
+            assert len(drafts[text]) == length
+
+    step(1, 6)
+    step(1, 1)
+    step(2, 2)
+    long.tokens += [97] * (model.context - 1 - len(long.tokens))  # one more token fits
+    assert draft.limit(long) == 1 and len(draft.draft({short: 5, long: 1})[long]) == 1
+    assert not draft._failed
+
+
+@pytest.mark.usefixtures("cheap_rows")
+def test_steps_are_measured_again_when_a_model_has_all_functions():
+    """A step ahead is of the functions before: none begins until those that were compiled meanwhile are in use."""
+
+    class GrowingModel(LookAheadToyModel):
+        is_complete, begun = False, 0
+
+        def begin_decode(self, slots, tokens):
+            self.begun += not isinstance(tokens, ToyStep)
+            self.is_complete = self.cache.length(slots[0]) > 60
+            return super().begin_decode(slots, tokens)
+
+    model = GrowingModel(ends=False)
+    with Engine(model, CODEC, prefixes=0) as engine:
+        times = engine._scheduler.speculation.times
+        engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=50))
+        assert engine._scheduler.speculation.times is times and model.begun == 1
+        engine.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=100))
+        assert engine._scheduler.speculation.times is not times and model.begun == 3
+
+
+def test_slow_steps_of_few_functions_are_forgotten():
+    chooser, text = Speculation([PromptLookup()]), text_of([97] * 40, max_tokens=500)
+
+    def lengths(seconds_of_row: float) -> list[int]:
+        """Lengths of drafts, all of whose tokens are right."""
+        drafts = []
+        for _ in range(60):
+            drafts.append(len(chooser.draft([text], [7])[0]))
+            chooser.update(1, 1 + drafts[-1], 1 + seconds_of_row * drafts[-1])
+            if drafts[-1]:
+                chooser.accept(text, drafts[-1], drafts[-1], 1)
+        return drafts[30:]
+
+    assert not any(lengths(1.0)) and not any(lengths(0.1))
+    chooser.forget_times()
+    assert set(lengths(0.1)) == {7}
 
 
 @pytest.mark.usefixtures("cheap_rows")

@@ -10,9 +10,10 @@ from llm.architecture_models import MODELS, ROWS, TOKENS, recorded
 from llm.test_batch_invariance import filled
 from llm.test_encoder import file_of
 from relax_hetero.encoding.pages import LayerCache
-from relax_hetero.errors import CacheError
+from relax_hetero.errors import BuildError, CacheError, HeteroError
 from relax_hetero.llm import Engine, SamplingParams
 from relax_hetero.llm.cache import CacheLayer, KVCache
+from relax_hetero.llm.compiled_model import CompiledModel
 from relax_hetero.llm.model_loader import save
 
 PROMPT = TOKENS.tolist()
@@ -154,3 +155,12 @@ def test_bytes_of_states():
     pages = 6 * LayerCache(2, 4).unit_bytes("float16")
     assert cache.bytes == {"cpu:0": 3 * 400 + pages}
     assert list(cache.tables) == ["table_full"]
+
+
+def test_models_with_states_verify_no_drafts(loaded, tmp_path):
+    model, tokenizer, _ = loaded
+    path = file_of(tmp_path, "qwen35", MODELS)
+    with pytest.raises(BuildError, match="draft: .* has layers that keep a state, from which wrong drafts cannot be"):
+        rh.llm.load(path, draft=(model, tokenizer), progress=lambda *_: pytest.fail("compiles"))
+    with pytest.raises(HeteroError, match="models whose layers have states verify none"):
+        Engine(model, tokenizer, draft=CompiledModel(model.executable, model.description))

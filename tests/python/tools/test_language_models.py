@@ -268,9 +268,9 @@ def test_encoders_are_served(loaded, monkeypatch):
     monkeypatch.setattr(llm, "load", load)
     monkeypatch.setattr(llm, "Encoder", lambda *given: given, raising=False)
     monkeypatch.setattr(run, "serve", lambda *given: served.append(given))
-    for options, found in ((["--context", 9], "--context"), (["--embedding-model", loaded[0]], "--embedding-model")):
+    for options in (["--context", 9], ["--embedding-model", loaded[0]], ["--draft", loaded[0]], ["--verify-drafts"]):
         result = invoke("serve", loaded[0], *options)
-        assert result.exit_code == 1 and f"found {found}, which does not apply to an encoder" in result.stderr
+        assert result.exit_code == 1 and f"found {options[0]}, which does not apply to an encoder" in result.stderr
     result = invoke("serve", loaded[0], "--placement", "*=llvm", "--generation-config", "none")
     assert result.exit_code == 0, result.output
     [(engine, settings, template, *_, encoder)] = served
