@@ -41,7 +41,8 @@ _STACK_BYTES = 1 << 30
 rules, with up to 3 KB for each ten characters of the source."""
 _STACK_SIZE_LOCK = threading.Lock()
 _MULTIPLE_OF = re.compile(r'"multipleOf"\s*:\s*([-+.eE\d]+)')
-_NEGATIVE = re.compile(r"-\d+(?:\.\d+)?(?:[eE]\+?\d+)?")
+_NEGATIVE = re.compile(r"(?<=[\s:,[])-\d+(?:\.\d+)?(?:[eE]\+?\d+)?")
+"""Negative numbers of JSON, rather than digits after a hyphen in a text."""
 _MAX_MULTIPLE = 20_000
 """Limit of the least common multiple of a schema's ``multipleOf``: llguidance has a state for each remainder."""
 _THREADS = 4

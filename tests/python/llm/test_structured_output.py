@@ -99,6 +99,7 @@ def test_complete_answers_validate(batch):
         ({"json": '{"enum": [1, 2]}'}, "1|2"),
         ({"json": {"type": "integer", "multipleOf": 1e6}}, "-?([1-9][0-9]*0{6}|0)"),
         ({"json_object": True}, r"(?s)\{.*\}"),
+        ({"json": {"enum": ["order-20240101123456789012"]}}, '"order-20240101123456789012"'),
     ],
     ids=lambda value: str(value)[:60],
 )
