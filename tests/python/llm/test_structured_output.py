@@ -86,13 +86,13 @@ def test_complete_answers_validate(batch):
         ({"choice": ["yes", "no", 'may"be']}, 'yes|no|may"be'),
         ({"choice": [f"number {number}" for number in range(5000)]}, "number [0-9]+"),
         ({"grammar": 'root ::= "a" digit+ "z"\ndigit ::= [0-9]'}, "a[0-9]+z"),
-        # Names that are the same in Lark, or that are its own.
+        # Names that are the same in Lark, or that are its own; a text ends where no character of the set follows.
         (
             {
-                "grammar": 'root ::= start "start" Start-1 start_1\nstart ::= [start"]+ # start\n'
+                "grammar": 'root ::= start " start " Start-1 start_1\nstart ::= [start"]+ # start\n'
                 'Start-1 ::= "\\"" start\nstart_1 ::= "!"'
             },
-            '[start"]+start"[start"]+!',
+            '[start"]+ start "[start"]+!',
         ),
         ({"grammar": 'start: "a" (B | "c") "z"\nB: /b{2,4}/'}, "a(b{2,4}|c)z"),
         ({"grammar": 'start[max_tokens=9]: "a ::= b"'}, "a ::= b"),
