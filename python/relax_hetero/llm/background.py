@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -15,10 +16,22 @@ _log = logging.getLogger("relax_hetero")
 DELAY_SECONDS = 1.0
 """Time before a task begins, in which a first text need not share the interpreter with it."""
 _POLL_SECONDS = 0.05
+_awaited_work: list[None] = []
+"""An element for each `foreground` that runs."""
+
+
+@contextmanager
+def foreground() -> Iterator[None]:
+    """Context of work that somebody waits for: no task begins meanwhile, unless its result is awaited, too."""
+    _awaited_work.append(None)
+    try:
+        yield
+    finally:
+        _awaited_work.pop()
 
 
 class BackgroundTask(Generic[T]):
-    """A task in a thread, which begins after `DELAY_SECONDS`, or when its result is awaited.
+    """A task in a thread, which begins after `DELAY_SECONDS` and `foreground`, or when its result is awaited.
 
     It ends early if it is cancelled, or with the main thread. An error is logged.
 
@@ -59,10 +72,10 @@ class BackgroundTask(Generic[T]):
     def _run(self, task: Callable[[Callable[[], None]], T]) -> None:
         result: T | None = None
         try:
-            for _ in range(round(DELAY_SECONDS / _POLL_SECONDS)):
+            polls = round(DELAY_SECONDS / _POLL_SECONDS)
+            while (polls > 0 or _awaited_work) and not self._awaited.wait(_POLL_SECONDS):
                 self._check()
-                if self._awaited.wait(_POLL_SECONDS):
-                    break
+                polls -= 1
             result = task(self._check)
         except Exception as error:  # the model works without
             if not self._is_unwanted():

@@ -30,7 +30,7 @@ from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
 from ..tir.routing import EXPERT_COUNTS
-from .background import BackgroundTask
+from .background import BackgroundTask, foreground
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
 from .folder_tokenizer import load_tokenizer, tokenizer_of
@@ -126,6 +126,7 @@ class _Arguments:
         return parse_vdevices(["llvm"] if self.vdevices is None else self.vdevices)
 
 
+@foreground()
 @paused_garbage_collection()
 def load(
     path: str | os.PathLike[str],

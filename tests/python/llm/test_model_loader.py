@@ -151,6 +151,17 @@ def test_a_task_ends_with_its_model(monkeypatch):
     assert background_task.result() is None and ended.is_set()
 
 
+def test_a_task_begins_when_nobody_waits_for_other_work(monkeypatch):
+    """Functions of a draft model are compiled after the model is loaded."""
+    monkeypatch.setattr(background, "DELAY_SECONDS", 0.0)
+    begun = threading.Event()
+    with background.foreground():
+        background_task = BackgroundTask(lambda _: begun.set())
+        assert not begun.wait(0.2)
+        assert BackgroundTask(lambda _: 3).result() == 3
+    assert begun.wait(60) and background_task.result() is None
+
+
 def test_a_task_that_fails_is_logged(caplog):
     with caplog.at_level(logging.WARNING, "relax_hetero"):
         assert BackgroundTask(lambda _: 1 / 0).result() is None
