@@ -11,7 +11,7 @@ from itertools import takewhile
 import numpy as np
 
 from ..errors import CacheError
-from .model import LookAheadModel, Model, MultiRowModel
+from .model import DecodeStep, LookAheadModel, Model, MultiRowModel
 from .prefix_cache import PrefixCache
 from .sequence import Sequence
 from .speculation import StepTimes
@@ -168,10 +168,12 @@ class DraftModel:
             return self._write(lengths)
         begin, slots = time.perf_counter(), [self._texts[text].slot for text in fed]
         count = min(max(lengths.values()), *(model.context - len(text.tokens) for text in lengths))
-        steps = [model.begin_decode(slots, [token for (token,) in fed.values()])]
-        for _ in range(count - 1):
-            steps.append(model.begin_decode(slots, steps[-1]))
-        results = [step.tokens() for step in steps]
+        steps: list[DecodeStep] = []
+        try:
+            for _ in range(count):
+                steps.append(model.begin_decode(slots, steps[-1] if steps else [token for (token,) in fed.values()]))
+        finally:  # also those before one that found no page
+            results = [step.tokens() for step in steps]
         self._step_times.update(len(slots), (time.perf_counter() - begin) / count)
         drafts = {text: [tokens[row] for tokens in results] for row, text in enumerate(fed)}
         for text, draft in drafts.items():
