@@ -6,17 +6,19 @@ that run a model must not import the compiler; methods that compile may.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from functools import cache
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..errors import VDeviceError
 from ..providers import provided
 
 if TYPE_CHECKING:
     import tvm
     from tvm import runtime
+
+_log = logging.getLogger("relax_hetero")
 
 CPU = 1
 """DLPack device type of CPUs."""
@@ -306,12 +308,15 @@ def _table() -> dict[str, Backend]:
     for entry in entry_points(group=ENTRY_POINTS):
         try:
             backend = entry.load()()
-        except Exception as error:  # whatever a foreign package raises
-            raise VDeviceError(
-                f"the back end {entry.name!r} of the package {entry.dist.name if entry.dist else '?'!r} "
-                f"({entry.value}) cannot be loaded: {type(error).__name__}: {error}; expected a subclass of "
-                "relax_hetero.target.backend.Backend that is called without arguments"
-            ) from error
+            if not isinstance(backend, Backend):
+                raise TypeError(f"found a {type(backend).__name__}")
+        except Exception as error:  # whatever a foreign package raises, which must not end work on other devices
+            _log.warning(
+                "the back end %r of the package %r (%s) is left out: %s: %s; expected a subclass of "
+                "relax_hetero.backends.Backend that is called without arguments",
+                entry.name, entry.dist.name if entry.dist else "?", entry.value, type(error).__name__, error,
+            )  # fmt: skip
+            continue
         table.pop(backend.kind, None)
         table = {backend.kind: backend, **table}  # the first one of a device type runs its devices
     return table

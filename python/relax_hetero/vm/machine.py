@@ -15,7 +15,7 @@ from ..artifact.messages import explain_failure
 from ..artifact.metadata import RELEASE_RESULT
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
-from ..target.backend import backend_of
+from ..target.backend import backend_of, backend_of_device
 from . import resize_taps  # noqa: F401 - registers its functions
 from .args.argument_binding import ArgumentBinder, BoundArguments
 from .args.argument_copies import decode_strings, encode_strings
@@ -77,8 +77,12 @@ class StatefulCalls:
         return self._outputs[name]
 
 
-_POOLED_ALLOCATOR = 2
-"""TVM's `AllocatorType::kPooled`, which keeps freed buffers for the next call."""
+_NAIVE_ALLOCATOR, _POOLED_ALLOCATOR = 1, 2
+"""TVM's `AllocatorType`; pools keep freed buffers for the next call.
+
+Pools hold a lock while they allocate. Of memory that is managed in Python, a thread that has the GIL and frees a tensor
+would wait for one that allocates and waits for the GIL.
+"""
 
 _Tensor = tvm_ffi.core.Tensor
 
@@ -688,5 +692,10 @@ class FunctionOfStrings(BoundFunction):
 def _load(module: runtime.Module, devices: Sequence[runtime.Device]) -> runtime.Module:
     """Make a TVM virtual machine for the code, which only one thread may use at a time."""
     machine = module["vm_load_executable"]()
-    machine["vm_initialization"](*(n for d in devices for n in (d.dlpack_device_type(), d.index, _POOLED_ALLOCATOR)))
+    arguments: list[int] = []
+    for device in devices:
+        is_managed = backend_of_device(device).memory() is not None
+        allocator = _NAIVE_ALLOCATOR if is_managed else _POOLED_ALLOCATOR
+        arguments += (device.dlpack_device_type(), device.index, allocator)
+    machine["vm_initialization"](*arguments)
     return machine

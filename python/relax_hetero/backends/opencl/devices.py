@@ -20,8 +20,10 @@ from ...target.backend import DeviceMemory, Location
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
 
+_PAGE_BYTES = 4096
+"""Sizes of memory are multiples of it, so that more allocations find a freed one of their size."""
 _MAX_FREED_BYTES = 64 << 20
-"""Bytes that are freed, but kept until the queue is empty, before an allocation waits for the queue."""
+"""Maximum freed bytes that an allocation of another size leaves; until then they are kept for those of their sizes."""
 
 
 class _Device:
@@ -37,40 +39,55 @@ class _Device:
         self.launching = threading.Lock()
         self._changing = threading.RLock()  # a garbage collection within may free
         self._allocations: dict[int, Any] = {}
-        self._freed: list[Any] = []
+        self._freed: list[Any] = []  # later work of the queue may use them at once
         self.program = lru_cache(256)(self._built)
 
     def allocate(self, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory; MemoryLimitError if there is none left."""
-        with self._changing:
-            freed_bytes = sum(memory.size for memory in self._freed)
-        if freed_bytes > _MAX_FREED_BYTES:
-            self.synchronize()
-        try:
-            memory = self._new(nbytes, alignment)
-        except self._cl.Error:
-            self.synchronize()  # frees memory
-            try:
-                memory = self._new(nbytes, alignment)
-            except self._cl.Error as error:
-                raise MemoryLimitError(f"{self.name} has no {nbytes:,} bytes left: {error}") from error
+        nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
+        memory = self._taken_again(nbytes, alignment) or self._new(nbytes, alignment)
         with self._changing:
             self._allocations[memory.svm_ptr] = memory
         return int(memory.svm_ptr)
 
+    def _taken_again(self, nbytes: int, alignment: int) -> Any:
+        """Freed memory of this size, or None."""
+        with self._changing:
+            for index, memory in enumerate(self._freed):
+                if memory.size == nbytes and memory.svm_ptr % alignment == 0:
+                    return self._freed.pop(index)
+            freed_bytes = sum(memory.size for memory in self._freed)
+        if freed_bytes > _MAX_FREED_BYTES:
+            self._release()
+        return None
+
     def _new(self, nbytes: int, alignment: int) -> Any:
+        try:
+            return self._shared_memory(nbytes, alignment)
+        except self._cl.Error:
+            self._release()
+        try:
+            return self._shared_memory(nbytes, alignment)
+        except self._cl.Error as error:
+            raise MemoryLimitError(f"{self.name} has no {nbytes:,} bytes left: {error}") from error
+
+    def _shared_memory(self, nbytes: int, alignment: int) -> Any:
         return self._cl.SVMAllocation(self.context, nbytes, alignment, self._cl.svm_mem_flags.READ_WRITE)
 
     def free(self, address: int) -> None:
-        """Free memory when the queue is next empty: PoCL 3 frees other memory if it is to be freed in the queue."""
+        """Keep memory for later allocations: PoCL 3 frees other memory if it is to be freed in the queue."""
         with self._changing:
             self._freed.append(self._allocations.pop(address))
 
     def synchronize(self) -> None:
         """Wait for the queue."""
+        self.queue.finish()
+
+    def _release(self) -> None:
+        """Wait for the queue, and return freed memory to the driver."""
         with self._changing:
             freed, self._freed = self._freed, []
-        self.queue.finish()
+        self.synchronize()
         for memory in freed:
             memory.release()
 
@@ -82,7 +99,10 @@ class _Device:
         available = self._device.extensions.split()
         lacking = [f"{name} ({use})" for name, use in _EXTENSIONS.items() if name in text and name not in available]
         if lacking:
-            raise BuildError(f"{self.name} lacks {', '.join(lacking)}, which the model's kernels need")
+            raise BuildError(
+                f"{self.name} lacks {', '.join(lacking)}, which the model's kernels need: "
+                "place ops of these types on another device, or convert the model to float32"
+            )
         folder = resolve_cache_folder()
         cache_dir = False if folder is None else str(folder.path.parent / "opencl")
         try:

@@ -105,10 +105,8 @@ class DeviceApi:
         return call
 
     def take_error(self) -> BaseException | None:
-        """The error of an earlier call of TVM, once; TVM's pools then forget memory that they did not get."""
+        """The error of an earlier call of TVM, once."""
         error, self._thread.error = self._thread.error, None
-        if error is not None:
-            _clear_pools()
         return error
 
     def raise_error(self) -> None:
@@ -169,7 +167,6 @@ class DeviceApi:
             self.memory.copy(begin, end, nbytes)
 
 
-_clear_pools = tvm_ffi.get_global_func("vm.builtin.memory_manager.clear")
 _lock = threading.Lock()
 _installed: dict[int, DeviceApi] = {}
 

@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
@@ -281,10 +282,30 @@ def test_memory_that_does_not_suffice_is_an_error():
     assert machine["main"](random(1, 32), random(32, 48))[0].shape == (1, 48)
 
 
-def test_freed_memory_is_returned():
+def test_freed_memory_is_used_again_or_returned():
     memory, device = opencl.opencl_memory(), opencl.opencl_memory().opened(0)
-    for _ in range(4):
-        memory.free(0, memory.allocate(0, 48 << 20, 64))
-    assert sum(block.size for block in device._freed) <= 2 * opencl._MAX_FREED_BYTES
-    memory.synchronize(0)
-    assert not device._freed
+    first = memory.allocate(0, 48 << 20, 64)
+    memory.free(0, first)
+    assert memory.allocate(0, (48 << 20) - 5, 64) == first
+    memory.free(0, first)
+    for megabytes in (49, 50):
+        memory.free(0, memory.allocate(0, megabytes << 20, 64))
+    assert sum(block.size for block in device._freed) == 50 << 20
+
+
+def test_machines_of_several_threads():
+    """Threads that free tensors do not wait for threads that allocate."""
+    executable, w, errors = rh.compile(Cut), random(32, 48), []
+
+    def work(seed):
+        generator, machine = np.random.default_rng(seed), rh.vm.VirtualMachine(executable)
+        for rows in generator.integers(1, 50, 20):
+            x = generator.standard_normal((rows, 32)).astype("float32")
+            errors.append(np.abs(machine["main"](x, w)[1].numpy() - 2 * x.astype("float64") @ w).max())
+
+    threads = [threading.Thread(target=work, args=(seed,), daemon=True) for seed in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert len(errors) == 120 and max(errors) < 1e-4
