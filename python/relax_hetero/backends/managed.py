@@ -65,6 +65,7 @@ class ManagedBackend(Backend):
 
         from ..artifact.device_code import DeviceCode
         from ..driver.link.link import binds_threads
+        from ..driver.link.llvm_kernels import with_workspace_device
 
         lower, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
         # TVM would make device code of functions of the device that command buffers call.
@@ -90,7 +91,8 @@ class ManagedBackend(Backend):
             code = DeviceCode(self.kind, f"relax_hetero.{self.kind}.{key}", text, tuple(launches.values()))
             names.update({name: code.function_name(launch.name) for name, launch in launches.items()})
             codes.append(code)
-        return codegen_build(_with_names(finalize_host()(host), names), target.host), tuple(codes)
+        host = finalize_host()(with_workspace_device(host))
+        return codegen_build(_with_names(host, names), target.host), tuple(codes)
 
     def link(self, built: Sequence[Any], progress: Callable[[str, int, int], None] | None, folder: Any) -> LinkedCode:
         """Separate host code and kernels."""

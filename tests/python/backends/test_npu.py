@@ -33,6 +33,19 @@ class Bytes:
         return sums, product
 
 
+@I.ir_module
+class Sorts:
+    I.module_global_infos({"vdevice": [I.vdevice("ext_dev")]})
+
+    @R.function
+    def main(x: R.Tensor((7, 300), "float32")):
+        with R.dataflow():
+            best = R.topk(R.add(x, x), k=30, axis=1, ret_type="values", largest=True)
+            second = R.topk(R.negative(best), k=3, axis=1, ret_type="values", largest=True)
+            R.output(second)
+        return second
+
+
 @pytest.fixture
 def npu(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE)
@@ -59,6 +72,13 @@ def test_products_of_bytes_on_the_matrix_unit(npu, tmp_path):
             assert (sums.numpy() == expected).all()
             np.testing.assert_allclose(product.numpy(), np.maximum(expected, 0) @ f, rtol=1e-4, atol=0.1)
     assert npu.counts["steps"] == 4 * 3 * 2 * 3 and npu.counts["copies"] > 4  # of 16 x 16 x 16 bytes, in four calls
+
+
+def test_functions_of_tvm_in_host_code(npu):
+    """Command buffers call them with addresses, which name no device."""
+    x = np.random.default_rng(0).standard_normal((7, 300)).astype("float32")
+    result = rh.vm.VirtualMachine(rh.compile(Sorts))["main"](x).numpy()
+    assert (result == -np.sort(2 * x, axis=1)[:, -30:][:, :3]).all()
 
 
 @pytest.mark.parametrize(
