@@ -76,6 +76,7 @@ def test_attention_is_one_kernel(device, tmp_path):
     assert formed.script().count("R.hetero.attention(") == ENCODERS["gemma-embedding"].layers
 
 
+@pytest.mark.slow
 def test_two_devices(tmp_path):
     path, two = file_of(tmp_path, "gemma-embedding"), ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
     split = rh.llm.Encoder(path, two, {"blk.0.*": "llvm:1", "blk.1.ffn*": "llvm:1"}, lengths=(80,), activation_bits=16)
@@ -83,6 +84,7 @@ def test_two_devices(tmp_path):
     np.testing.assert_allclose(split.embed_tokens(TOKENS), expected[1], atol=1e-4 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_rows_after_a_text_have_no_effect(tmp_path):
     """Queries grow with their positions, which are negative there."""
     path = file_of(tmp_path, "mistral3", MODELS)

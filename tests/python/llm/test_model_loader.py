@@ -73,6 +73,7 @@ def test_rules_count(tmp_path, imports):
         assert len(imports) == min(number + 1, 2)
 
 
+@pytest.mark.slow
 def test_an_executable_that_left_the_cache_is_compiled_again(tmp_path, imports):
     path = write_gguf(tmp_path / "model.gguf", SMALL, "Q8_0")
     first = logits_of(path)

@@ -190,6 +190,7 @@ def test_odd_values(file, folder):
     assert refused > 50
 
 
+@pytest.mark.slow
 def test_wrong_bytes(folder):
     generator, refused = np.random.default_rng(5), 0
     files = {name: (folder / name).read_bytes() for name in (CONFIG, WEIGHTS)}

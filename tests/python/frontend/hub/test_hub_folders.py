@@ -25,6 +25,7 @@ from llm.hub_files import (
     write_sharded,
 )
 from llm.run_gguf import run
+from marks import slow_but_for
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.hub.classes import CLASSES
 from relax_hetero.frontend.language_model_files import read_language_model
@@ -48,7 +49,7 @@ def test_tensors_and_numbers_of_architectures(name, tmp_path):
     assert_same_model(folder, path)
 
 
-@pytest.mark.parametrize("name", ["gemma3", pytest.param("mixtral", marks=pytest.mark.slow), "deepseek2"])
+@pytest.mark.parametrize("name", slow_but_for(["gemma3", "mixtral", "deepseek2"], ["deepseek2"]))
 def test_logits(name, tmp_path):
     path, folder = write_folder(name, tmp_path)
     np.testing.assert_array_equal(run(folder, TOKENS, 3), run(path, TOKENS, 3))
@@ -241,6 +242,7 @@ def test_the_guide_names_every_class():
     assert missing == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["nomic-bert", "gemma-embedding"])
 def test_embeddings(name, tmp_path):
     _, folder = architecture_folder(name, tmp_path)

@@ -259,6 +259,7 @@ def test_templates_without_tools_or_a_known_format():
     assert formats.calls is not None and len(formats.calls.new_id()) == 9
 
 
+@pytest.mark.slow
 def test_many_clients_with_schemas_tools_cancels_and_bad_bodies(server):
     """Nobody gets another's answer, and all requests end."""
     server.engine.model.script = CALL

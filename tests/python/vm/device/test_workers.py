@@ -273,6 +273,7 @@ def test_a_forked_process_makes_new_threads(vm):
     np.testing.assert_allclose(vm["main"](X, W).numpy(), X @ W, atol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("environment", "before"),
     [
