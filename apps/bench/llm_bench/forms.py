@@ -66,7 +66,7 @@ def main() -> int:
             )
             middle = time.perf_counter()
             engine.generate(
-                [prompt + " " for prompt in prompts],
+                [f"Free of any form. {prompt}" for prompt in prompts],  # no prefix in common
                 [
                     rh.llm.SamplingParams(
                         max_tokens=len(answer.tokens), temperature=options.temperature, seed=index, ignore_eos=True
