@@ -115,10 +115,10 @@ def running(library: str, path: Path, load: Load, llama_server: Path | None, log
 
 
 def is_healthy(url: str) -> bool:
-    """True once a server has loaded its model."""
+    """True once a server has loaded and compiled its model."""
     try:
-        return httpx.get(f"{url}/health", timeout=5).status_code == 200
-    except httpx.HTTPError:
+        return bool(httpx.get(f"{url}/health", timeout=5).json()["status"] == "ok")
+    except (httpx.HTTPError, ValueError, KeyError):
         return False
 
 

@@ -408,12 +408,12 @@ class _Server:
         return self._describe_model()
 
     async def health(self) -> Response:
-        """Answer 200 if the engine accepts requests at full speed, else 503: it may answer while it compiles."""
+        """Answer 200 if the engine accepts requests, else 503; the status says whether it still compiles."""
         engine = self._engine_or_none
         state = "ok" if engine is None or engine.ready else "compiling"
         if engine is not None and not engine.healthy:
             state = "closed"
-        return JSONResponse({"status": state}, 200 if state == "ok" else 503)
+        return JSONResponse({"status": state}, 503 if state == "closed" else 200)
 
     async def show_metrics(self) -> Response:
         """Metrics for Prometheus."""
