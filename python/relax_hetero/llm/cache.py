@@ -176,14 +176,8 @@ class CacheLayer(LayerCache):
 
     Attributes
     ----------
-    kv_heads, size : int
-        Number of key-value heads, and elements of one; 0 for a state.
-    window : int
-        Number of latest tokens that the layer sees; 0: all.
-    shared : bool
-        True if keys are the values, so that pages hold them once.
-    state : int
-        Elements of the state of a sequence, of float32; 0: the layer has pages.
+    kv_heads, size, window, shared, state
+        As for `LayerCache`.
     device : runtime.Device
         Device of its pages or states.
     """

@@ -5,17 +5,11 @@ import onnx.parser
 import pytest
 import tvm
 
+from compat.test_binding import MODEL, X
 from relax_hetero import compat
 
 GPUS = tvm.runtime.enabled("cuda") and tvm.cuda(0).exist
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not GPUS, reason="no NVIDIA GPU")]
-MODEL = """
-    <ir_version: 8, opset_import: ["" : 17]>
-    g (float[n, 4] x) => (float[n, 4] y, int64[n] best) {
-        y = Add(x, x)
-        best = ArgMax <axis = 1, keepdims = 0> (y)
-    }"""
-X = np.random.default_rng(0).random((3, 4), "float32")
 
 
 @pytest.fixture(scope="module")
