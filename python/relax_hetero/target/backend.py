@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..providers import provided
@@ -305,21 +305,34 @@ ENTRY_POINTS = "relax_hetero.backends"
 @cache
 def _table() -> dict[str, Backend]:
     table = {backend.kind: backend for backend in provided("backends")}
-    for entry in entry_points(group=ENTRY_POINTS):
+    origins: dict[str, str] = {}  # of kinds of other packages
+    # Sorted, so that the choice among packages with one kind does not depend on the order of folders.
+    for entry in sorted(entry_points(group=ENTRY_POINTS), key=lambda entry: (_package(entry), entry.name)):
+        origin = f"{entry.name!r} of the package {_package(entry)!r} ({entry.value})"
         try:
             backend = entry.load()()
             if not isinstance(backend, Backend):
                 raise TypeError(f"found a {type(backend).__name__}")
         except Exception as error:  # whatever a foreign package raises, which must not end work on other devices
             _log.warning(
-                "the back end %r of the package %r (%s) is left out: %s: %s; expected a subclass of "
-                "relax_hetero.backends.Backend that is called without arguments",
-                entry.name, entry.dist.name if entry.dist else "?", entry.value, type(error).__name__, error,
+                "the back end %s is left out: %s: %s; expected a subclass of relax_hetero.backends.Backend that is "
+                "called without arguments", origin, type(error).__name__, error,
             )  # fmt: skip
             continue
+        if backend.kind in origins:
+            _log.warning(
+                "the back end %s is left out: %s has the same kind of devices, %r; expected one package for a kind: "
+                "uninstall one of them", origin, origins[backend.kind], backend.kind,
+            )  # fmt: skip
+            continue
+        origins[backend.kind] = origin
         table.pop(backend.kind, None)
         table = {backend.kind: backend, **table}  # the first one of a device type runs its devices
     return table
+
+
+def _package(entry: EntryPoint) -> str:
+    return entry.dist.name if entry.dist else "?"
 
 
 def register_backend(backend: Backend) -> None:

@@ -2,7 +2,7 @@
 
 import ast
 import re
-from importlib.metadata import EntryPoint
+from importlib.metadata import Distribution, EntryPoint
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,29 @@ class Chip(Backend):
 
     def resolvers(self):
         return ((ChipResolver(), ()),)
+
+
+class SmallChip(Chip):
+    def __init__(self):
+        super().__init__("ext_dev", 12)
+
+
+class LargeChip(SmallChip):
+    pass
+
+
+class Package(Distribution):
+    """An installed package with a back end."""
+
+    def __init__(self, name, chip):
+        entries = f"[{backend.ENTRY_POINTS}]\nchip = backends.test_backends:{chip}\n"
+        self.texts = {"METADATA": f"Name: {name}\nVersion: 1\n", "entry_points.txt": entries}
+
+    def read_text(self, filename):
+        return self.texts.get(filename)
+
+    def locate_file(self, path):
+        return path
 
 
 @pytest.fixture
@@ -111,3 +134,17 @@ def test_a_package_that_cannot_be_loaded_is_named_and_left_out(monkeypatch, capl
     assert list(backend._table.__wrapped__()) == [each.kind for each in BACKENDS]
     [message] = caplog.messages
     assert re.match(rf"the back end 'npu' of the package '\?' \(.*:{value}\) is left out: {why}; expected", message)
+
+
+def test_one_of_two_packages_with_the_same_kind_is_left_out(monkeypatch, caplog):
+    chips = {"zeta": "LargeChip", "acme": "SmallChip"}
+    entries = [entry for name, chip in chips.items() for entry in Package(name, chip).entry_points]
+    monkeypatch.setattr(backend, "entry_points", lambda group: entries)
+    table = backend._table.__wrapped__()
+    assert type(table["ext_dev"]).__name__ == "SmallChip" and next(iter(table)) == "ext_dev"
+    [message] = caplog.messages
+    assert message == (
+        "the back end 'chip' of the package 'zeta' (backends.test_backends:LargeChip) is left out: 'chip' of the "
+        "package 'acme' (backends.test_backends:SmallChip) has the same kind of devices, 'ext_dev'; expected one "
+        "package for a kind: uninstall one of them"
+    )

@@ -52,7 +52,12 @@ _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
 _SMALL_EXTENT = 64
+_CPU_EXTENT, _MAX_EXTENT = 1024, 4096  # of products on CPUs, and on other devices at most
+_PROBE_EXTENT = 256
+_MAX_PRODUCTS_SECONDS = 0.25  # of the chained products in float32
+_CPU_STREAM_BYTES, _STREAM_BYTES = 64 << 20, 512 << 20
 _LINK_BYTES = 64 << 20
+_MAX_MEMORY_SHARE = 1 / 8  # of a device's memory, that one tensor takes
 _WEIGHTS = "q4_k"  # format of quantized weights
 _MIN_MEASURE_SECONDS = 0.06  # per figure, unless one call takes longer
 _MAX_OTHER_WORK_SHARE = 0.15  # fraction of the CPUs, beyond which figures are not stored
@@ -238,8 +243,32 @@ def cpu_model() -> str:
         return ""
 
 
+def _product_extent(vdevice: relax.VDevice) -> int:
+    """Rows of the measured products: on a slow device, such as a simulated one, large ones would take minutes."""
+    if is_cpu(vdevice):
+        return _CPU_EXTENT
+    builder = relax.BlockBuilder()
+    _add_products(builder, "probe", vdevice, "float32", _PROBE_EXTENT, _CHAINED_PRODUCTS)
+    vm = _machine(builder, [vdevice])
+    tensor = tvm.runtime.tensor(_random_array((_PROBE_EXTENT, _PROBE_EXTENT), "float32"), vm.devices[0])
+    seconds = _time_call(lambda: vm["probe"](tensor), vm.devices)
+    extent = _PROBE_EXTENT
+    while extent < _MAX_EXTENT and seconds * 8 <= _MAX_PRODUCTS_SECONDS:
+        extent, seconds = extent * 2, seconds * 8
+    return extent
+
+
+def _fitting_bytes(vdevice: relax.VDevice, nbytes: int) -> int:
+    """`nbytes`, or fewer on a device with little memory."""
+    if is_cpu(vdevice):
+        return nbytes
+    memory = int(tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)).total_global_memory or 0)
+    return min(nbytes, int(memory * _MAX_MEMORY_SHARE)) if memory else nbytes
+
+
 def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
-    extent, stream = (1024, 16 << 20) if is_cpu(vdevice) else (4096, 128 << 20)
+    extent = _product_extent(vdevice)
+    stream = _fitting_bytes(vdevice, _CPU_STREAM_BYTES if is_cpu(vdevice) else _STREAM_BYTES) // 4
     builder = relax.BlockBuilder()
     for dtype in TYPES:
         _add_products(builder, dtype, vdevice, dtype, extent, _CHAINED_PRODUCTS)
@@ -312,7 +341,7 @@ def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFig
     """Measure the links from the first device to the second, and back."""
     endpoints = [first, second]
     builder = relax.BlockBuilder()
-    elements = _LINK_BYTES // 4
+    elements = min(_fitting_bytes(vdevice, _LINK_BYTES) for vdevice in endpoints) // 4
     for name, source, length in (("there", 0, elements), ("back", 1, elements), ("there1", 0, 16), ("back1", 1, 16)):
         x = relax.Var("x", relax.TensorType((length,), "float32", endpoints[source]))
         with builder.function(name, [x]):
@@ -339,7 +368,7 @@ def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFig
     for end, name in enumerate(("there", "back")):
         latency = seconds(f"{name}1", 16, end)
         total = seconds(name, elements, end)
-        links.append(LinkFigures(_LINK_BYTES / max(total - latency, 1e-9), latency, crossing))
+        links.append(LinkFigures(4 * elements / max(total - latency, 1e-9), latency, crossing))
     return links[0], links[1]
 
 
