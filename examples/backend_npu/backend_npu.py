@@ -28,6 +28,8 @@ MEMORY_BYTES = 256 << 20
 UNIT = 16
 """Rows, columns and depth of one step of the matrix unit, in bytes."""
 CPU = "llvm"
+ORDERS = (("m", "k"), ("n", "k"), ("m", "n"))
+"""Dimensions of left, right and result in memory, for the matrix unit."""
 
 counts: Counter[str] = Counter()
 """Copies by DMA, bytes copied, and steps of matrix units, of all devices."""
@@ -121,25 +123,29 @@ class NpuResolver(EncodingResolver):
     """Products of bytes on the matrix unit, which reads 16 columns of a weight, 16 bytes of each."""
 
     name = "npu"
-    cache_key = "backend_npu 1"
+    cache_key = "backend_npu 2"
+    fuses_elementwise = False  # the matrix unit stores sums
 
     def resolve(self, encoding, target):
-        """Transposed weights for products of bytes of static sizes; None for others, which the scalar core computes."""
+        """Layouts for products of bytes of static sizes; None for others, which the scalar core computes."""
         is_product = encoding.op_type == "matmul" and set(encoding.element_types[:2]) <= {"int8", "uint8"}
         if not is_product or any(size < 0 for size in encoding.sizes.values()):
             return None
-        return PackedLayout(outer_perm=(1, 0)) if encoding.operand_index == 1 else PackedLayout.identity(2)
+        order = ORDERS[encoding.operand_index]
+        if encoding.index_map == order:
+            return PackedLayout.identity(2)
+        return PackedLayout(outer_perm=(1, 0)) if encoding.index_map == order[::-1] else None
 
     def kernel(self, problem, target):
-        """The matrix unit's kernel for plain products; the scalar core computes those with an epilogue."""
-        if isinstance(problem, MatmulProblem) and problem.init is None and problem.epilogue is None:
+        """The matrix unit's kernel for products; the scalar core computes those with an initial value, and all else."""
+        if isinstance(problem, MatmulProblem) and problem.init is None:
             return matrix_unit_kernel(problem)
         return resolver_for(CPU).kernel(problem, tvm.target.Target(CPU))
 
 
 def matrix_unit_kernel(problem):
     """A kernel that starts the matrix unit."""
-    (m, k), (_, n) = problem.lhs.shape, problem.rhs.shape
+    m, k, n = problem.lhs.size("m"), problem.lhs.size("k"), problem.rhs.size("n")
     left, right = problem.lhs.dtype, problem.rhs.dtype
 
     @T.prim_func(s_tir=True)

@@ -37,6 +37,9 @@ class EncodingResolver(ABC):
         Name in messages and reports.
     problems : tuple of type
         Classes of problems that `kernel` solves, besides products, convolutions and elementwise ones.
+    fuses_elementwise : bool
+        Whether kernels of products and convolutions compute the elementwise ops that follow (`Epilogue`). If not, these
+        ops are kernels of their own (`ElementwiseProblem`).
     cache_key : str, optional
         Text that changes whenever the answers do. Without it, modules for devices of a third party's resolver are not
         stored in the compile cache.
@@ -44,6 +47,7 @@ class EncodingResolver(ABC):
 
     name = ""
     problems: tuple[type, ...] = ()
+    fuses_elementwise = True
     cache_key: str | None = None
 
     @abstractmethod
@@ -269,16 +273,7 @@ def register_resolver(
     EncodingError
         If `resolver` does not derive from `EncodingResolver`, or has a public name that `EncodingResolver` lacks.
     """
-    if not isinstance(resolver, EncodingResolver):
-        raise EncodingError(f"found the resolver {resolver!r}, expected an object of a class of EncodingResolver")
-    names = [name for name in dir(EncodingResolver) if not name.startswith("_")]
-    for name in dir(resolver):
-        if not name.startswith("_") and name not in names:
-            matches = difflib.get_close_matches(name, names, n=1)
-            hint = f"did you mean {matches[0]!r}?" if matches else "names of your own begin with '_'"
-            raise EncodingError(
-                f"{resolver.name!r} has {name!r}, expected names of EncodingResolver: {', '.join(names)}; {hint}"
-            )
+    _check_resolver(resolver)
     entry = _Entry(resolver, kind, frozenset(features), priority)
     _entries.append(entry)
     return lambda: _unregister(entry)
@@ -310,17 +305,39 @@ def resolver_or_default(target: tvm.target.Target) -> EncodingResolver:
 
 def resolver_key(target: tvm.target.Target) -> str | None:
     """A text that changes with the answers of a target's resolver; None if a third party's resolver lacks one."""
-    resolver = resolver_for(target) if _entries else None  # without others, this library's need not be imported
-    kind = type(resolver)
-    if resolver is None or kind.__module__.startswith(_OWN_PACKAGE):
+    if not _entries and _is_own(backend_of(target)):
+        return ""  # this library's resolvers need not be imported
+    resolver = resolver_for(target)
+    if resolver is None or _is_own(resolver):
         return ""
-    key = resolver.cache_key
+    key, kind = resolver.cache_key, type(resolver)
     return None if key is None else f"{kind.__module__}.{kind.__qualname__} {key}"
+
+
+def _is_own(value: object) -> bool:
+    return type(value).__module__.startswith(_OWN_PACKAGE)
+
+
+def _check_resolver(resolver: EncodingResolver) -> None:
+    if not isinstance(resolver, EncodingResolver):
+        raise EncodingError(f"found the resolver {resolver!r}, expected an object of a class of EncodingResolver")
+    names = [name for name in dir(EncodingResolver) if not name.startswith("_")]
+    for name in dir(resolver):
+        if not name.startswith("_") and name not in names:
+            matches = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {matches[0]!r}?" if matches else "names of your own begin with '_'"
+            raise EncodingError(
+                f"{resolver.name!r} has {name!r}, expected names of EncodingResolver: {', '.join(names)}; {hint}"
+            )
 
 
 @cache
 def _own_entries(backend: Backend) -> tuple[_Entry, ...]:
-    return tuple(_Entry(resolver, backend.kind, frozenset(features), 0) for resolver, features in backend.resolvers())
+    resolvers = backend.resolvers()
+    if not _is_own(backend):
+        for resolver, _ in resolvers:
+            _check_resolver(resolver)
+    return tuple(_Entry(resolver, backend.kind, frozenset(features), 0) for resolver, features in resolvers)
 
 
 def _features(target: tvm.target.Target) -> frozenset[str]:

@@ -12,7 +12,8 @@ import relax_hetero as rh
 from relax_hetero.backends import BACKENDS, CudaBackend, GpuBackend
 from relax_hetero.backends.managed import ManagedBackend
 from relax_hetero.encoding import EncodingResolver, PackedLayout, resolver_for
-from relax_hetero.errors import VDeviceError
+from relax_hetero.encoding.resolver import resolver_key
+from relax_hetero.errors import EncodingError, VDeviceError
 from relax_hetero.target import backend
 from relax_hetero.target.backend import Backend, backend_of, backend_of_device, register_backend
 from relax_hetero.target.product_rates import product_rate
@@ -81,6 +82,18 @@ def test_a_kind_is_one_class_and_one_registration(chip):
     assert str(rh.native("ext_dev", 4).tag) == "chip4"
     with pytest.raises(VDeviceError, match="the chip is called 'ext_dev'"):
         rh.VDevice("chippy")
+
+
+def test_the_resolver_of_a_package_is_part_of_the_caches_key(chip, monkeypatch):
+    assert resolver_key(tvm.target.Target("ext_dev")) is None  # is not stored
+    monkeypatch.setattr(ChipResolver, "cache_key", "chip 2")
+    assert resolver_key(tvm.target.Target("ext_dev")).endswith("ChipResolver chip 2")
+
+
+def test_a_misspelt_name_of_a_packages_resolver_is_refused(chip, monkeypatch):
+    monkeypatch.setattr(ChipResolver, "fuse_elementwise", False, raising=False)
+    with pytest.raises(EncodingError, match="'chip' has 'fuse_elementwise'.*did you mean 'fuses_elementwise'"):
+        resolver_for("ext_dev")
 
 
 def test_registrations_end_with_their_test():

@@ -11,6 +11,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from models.running import assert_both_devices_hold_ops, assert_same, cut, expected_outputs, outputs_after_export
 from models.zoo import inputs_of, minilm, node_names, random_model
+from relax_hetero.frontend.auto import measure_devices
 from relax_hetero.target import backend
 from relax_hetero.target.backend import ENTRY_POINTS, backend_of, register_backend
 
@@ -46,6 +47,19 @@ class Sorts:
         return second
 
 
+@I.ir_module
+class Transposed:
+    I.module_global_infos({"vdevice": [I.vdevice("ext_dev")]})
+
+    @R.function
+    def main(x: R.Tensor((33, 40), "uint8"), w: R.Tensor((20, 33), "int8")):
+        with R.dataflow():
+            sums = R.matmul(R.permute_dims(x), R.permute_dims(w), out_dtype="int32")
+            positive = R.nn.relu(sums)
+            R.output(positive)
+        return positive
+
+
 @pytest.fixture
 def npu(monkeypatch):
     monkeypatch.syspath_prepend(EXAMPLE)
@@ -72,6 +86,31 @@ def test_products_of_bytes_on_the_matrix_unit(npu, tmp_path):
             assert (sums.numpy() == expected).all()
             np.testing.assert_allclose(product.numpy(), np.maximum(expected, 0) @ f, rtol=1e-4, atol=0.1)
     assert npu.counts["steps"] == 4 * 3 * 2 * 3 and npu.counts["copies"] > 4  # of 16 x 16 x 16 bytes, in four calls
+
+
+def test_transposed_products_with_an_activation_on_the_matrix_unit(npu):
+    generator = np.random.default_rng(0)
+    x, w = generator.integers(0, 256, (33, 40), "uint8"), generator.integers(-128, 128, (20, 33), "int8")
+    executable = rh.compile(Transposed, params={"w": w})
+    result = rh.vm.VirtualMachine(executable)["main"](x).numpy()
+    assert (result == np.maximum(x.T.astype("int32") @ w.T.astype("int32"), 0)).all()
+    assert npu.counts["steps"] == 3 * 2 * 3
+
+
+@pytest.mark.parametrize("seconds, extent", [(0.1, 128), (0.06, 256), (1e-4, 2048), (1e-9, 4096), (-1.0, 4096)])
+def test_the_size_of_measured_products_follows_the_speed_of_a_device(seconds, extent):
+    assert measure_devices._product_extent(seconds, 4096) == extent
+
+
+@pytest.mark.slow  # compiles the kernels of a measurement
+def test_a_slow_device_with_little_memory_is_measured_by_small_tensors(npu, monkeypatch):
+    def time_call(call, devices):
+        return 0.001 if call().shape[0] == 1 else 2.0  # of kernels of one row, and of others
+
+    monkeypatch.setattr(measure_devices, "_time_call", time_call)
+    figures = measure_devices._measure_device(rh.VDevice("ext_dev"))
+    assert figures.products == dict.fromkeys(measure_devices.TYPES, 2.0 * 128**3 * 4 / 2.0)
+    assert figures.bandwidth == 2 * npu.MEMORY_BYTES / 8 / 2.0
 
 
 def test_functions_of_tvm_in_host_code(npu):

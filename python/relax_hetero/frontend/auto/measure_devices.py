@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -52,9 +53,9 @@ _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
 _SMALL_EXTENT = 64
-_CPU_EXTENT, _MAX_EXTENT = 1024, 4096  # of products on CPUs, and on other devices at most
-_PROBE_EXTENT = 256
-_MAX_PRODUCTS_SECONDS = 0.25  # of the chained products in float32
+_CPU_EXTENT, _MAX_EXTENT = 1024, 4096  # maximum of the measured products, of CPUs and of other devices
+_PROBE_EXTENT = 128  # of products whose time decides the size of the measured ones
+_MAX_PRODUCTS_SECONDS = 0.5  # of the chained products, as expected from the small ones
 _CPU_STREAM_BYTES, _STREAM_BYTES = 64 << 20, 512 << 20
 _LINK_BYTES = 64 << 20
 _MAX_MEMORY_SHARE = 1 / 8  # of a device's memory, that one tensor takes
@@ -243,18 +244,11 @@ def cpu_model() -> str:
         return ""
 
 
-def _product_extent(vdevice: relax.VDevice) -> int:
-    """Rows of the measured products: on a slow device, such as a simulated one, large ones would take minutes."""
-    if is_cpu(vdevice):
-        return _CPU_EXTENT
-    builder = relax.BlockBuilder()
-    _add_products(builder, "probe", vdevice, "float32", _PROBE_EXTENT, _CHAINED_PRODUCTS)
-    vm = _machine(builder, [vdevice])
-    tensor = tvm.runtime.tensor(_random_array((_PROBE_EXTENT, _PROBE_EXTENT), "float32"), vm.devices[0])
-    seconds = _time_call(lambda: vm["probe"](tensor), vm.devices)
+def _product_extent(probe_seconds: float, max_extent: int) -> int:
+    """Rows of the measured products, given the seconds of small ones: large ones take minutes on a simulated device."""
     extent = _PROBE_EXTENT
-    while extent < _MAX_EXTENT and seconds * 8 <= _MAX_PRODUCTS_SECONDS:
-        extent, seconds = extent * 2, seconds * 8
+    while extent * 2 <= max_extent and probe_seconds * 8 <= _MAX_PRODUCTS_SECONDS:
+        extent, probe_seconds = extent * 2, probe_seconds * 8
     return extent
 
 
@@ -267,37 +261,47 @@ def _fitting_bytes(vdevice: relax.VDevice, nbytes: int) -> int:
 
 
 def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
-    extent = _product_extent(vdevice)
-    stream = _fitting_bytes(vdevice, _CPU_STREAM_BYTES if is_cpu(vdevice) else _STREAM_BYTES) // 4
+    def time_function(vm: VirtualMachine, name: str, shape: tuple[int, ...], dtype: str = "float32") -> float:
+        tensor = tvm.runtime.tensor(_random_array(shape, dtype), vm.devices[0])
+        return _time_call(lambda: vm[name](tensor), vm.devices)
+
     builder = relax.BlockBuilder()
     for dtype in TYPES:
-        _add_products(builder, dtype, vdevice, dtype, extent, _CHAINED_PRODUCTS)
-    if resolver_or_default(vdevice.target).block_layout(vdevice.target) is not None:
-        _add_quantized_products(builder, vdevice, extent)
+        _add_products(builder, dtype, vdevice, dtype, _PROBE_EXTENT, _CHAINED_PRODUCTS)
     _add_products(builder, "one", vdevice, "float32", _SMALL_EXTENT, 1, rows=1)
     _add_products(builder, "many", vdevice, "float32", _SMALL_EXTENT, 1 + _SMALL_KERNELS, rows=1)
-    x = relax.Var("x", relax.TensorType((stream,), "float32", vdevice))
+    vm = _machine(builder, [vdevice])
+    one, many = (time_function(vm, name, (1, _SMALL_EXTENT)) for name in ("one", "many"))
+    launch = max((many - one) / _SMALL_KERNELS, 1e-8)
+    row = _random_array((1, _SMALL_EXTENT), "float32")
+    call_seconds = _time_call(lambda: np.asarray(vm["one"](row)), [])
+    overhead = one + (_CHAINED_PRODUCTS - 1) * launch
+    max_extent = _CPU_EXTENT if is_cpu(vdevice) else _MAX_EXTENT
+    max_extent = math.isqrt(_fitting_bytes(vdevice, 4 * max_extent**2) // 4)
+    extents = {}
+    for dtype in TYPES:
+        seconds = time_function(vm, dtype, (_PROBE_EXTENT, _PROBE_EXTENT), dtype) - overhead
+        extents[dtype] = _product_extent(seconds, max_extent)
+
+    builder = relax.BlockBuilder()
+    for dtype, extent in extents.items():
+        _add_products(builder, dtype, vdevice, dtype, extent, _CHAINED_PRODUCTS)
+    if resolver_or_default(vdevice.target).block_layout(vdevice.target) is not None:
+        extents[QUANTIZED] = max(extents["float32"], block_format(_WEIGHTS).superblock_size)
+        _add_quantized_products(builder, vdevice, extents[QUANTIZED])
+    length = _fitting_bytes(vdevice, _CPU_STREAM_BYTES if is_cpu(vdevice) else _STREAM_BYTES) // 4
+    x = relax.Var("x", relax.TensorType((length,), "float32", vdevice))
     with builder.function("stream", [x]):
         with builder.dataflow():
             result = builder.emit_output(relax.op.add(x, x))
         builder.emit_func_output(result)
     vm = _machine(builder, [vdevice])
-    device = vm.devices[0]
-
-    def time_function(name: str, shape: tuple[int, ...], dtype: str = "float32") -> float:
-        array = _random_array(shape, dtype)
-        tensor = tvm.runtime.tensor(array, device)
-        return _time_call(lambda: vm[name](tensor), [device])
-
-    operations = 2.0 * extent**3 * _CHAINED_PRODUCTS
-    products = {dtype: operations / time_function(dtype, (extent, extent), dtype) for dtype in TYPES}
-    if QUANTIZED in {gvar.name_hint for gvar in builder.get().get_global_vars()}:
-        products[QUANTIZED] = operations / time_function(QUANTIZED, (extent, extent))
-    one, many = (time_function(name, (1, _SMALL_EXTENT)) for name in ("one", "many"))
-    row = _random_array((1, _SMALL_EXTENT), "float32")
-    call_seconds = _time_call(lambda: np.asarray(vm["one"](row)), [])
-    bandwidth = 8.0 * stream / time_function("stream", (stream,))
-    return DeviceFigures(products, bandwidth, max((many - one) / _SMALL_KERNELS, 1e-8), call_seconds)
+    products = {}
+    for name, extent in extents.items():
+        dtype = "float32" if name == QUANTIZED else name
+        products[name] = 2.0 * extent**3 * _CHAINED_PRODUCTS / time_function(vm, name, (extent, extent), dtype)
+    bandwidth = 8.0 * length / time_function(vm, "stream", (length,))
+    return DeviceFigures(products, bandwidth, launch, call_seconds)
 
 
 def _add_products(

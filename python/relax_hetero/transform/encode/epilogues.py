@@ -63,7 +63,8 @@ class Chain:
 def fused_variables(func: relax.Function) -> set[relax.Var]:
     """Products and elementwise results that exist only inside a kernel: their only user is the next op of their chain.
 
-    A product is computed at the end of its chain; it is not moved past an op that may write into an operand.
+    A product is computed at the end of its chain; it is not moved past an op that may write into an operand. The
+    resolver of its device may want none (`EncodingResolver.fuses_elementwise`).
     """
     users = user_counts(func)
     scopes: dict[relax.Var, int] = {}
@@ -77,7 +78,8 @@ def fused_variables(func: relax.Function) -> set[relax.Var]:
             scopes[var] = scope
             name = encoded_op(call)
             if name in PRODUCTS:
-                chain_ends.add(var)
+                if resolver_or_default(target_of(var.ty.vdevice)).fuses_elementwise:
+                    chain_ends.add(var)
             elif name == ELEMENTWISE:
                 first = call.args[0]
                 if first in chain_ends and users.get(first, 0) == 1 and scopes[first] == scope:
