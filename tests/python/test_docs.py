@@ -16,6 +16,8 @@ import onnx.parser
 import pytest
 from onnx import numpy_helper
 
+from llm.gguf_files import Sizes, write_gguf
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *sorted((ROOT / "docs").rglob("*.md"))]
 NOTEBOOK = re.compile(r"\A---\njupyt")  # its blocks are cells of one program, and have a test of their own
@@ -49,8 +51,9 @@ def blocks():
             continue
         for match in BLOCK.finditer(text):
             line = text.count("\n", 0, match.start()) + 1
-            # One starts Ray, the other compiles a whole network twice, which others do once.
-            slow = [pytest.mark.slow] if re.search(r"rh\.cluster\.Cluster\(|light_squeezenet", match[1]) else []
+            # They start Ray, compile a whole network twice, which others do once, or compile a language model.
+            costly = r"rh\.cluster\.Cluster\(|light_squeezenet|rh\.llm\.load\("
+            slow = [pytest.mark.slow] if re.search(costly, match[1]) else []
             yield pytest.param(match[1], match[2], id=f"{document.relative_to(ROOT)}:{line}", marks=slow)
 
 
@@ -101,12 +104,14 @@ def server():
 
 @pytest.mark.parametrize(("code", "output"), list(blocks()))
 def test_block_runs(code, output, tmp_path, server):
-    for package in ("torch", "openvino", "iree.runtime"):
+    for package in ("torch", "openvino", "iree.runtime", "llama_cpp"):
         if re.search(rf"^import {package}$", code, re.MULTILINE):
             pytest.importorskip(package)
     (tmp_path / "example.py").write_text(code)
     if 'from_onnx("model.onnx"' in code and "onnx.save" not in code:
         write_model(tmp_path / "model.onnx")
+    if '"model.gguf"' in code:
+        write_gguf(tmp_path / "model.gguf", Sizes(vocabulary=320), "Q8_0")
     print(json.dumps(str(tmp_path)), file=server.stdin, flush=True)
     status = server.stdout.readline().strip()
     assert status == "0", (tmp_path / "err").read_text()
