@@ -16,7 +16,7 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
 CHECKED := python apps examples tests
 
-.PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist workers clean distclean
+.PHONY: help demo test test-slow test-timing test-torch test-npu test-all gpu fuzz lint format conformance docs dist workers clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test-slow    long tests that rarely find more; make test-timing: tests of measured time or resident"
 	@echo "                  memory, on a quiet machine; make test-all: all of them"
 	@echo "make test-torch   rh.from_torch and the reference of language models against PyTorch, in $(TORCH_VENV)"
+	@echo "make test-npu     tests of two devices with a simulated accelerator as the second one"
 	@echo "make gpu          tests that need an NVIDIA GPU (under eight minutes on 16 cores), with $(GPU_PYTHON); no network"
 	@echo "make fuzz         attack the library for FUZZ_SECONDS=3600 with random models, sizes, arguments and files"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
@@ -53,12 +54,16 @@ test-timing: $(VENV)/.stamp-dev
 test-torch: $(TORCH_VENV)/.stamp-dev
 	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/compat tests/python/llm tests/python/test_docs.py -k torch $(PYTEST_ARGS)
 
+# Every test of two devices that takes any, with the simulated accelerator of examples/backend_npu as the second one.
+test-npu: $(VENV)/.stamp-dev
+	RELAX_HETERO_TEST_SECOND=npu $(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "two_devices and not slow and not gpu" $(PYTEST_ARGS)
+
 # Kernels, command buffers, networks whole and cut, language models of real widths, commands of the documents.
 gpu:
 	@PYTHONPATH=python:$$PYTHONPATH $(GPU_PYTHON) tests/python/gpu/needs.py
 	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
-test-all: test test-slow test-timing test-torch
+test-all: test test-slow test-timing test-torch test-npu
 
 # Attacks with random models, sizes, arguments and files, in child processes. Half a minute of them is in `make test`.
 fuzz: $(VENV)/.stamp-dev

@@ -6,6 +6,7 @@ import inspect
 import os
 import secrets
 from collections.abc import Generator
+from functools import cache
 from types import ModuleType
 from zlib import crc32
 
@@ -87,6 +88,12 @@ def pytest_report_header() -> str:
     return f"random numbers: RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"
 
 
+@cache
+def _takes_two_devices(module: ModuleType) -> bool:
+    """Return whether tests of a module, or functions that it imports, use `device_pairs.TWO_DEVICES`."""
+    return any("TWO_DEVICES" in getattr(value, "__globals__", ()) for value in vars(module).values())
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Deselect slow tests and timing tests, unless `-m` selects them or a test is given by its name.
@@ -97,6 +104,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items.sort(key=_is_short)
     for item in _rare(items):
         item.add_marker(pytest.mark.slow)
+    for item in items:
+        if isinstance(item, pytest.Function) and _takes_two_devices(item.module):
+            item.add_marker(pytest.mark.two_devices)
     chosen = config.option.markexpr
     if any("::" in argument for argument in config.args):
         return

@@ -10,7 +10,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "tutorials" / "own_backend.md"
-BLOCK = re.compile(r'^```(?P<language>\w+)(?: title="(?P<title>[^"\n]*)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(
+    r'^```(?P<language>\w+)(?: title="(?P<title>[^"\n]*)")?\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL
+)
 MEASURES = "relax-hetero devices\n"
 """Beginning of the block that measures the devices."""
 
@@ -56,7 +58,9 @@ class Reader:
         """Write what pip writes, without asking a package index for setuptools."""
         project = (self.folder / "pyproject.toml").read_text()
         (name,) = re.findall(r'^name = "(.*)"$', project, re.MULTILINE)
-        ((group, entry, value),) = re.findall(r'^\[project.entry-points."(.*)"\]\n(\w+) = "(.*)"$', project, re.MULTILINE)
+        ((group, entry, value),) = re.findall(
+            r'^\[project.entry-points."(.*)"\]\n(\w+) = "(.*)"$', project, re.MULTILINE
+        )
         installed = self.folder / "installed" / f"{name}-1.dist-info"
         installed.mkdir(parents=True)
         (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")

@@ -6,9 +6,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper, parser
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from relax_hetero.frontend.onnx.node_names import name_nodes, walk_nodes
-
-TWO_CPUS = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
 
 def transformer(seq, heads=2, width=16, layers=2):
@@ -161,7 +160,7 @@ def alternating(model):
 def test_results_are_onnx_runtimes(name, two_devices):
     build, sizes = MODELS[name]
     model = build()
-    where = {"vdevices": TWO_CPUS, "placement": alternating(model)} if two_devices else {}
+    where = {"vdevices": TWO_DEVICES, "placement": alternating(model)} if two_devices else {}
     vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, **where)))
     session = onnxruntime.InferenceSession(model.SerializeToString())
     for symbols in sizes:

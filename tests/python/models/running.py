@@ -5,7 +5,6 @@ from __future__ import annotations
 import glob
 import json
 import os
-import platform
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +16,6 @@ import pytest
 import tvm
 
 import relax_hetero as rh
-
-# The native CPU and the baseline of its architecture: two devices whose kernels are different machine code.
-BASELINE = {"kind": "llvm", "mcpu": "x86-64-v2" if platform.machine() == "x86_64" else "generic"}
-TWO_DEVICES = ["llvm", BASELINE]
 
 # A CPU may stand for the GPU where tests of GPUs are written: RELAX_HETERO_TEST_GPU='{"kind": "llvm"}'.
 STAND_IN = os.environ.get("RELAX_HETERO_TEST_GPU", "")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from marks import slow_but_for
 from models.running import (
-    TWO_DEVICES,
     assert_both_devices_hold_ops,
     assert_same,
     cut,

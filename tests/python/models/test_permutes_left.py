@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from models.running import (
-    TWO_DEVICES,
     assert_both_devices_hold_ops,
     assert_same,
     cut,

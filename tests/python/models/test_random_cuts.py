@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from models.running import (
-    TWO_DEVICES,
     assert_both_devices_hold_ops,
     assert_same,
     cut,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from onnx import helper, numpy_helper
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from gpu_interpreter.models import InterpretedModel
-from models.running import GPU, TWO_DEVICES, assert_same, expected_outputs, needs_gpu, outputs_of
+from models.running import GPU, assert_same, expected_outputs, needs_gpu, outputs_of
 
 
 class Graph:

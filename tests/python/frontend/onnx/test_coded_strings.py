@@ -10,6 +10,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 
 CLASSICAL = "ai.onnx.ml"
 COLORS = np.array([["red", "blue"], ["pink", "red"], ["no such", "blue"]], object)
@@ -64,8 +65,7 @@ def everything() -> onnx.ModelProto:
 def test_strings_are_moved_compared_and_looked_up(everything, tmp_path):
     feeds = {"color": COLORS, "x": np.array([[1, 0], [0, 1], [-1, 0.5]], "float32"), "place": np.array([[1], [0]])}
     expected = pytest.importorskip("onnxruntime").InferenceSession(everything.SerializeToString()).run(None, feeds)
-    devices = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
-    exe = rh.compile(rh.from_onnx(everything, vdevices=devices, placement={"LabelEncoder": "llvm:1"}))
+    exe = rh.compile(rh.from_onnx(everything, vdevices=TWO_DEVICES, placement={"LabelEncoder": "vdevice:1"}))
     assert "color: string[rows, color_d1]" in str(exe.signature())
     exe.export_library(tmp_path / "strings.so")
     main = rh.vm.VirtualMachine(rh.load(tmp_path / "strings.so"))["main"]

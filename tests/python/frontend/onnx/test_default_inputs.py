@@ -10,6 +10,7 @@ from onnx import TensorProto, helper, numpy_helper
 from tvm import relax
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from relax_hetero.transform.ir.module_attrs import DEFAULTS
 
 ONES, DEFAULT, OTHER = (np.array(values, "float32") for values in ([1, 1], [1, 2], [5, 6]))
@@ -31,7 +32,7 @@ def added(**options):
     return model([helper.make_node("Add", ["x", "w"], ["y"])], {"w": DEFAULT}, **options)
 
 
-@pytest.mark.parametrize("devices", [None, ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]])
+@pytest.mark.parametrize("devices", [None, TWO_DEVICES])
 def test_a_call_may_leave_a_default_out(tmp_path, devices):
     placement = None if devices is None else {"*": "vdevice:1"}
     exe = rh.compile(rh.from_onnx(added(order="wx", dims=("n",)), vdevices=devices, placement=placement))

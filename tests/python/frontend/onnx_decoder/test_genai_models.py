@@ -7,11 +7,11 @@ import dataclasses
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from frontend.onnx_decoder.decoder_graphs import GenAI, Shape
 from frontend.onnx_decoder.steps import check_steps
 
-TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
-LAYERS = {"/model/layers.0/*": "llvm:0", "/model/layers.1/*": "llvm:1", "*": "llvm:0"}
+LAYERS = {"/model/layers.0/*": "vdevice:0", "/model/layers.1/*": "vdevice:1", "*": "vdevice:0"}
 GROWING = {"total_sequence_length": "past_sequence_length + sequence_length"}
 
 
@@ -27,7 +27,7 @@ def test_steps_of_a_shared_cache_that_is_donated():
 @pytest.mark.slow
 def test_steps_on_two_devices_of_caches_that_grow():
     model = GenAI(bits=8, is_packed=False, has_bias=True, block=32, shape=Shape(hidden=64)).model()
-    mod = rh.from_onnx(model, vdevices=TWO, placement=LAYERS)
+    mod = rh.from_onnx(model, vdevices=TWO_DEVICES, placement=LAYERS)
     check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"])
 
 

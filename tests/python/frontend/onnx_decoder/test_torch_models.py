@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from frontend.onnx_decoder.decoder_graphs import Shape
 from frontend.onnx_decoder.steps import check_steps
 from frontend.onnx_decoder.torch_graphs import Torch
 
-TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 ONE_HEAD = replace(Shape(), kv_heads=4)
 
 MODELS = {
@@ -35,6 +35,6 @@ def test_steps(name):
 @pytest.mark.slow
 def test_steps_on_two_devices():
     model = MODELS["llama"].model()
-    rules = {"/model/layers.0/*": "llvm:0", "/model/layers.1/*": "llvm:1", "*": "llvm:0"}
-    mod = rh.from_onnx(model, vdevices=TWO, placement=rules)
+    rules = {"/model/layers.0/*": "vdevice:0", "/model/layers.1/*": "vdevice:1", "*": "vdevice:0"}
+    mod = rh.from_onnx(model, vdevices=TWO_DEVICES, placement=rules)
     check_steps(model, rh.vm.VirtualMachine(rh.compile(mod))["main"])

@@ -9,6 +9,7 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 
 FLOAT = onnx.TensorProto.FLOAT
 TYPES = {
@@ -31,8 +32,8 @@ def _main(nodes, inputs, outputs, constants=()):
         list(constants),
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 25)], ir_version=13)
-    placement = {node.name: f"llvm:{index % 2}" for index, node in enumerate(nodes)}
-    mod = rh.from_onnx(model, vdevices=["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}], placement=placement)
+    placement = {node.name: f"vdevice:{index % 2}" for index, node in enumerate(nodes)}
+    mod = rh.from_onnx(model, vdevices=TWO_DEVICES, placement=placement)
     return rh.vm.VirtualMachine(rh.compile(mod))["main"]
 
 

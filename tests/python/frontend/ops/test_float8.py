@@ -9,6 +9,7 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 
 TYPES = {
     "float8_e4m3fn": onnx.TensorProto.FLOAT8E4M3FN,
@@ -26,7 +27,7 @@ def _machine(nodes, inputs, outputs):
         [helper.make_tensor_value_info(name, kind, None) for name, kind in outputs],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10)
-    mod = rh.from_onnx(model, vdevices=["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}])
+    mod = rh.from_onnx(model, vdevices=TWO_DEVICES)
     return rh.vm.VirtualMachine(rh.compile(mod))["main"]
 
 

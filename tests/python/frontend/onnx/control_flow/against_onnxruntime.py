@@ -6,8 +6,7 @@ import onnxruntime
 from onnx import parser
 
 import relax_hetero as rh
-
-TWO_CPUS = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
+from device_pairs import TWO_DEVICES
 
 
 def parsed(text, opset=17):
@@ -25,7 +24,7 @@ def dealt_out(model):
             node.name = f"n{len(names)}"
             names[node.name] = f"vdevice:{(len(names) + 1) % 2}"
             pending += [attribute.g for attribute in node.attribute if attribute.HasField("g")]
-    return rh.from_onnx(named, vdevices=TWO_CPUS, placement=names)
+    return rh.from_onnx(named, vdevices=TWO_DEVICES, placement=names)
 
 
 def check(model, *calls, devices=(2,), tolerance=1e-5):

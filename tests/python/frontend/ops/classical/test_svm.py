@@ -10,6 +10,7 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 
 CLASSICAL = "ai.onnx.ml"
 RANDOM = np.random.default_rng(0)
@@ -64,7 +65,7 @@ def test_three_classes_and_one_class():
         ("SVMClassifier", classifier([3, 2, 4], "RBF", True)),
         ("SVMRegressor", regressor("POLY", kernel_params=[0.5, 2.5, 2.0])),
     ]
-    check(nodes, vdevices=["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}], placement={"node1": "llvm:1"})
+    check(nodes, vdevices=TWO_DEVICES, placement={"node1": "vdevice:1"})
 
 
 @pytest.mark.slow

@@ -13,7 +13,6 @@ from onnx import helper, numpy_helper
 import relax_hetero as rh
 
 MICROSOFT = "com.microsoft"
-TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
 
 class Nodes:

@@ -8,12 +8,13 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
-from frontend.ops.contrib.contrib_nodes import MICROSOFT, TWO, Nodes
+from device_pairs import TWO_DEVICES
+from frontend.ops.contrib.contrib_nodes import MICROSOFT, Nodes
 from relax_hetero.frontend.ops import CONVERTERS
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO_DEVICES])
 def test_attention(vdevices):
     nodes = Nodes()
     x, weight, bias = nodes.floats(2, 4, 8), nodes.floats(8, 24), nodes.floats(24)
@@ -37,7 +38,7 @@ def test_attention(vdevices):
     nodes.check(vdevices)
 
 
-@pytest.mark.parametrize("vdevices", [["llvm"], pytest.param(TWO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vdevices", [["llvm"], pytest.param(TWO_DEVICES, marks=pytest.mark.slow)])
 def test_fused_ops(vdevices):
     nodes = Nodes()
     x, vector = nodes.floats(2, 3, 8), nodes.floats(8)
@@ -77,7 +78,7 @@ def test_fused_ops(vdevices):
     nodes.check(vdevices)
 
 
-@pytest.mark.parametrize("vdevices", [["llvm"], pytest.param(TWO, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("vdevices", [["llvm"], pytest.param(TWO_DEVICES, marks=pytest.mark.slow)])
 def test_places_in_images(vdevices):
     nodes = Nodes()
     image = nodes.floats(2, 3, 7, 9)

@@ -10,7 +10,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 import relax_hetero as rh
-from frontend.ops.contrib.contrib_nodes import MICROSOFT, TWO, Nodes
+from device_pairs import TWO_DEVICES
+from frontend.ops.contrib.contrib_nodes import MICROSOFT, Nodes
 from seeds import fresh_rng
 
 ROWS, EXPERTS, WIDTH, INNER = 6, 4, 32, 16
@@ -86,7 +87,7 @@ def test_a_few_of_them():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO_DEVICES])
 def test_all_that_onnx_runtime_has(vdevices):
     nodes = Experts()
     for activation in ("relu", "gelu", "identity"):

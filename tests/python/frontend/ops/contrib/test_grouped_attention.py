@@ -11,7 +11,8 @@ import pytest
 from onnx import helper, numpy_helper
 
 import relax_hetero as rh
-from frontend.ops.contrib.contrib_nodes import MICROSOFT, TWO, Nodes
+from device_pairs import TWO_DEVICES
+from frontend.ops.contrib.contrib_nodes import MICROSOFT, Nodes
 from seeds import fresh_rng
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -35,7 +36,7 @@ class Steps(Nodes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO_DEVICES])
 def test_forms(vdevices):
     nodes = Steps()
     tables = {"cos": nodes.floats(16, SIZE // 2), "sin": nodes.floats(16, SIZE // 2), "do_rotary": 1}

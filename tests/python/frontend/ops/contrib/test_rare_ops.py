@@ -9,7 +9,8 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
-from frontend.ops.contrib.contrib_nodes import TWO, Nodes
+from device_pairs import TWO_DEVICES
+from frontend.ops.contrib.contrib_nodes import Nodes
 
 
 def _lstm(
@@ -57,7 +58,7 @@ def test_a_quantized_lstm_of_open_sizes():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO_DEVICES])
 def test_the_rest(vdevices):
     nodes = Nodes()
     x, other, gate = nodes.floats(2, 4, 12), nodes.floats(2, 4, 12), nodes.floats(2, 4, 12)

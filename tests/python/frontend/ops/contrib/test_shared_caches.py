@@ -7,7 +7,8 @@ import pytest
 from onnx import helper
 
 import relax_hetero as rh
-from frontend.ops.contrib.contrib_nodes import TWO, Nodes
+from device_pairs import TWO_DEVICES
+from frontend.ops.contrib.contrib_nodes import Nodes
 
 BATCH, HEADS, SIZE, ROOM = 2, 2, 4, 10
 PAST = np.array([5], "int32")
@@ -22,7 +23,7 @@ def past_of(nodes: Nodes) -> list[np.ndarray]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("vdevices", [["llvm"], TWO])
+@pytest.mark.parametrize("vdevices", [["llvm"], TWO_DEVICES])
 def test_shared_caches(vdevices):
     nodes = Nodes()
     several = [nodes.floats(BATCH, 3, HEADS * SIZE) for _ in range(3)]

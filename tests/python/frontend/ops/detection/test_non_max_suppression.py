@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from frontend.ops.checking import check, expected, node_model, uniform
 from seeds import fresh_rng
 
@@ -34,8 +35,7 @@ def test_as_many_boxes_as_a_call_has(on):
     model, _ = node_model(
         "NonMaxSuppression", [*operands(2, 3, 40), *limits], opset=17, constant=[2, 3, 4], symbolic=[0, 1]
     )
-    devices = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
-    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=devices, placement={"*": on})))["main"]
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=TWO_DEVICES, placement={"*": on})))["main"]
     for sizes in [(2, 3, 40), (1, 1, 700), (1, 2, 9), (3, 1, 1), (2, 2, 0), (0, 2, 3), (2, 0, 3)]:
         feeds = dict(zip(["x0", "x1"], operands(*sizes), strict=True))
         np.testing.assert_array_equal(main(*feeds.values()).numpy(), expected(model, feeds, "onnxruntime")[0])

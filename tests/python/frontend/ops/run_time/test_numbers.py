@@ -5,6 +5,7 @@ import onnx.parser
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 
 MODEL = """
     <ir_version: 8, opset_import: ["" : 18]>
@@ -28,8 +29,7 @@ MODEL = """
 
 
 def imported():
-    devices = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
-    return rh.from_onnx(onnx.parser.parse_model(MODEL), vdevices=devices, placement={"Reshape*": "vdevice:1"})
+    return rh.from_onnx(onnx.parser.parse_model(MODEL), vdevices=TWO_DEVICES, placement={"Reshape*": "vdevice:1"})
 
 
 def test_constants_joined_with_computed_numbers_are_sizes():

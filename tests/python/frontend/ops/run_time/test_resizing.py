@@ -8,6 +8,7 @@ import onnxruntime
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 
 _FORMS = [
     'mode = "nearest", coordinate_transformation_mode = "asymmetric", nearest_mode = "floor"',
@@ -34,9 +35,8 @@ def _model(forms: list[str]) -> onnx.ModelProto:
 def test_resize_to_the_shape_of_another_tensor() -> None:
     model = _model(_FORMS)
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
-    devices = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
     placement = {"Resize": "vdevice:1", "*": "vdevice:0"}
-    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=devices, placement=placement)))["main"]
+    main = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=TWO_DEVICES, placement=placement)))["main"]
     rng = np.random.default_rng(0)
     for h, w, height, width in [(4, 5, 8, 15), (7, 6, 3, 11), (3, 3, 1, 3)]:
         feed = {

@@ -7,16 +7,16 @@ import onnx.parser
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from frontend.ops.checking import node_model, uniform
 
 DATA = uniform(2, 3, 4)
-TWO_CPUS = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}]
 
 
 def function_of(op, *inputs, opset=18, **options):
     """A node of symbolic data on the second device, as a function of its inputs."""
     model, _ = node_model(op, inputs, opset, symbolic=[0], **options)
-    vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=TWO_CPUS, placement={op: "vdevice:1"})))
+    vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=TWO_DEVICES, placement={op: "vdevice:1"})))
     return lambda *values: vm["main"](*values).numpy()
 
 
