@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import onnx.parser
 import pytest
 from tvm.script import ir as I
 from tvm.script import relax as R
@@ -131,6 +132,19 @@ def test_a_network_cut_over_cpu_and_npu(npu, name, tmp_path):
     assert_both_devices_hold_ops(executable)
     assert_same(outputs_after_export(executable, inputs, tmp_path), expected_outputs(model, inputs))
     assert npu.counts["copies"] > 4
+
+
+def test_a_loop_collects_rows_in_memory_of_the_device(npu):
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        loop (int64 trips, float[n] x) => (float[rows, n] collected) {
+            last, collected = Loop(trips, , x) <
+                body = step (int64 i, bool on, float[n] v) => (bool go, float[n] w, float[n] v) {
+                    go = Identity(on) w = Add(v, v) }>
+        }""")
+    machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, ["llvm", "ext_dev"], {"*": "ext_dev"})))
+    rows = machine["main"](np.int64(5), np.ones(3, "float32")).numpy()
+    assert (rows == 2.0 ** np.arange(5)[:, None]).all() and rows.shape == (5, 3)
 
 
 def test_memory_ends(npu):

@@ -82,7 +82,8 @@ def taken_rows(rows: runtime.Tensor, count: runtime.Tensor) -> runtime.Tensor:
 
 
 def _number(scalar: runtime.Tensor) -> int:
-    return int(ctypes.c_int64.from_address(on_host(scalar).data_ptr()).value)
+    host = on_host(scalar)  # a copy, whose memory must outlive the read
+    return int(ctypes.c_int64.from_address(host.data_ptr()).value)
 
 
 def _first_capacity(max_rows: int, nbytes: int) -> int:
