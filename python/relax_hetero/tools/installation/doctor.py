@@ -16,10 +16,10 @@ from typing import Any
 import click
 
 from ...artifact.cache_folder import CacheFolder, resolve_cache_folder
-from ...artifact.regular_files import why_untrusted
 from ...display.console import console, print_json, print_table
 from ...display.text import bytes_text, plural
 from ...errors import HeteroError
+from ...system import why_untrusted
 from ..command import command, json_option
 from .packages import Finding, State, extra_findings, package_findings, versions
 

@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
 from ...errors import BuildError
+from ...system import LINK_OPTIONS
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
@@ -156,8 +156,7 @@ def _pack(machine_code: Mapping[str, bytes], module: runtime.Module, system: boo
 
 def _link(command: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
     """Link objects and C sources; unlike TVM's function, this accepts compilers with options, as ``ccache g++``."""
-    undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    arguments = [*command, "-shared", "-fPIC", *undefined, "-o", output, *options, *objects]
+    arguments = [*command, *LINK_OPTIONS, "-o", output, *options, *objects]
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if process.returncode:
         text = process.stdout.decode(errors="replace")
