@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import importlib.util
 import mmap
 import os
 import platform
@@ -61,6 +62,8 @@ def processor_name() -> str:
         for line in lines:
             if line.startswith("model name") and (name := line.partition(":")[2].strip()):
                 return name
+    if IS_WINDOWS:
+        return os.environ.get("PROCESSOR_IDENTIFIER") or platform.machine()
     if IS_MACOS:
         with suppress(OSError, subprocess.SubprocessError):
             command = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
@@ -326,6 +329,17 @@ LIBRARY_SUFFIXES = (".so", ".dylib", ".dll")
 
 LINK_OPTIONS = ("-shared", *(() if IS_WINDOWS else ("-fPIC",)), *(("-undefined", "dynamic_lookup") if IS_MACOS else ()))
 """Options of a C compiler that links a shared library, whose symbols of TVM are found when it is loaded."""
+
+COMPILERS = () if IS_WINDOWS else ("g++", "gcc", "clang++", "clang", "c++", "cc")
+"""C compilers that link libraries where they are on PATH. On Windows only those of ziglang need no other package."""
+
+
+def find_compiler() -> list[str]:
+    """The command of a C compiler: the first of `COMPILERS`, else clang in the package ziglang; empty without one."""
+    path = next(filter(None, map(shutil.which, COMPILERS)), None)
+    if path is None and importlib.util.find_spec("ziglang") is not None:
+        return [sys.executable, "-m", "ziglang", "cc"]
+    return [] if path is None else [path]
 
 
 def has_symbol(name: str) -> bool:

@@ -25,7 +25,7 @@ from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
 from ...errors import BuildError
-from ...system import LINK_OPTIONS
+from ...system import COMPILERS, LINK_OPTIONS, find_compiler
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
@@ -70,29 +70,32 @@ def _look_up_function(module: runtime.Module) -> None:
 
 
 def check_linking(what: str) -> list[str]:
-    """The command of the linking C compiler: ``CXX`` or ``CC`` with its options, else the first known one on PATH.
+    """The command of the linking C compiler: ``CXX`` or ``CC`` with its options, else the first one found.
 
     Raises
     ------
     BuildError
         No compiler, or no space for temporary files; the message begins with `what`.
     """
-    from tvm.support.cc import get_cc
-
-    text: str | None = get_cc()
+    named = os.environ.get("CXX") or os.environ.get("CC")
     try:
-        # The path of a program may contain spaces.
-        command = [text] if text and shutil.which(text) else shlex.split(text or "")
+        command = _split(named) if named else find_compiler()
     except ValueError as error:  # unbalanced quotes
-        raise BuildError(f"{what} needs a C compiler: found CXX={text!r}, which is not a command: {error}") from error
+        raise BuildError(f"{what} needs a C compiler: found CXX={named!r}, which is not a command: {error}") from error
     if not command or shutil.which(command[0]) is None:
-        found = f"{text!r}, which is not a program" if text else "none on PATH and no CXX set"
-        raise BuildError(f"{what} needs a C compiler: found {found}, expected g++, gcc, clang++, clang, c++ or cc")
+        found = f"{named!r}, which is not a program" if named else "none on PATH and no CXX set"
+        names = ", ".join((*COMPILERS, "the package ziglang"))
+        raise BuildError(f"{what} needs a C compiler: found {found}, expected one of: {names}")
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if free < _LINKING_BYTES:
         raise BuildError(f"{what}: {folder} has {free:,} bytes left for linking, expected {_LINKING_BYTES:,}")
     return command
+
+
+def _split(command: str) -> list[str]:
+    """The words of a command; the path of a program may contain spaces."""
+    return [command] if shutil.which(command) else shlex.split(command)
 
 
 def link_library(
