@@ -25,7 +25,7 @@ from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
 from ...errors import BuildError
-from ...system import COMPILERS, LINK_OPTIONS, find_compiler
+from ...system import COMPILERS, LINK_OPTIONS, NO_LINK, find_compiler
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
@@ -252,8 +252,8 @@ class replacing:
     def __enter__(self) -> Path:
         try:
             self._check()
-            # O_NOFOLLOW and O_EXCL refuse links that others have planted; the permissions are final from the start.
-            os.close(os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode))
+            # NO_LINK and O_EXCL refuse links that others have planted; the permissions are final from the start.
+            os.close(os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, self._mode))
         except OSError as error:  # for example, a name that is too long or a folder without permission
             raise BuildError(f"exporting {self.path}: {error.strerror or error}") from error
         return self.temporary
