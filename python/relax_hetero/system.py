@@ -289,7 +289,8 @@ def copy_to_memory(file: BinaryIO) -> int:
     int
         Descriptor of the copy, which the caller closes.
     """
-    if hasattr(os, "memfd_create"):
+    has_memory = hasattr(os, "memfd_create")
+    if has_memory:
         descriptor = os.memfd_create("relax_hetero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     else:
         with tempfile.TemporaryFile() as temporary:
@@ -297,20 +298,14 @@ def copy_to_memory(file: BinaryIO) -> int:
     try:
         with open(descriptor, "wb", closefd=False) as target:
             shutil.copyfileobj(file, target, _COPY_BYTES)
-        _seal(descriptor)
+        if has_memory:
+            import fcntl
+
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
     except BaseException:
         os.close(descriptor)
         raise
     return descriptor
-
-
-def _seal(descriptor: int) -> None:
-    try:
-        import fcntl
-    except ImportError:  # not on Windows
-        return
-    if hasattr(fcntl, "F_ADD_SEALS"):
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
 
 
 def path_of_open_file(descriptor: int) -> str | None:

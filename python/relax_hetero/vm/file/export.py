@@ -25,7 +25,7 @@ from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
 from ...errors import BuildError
-from ...system import COMPILERS, LINK_OPTIONS, NO_LINK, find_compiler
+from ...system import COMPILERS, IS_WINDOWS, LINK_OPTIONS, NO_LINK, find_compiler
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
@@ -160,12 +160,25 @@ def _pack(machine_code: Mapping[str, bytes], module: runtime.Module, system: boo
 def _link(command: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
     """Link objects and C sources; unlike TVM's function, this accepts compilers with options, as ``ccache g++``."""
     arguments = [*command, *LINK_OPTIONS, "-o", output, *options, *objects]
+    if IS_WINDOWS:
+        arguments += _windows_inputs(Path(output))
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if process.returncode:
         text = process.stdout.decode(errors="replace")
         raise RuntimeError(
             f"{shlex.join(command)} ended with {process.returncode}:\n{text}\nCommand: {shlex.join(arguments)}"
         )
+
+
+def _windows_inputs(library: Path) -> list[str]:
+    """Files that a library for Windows is linked with, whose symbols are found at link time.
+
+    They are TVM's functions that raise errors, and a symbol of MSVC's C library that code with floating-point numbers
+    refers to, which other C libraries lack.
+    """
+    source = library.with_suffix(".c")
+    source.write_text("__declspec(selectany) int _fltused = 0;\n")
+    return [str(source), tvm_ffi.libinfo.find_windows_implib()]
 
 
 def checked_path(path: object, what: str) -> str:
