@@ -1,8 +1,7 @@
 """Build the wheels and source distributions of all parts in `dist` from the last commit, twice, and compare the bytes.
 
-The package index checks what is uploaded (`twine check`), and anyone can build the same bytes from the same commit: file
-times are that of the commit, and names are sorted. Run by `make dist`, in an environment with build, setuptools and
-twine of fixed versions.
+Anyone can build the same bytes from the same commit: file times are that of the commit, and names are sorted. The files
+are checked as a package index does. `make dist` runs this with fixed versions of build, setuptools and twine.
 """
 
 from __future__ import annotations

@@ -74,14 +74,9 @@ print("done")
 @pytest.mark.skipif(sys.platform != "linux", reason="imitates other systems on Linux")
 @pytest.mark.parametrize("name", ["darwin", "win32"])
 def test_the_package_runs_without_what_only_linux_has(name, tmp_path):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "python"),
-        "TVM_NUM_THREADS": "2",
-        "RELAX_HETERO_CACHE": str(tmp_path),
-    }
+    settings = {"PYTHONPATH": str(ROOT / "python"), "TVM_NUM_THREADS": "2", "RELAX_HETERO_CACHE": str(tmp_path)}
     command = [sys.executable, "-c", PROGRAM, name, str(tmp_path)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
     assert done.stdout.endswith("done\n"), done.stderr[-3000:]
 
 

@@ -152,8 +152,9 @@ class CacheFolder:
     def drop(self, key: str) -> None:
         """Remove an executable, if possible."""
         with self.opened() as folder:
-            for suffix in () if folder is None else _SUFFIXES:
-                remove_in(folder, f"{key}.{suffix}")
+            if folder is not None:
+                for suffix in _SUFFIXES:
+                    remove_in(folder, f"{key}.{suffix}")
 
     def entries(self) -> list[Entry]:
         """The entries of the folder, the most recently used first."""
@@ -177,17 +178,18 @@ class CacheFolder:
                 total += entry.bytes
         before = time.time() - _STALE_SECONDS
         with self.opened() as folder:
-            for draft in [] if folder is None else folder.files(_DRAFT):
-                status = folder.regular_status(draft)
-                if status is not None and status.st_mtime < before:
-                    remove_in(folder, draft)
+            if folder is not None:
+                for draft in folder.files(_DRAFT):
+                    status = folder.regular_status(draft)
+                    if status is not None and status.st_mtime < before:
+                        remove_in(folder, draft)
 
     def clear(self) -> None:
         """Remove every executable and the code of single kernels; other files in the folder stay."""
         with self.opened() as folder:
-            pattern = rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin', 'figures'))})"
-            for name in [] if folder is None else folder.files(pattern):
-                remove_in(folder, name)
+            if folder is not None:
+                for name in folder.files(rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin', 'figures'))})"):
+                    remove_in(folder, name)
 
 
 def write_in(folder: OpenFolder, name: str, data: bytes) -> None:
