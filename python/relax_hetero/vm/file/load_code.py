@@ -13,7 +13,7 @@ from tvm import runtime
 
 from ...artifact.container import Container
 from ...errors import BuildError
-from ...system import LIBRARY_SUFFIX, LIBRARY_SUFFIXES, path_of_open_file
+from ...system import IS_WINDOWS, LIBRARY_SUFFIX, LIBRARY_SUFFIXES, path_of_open_file
 
 _lock = threading.Lock()
 # The file (device, inode) of each path whose code was loaded.
@@ -41,20 +41,20 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
                 status = os.stat(source)
                 identity = (status.st_dev, status.st_ino)
             else:
-                source, identity = path_of_open_file(container.descriptor), container.identity
+                source, identity = path_of_open_file(container.descriptor) or "", container.identity
             # The library of a version is not at the beginning of the file, and must be copied, too. So must all
             # libraries where an open file has no path: its own may name another file by now.
             is_version = container is not None and container.code_begin > 0
-            needs_copy = identity in _loaded_files or source is None or is_version
+            needs_copy = identity in _loaded_files or not source or is_version
             _loaded_files.add(identity)
             if not needs_copy and container is None and _loaded_paths.setdefault(source, identity) == identity:
                 return tvm_ffi.load_module(source, keep_module_alive=False)
-            # Windows does not delete loaded libraries.
+            # Windows does not delete loaded libraries, and has no links without a privilege.
             with tempfile.TemporaryDirectory(prefix="relax_hetero_", ignore_cleanup_errors=True) as folder:
                 name = os.path.basename(path)
                 # TVM recognizes file types by their suffix.
                 other = os.path.join(folder, name if name.endswith(LIBRARY_SUFFIXES) else f"library{LIBRARY_SUFFIX}")
-                if not needs_copy:
+                if not needs_copy and not IS_WINDOWS:
                     os.symlink(source, other)
                 elif container is None:
                     shutil.copyfile(source, other)
