@@ -1,4 +1,4 @@
-"""What differs between Linux, macOS and Windows: processors, memory, files, and the loading of libraries.
+"""Differences between Linux, macOS and Windows: processors, memory, files, and the loading of libraries.
 
 All other modules are the same on every system and call this one; what only Linux has (NUMA nodes, huge pages, control
 groups) is off elsewhere, in the module of its subject. Independent of TVM.
@@ -28,7 +28,7 @@ IS_WINDOWS = sys.platform == "win32"
 IS_MACOS = sys.platform == "darwin"
 
 HAS_PROCESS_LIMITS = not IS_WINDOWS
-"""Whether a process can limit its own time and memory, as the rendering of untrusted chat templates requires."""
+"""True if a process can limit its own time and memory, as the rendering of untrusted chat templates requires."""
 
 _COPY_BYTES = 1 << 24
 _CPUINFO, _MEMINFO = Path("/proc/cpuinfo"), Path("/proc/meminfo")
