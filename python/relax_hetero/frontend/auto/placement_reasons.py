@@ -67,6 +67,8 @@ def _unit_reason(
         if extra_seconds >= seconds[device] - seconds[other]:
             return choice("staying saves transfers", seconds, device, names, details)
         return choice("moving saves too little", seconds, device, names, details)
+    if len(set(plan)) == 1:
+        return choice("a second device saves too little", seconds, device, names)
     return choice(f"{names[other]} has other work meanwhile", seconds, device, names)
 
 

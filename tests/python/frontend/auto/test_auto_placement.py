@@ -91,6 +91,17 @@ def test_a_loop_stays_together_and_its_trips_count():
     assert set(auto_placement(rh.from_onnx(model), ["llvm", GPU]).assignments) >= {"loop"}
 
 
+def test_an_op_whose_device_would_save_little_stays_with_the_model():
+    """The last op would be faster on the host, to which its result goes in any case."""
+    model = parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[64, 64] x, float[64, 64] w) => (float[64, 64] y) { [up] h = MatMul(x, w) [end] y = Softmax(h) }""")
+    costs = [DeviceCost(1e12, 1e12, 0, {"float32": 1e9}), DeviceCost(1e12, 1e12, 1e-6)]
+    plan = auto_placement(model, ["llvm", "llvm"], CostModel(costs, links(2, 0, bandwidth=1e12, latency=1e-5), 0))
+    assert set(plan.assignments.values()) == {"llvm:1"}
+    assert plan.reasons["end"].startswith("auto, a second device saves too little: 1")
+
+
 def test_every_row_has_its_reason(tmp_path):
     """Times on each device, the transfers that staying saves, and the limit that kept work away; also in a library."""
     model = mlp(64, 64, 3)
