@@ -18,22 +18,35 @@ from relax_hetero.encoding.winograd import positions
 from relax_hetero.target.cpu_target import CpuTarget, cpu_target_of
 from relax_hetero.target.element_types import numpy_dtype
 
+_X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
+_ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}
 TARGETS = {
-    "avx512": {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2},
-    "avx2": {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2},
-    "sse": {"kind": "llvm", "mcpu": "x86-64"},
+    "avx512": {**_X86, "mcpu": "x86-64-v4", "num-cores": 2},
+    "avx2": {**_X86, "mcpu": "x86-64-v3", "num-cores": 2},
+    "sse": {**_X86, "mcpu": "x86-64"},
+    "i8mm": {**_ARM, "mcpu": "neoverse-v2", "num-cores": 2},
+    "dotprod": {**_ARM, "mcpu": "neoverse-n1", "num-cores": 2},
+    "neon": {**_ARM, "mcpu": "cortex-a72"},
     "c": {"kind": "c"},
 }
 
 
+HOST_ARCH = str(tvm.target.codegen.llvm_get_system_triple()).partition("-")[0]
+
 # Machines whose instructions multiply bytes or halves.
 LOW_PRECISION_TARGETS = {
-    "vnni": {"kind": "llvm", "mcpu": "znver5", "num-cores": 2},
-    "avxvnni": {"kind": "llvm", "mcpu": "alderlake", "num-cores": 2},
+    "vnni": {**_X86, "mcpu": "znver5", "num-cores": 2},
+    "avxvnni": {**_X86, "mcpu": "alderlake", "num-cores": 2},
     # Dot products of bytes without other instructions for bytes.
-    "early_vnni": {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 2},
+    "early_vnni": {**_X86, "mcpu": "cascadelake", "num-cores": 2},
 }
-_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}, "early_vnni": {"avx512vnni"}}
+_EXTENSIONS = {
+    "vnni": {"avx512vnni", "avx512bf16"},
+    "avxvnni": {"avxvnni"},
+    "early_vnni": {"avx512vnni"},
+    "i8mm": {"i8mm", "bf16", "sve2"},
+    "dotprod": {"dotprod", "fullfp16"},
+}
 
 
 def target_of(name: str) -> tvm.target.Target:
@@ -47,7 +60,7 @@ def cpu_named(name: str) -> CpuTarget:
 def runs_here(name: str) -> bool:
     if target_of(name).kind.name == "c":
         return True
-    if not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"):
+    if not str(target_of(name).attrs["mtriple"]).startswith(HOST_ARCH):
         return False
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = {str(feature) for feature, has in host.items() if has}
