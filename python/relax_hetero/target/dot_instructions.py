@@ -155,6 +155,7 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     DotInstruction("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
     DotInstruction("fma", ("generic",), (), _BF16, "fma"),
     DotInstruction("fmaph", ("avx512",), ("avx512fp16",), _F16, "f16_sums", 2, short=16),
+    DotInstruction("fmlal", ("neon",), ("fp16fml",), _F16, "f16_fma", temporaries=2),
     DotInstruction("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
     DotInstruction("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),
 )

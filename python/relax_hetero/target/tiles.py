@@ -27,11 +27,14 @@ class TileSizes:
         Columns (n) of a tile, in vectors of the accumulator's type (in elements on CPUs without vectors).
     groups : int
         Maximum number of pixels of a convolution's tile whose steps take several input channels.
+    panel_rows : int
+        Rows of a tile whose left factors are packed, too; 0 if products read the left operand in place.
     """
 
     rows: int
     vectors: int
     groups: int = MAX_PIXELS
+    panel_rows: int = 0
 
 
 # Measured for AVX-512 (8x32 is within 3 % of the best for nearly every shape); otherwise the largest tile that fits
@@ -41,7 +44,7 @@ TILE_SIZES: dict[str, TileSizes] = {
     "avx2": TileSizes(6, 2),
     "sse": TileSizes(4, 2),
     # LLVM hoists loads on AArch64: with 14 pixels it spills accumulators.
-    "neon": TileSizes(8, 2, 12),
+    "neon": TileSizes(8, 2, 12, 12),
     "generic": TileSizes(4, 4),
 }
 
