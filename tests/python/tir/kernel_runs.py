@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from arm.emulated_cpu import VARIABLE, install
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression, Term
 from relax_hetero.encoding.winograd import positions
@@ -31,7 +33,11 @@ TARGETS = {
 }
 
 
-HOST_ARCH = str(tvm.target.codegen.llvm_get_system_triple()).partition("-")[0]
+# Architecture of the CPU that runs kernels for named CPUs: this one's, or the emulated one's.
+IS_EMULATED = VARIABLE in os.environ
+HOST_ARCH = "aarch64" if IS_EMULATED else str(tvm.target.codegen.llvm_get_system_triple()).partition("-")[0]
+if IS_EMULATED:
+    install()
 
 # Machines whose instructions multiply bytes or halves.
 LOW_PRECISION_TARGETS = {
@@ -59,9 +65,11 @@ def cpu_named(name: str) -> CpuTarget:
 
 def runs_here(name: str) -> bool:
     if target_of(name).kind.name == "c":
-        return True
+        return not IS_EMULATED
     if not str(target_of(name).attrs["mtriple"]).startswith(HOST_ARCH):
         return False
+    if IS_EMULATED:
+        return True
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = {str(feature) for feature, has in host.items() if has}
     return set(cpu_named(name).isa.features) | _EXTENSIONS.get(name, set()) <= present
