@@ -1,6 +1,6 @@
 """Set up .venv-arm: Debian's Python for AArch64, TVM's wheel for it and this library, run by qemu on any Linux machine.
 
-    python tests/python/arm/environment.py        # needs qemu-user, mmdebstrap, binutils-aarch64-linux-gnu; no root
+    python tests/python/arm/environment.py        # needs qemu-user, mmdebstrap, g++-aarch64-linux-gnu; no root
     .venv-arm/bin/python -m pytest tests/python/tir/rows      # any test, under emulation: 10 to 15 times slower
 
 ``.venv-arm/root`` holds Debian's files and is not a chroot: qemu looks there before it looks at the machine's own, so
@@ -26,7 +26,7 @@ SUITE, VERSION = "bookworm", "3.11"
 PROGRAMS = {
     "qemu-aarch64": "qemu-user",
     "mmdebstrap": "mmdebstrap",
-    "aarch64-linux-gnu-ld": "binutils-aarch64-linux-gnu",
+    "aarch64-linux-gnu-g++": "g++-aarch64-linux-gnu",
 }
 PLATFORMS = [*(f"manylinux_2_{minor}_aarch64" for minor in range(36, 16, -1)), "manylinux2014_aarch64"]
 
