@@ -40,7 +40,8 @@ def main_loop(lines: list[tuple[str, str]]) -> Loop | None:
     ends = [
         (index[jump[1]], number)
         for number, (_, code) in enumerate(lines)
-        if (jump := re.search(r"^(?:b|cbn?z|tbn?z)\S*\s.*?(\.?\w+)$", code)) and index.get(jump[1], number + 1) <= number
+        if (jump := re.search(r"^(?:b|cbn?z|tbn?z)\S*\s.*?(\.?\w+)$", code))
+        and index.get(jump[1], number + 1) <= number
     ]
     inner = [(a, b) for a, b in ends if not any((c, d) != (a, b) and a <= c and d <= b for c, d in ends)]
     loops = [

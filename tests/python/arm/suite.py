@@ -2,9 +2,9 @@
 
     python tests/python/arm/suite.py [arguments of pytest]
 
-First the tests of kernels run here: kernels are compiled by this machine, and called on the emulated CPU. Then the tests
-of `PROGRAMS` run with TVM's wheel for AArch64, compiler included, which is 10 to 15 times slower. Any other test runs
-there too: ``.venv-arm/bin/python -m pytest tests/python/llm``.
+First the tests of kernels run here: kernels are compiled by this machine, and called on the emulated CPU. Then the
+tests of `PROGRAMS` run with TVM's wheel for AArch64, compiler included, which is 10 to 15 times slower. Any other test
+runs there too: ``.venv-arm/bin/python -m pytest tests/python/llm``.
 """
 
 from __future__ import annotations

@@ -31,13 +31,13 @@ from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
 from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
 from ..microkernel.k_step import llvm_import
 from ..microkernel.microkernel import FMAS_IN_FLIGHT
+from ..microkernel.neon_panels import COLUMNS
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
-from ..microkernel.neon_panels import COLUMNS
 from .amx_matmul import emit_amx_product, supports_amx
-from .left_panels import LeftPanels, panel_kernels
 from .matmul_spec import Case, KRange, MatmulSpec, Sweep, emit_cases, make_tile, row_cases
 from .matmul_tile import accumulator_count, emit_tile, k_blocks
+from .panels import Panels, panel_kernels
 
 # Approximate rows of a block (mc): with one block of k, they fill half of the L2 cache. Blocks have equal sizes,
 # because each reads the whole right operand, however few its rows (measured for 128 rows and weights in memory: one
@@ -87,7 +87,7 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             instruction = amx_instruction_for(cpu, *types)
             if instruction is not None and not supports_amx(spec, instruction):
                 instruction = None
-            panel_rows = LeftPanels.rows_of(spec, cpu, _loop_k_blocks(spec)[0])
+            panel_rows = Panels.rows_of(spec, cpu, _loop_k_blocks(spec)[0])
             texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if instruction else None) if text is not None]
             if panel_rows:
                 texts += panel_kernels(spec, panel_rows, [size for _, size, _ in _cases_along_m(spec, 0, panel_rows)])
@@ -149,7 +149,7 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
         T.evaluate(0)
         return
     k_block_count, k_block_size = _loop_k_blocks(spec)
-    panel_rows = LeftPanels.rows_of(spec, cpu, k_block_count)
+    panel_rows = Panels.rows_of(spec, cpu, k_block_count)
     rows, vectors = (panel_rows, COLUMNS // spec.lanes) if panel_rows else _tile_size(spec, cpu)
     tiles, panels = ceil_div(spec.m, rows), ceil_div(spec.n, vectors * spec.lanes)
     extents = {name: extent_of([spec.result], name) for name in batch}
@@ -165,7 +165,7 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
         (first_b, last_b), (first_m, last_m), (first_n, last_n) = split.ranges(task, batch_count, tiles, panels)
         block_tiles = _tiles_per_block(tiles, split, rows)
         max_k = spec.k if isinstance(k_block_count, int) and k_block_count == 1 else k_block_size
-        left = LeftPanels.of(spec, rows, block_tiles, max_k) if panel_rows else None
+        panel_scratch = Panels.of(spec, rows, block_tiles, max_k) if panel_rows else None
         row_writer = RowWriter(rows_code) if rows_code is not None and tasks_have_whole_rows else None
         with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_tiles))) as block:
             batch_at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))
@@ -174,17 +174,20 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
             sweep_tiles = min(ceil_div(tiles, split.rows), block_tiles) if isinstance(tiles, int) else end_m - begin_m
             with loop(k_block_count) as k_block:
                 k_range = KRange.of(spec.k, k_block_count, k_block_size, k_block)
-                if left is not None:
+                if panel_scratch is not None:
                     with loop(end_m - begin_m) as tile:
-                        left.pack(batch_at, materialize(begin_m + tile) * rows, tile, k_range)
-                with loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
-                    first_row = materialize(begin_m + tile) * rows
+                        panel_scratch.pack_left(batch_at, materialize(begin_m + tile) * rows, tile, k_range)
+                with loop(last_n - first_n) as panel:
                     column = materialize(first_n + panel) * (vectors * spec.lanes)
-                    sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
-                    panel_of_tile = (left, tile, k_range.begin) if left is not None else None
-                    _emit_tile_cases(
-                        spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep, panel_of_tile
-                    )
+                    if panel_scratch is not None:
+                        panel_scratch.widen_right(batch_at, column, k_range)
+                    with loop(end_m - begin_m) as tile:
+                        first_row = materialize(begin_m + tile) * rows
+                        sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
+                        panel_of_tile = (panel_scratch, tile, k_range.begin) if panel_scratch is not None else None
+                        _emit_tile_cases(
+                            spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep, panel_of_tile
+                        )
             if row_writer is not None:
                 first_row = materialize(begin_m * rows)
                 with loop(materialize(minimum(end_m * rows, spec.m)) - first_row) as r:
@@ -290,14 +293,14 @@ def _emit_tile_cases(
     k_range: KRange,
     accs: Registers,
     sweep: Sweep | None,
-    left: tuple[LeftPanels, Expr, Expr] | None,
+    panels: tuple[Panels, Expr, Expr] | None,
 ) -> None:
     """Write the cases of the tile at (row, column)."""
 
     def emit_columns(rows: int, rows_end: Expr) -> None:
         def emit_one_tile(vectors: int, columns_end: Expr) -> None:
             tile_sweep = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
-            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep, left)
+            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep, panels)
             emit_tile(spec, tile, k_range, accs)
 
         emit_cases(_cases_along_n(spec, origin[1], size[1]), emit_one_tile)

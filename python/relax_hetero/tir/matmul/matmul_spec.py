@@ -10,12 +10,23 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, broadcast, either, lane_mask, let, materialize, minimum, plain_extent, vector_type, zeros
+from ..core.builder import (
+    Expr,
+    broadcast,
+    either,
+    lane_mask,
+    let,
+    materialize,
+    minimum,
+    plain_extent,
+    vector_type,
+    zeros,
+)
 from ..core.view import Coordinates, OperandView
 from ..elementwise.expression_code import EpilogueCode
 
 if TYPE_CHECKING:
-    from .left_panels import LeftPanels
+    from .panels import Panels
 
 # K-steps between prefetches: maximum, maximum in fp16 chains, and the number for a symbolic number of tiles.
 MAX_PREFETCH_STEPS = 8
@@ -102,8 +113,8 @@ class Tile:
         First row that does not exist.
     sweep : Sweep or None
         Prefetching of the next panel, if any.
-    left : tuple of LeftPanels, PrimExpr and (PrimExpr or int), or None
-        Packed left panels, the number of the tile's one and its first k; None: rows are read in place.
+    panels : tuple of Panels, PrimExpr and (PrimExpr or int), or None
+        Scratch of packed panels, the number of the tile's left one and its first k; None: operands are read in place.
     """
 
     batch: Coordinates
@@ -115,7 +126,7 @@ class Tile:
     masks: tuple[Expr | None, ...]
     rows_end: Expr | None
     sweep: Sweep | None
-    left: tuple[LeftPanels, Expr, Expr] | None = None
+    panels: tuple[Panels, Expr, Expr] | None = None
 
 
 def make_tile(
@@ -125,7 +136,7 @@ def make_tile(
     size: tuple[int, int],
     ends: tuple[Expr, Expr],
     sweep: Sweep | None,
-    left: tuple[LeftPanels, Expr, Expr] | None = None,
+    panels: tuple[Panels, Expr, Expr] | None = None,
 ) -> Tile:
     """The tile of `size` (rows, vectors) at `place` (row, column).
 
@@ -142,7 +153,7 @@ def make_tile(
     masks = tuple(
         None if columns_end is None else lane_mask(columns_end - j * spec.lanes, spec.lanes) for j in range(size[1])
     )
-    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep, left)
+    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep, panels)
 
 
 @dataclass(frozen=True)
@@ -223,9 +234,9 @@ def emit_cases(cases: Sequence[Case], emit: Callable[[int, Expr], None]) -> None
     either(True if condition is None else condition, lambda: emit(size, end), lambda: emit_cases(cases[1:], emit))
 
 
-def left_factors(spec: MatmulSpec, at: Coordinates, k_left: Expr | None) -> Expr | list[Expr]:
+def left_factors(spec: MatmulSpec, at: Coordinates, k_left: Expr | None, k0: int | None = None) -> Expr | list[Expr]:
     """The k0 left factors from a position on; zeros after the first `k_left` ones (None: all remain)."""
-    k0 = spec.dot.k0
+    k0 = spec.dot.k0 if k0 is None else k0
     if k_left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
         return spec.lhs.load(at, "k", k0)
     return [element_or_zero(spec.lhs, at, i, k_left, 1) for i in range(k0)]

@@ -14,20 +14,16 @@ from ..core.builder import (
     CACHE_LINE_BYTES,
     Expr,
     Registers,
-    broadcast,
     ceil_div,
     either,
-    int64,
-    let,
     loop,
     materialize,
     minimum,
     prefetch,
     vector_type,
     when,
-    zeros,
 )
-from ..core.view import Coordinates, OperandView
+from ..core.view import OperandView
 from ..microkernel.fp16_partial_sums import Fp16PartialSums
 from ..microkernel.k_step import lhs_group, rhs_groups, zero
 from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
@@ -94,7 +90,7 @@ def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
     Packed columns and static m have one bank, else the order of additions would depend on m; their tiles are wide.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
-    if spec.lanes == 1 or tile.left is not None or (packed and isinstance(spec.m, int)):
+    if spec.lanes == 1 or tile.panels is not None or (packed and isinstance(spec.m, int)):
         return 1
     # The same number for all tiles of a panel, so that equal columns have bitwise equal sums.
     panel = max(tile.vectors, packed)
@@ -188,10 +184,9 @@ def _accumulate(spec: MatmulSpec, tile: Tile, sums: VectorTile, k: KRange, banks
 
     size = k.size
     steps = materialize(size // k0)
-    if tile.left is not None:
-        panels, number, first_k = tile.left
-        right_at = spec.rhs.address({**tile.batch, "k": int64(k.begin), "n": tile.column})
-        panels.multiply(sums, number, k, first_k, right_at)
+    if tile.panels is not None:
+        panels, number, first_k = tile.panels
+        panels.multiply(sums, number, k, first_k, {**tile.batch, "n": tile.column})
     else:
         unroll = banks if tile.sweep is None else tile.sweep.prefetch_steps(banks, tile.vectors, spec.dot.short > 0)
         iterations = materialize(steps // unroll)
