@@ -108,15 +108,22 @@ def emulated_cpu(cpu: str) -> EmulatedCpu:
 
 def install() -> None:
     """Let executables for AArch64 run in the emulated process."""
-    executable = tvm.runtime.Executable
-    jit = executable.jit
+    executable, module = tvm.runtime.Executable, tvm.runtime.Module
+    jit, getitem = executable.jit, module.__getitem__
+
+    def is_foreign(module: Any) -> bool:
+        return module.kind == "llvm" and "aarch64" in module.get_function("_get_target_string")()
 
     def jit_or_emulate(self: Any, **options: Any) -> Any:
-        is_foreign = self.mod.kind == "llvm" and "aarch64" in self.mod["_get_target_string"]()
-        if not is_foreign:
+        if not is_foreign(self.mod):
             return jit(self, **options)
         if self._jitted_mod is None:
             self._jitted_mod = _EmulatedModule(self)
         return self._jitted_mod
 
+    @cache
+    def emulated(module: Any) -> _EmulatedModule:
+        return _EmulatedModule(executable(module))
+
     executable.jit = jit_or_emulate
+    module.__getitem__ = lambda self, name: emulated(self)[name] if is_foreign(self) else getitem(self, name)

@@ -33,6 +33,15 @@ TARGETS = {
 }
 
 
+# Expressions that find vector instructions, and calls, in assembly.
+VECTOR_INSTRUCTION = {
+    "avx512": r"%zmm",
+    "avx2": r"%ymm",
+    "sse": r"(mul|div)ps",
+    **dict.fromkeys(("i8mm", "dotprod", "neon"), r"v\d+\.4s"),
+}
+CALL = r"\b(?:callq?|bl)\s+(\w+)"
+
 # Architecture of the CPU that runs kernels for named CPUs: this one's, or the emulated one's.
 IS_EMULATED = VARIABLE in os.environ
 HOST_ARCH = "aarch64" if IS_EMULATED else str(tvm.target.codegen.llvm_get_system_triple()).partition("-")[0]
