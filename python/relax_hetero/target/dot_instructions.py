@@ -18,6 +18,9 @@ from memory as a 32-bit word is free, while broadcasting a 16-bit element costs 
 Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right
 operand, eight bytes each, which is twice the work of a dot product. They support all four pairs of signs. A product of
 one row computes that row twice, which is no slower than dot products of twice the steps.
+
+Where AArch64 multiplies packed panels of both operands (`relax_hetero.tir.microkernel.neon_panels`), the instruction is
+written with one element of the left operand's register instead of a broadcast.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python tests/python/arm/suite.py [arguments of pytest]
 
-First the tests of kernels run here: kernels are compiled by this machine, and called on the emulated CPU. Then the
-tests of `PROGRAMS` run with TVM's wheel for AArch64, compiler included, which is 10 to 15 times slower. Any other test
-runs there too: ``.venv-arm/bin/python -m pytest tests/python/llm``.
+First those of this folder, slow ones included: products and whole models on CPUs with few and with many instructions.
+Then the tests of kernels run as they do on x86: kernels are compiled by this machine, and called on the emulated CPU.
+Last, tests of `PROGRAMS` run with TVM's wheel for AArch64, compiler included, which is 10 to 15 times slower. Any other
+test runs there too: ``.venv-arm/bin/python -m pytest tests/python/llm``.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from arm.environment import PYTHON, REPOSITORY, unsupported_reason  # noqa: E402
 TESTS = "tests/python"
 
 KERNELS = [
-    *("arm", "tir", "driver/link/test_lower_vector_math.py", "transform/dispatch/test_tied_operands.py"),
+    *("tir", "driver/link/test_lower_vector_math.py", "transform/dispatch/test_tied_operands.py"),
     *(f"transform/dispatch/test_schedule_cpu{part}.py" for part in ("", "_maps", "_reductions")),
 ]
 """Tests of kernels that are compiled for a named CPU."""
@@ -47,7 +48,7 @@ LEFT_OUT = {
 
 
 def main() -> None:
-    """Run both parts; the exit status is that of the first part that fails."""
+    """Run all parts; the exit status is that of the first part that fails."""
     reason = unsupported_reason()
     if reason:
         sys.exit(reason)
@@ -57,6 +58,7 @@ def main() -> None:
     pytest = ["-m", "pytest", "-q", "--timeout", "3000", *sys.argv[1:]]
     left_out = [word for path in LEFT_OUT for word in ("--ignore", f"{TESTS}/{path}")]
     parts = [
+        ([sys.executable, *pytest, "-m", "not timing", f"{TESTS}/arm"], {}),
         ([sys.executable, *pytest, *left_out, *(f"{TESTS}/{path}" for path in KERNELS)], {VARIABLE: "max"}),
         ([str(PYTHON), *pytest, *(f"{TESTS}/{path}" for path in PROGRAMS)], {}),
     ]

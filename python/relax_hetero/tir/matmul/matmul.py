@@ -35,7 +35,7 @@ from ..microkernel.neon_panels import COLUMNS
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
 from .amx_matmul import emit_amx_product, supports_amx
-from .matmul_spec import Case, KRange, MatmulSpec, Sweep, emit_cases, make_tile, row_cases
+from .matmul_spec import Case, KRange, MatmulSpec, PanelProducts, Sweep, emit_cases, make_tile, row_cases
 from .matmul_tile import accumulator_count, emit_tile, k_blocks
 from .panels import Panels, panel_kernels
 
@@ -184,9 +184,9 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
                     with loop(end_m - begin_m) as tile:
                         first_row = materialize(begin_m + tile) * rows
                         sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
-                        panel_of_tile = (panel_scratch, tile, k_range.begin) if panel_scratch is not None else None
+                        multiply = panel_scratch.products(tile, k_range.begin) if panel_scratch is not None else None
                         _emit_tile_cases(
-                            spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep, panel_of_tile
+                            spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep, multiply
                         )
             if row_writer is not None:
                 first_row = materialize(begin_m * rows)
@@ -293,14 +293,14 @@ def _emit_tile_cases(
     k_range: KRange,
     accs: Registers,
     sweep: Sweep | None,
-    panels: tuple[Panels, Expr, Expr] | None,
+    multiply: PanelProducts | None,
 ) -> None:
     """Write the cases of the tile at (row, column)."""
 
     def emit_columns(rows: int, rows_end: Expr) -> None:
         def emit_one_tile(vectors: int, columns_end: Expr) -> None:
             tile_sweep = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
-            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep, panels)
+            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep, multiply)
             emit_tile(spec, tile, k_range, accs)
 
         emit_cases(_cases_along_n(spec, origin[1], size[1]), emit_one_tile)

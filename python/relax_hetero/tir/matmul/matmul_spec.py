@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
@@ -24,9 +23,7 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates, OperandView
 from ..elementwise.expression_code import EpilogueCode
-
-if TYPE_CHECKING:
-    from .panels import Panels
+from ..microkernel.microkernel import VectorTile
 
 # K-steps between prefetches: maximum, maximum in fp16 chains, and the number for a symbolic number of tiles.
 MAX_PREFETCH_STEPS = 8
@@ -93,6 +90,9 @@ class Sweep:
         return materialize(tirx.floordiv(self.tiles + (steps * vectors - 1), self.tiles))
 
 
+PanelProducts = Callable[[VectorTile, "KRange", Coordinates], None]
+
+
 @dataclass(frozen=True)
 class Tile:
     """A register tile at a position that is known at run time.
@@ -113,8 +113,9 @@ class Tile:
         First row that does not exist.
     sweep : Sweep or None
         Prefetching of the next panel, if any.
-    panels : tuple of Panels, PrimExpr and (PrimExpr or int), or None
-        Scratch of packed panels, the number of the tile's left one and its first k; None: operands are read in place.
+    multiply : callable or None
+        Function of accumulators, a range of k and a position, which adds the products of the range's whole k-steps
+        from packed panels; None: operands are read in place.
     """
 
     batch: Coordinates
@@ -126,7 +127,7 @@ class Tile:
     masks: tuple[Expr | None, ...]
     rows_end: Expr | None
     sweep: Sweep | None
-    panels: tuple[Panels, Expr, Expr] | None = None
+    multiply: PanelProducts | None = None
 
 
 def make_tile(
@@ -136,7 +137,7 @@ def make_tile(
     size: tuple[int, int],
     ends: tuple[Expr, Expr],
     sweep: Sweep | None,
-    panels: tuple[Panels, Expr, Expr] | None = None,
+    multiply: PanelProducts | None = None,
 ) -> Tile:
     """The tile of `size` (rows, vectors) at `place` (row, column).
 
@@ -153,7 +154,7 @@ def make_tile(
     masks = tuple(
         None if columns_end is None else lane_mask(columns_end - j * spec.lanes, spec.lanes) for j in range(size[1])
     )
-    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep, panels)
+    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep, multiply)
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,7 @@ def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
     Packed columns and static m have one bank, else the order of additions would depend on m; their tiles are wide.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
-    if spec.lanes == 1 or tile.panels is not None or (packed and isinstance(spec.m, int)):
+    if spec.lanes == 1 or tile.multiply is not None or (packed and isinstance(spec.m, int)):
         return 1
     # The same number for all tiles of a panel, so that equal columns have bitwise equal sums.
     panel = max(tile.vectors, packed)
@@ -184,9 +184,8 @@ def _accumulate(spec: MatmulSpec, tile: Tile, sums: VectorTile, k: KRange, banks
 
     size = k.size
     steps = materialize(size // k0)
-    if tile.panels is not None:
-        panels, number, first_k = tile.panels
-        panels.multiply(sums, number, k, first_k, {**tile.batch, "n": tile.column})
+    if tile.multiply is not None:
+        tile.multiply(sums, k, {**tile.batch, "n": tile.column})
     else:
         unroll = banks if tile.sweep is None else tile.sweep.prefetch_steps(banks, tile.vectors, spec.dot.short > 0)
         iterations = materialize(steps // unroll)

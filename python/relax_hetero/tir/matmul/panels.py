@@ -22,7 +22,7 @@ from ..core.view import Coordinates
 from ..microkernel.k_step import lhs_group, lhs_groups
 from ..microkernel.microkernel import VectorTile
 from ..microkernel.neon_panels import COLUMNS, PanelKernel, group_bytes, has_panel_step
-from .matmul_spec import KRange, MatmulSpec, left_factors
+from .matmul_spec import KRange, MatmulSpec, PanelProducts, left_factors
 
 MIN_ROWS = 4
 """Minimum number of rows: the panel of fewer would be read once or twice only."""
@@ -151,7 +151,11 @@ class Panels:
                 index = lane_indices(start + i * COLUMNS, COLUMNS)
                 T.buffer_store(self.right, _widened(factors), [index])
 
-    def multiply(self, sums: VectorTile, tile: Expr, k: KRange, first_k: Expr, at: Coordinates) -> None:
+    def products(self, tile: Expr, first_k: Expr) -> PanelProducts:
+        """The products of the panel of a tile, from `first_k` on."""
+        return lambda sums, k, at: self._multiply(sums, tile, k, first_k, at)
+
+    def _multiply(self, sums: VectorTile, tile: Expr, k: KRange, first_k: Expr, at: Coordinates) -> None:
         """Add the products of the whole k-steps of a range to accumulators.
 
         Parameters
