@@ -7,6 +7,10 @@ import re
 import pytest
 import tvm
 
+from relax_hetero.encoding.problem import Window
+from relax_hetero.tir.conv.convolution import conv_kernel
+from tir.convolutions_of import conv_problem
+from tir.kernel_runs import assembly, cpu_named
 from tir.products_of import compile_kernel, plain_problem
 from tir.test_assembly import innermost_loops
 
@@ -48,6 +52,14 @@ def test_nine_tenths_of_a_main_loop_multiply(mcpu, types, instruction, share):
     loop = main_loop(mcpu, types)
     assert products(loop) >= share * len(loop)
     assert any(line.startswith(instruction) for line in loop)
+    assert not any("[sp" in line for line in loop)
+
+
+def test_convolutions_multiply_in_three_quarters():
+    problem = conv_problem("dotprod", (64, 64), (28, 28), (Window(3, before=1, after=1),) * 2)
+    loops = innermost_loops(assembly(conv_kernel(problem, cpu_named("dotprod")), "dotprod"))
+    loop = max(loops, key=products)
+    assert products(loop) >= 0.75 * len(loop)
     assert not any("[sp" in line for line in loop)
 
 

@@ -125,7 +125,10 @@ class Panels:
                 self.spec.lhs.load({**batch, "m": row, "k": at_k}, "k", width * self.dot.k0)
                 for row in rows[first : first + 4]
             ]
-            vectors = [let(lhs_groups(self.dot, self._floats(values), width)) for values in loads]
+            word = vector_type(_word(self.dot), width)
+            vectors = [
+                let(tirx.reinterpret(word, lhs_groups(self.dot, self._floats(values), width))) for values in loads
+            ]
             for number in range(width):
                 column = T.Shuffle(vectors, [row * width + number for row in range(4)])
                 T.buffer_store(self.words, column, [lane_indices(start + number * self.rows + first, 4)])

@@ -70,12 +70,10 @@ def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
 
 
 def lhs_groups(dot: DotInstruction, values: Expr, count: int) -> Expr:
-    """The left factors of `count` steps, contiguous elements of a row, as unsigned integers of the groups' bits."""
-    word = f"uint{8 * dot.k0 * bytes_of(dot.types[0])}"
-    if not dot.flip:
-        return tirx.reinterpret(vector_type(word, count), values)
-    groups = _flipped(dot, tirx.reinterpret(vector_type(_group_dtype(dot), count), values), count)
-    return tirx.reinterpret(vector_type(word, count), groups)
+    """The left factors of `count` steps, contiguous elements of a row, in the type of `lhs_group`, before it widens."""
+    if dot.k0 == 1:
+        return values
+    return _flipped(dot, tirx.reinterpret(vector_type(_group_dtype(dot), count), values), count)
 
 
 def _flipped(dot: DotInstruction, groups: Expr, count: int) -> Expr:
