@@ -28,6 +28,7 @@ KERNELS = [
 
 PROGRAMS = [
     "driver/test_aarch64.py",
+    "target",
     "vm/args",
     "vm/device/test_cpu_features.py",
     "tir/attention/cached/test_cached_layers.py",

@@ -7,7 +7,7 @@ from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.dot_instructions import dot_instruction_for
 from relax_hetero.target.product_rates import product_rate
 
-XEON = {"kind": "llvm", "mcpu": "sapphirerapids"}
+XEON = {"kind": "llvm", "mtriple": "x86_64-linux-gnu", "mcpu": "sapphirerapids"}
 TARGETS = {
     "zen": {"kind": "llvm", "mcpu": "znver5"},
     "xeon": XEON,
