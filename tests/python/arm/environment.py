@@ -81,7 +81,7 @@ def requirements() -> list[str]:
     if sys.version_info >= (3, 11):
         import tomllib
     else:
-        import tomli as tomllib
+        from pip._vendor import tomli as tomllib
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *(text for extra in EXTRAS for text in project["optional-dependencies"][extra])]
     return [text for text in texts if Requirement(text).name not in LEFT_OUT]

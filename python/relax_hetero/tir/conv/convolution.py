@@ -294,11 +294,13 @@ def _accumulate(
         if count > 1:
             index = {t: lane_indices(data + t * window.stride * pixel_stride, count * dot.k0) for t in rows}
             loads = {t: let(lhs_groups(dot, conv.data.data[index[t]], count)) for t in rows}
+
+            def emit_lane(s: int) -> None:
+                at = weight + s * step_size
+                tile.step(lambda t: lane_of(loads[t], s), lambda j: _right_factors(conv, at, j), rows=rows)
+
             for s in range(count):
-                right = weight + s * step_size
-                tile.step(
-                    lambda t, s=s: lane_of(loads[t], s), lambda j, at=right: _right_factors(conv, at, j), rows=rows
-                )
+                emit_lane(s)
             return
 
         def left(t: int) -> Expr:

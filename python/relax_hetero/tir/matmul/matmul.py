@@ -163,9 +163,11 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(accumulator_count(spec.dot, rows, vectors), spec.dot.types[2], spec.lanes)
         (first_b, last_b), (first_m, last_m), (first_n, last_n) = split.ranges(task, batch_count, tiles, panels)
-        block_tiles = _tiles_per_block(tiles, split, rows)
-        max_k = spec.k if isinstance(k_block_count, int) and k_block_count == 1 else k_block_size
-        panel_scratch = Panels.of(spec, rows, block_tiles, max_k) if panel_rows else None
+        block_tiles, panel_scratch = _tiles_per_block(tiles, split, rows), None
+        if panel_rows:
+            max_k = spec.k if isinstance(k_block_count, int) and k_block_count == 1 else k_block_size
+            block_tiles = min(block_tiles, Panels.max_tiles(spec, rows, max_k))
+            panel_scratch = Panels.of(spec, rows, block_tiles, max_k)
         row_writer = RowWriter(rows_code) if rows_code is not None and tasks_have_whole_rows else None
         with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_tiles))) as block:
             batch_at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))

@@ -27,6 +27,9 @@ from .matmul_spec import KRange, MatmulSpec, PanelProducts, left_factors
 MIN_ROWS = 4
 """Minimum number of rows: the panel of fewer would be read once or twice only."""
 
+MAX_LEFT_BYTES = 1 << 21
+"""Maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB."""
+
 _VECTOR_BYTES = 16
 
 
@@ -64,13 +67,20 @@ class Panels:
         rhs, dot = spec.rhs, spec.dot
         rows = tile_sizes(cpu).panel_rows
         n, k = (rhs.index_map.index(name) for name in "nk")
-        is_packed = rhs.layout.tile(n) == COLUMNS and rhs.layout.tile(k) == dot.k0 and rhs.stride("n") == dot.k0
+        tiles = (rhs.layout.tile(n), rhs.layout.tile(k))
+        is_packed = tiles == (COLUMNS, dot.k0) and rhs.stride("n") == dot.k0 and rhs.layout.outer_perm[-1] == k
         is_bounded = isinstance(spec.k, int) or not isinstance(k_blocks, int)
         if not rows or not has_panel_step(_panel_dot(dot)) or not is_packed or not is_bounded or spec.k == 0:
             return 0
         if not isinstance(spec.m, int):
             return rows
         return 0 if spec.m < MIN_ROWS else min(rows, spec.m)
+
+    @staticmethod
+    def max_tiles(spec: MatmulSpec, tile_rows: int, max_k: int) -> int:
+        """Maximum number of tiles of a block of rows, by the size of their panels."""
+        bytes_of_tile = tile_rows * max_k * group_bytes(_panel_dot(spec.dot)) // _panel_dot(spec.dot).k0
+        return max(1, MAX_LEFT_BYTES // max(1, bytes_of_tile))
 
     @staticmethod
     def of(spec: MatmulSpec, tile_rows: int, tiles: int, max_k: int) -> Panels:
@@ -102,7 +112,7 @@ class Panels:
         start = materialize(tile * self.size)
         rows = [materialize(T.min(first_row + i, spec.m - 1)) for i in range(self.rows)]
         width = _VECTOR_BYTES // group_bytes(self.dot)  # steps that a vector load of a row reads
-        is_contiguous = spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0)
+        is_contiguous = spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) == 1
         whole = materialize(self._steps_in(k.size))
         vectors = materialize(whole // width) if is_contiguous else 0
         if not (isinstance(vectors, int) and vectors == 0):

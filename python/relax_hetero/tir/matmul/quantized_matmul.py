@@ -56,8 +56,8 @@ PREFETCH_ROWS = 16
 """Maximum number of rows for which weights are prefetched: reading them takes most of the time."""
 
 MAX_NARROW_CHAINS = 2
-"""Maximum number of parallel chains with vectors of 16 bytes, whose weights take many instructions: for four, LLVM needs
-418 instructions for 64 multiply-adds on Neoverse N1, and spills; for two, 314."""
+"""Maximum number of parallel chains with vectors of 16 bytes, whose weights take many instructions: for four, LLVM
+needs 418 instructions for 64 multiply-adds on Neoverse N1, and spills; for two, 314."""
 
 MAX_PREFETCHED_CHAIN = 64
 """Maximum number of weights of a chain that is prefetched as a whole."""
