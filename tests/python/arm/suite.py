@@ -20,11 +20,8 @@ from arm.environment import PYTHON, REPOSITORY, unsupported_reason  # noqa: E402
 
 TESTS = "tests/python"
 
-KERNELS = [
-    *("tir", "driver/link/test_lower_vector_math.py", "transform/dispatch/test_tied_operands.py"),
-    *(f"transform/dispatch/test_schedule_cpu{part}.py" for part in ("", "_maps", "_reductions")),
-]
-"""Tests of kernels that are compiled for a named CPU."""
+KERNELS = ["tir", "driver/link/test_lower_vector_math.py", "transform/dispatch/test_tied_operands.py"]
+"""Tests of kernels that are compiled for a named CPU, and called without a virtual machine."""
 
 PROGRAMS = [
     "driver/test_aarch64.py",
