@@ -94,6 +94,9 @@ _ANY = (*_VECTOR, "generic")
 FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")
 """Multiply-adds of float32, which every CPU has."""
 
+INT32_MLA = DotInstruction("mla", _ANY, (), ("int32",) * 3, "fma", temporaries=2)
+"""Multiply-adds of int32."""
+
 _U8S8 = ("uint8", "int8", "int32")
 _S8S8 = ("int8", "int8", "int32")
 _S8U8 = ("int8", "uint8", "int32")
@@ -124,7 +127,8 @@ _I8MM = (("neon",), ("i8mm",))
 DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     FLOAT32_FMA,
     DotInstruction("fma", _ANY, (), ("float64",) * 3, "fma"),
-    *(DotInstruction("mla", _ANY, (), (t, t, t), "fma", temporaries=2) for t in ("int32", "uint32")),
+    INT32_MLA,
+    replace(INT32_MLA, types=("uint32",) * 3),
     DotInstruction("mla", _ANY, (), ("int64",) * 3, "fma", temporaries=7),
     # bytes
     *_unsigned_by_signed("vnni", "avx512", ("avx512vnni",), "llvm.x86.avx512.vpdpbusd.512"),

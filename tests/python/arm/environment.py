@@ -45,6 +45,7 @@ LEFT_OUT = {
     "nbclient": "as above",
     "import-linter": "a check of sources",
     "mypy": "a check of sources",
+    "ziglang": "the compiler of the machine links",
     "pyright": "a check of sources",
     "ruff": "a check of sources",
     "relax-hetero": "its extras are listed here, and its sources are on PYTHONPATH",

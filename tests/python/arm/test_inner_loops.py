@@ -16,7 +16,7 @@ from tir.test_assembly import innermost_loops
 
 F32, BF16 = ("float32",) * 3, ("bfloat16", "bfloat16", "float32")
 F16, S8, U8 = ("float16", "float16", "float32"), ("int8", "int8", "int32"), ("uint8", "int8", "int32")
-MULTIPLY = re.compile(r"fmla|fmlal2?|[su]dot|us?mmla|smmla|bfmmla")
+MULTIPLY = re.compile(r"f?mla|fmlal2?|[su]dot|us?mmla|smmla|bfmmla")
 SHAPE = (256, 512, 512)
 
 
@@ -38,6 +38,7 @@ def products(loop: list[str]) -> int:
     [
         ("cortex-a72", F32, "fmla", 0.94),
         ("cortex-a72", BF16, "fmla", 0.94),  # widened before the tiles that use a panel
+        ("cortex-a72", U8, "mla", 0.94),
         ("neoverse-n1", F16, "fmla", 0.94),
         ("neoverse-n1", S8, "sdot", 0.94),
         ("neoverse-n1", U8, "sdot", 0.94),

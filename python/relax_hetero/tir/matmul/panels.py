@@ -1,8 +1,8 @@
 """Panels of operands, for micro-kernels that read both operands packed (`neon_panels`).
 
 A task packs its block of rows once for all panels of columns: a copy of M by K elements besides M by N by K products.
-Where a CPU lacks products of float16 or bfloat16, rows are widened to float32 as they are packed, and every panel of
-columns before the tiles of the block of rows use it.
+Where a CPU lacks products of float16, bfloat16 or bytes, rows are widened to float32 or int32 as they are packed, and
+every panel of columns before the tiles of the block of rows use it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from ...target.dot_instructions import FLOAT32_FMA, DotInstruction
+from ...target.dot_instructions import FLOAT32_FMA, INT32_MLA, DotInstruction
 from ...target.tiles import tile_sizes
 from ..core.builder import Expr, constant, int64, lane_indices, let, loop, materialize, scratch, vector_type
 from ..core.view import Coordinates
@@ -48,7 +48,7 @@ class Panels:
     sums : Buffer
         Accumulators of a tile.
     right : Buffer or None
-        The right panel in float32; None: it is read where it is.
+        The widened right panel; None: it is read where it is.
     """
 
     spec: MatmulSpec
@@ -88,7 +88,7 @@ class Panels:
         dot = _panel_dot(spec.dot)
         rows, steps = _panel_rows(tile_rows), max(1, max_k // dot.k0)
         words, sums = scratch(tiles * steps * rows, _word(dot)), scratch(rows * COLUMNS, dot.types[2])
-        right = scratch(steps * COLUMNS, "float32") if _is_widened(spec.dot) else None
+        right = scratch(steps * COLUMNS, dot.types[1]) if _is_widened(spec.dot) else None
         return Panels(spec, rows, steps, words, sums, right)
 
     @property
@@ -124,7 +124,7 @@ class Panels:
             for row, at_row in enumerate(rows):
                 at = {**batch, "m": at_row, "k": k.begin + step * k0}
                 word = tirx.reinterpret(
-                    _word(self.dot), lhs_group(self.dot, self._floats(left_factors(spec, at, None, k0)))
+                    _word(self.dot), lhs_group(self.dot, self._widen_left(left_factors(spec, at, None, k0)))
                 )
                 T.buffer_store(self.words, word, [start + step * self.rows + row])
 
@@ -137,13 +137,13 @@ class Panels:
             ]
             word = vector_type(_word(self.dot), width)
             vectors = [
-                let(tirx.reinterpret(word, lhs_groups(self.dot, self._floats(values), width))) for values in loads
+                let(tirx.reinterpret(word, lhs_groups(self.dot, self._widen_left(values), width))) for values in loads
             ]
             for number in range(width):
                 column = T.Shuffle(vectors, [row * width + number for row in range(4)])
                 T.buffer_store(self.words, column, [lane_indices(start + number * self.rows + first, 4)])
 
-    def _floats(self, values: Any) -> Any:
+    def _widen_left(self, values: Any) -> Any:
         """Factors in the type of the micro-kernel."""
         if self.right is None:
             return values
@@ -158,7 +158,7 @@ class Panels:
             start = materialize(step * (COLUMNS * k0))
             loaded = self.spec.rhs.load_run({**batch, "k": k.begin + step * k0, "n": column}, COLUMNS * k0)
             # Pairs are moved as bits: TVM's legalization would widen values of bfloat16.
-            values = let(loaded if k0 == 1 else _bits(loaded))
+            values = let(_bits(loaded) if self.spec.rhs.dtype == "bfloat16" else loaded)
             for i in range(k0):
                 factors = values if k0 == 1 else T.Shuffle([values], list(range(i, COLUMNS * k0, k0)))
                 index = lane_indices(start + i * COLUMNS, COLUMNS)
@@ -218,12 +218,14 @@ def _panel_rows(tile_rows: int) -> int:
 
 
 def _is_widened(dot: DotInstruction) -> bool:
-    return dot.name in ("cvtph", "bf16")
+    return dot.name in ("cvtph", "bf16") or dot.form == "i32_bytes"
 
 
 def _panel_dot(dot: DotInstruction) -> DotInstruction:
     """The instruction that multiplies panels for another one."""
-    return FLOAT32_FMA if _is_widened(dot) else dot
+    if not _is_widened(dot):
+        return dot
+    return INT32_MLA if dot.types[2] == "int32" else FLOAT32_FMA
 
 
 def _word(dot: DotInstruction) -> str:
@@ -235,8 +237,10 @@ def _bits(values: Expr) -> Expr:
 
 
 def _widened(values: Expr) -> Expr:
-    """float16, bfloat16 or the bits of bfloat16 as float32: a bfloat16 is the upper half of a float32."""
+    """Bytes as int32; float16, bfloat16 or its bits as float32, of which a bfloat16 is the upper half."""
     lanes = values.ty.dtype.lanes
+    if values.ty.dtype.bits == 8:
+        return tirx.Cast(vector_type("int32", lanes), values)
     if str(values.ty.dtype).startswith("float16"):
         return tirx.Cast(vector_type("float32", lanes), values)
     bits = values if str(values.ty.dtype).startswith("uint16") else _bits(values)

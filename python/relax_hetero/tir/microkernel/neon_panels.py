@@ -41,6 +41,7 @@ class PanelStep:
 
 PANEL_STEPS: dict[str, PanelStep] = {
     "fma": PanelStep("fmla v{acc}.4s, v{right}.4s, v{left}.s[{lane}]"),
+    "mla": PanelStep("mla v{acc}.4s, v{right}.4s, v{left}.s[{lane}]"),
     "fmlal": PanelStep(
         "fmlal v{acc}.4s, v{right}.4h, v{left}.h[{lane}]", "fmlal2 v{acc}.4s, v{right}.4h, v{left}.h[{lane}]"
     ),
