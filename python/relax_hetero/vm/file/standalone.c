@@ -24,34 +24,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-#include <relax_hetero.h>
-
-/* ---- The description, which standalone.py writes. ---- */
-
-struct entry { /* of an address table: a kernel, or the number of a constant */
-    const char *kernel;
-    int32_t constant;
-};
-
-struct constant {
-    DLDataType dtype;
-    int32_t device;
-    int32_t ndim;
-    const int64_t *shape;
-    int64_t offset; /* from the first weight */
-    int64_t nbytes;
-    const struct entry *table;
-    int32_t entries;
-    const char *unsupported; /* why only Python can make it, or null */
-};
-
-struct check {
-    const char *subject, *where;
-};
-
-/* Defines constants[num_constants], checks[], alignment (of arguments, in bytes), width (number of threads that kernels
- * were compiled for, or 0) and info. */
-#include "description.h"
+#include "standalone.h"
 
 /* ---- TVM-FFI ---- */
 
@@ -314,8 +287,8 @@ static int map_weights(void) {
     int64_t begin = find_weights(mapped, now.st_size);
     if (begin == 0)
         return fail("RuntimeError", "%s: found code without weights, expected a whole file of export_library", path);
-    for (int32_t i = 0; i < num_constants; i++)
-        if (begin + constants[i].offset + constants[i].nbytes > now.st_size)
+    for (int32_t i = 0; i < rh_num_constants; i++)
+        if (begin + rh_constants[i].offset + rh_constants[i].nbytes > now.st_size)
             return fail("RuntimeError", "%s: the file is truncated in constant %d", path, i);
     weights_end = (char *)mapped + now.st_size;
     weights = (char *)mapped + begin;
@@ -335,11 +308,11 @@ static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread struct machine *machine; /* of this thread's call */
 
 static DLDevice device_at(const struct machine *each, int32_t index) {
-    return each->devices[index < 0 ? info.host : index];
+    return each->devices[index < 0 ? rh_info.host : index];
 }
 
 static int place(const struct machine *each, int32_t index, TVMFFIAny *placed) {
-    const struct constant *constant = &constants[index];
+    const struct constant *constant = &rh_constants[index];
     DLDevice device = device_at(each, constant->device), host = {kDLCPU, 0};
     if (constant->unsupported != NULL)
         return fail("RuntimeError", "%s: %s, which needs the package relax_hetero of Python", path, constant->unsupported);
@@ -367,16 +340,16 @@ static int place(const struct machine *each, int32_t index, TVMFFIAny *placed) {
 }
 
 static int place_constants(struct machine *each) {
-    TVMFFIAny *placed = calloc((size_t)num_constants + 1, sizeof *placed);
+    TVMFFIAny *placed = calloc((size_t)rh_num_constants + 1, sizeof *placed);
     int status = placed == NULL ? fail("MemoryError", "no memory for constants") : 0;
     /* Tables have addresses of other constants. */
     for (int32_t round = 0; round < 2; round++)
-        for (int32_t i = 0; i < num_constants && status == 0; i++)
-            if ((constants[i].table != NULL) == round)
+        for (int32_t i = 0; i < rh_num_constants && status == 0; i++)
+            if ((rh_constants[i].table != NULL) == round)
                 status = place(each, i, placed);
     if (status == 0)
-        status = call_global("ffi.Array", placed, num_constants, &each->constants);
-    for (int32_t i = 0; i < num_constants && placed != NULL; i++)
+        status = call_global("ffi.Array", placed, rh_num_constants, &each->constants);
+    for (int32_t i = 0; i < rh_num_constants && placed != NULL; i++)
         drop(placed[i]);
     free(placed);
     return status;
@@ -436,8 +409,8 @@ static bool start_workers(void) {
     int32_t quota = cpu_quota(), threads = num_cores;
     if (quota > 0 && quota < threads)
         threads = quota;
-    if (width > 0 && width < threads)
-        threads = width;
+    if (rh_width > 0 && rh_width < threads)
+        threads = rh_width;
     if (text == NULL)
         text = getenv("OMP_NUM_THREADS");
     if (text != NULL && atoi(text) > 0)
@@ -463,7 +436,7 @@ static bool start_workers(void) {
 
 /* The machine of these devices, made in their first call. */
 static struct machine *machine_on(const DLDevice *devices) {
-    size_t bytes = (size_t)info.num_devices * sizeof *devices;
+    size_t bytes = (size_t)rh_info.num_devices * sizeof *devices;
     struct machine *each = __atomic_load_n(&machines, __ATOMIC_ACQUIRE);
     for (; each != NULL; each = each->next)
         if (memcmp(each->devices, devices, bytes) == 0)
@@ -530,10 +503,10 @@ static int check_argument(const rh_function_info *function, int32_t index, const
     }
     if (!is_contiguous(tensor))
         FAIL("function '%s', argument '%s': found strides, expected a contiguous tensor", function->name, input->name);
-    if (is_host(device) && (tensor->byte_offset != 0 || (intptr_t)tensor->data % alignment != 0))
+    if (is_host(device) && (tensor->byte_offset != 0 || (intptr_t)tensor->data % rh_alignment != 0))
         FAIL("function '%s', argument '%s': found the address %p with offset %lld, expected a multiple of %lld "
              "without an offset", function->name, input->name, tensor->data, (long long)tensor->byte_offset,
-             (long long)alignment);
+             (long long)rh_alignment);
     for (int32_t i = 0; input->flags & RH_DONATED && i < function->num_inputs; i++)
         if (i != index && tensor_of(args[i]) != NULL && overlaps(tensor, tensor_of(args[i])))
             FAIL("function '%s': arguments '%s', which the call overwrites, and '%s' share memory", function->name,
@@ -555,21 +528,21 @@ static int check_argument(const rh_function_info *function, int32_t index, const
 
 /* The description, for relax_hetero.h. */
 PACKED(describe, "describe") {
-    *result = (TVMFFIAny){.type_index = kTVMFFIOpaquePtr, .v_ptr = (void *)&info};
+    *result = (TVMFFIAny){.type_index = kTVMFFIOpaquePtr, .v_ptr = (void *)&rh_info};
     return 0;
 }
 
 /* The constants, for the function of a number; a tensor on each device, then the arguments. */
 PACKED(enter, "enter") {
-    const rh_function_info *function = &info.functions[args[0].v_int64];
-    DLDevice devices[info.num_devices];
-    for (int32_t i = 0; i < info.num_devices; i++)
+    const rh_function_info *function = &rh_info.functions[args[0].v_int64];
+    DLDevice devices[rh_info.num_devices];
+    for (int32_t i = 0; i < rh_info.num_devices; i++)
         devices[i] = tensor_of(args[1 + i])->device;
     machine = machine_on(devices);
     if (machine == NULL)
         return -1;
     for (int32_t i = 0; i < function->num_inputs; i++) {
-        if (check_argument(function, i, args + 1 + info.num_devices) != 0) {
+        if (check_argument(function, i, args + 1 + rh_info.num_devices) != 0) {
             machine = NULL;
             return -1;
         }
@@ -581,7 +554,7 @@ PACKED(enter, "enter") {
 /* An argument that the call overwrites although it is not donated, or that has a default value: a function's number,
  * the input's, and the argument. */
 PACKED(argument, "argument") {
-    const rh_value_info *input = &info.functions[args[0].v_int64].inputs[args[1].v_int64];
+    const rh_value_info *input = &rh_info.functions[args[0].v_int64].inputs[args[1].v_int64];
     TVMFFIAny value = args[2];
     if (value.type_index == kTVMFFINone)
         value = ((TVMFFIAny *)fields_of(machine->constants)->data)[input->default_constant];
@@ -622,7 +595,7 @@ static int detach(TVMFFIAny value, const rh_function_info *function, const TVMFF
 /* The result of a call: a function's number, the result, and the arguments. */
 PACKED(leave, "leave") {
     machine = NULL;
-    return detach(args[1], &info.functions[args[0].v_int64], args + 2, result);
+    return detach(args[1], &rh_info.functions[args[0].v_int64], args + 2, result);
 }
 
 PACKED(to_device, "to_device") {
@@ -678,7 +651,7 @@ PACKED(keep, "keep") {
 /* An index, a value or a divisor that a kernel refuses (artifact/checks.py). */
 PACKED(refuse, "refuse") {
     PASS_ON("refuse")
-    const struct check *check = &checks[args[0].v_int64];
+    const struct check *check = &rh_checks[args[0].v_int64];
     long long found = args[1].v_int64, first = args[2].v_int64, end = args[3].v_int64;
     if (strcmp(check->subject, "size") == 0)
         FAIL("%s is divided by a size that is 0", check->where);

@@ -7,7 +7,9 @@ positions in the file, and the messages of run-time checks.
 from __future__ import annotations
 
 import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 
 from tvm import DataType
@@ -32,7 +34,7 @@ _KINDS: dict[type[ValueSpec], str] = {
     PrimSpec: "RH_SCALAR",
     TupleSpec: "RH_TUPLE",
 }
-_OPTIONS = ("-x", "c", "-std=gnu11", "-O2", "-fPIC", "-fvisibility=hidden", "-w")
+_OPTIONS = ("-x", "c", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-w")
 
 
 def include_folders() -> list[str]:
@@ -40,8 +42,8 @@ def include_folders() -> list[str]:
     return [str(INCLUDE), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
 
 
-def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequence[int], folder: Path) -> str:
-    """Compile the part of a file that runs it without Python; returns the path of the object file.
+def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequence[int], folder: Path) -> list[str]:
+    """Compile the part of a file that runs it without Python; returns the paths of object files.
 
     Parameters
     ----------
@@ -57,13 +59,27 @@ def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequ
     BuildError
         The compiler fails.
     """
-    (folder / "description.h").write_text(description(metadata, offsets))
-    output = str(folder / "standalone.o")
-    include = [f"-I{path}" for path in (str(folder), *include_folders())]
-    arguments = [*command, *_OPTIONS, *_definitions(), *include, "-c", str(_SOURCE), "-o", output]
+    tables, code = folder / "tables.c", folder / "standalone.o"
+    tables.write_text(description(metadata, offsets))
+    code.write_bytes(_compile_source(tuple(command)))
+    return [str(code), str(_compile(command, tables, "-O0"))]
+
+
+@cache  # the same for every file
+def _compile_source(command: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
+        source = Path(folder, _SOURCE.name)
+        source.write_bytes(_SOURCE.read_bytes())
+        return _compile(command, source, "-O2").read_bytes()
+
+
+def _compile(command: Sequence[str], source: Path, level: str) -> Path:
+    output = source.with_suffix(".o")
+    include = [f"-I{path}" for path in (str(_SOURCE.parent), *include_folders())]
+    arguments = [*command, *_OPTIONS, level, *_definitions(), *include, "-c", str(source), "-o", str(output)]
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if process.returncode:
-        raise BuildError(f"{_SOURCE.name} does not compile:\n{process.stdout.decode(errors='replace')}")
+        raise BuildError(f"{source.name} does not compile:\n{process.stdout.decode(errors='replace')}")
     return output
 
 
@@ -88,7 +104,7 @@ def description(metadata: Metadata, offsets: Sequence[int]) -> str:
     offsets : sequence of int
         The position of each constant among the weights, in bytes from the first.
     """
-    return "\n".join([*_constants(metadata, offsets), *_checks(metadata), *_info(metadata)]) + "\n"
+    return "\n".join(['#include "standalone.h"', *_constants(metadata, offsets), *_checks(metadata), *_info(metadata)]) + "\n"
 
 
 def _constants(metadata: Metadata, offsets: Sequence[int]) -> Iterator[str]:
@@ -103,8 +119,8 @@ def _constants(metadata: Metadata, offsets: Sequence[int]) -> Iterator[str]:
         yield _array(f"int64_t extents_{number}", map(str, spec.shape))
         numbers = f"{spec.device}, {len(spec.shape)}, extents_{number}, {offset}, {bytes_for(spec.shape, spec.dtype)}"
         rows.append(f"{{{_dtype(spec.dtype)}, {numbers}, {table}, {entries}, {_text(reason)}}}")
-    yield _array("struct constant constants", rows)
-    yield f"static const int32_t num_constants = {len(rows)};"
+    yield _array("struct constant rh_constants", rows, "")
+    yield f"const int32_t rh_num_constants = {len(rows)};"
 
 
 def _unsupported(spec: ConstantSpec) -> str | None:
@@ -117,9 +133,9 @@ def _unsupported(spec: ConstantSpec) -> str | None:
 
 
 def _checks(metadata: Metadata) -> Iterator[str]:
-    yield _array("struct check checks", (f"{{{_text(c.subject)}, {_text(c.where)}}}" for c in metadata.checks))
-    yield f"static const int64_t alignment = {metadata.alignment};"
-    yield f"static const int32_t width = {max((spec.num_cores for spec in metadata.devices), default=0)};"
+    yield _array("struct check rh_checks", (f"{{{_text(c.subject)}, {_text(c.where)}}}" for c in metadata.checks), "")
+    yield f"const int64_t rh_alignment = {metadata.alignment};"
+    yield f"const int32_t rh_width = {max((spec.num_cores for spec in metadata.devices), default=0)};"
 
 
 def _info(metadata: Metadata) -> Iterator[str]:
@@ -145,7 +161,7 @@ def _info(metadata: Metadata) -> Iterator[str]:
         counts = f"{len(signature.inputs)}, {len(signature.outputs)}, {int(signature.output_is_tuple)}"
         rows.append(f"{{{_text(signature.name)}, {counts}, inputs_{number}, outputs_{number}}}")
     yield _array("rh_function_info functions", rows)
-    yield f"static const rh_file_info info = {{RH_ABI, {len(devices)}, {host}, {len(rows)}, devices, functions}};"
+    yield f"const rh_file_info rh_info = {{RH_ABI, {len(devices)}, {host}, {len(rows)}, devices, functions}};"
 
 
 def _value(spec: ValueSpec, signature: FunctionSignature, kind: str, shape: str) -> str:
@@ -174,9 +190,9 @@ def _dtype(name: str) -> str:
     return f"{{{int(dtype.type_code)}, {dtype.bits}, {dtype.lanes}}}"
 
 
-def _array(declaration: str, values: Iterable[str]) -> str:
-    """A table in C; C has no empty arrays."""
-    return f"static const {declaration}[] = {{{', '.join(values) or '0'}}};"
+def _array(declaration: str, values: Iterable[str], storage: str = "static ") -> str:
+    """A table in C, which lacks empty arrays."""
+    return f"{storage}const {declaration}[] = {{{', '.join(values) or '0'}}};"
 
 
 def _text(text: str | None) -> str:
