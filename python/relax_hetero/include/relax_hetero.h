@@ -28,6 +28,7 @@ extern "C" {
 #endif
 
 #define RH_ABI 1 /* version of the structures that files contain */
+#define RH_REFUSED "relax_hetero refuses a value:" /* begin of the errors of checks in kernels */
 
 typedef enum { RH_TENSOR, RH_SHAPE, RH_SCALAR, RH_TUPLE, RH_OBJECT } rh_kind;
 
@@ -63,6 +64,11 @@ typedef struct {
     DLDevice device;  /* that is used unless the program chooses another of its type */
 } rh_device_info;
 
+/* A check of kernels, of indices, values or divisors. */
+typedef struct {
+    const char *subject, *where;
+} rh_check_info;
+
 /* Contents of a file. */
 typedef struct {
     int32_t abi;
@@ -71,6 +77,8 @@ typedef struct {
     int32_t num_functions;
     const rh_device_info *devices;
     const rh_function_info *functions;
+    int32_t num_checks;
+    const rh_check_info *checks;
 } rh_file_info;
 
 #ifndef RH_DECLARATIONS_ONLY
@@ -222,6 +230,9 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
         status = rh_call_method(model->machine, "vm_initialization", args, 3 * (info->num_devices + 1), &result, path);
     }
     free(args);
+    if (strstr(rh_error_text, "Cannot find ffi::Function") != NULL)
+        strncat(rh_error_text, "; a function of relax_hetero or relax.run that files lack needs Python",
+                sizeof rh_error_text - strlen(rh_error_text) - 1);
     for (int32_t i = 0; status == 0 && i < info->num_functions; i++)
         if ((model->functions[i] = rh_function(model->machine, info->functions[i].name, path)) == NULL)
             status = -1;
@@ -254,6 +265,25 @@ static inline DLDevice rh_device_of(const rh_model *model, const rh_value_info *
     return model->devices[value->device < 0 ? model->info->host : value->device];
 }
 
+/* Replace the text of a kernel's refusal by what its check says. */
+static inline int rh_explain_refusal(const rh_file_info *info) {
+    const char *text = strstr(rh_error_text, RH_REFUSED);
+    long long check, found, first, end;
+    if (text == NULL || sscanf(text + strlen(RH_REFUSED), " check %lld, found %lld, expected %lld to %lld", &check,
+                               &found, &first, &end) != 4 || check < 0 || check >= info->num_checks)
+        return -1;
+    const char *where = info->checks[check].where, *subject = info->checks[check].subject;
+    char why[256];
+    if (strcmp(subject, "size") == 0 || strcmp(subject, "divisor") == 0)
+        return rh_fail(where, *subject == 's' ? "divided by a size that is 0" : "an integer is divided by 0");
+    int used = snprintf(why, sizeof why, "%s %lld is out of range, expected ", subject, found);
+    if (first < end)
+        snprintf(why + used, sizeof why - (size_t)used, "%lld to %lld", first, end - 1);
+    else
+        snprintf(why + used, sizeof why - (size_t)used, "none, as the axis is empty");
+    return rh_fail(where, why);
+}
+
 /* Call a function with any values of TVM; the caller releases the result (rh_drop). 0, or -1 on errors. */
 static inline int rh_call(rh_model *model, const rh_function_info *function, const TVMFFIAny *args, int32_t num_args,
                           TVMFFIAny *result) {
@@ -263,7 +293,7 @@ static inline int rh_call(rh_model *model, const rh_function_info *function, con
         return -1;
     TVMFFIObjectHandle code = model->functions[function - model->info->functions];
     if (TVMFFIFunctionCall(code, (TVMFFIAny *)args, num_args, result) != 0)
-        return rh_take_error("");
+        return rh_take_error(""), rh_explain_refusal(model->info);
     /* TVM's machine refers to the result until its next function ends: then that could not use the same memory. */
     return TVMFFIFunctionCall(model->release, NULL, 0, &released) == 0 ? 0 : rh_take_error("");
 }

@@ -30,6 +30,8 @@
 
 #define FFI_FUNCTIONS(F)                                                                                              \
     F(FunctionGetGlobal)                                                                                               \
+    F(FunctionCreate)                                                                                                  \
+    F(FunctionSetGlobal)                                                                                               \
     F(FunctionCall)                                                                                                    \
     F(ObjectIncRef)                                                                                                    \
     F(ObjectDecRef)                                                                                                    \
@@ -37,7 +39,8 @@
     F(ErrorSetRaised)                                                                                                  \
     F(ErrorSetRaisedFromCStr)                                                                                          \
     F(TensorFromDLPack)                                                                                                \
-    F(TensorCreateUnsafeView)
+    F(TensorCreateUnsafeView)                                                                                          \
+    F(DataTypeFromString)
 
 static struct {
 #define F(name) __typeof__(&TVMFFI##name) name;
@@ -434,6 +437,25 @@ static bool start_workers(void) {
     }
 }
 
+/* What a kernel calls for an index, a value or a divisor that it refuses, by a global name: relax_hetero.h replaces the
+ * number of the check by its text. */
+static int refuse(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    FAIL(RH_REFUSED " check %lld, found %lld, expected %lld to %lld", (long long)args[0].v_int64,
+         (long long)args[1].v_int64, (long long)args[2].v_int64, (long long)args[3].v_int64);
+}
+
+/* Unless Python, or a file that was loaded before, has defined it. */
+static bool define_refuse(void) {
+    TVMFFIByteArray name = {"relax_hetero.refuse", strlen("relax_hetero.refuse")};
+    TVMFFIObjectHandle function = NULL;
+    if (ffi.FunctionGetGlobal(&name, &function) != 0)
+        return false;
+    if (function == NULL && (ffi.FunctionCreate(NULL, refuse, NULL, &function) != 0 ||
+                             ffi.FunctionSetGlobal(&name, function, 0) != 0))
+        return false;
+    return ffi.ObjectDecRef(function) == 0;
+}
+
 /* The machine of these devices, made in their first call. */
 static struct machine *machine_on(const DLDevice *devices) {
     size_t bytes = (size_t)rh_info.num_devices * sizeof *devices;
@@ -446,7 +468,8 @@ static struct machine *machine_on(const DLDevice *devices) {
         each = each->next;
     if (each == NULL && (each = calloc(1, sizeof *each + bytes)) != NULL) {
         memcpy(each->devices, devices, bytes);
-        if (map_weights() == 0 && (machines != NULL || start_workers()) && place_constants(each) == 0) {
+        if (map_weights() == 0 && (machines != NULL || (start_workers() && define_refuse())) &&
+            place_constants(each) == 0) {
             each->next = machines;
             __atomic_store_n(&machines, each, __ATOMIC_RELEASE);
         } else {
@@ -516,15 +539,16 @@ static int check_argument(const rh_function_info *function, int32_t index, const
 
 /* ---- Packed functions of the bytecode and of kernels ---- */
 
-#define PACKED(name, symbol)                                                                                           \
+#define PACKED(name, symbol) PACKED_AS(name, "relax_hetero." symbol)
+#define PACKED_AS(name, symbol)                                                                                        \
     __attribute__((visibility("default"))) int name(void *self, const TVMFFIAny *args, int32_t count,                  \
-                                                    TVMFFIAny *result) __asm__("__tvm_ffi_relax_hetero." symbol);      \
+                                                    TVMFFIAny *result) __asm__("__tvm_ffi_" symbol);                   \
     int name(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result)
 
 /* Calls of rh.vm.VirtualMachine use the function of Python. */
 #define PASS_ON(name)                                                                                                  \
     if (machine == NULL)                                                                                               \
-        return call_global("relax_hetero." name, (TVMFFIAny *)args, count, result);
+        return call_global(name, (TVMFFIAny *)args, count, result);
 
 /* The description, for relax_hetero.h. */
 PACKED(describe, "describe") {
@@ -599,7 +623,7 @@ PACKED(leave, "leave") {
 }
 
 PACKED(to_device, "to_device") {
-    PASS_ON("to_device")
+    PASS_ON("relax_hetero.to_device")
     bool must_copy = count > 2 && args[2].v_int64 != 0;
     const DLTensor *tensor = tensor_of(args[0]);
     const TVMFFISeqCell *fields = fields_of(args[0]);
@@ -633,7 +657,7 @@ PACKED(to_device, "to_device") {
 }
 
 PACKED(pinned_storage, "pinned_storage") {
-    PASS_ON("pinned_storage")
+    PASS_ON("relax_hetero.pinned_storage")
     const TVMFFIShapeCell *size = content(args[0], kTVMFFIShape);
     return allocate(device_at(machine, (int32_t)args[1].v_int64), (DLDataType){kDLUInt, 8, 1}, 1, size->data, result);
 }
@@ -648,20 +672,6 @@ PACKED(keep, "keep") {
     return 0;
 }
 
-/* An index, a value or a divisor that a kernel refuses (artifact/checks.py). */
-PACKED(refuse, "refuse") {
-    PASS_ON("refuse")
-    const struct check *check = &rh_checks[args[0].v_int64];
-    long long found = args[1].v_int64, first = args[2].v_int64, end = args[3].v_int64;
-    if (strcmp(check->subject, "size") == 0)
-        FAIL("%s is divided by a size that is 0", check->where);
-    if (strcmp(check->subject, "divisor") == 0)
-        FAIL("%s: an integer is divided by 0", check->where);
-    if (first >= end)
-        FAIL("%s: %s %lld is out of range, expected none, as the axis is empty", check->where, check->subject, found);
-    FAIL("%s: %s %lld is out of range, expected %lld to %lld", check->where, check->subject, found, first, end - 1);
-}
-
 /* Names and values of sizes, of a call that they make impossible. */
 static void write_sizes(char *text, size_t bytes, const TVMFFIAny *sizes, int32_t count) {
     int used = text[0] = 0;
@@ -671,14 +681,14 @@ static void write_sizes(char *text, size_t bytes, const TVMFFIAny *sizes, int32_
 }
 
 PACKED(refuse_sizes, "refuse_sizes") {
-    PASS_ON("refuse_sizes")
+    PASS_ON("relax_hetero.refuse_sizes")
     char sizes[512];
     write_sizes(sizes, sizeof sizes, args + 2, count - 2);
     FAIL("function '%s': %s (%s)", text_of(&args[0]), text_of(&args[1]), sizes);
 }
 
 PACKED(refuse_bytes, "refuse_bytes") {
-    PASS_ON("refuse_bytes")
+    PASS_ON("relax_hetero.refuse_bytes")
     double needed = args[2].type_index == kTVMFFIFloat ? args[2].v_float64 : (double)args[2].v_int64;
     double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
     char sizes[512];
@@ -688,4 +698,181 @@ PACKED(refuse_bytes, "refuse_bytes") {
     write_sizes(sizes, sizeof sizes, args + 3, count - 3);
     return fail("MemoryError", "function '%s': %s takes %.0f bytes, found %.0f bytes of memory (%s)", text_of(&args[0]),
                 text_of(&args[1]), needed, memory, sizes);
+}
+
+/* A value that a function of the program has returned: its description, and the expected fields of a tuple or -1, rank,
+ * element type and extents of a tensor; -1 and "" stand for any. */
+PACKED(check_returned, "check_returned") {
+    PASS_ON("relax_hetero.check_returned")
+    const TVMFFISeqCell *fields = fields_of(args[0]);
+    const DLTensor *tensor = tensor_of(args[0]);
+    int64_t expected = args[2].v_int64, rank = count > 3 ? args[3].v_int64 : -1;
+    char found[256] = "no tensor";
+    *result = none();
+    if (expected >= 0) {
+        if (fields != NULL && fields->size == expected)
+            return 0;
+        FAIL("%s returned no tuple of %lld, which the model reads", text_of(&args[1]), (long long)expected);
+    }
+    bool is_good = tensor != NULL && (rank < 0 || rank == tensor->ndim);
+    if (is_good && count > 4 && text_of(&args[4])[0] != 0) {
+        TVMFFIByteArray name = {text_of(&args[4]), strlen(text_of(&args[4]))};
+        DLDataType dtype;
+        if (ffi.DataTypeFromString(&name, &dtype) != 0)
+            return -1;
+        is_good = memcmp(&dtype, &tensor->dtype, sizeof dtype) == 0;
+    }
+    for (int32_t i = 0; is_good && i + 5 < count; i++)
+        is_good = args[i + 5].v_int64 < 0 || args[i + 5].v_int64 == tensor->shape[i];
+    if (is_good)
+        return 0;
+    if (tensor != NULL)
+        write_type(found, sizeof found, tensor);
+    FAIL("%s returned %s, expected another tensor of %lld dimensions, type %s", text_of(&args[1]), found,
+         (long long)rank, count > 4 ? text_of(&args[4]) : "");
+}
+
+/* ---- Functions of vm/device/builtins.py and loop_rows.py, for tensors of CPUs. ---- */
+
+static const DLDataType int64_type = {kDLInt, 64, 1};
+
+/* The number in a scalar, int64 in memory of the host; -1 with an error for others. */
+static int number_in(TVMFFIAny value, int64_t *number) {
+    const DLTensor *tensor = tensor_of(value);
+    if (tensor == NULL || !is_host(tensor->device) || bytes_of(tensor) != 8)
+        FAIL("a loop counts on a device, which needs the package relax_hetero of Python");
+    memcpy(number, address_of(tensor), 8);
+    return 0;
+}
+
+/* A new tensor of rows, or a view of the first rows. */
+static int rows_like(const DLTensor *row, const int64_t *extents, int64_t rows, TVMFFIAny *source, TVMFFIAny *result) {
+    int64_t shape[16] = {rows}, strides[16], stride = 1;
+    int32_t ndim = row->ndim + 1;
+    if (ndim > 16)
+        FAIL("a loop collects tensors of %d dimensions, expected at most 15", row->ndim);
+    memcpy(shape + 1, extents, (size_t)row->ndim * sizeof *shape);
+    if (source == NULL)
+        return allocate(row->device, row->dtype, ndim, shape, result);
+    for (int32_t i = ndim - 1; i >= 0; stride *= shape[i--])
+        strides[i] = stride;
+    DLTensor view = *tensor_of(*source);
+    view.ndim = ndim, view.shape = shape, view.strides = strides;
+    TVMFFIObjectHandle handle = NULL;
+    if (ffi.TensorCreateUnsafeView(source->v_obj, &view, &handle) != 0)
+        return -1;
+    *result = object(handle, kTVMFFITensor);
+    return 0;
+}
+
+static int write_number(TVMFFIAny row, TVMFFIAny rows, int64_t number) {
+    const DLTensor *from = tensor_of(row), *to = tensor_of(rows);
+    if (!is_host(from->device) || !is_host(to->device))
+        FAIL("a loop collects tensors of a GPU, which needs the package relax_hetero of Python");
+    memcpy(address_of(to) + number * bytes_of(from), address_of(from), (size_t)bytes_of(from));
+    return 0;
+}
+
+PACKED(append_row, "append_row") {
+    PASS_ON("relax_hetero.append_row")
+    const DLTensor *row = tensor_of(args[1]), *rows = tensor_of(args[0]);
+    int64_t number, trips;
+    if (number_in(args[2], &number) != 0 || number_in(args[3], &trips) != 0)
+        return -1;
+    TVMFFIAny target = args[0], larger = none();
+    if (number == 0) {
+        int64_t bytes = bytes_of(row), capacity = trips > 1 ? trips : 1;
+        if (bytes > 0 && capacity > (64 << 20) / bytes && capacity > 16)
+            capacity = 16;
+        if (rows_like(row, row->shape, capacity, NULL, &larger) != 0)
+            return -1;
+    } else if (rows->ndim != row->ndim + 1 ||
+               memcmp(rows->shape + 1, row->shape, (size_t)row->ndim * sizeof *row->shape) != 0) {
+        FAIL("trip %lld of a loop collects a tensor of another shape than the trips before it", (long long)number);
+    } else if (number == rows->shape[0]) {
+        if (rows_like(row, row->shape, 2 * number, NULL, &larger) != 0)
+            return -1;
+        memcpy(address_of(tensor_of(larger)), address_of(rows), (size_t)bytes_of(rows));
+    }
+    *result = is_object(larger) ? larger : shared(target);
+    return write_number(args[1], *result, number);
+}
+
+PACKED(new_rows, "new_rows") {
+    PASS_ON("relax_hetero.new_rows")
+    const TVMFFIShapeCell *shape = content(args[0], kTVMFFIShape);
+    TVMFFIByteArray name = {text_of(&args[1]), strlen(text_of(&args[1]))};
+    DLTensor row = {NULL, tensor_of(args[2])->device, (int32_t)shape->size, {0}, NULL, NULL, 0};
+    int64_t trips;
+    if (ffi.DataTypeFromString(&name, &row.dtype) != 0 || number_in(args[2], &trips) != 0)
+        return -1;
+    return rows_like(&row, shape->data, trips > 0 ? trips : 0, NULL, result);
+}
+
+PACKED(write_row, "write_row") {
+    PASS_ON("relax_hetero.write_row")
+    int64_t number;
+    if (number_in(args[2], &number) != 0)
+        return -1;
+    *result = shared(args[0]);
+    return write_number(args[1], args[0], number);
+}
+
+PACKED(taken_rows, "taken_rows") {
+    PASS_ON("relax_hetero.taken_rows")
+    const DLTensor *rows = tensor_of(args[0]);
+    int64_t count_taken;
+    if (number_in(args[1], &count_taken) != 0)
+        return -1;
+    DLTensor row = *rows;
+    row.ndim--;
+    TVMFFIAny source = args[0];
+    return rows_like(&row, rows->shape + 1, count_taken, &source, result);
+}
+
+/* Functions of TVM's compiler package, which its runtime lacks. */
+
+PACKED_AS(shape_to_tensor, "relax.run.shape_to_tensor") {
+    PASS_ON("relax.run.shape_to_tensor")
+    const TVMFFIShapeCell *shape = content(args[0], kTVMFFIShape);
+    int64_t size = (int64_t)shape->size;
+    if (allocate(device_at(machine, -1), int64_type, 1, &size, result) != 0)
+        return -1;
+    memcpy(address_of(tensor_of(*result)), shape->data, shape->size * sizeof *shape->data);
+    return 0;
+}
+
+static bool is_zero(const char *element, size_t bytes, DLDataType dtype) {
+    unsigned char bits = 0, last = (unsigned char)element[bytes - 1];
+    for (size_t i = 0; i + 1 < bytes; i++)
+        bits |= (unsigned char)element[i];
+    if (dtype.code == kDLFloat || dtype.code == kDLBfloat) /* also -0 */
+        last &= 0x7f;
+    return (bits | last) == 0;
+}
+
+/* Positions of nonzero elements, int64[rank, count]; a scalar counts as a vector. */
+PACKED_AS(nonzero, "relax.run.nonzero") {
+    PASS_ON("relax.run.nonzero")
+    const DLTensor *tensor = tensor_of(args[0]);
+    if (!is_host(tensor->device) || tensor->dtype.bits % 8 != 0 || tensor->dtype.lanes != 1)
+        FAIL("NonZero of a GPU's or of packed elements needs the package relax_hetero of Python");
+    size_t bytes = tensor->dtype.bits / 8;
+    int64_t elements = bytes_of(tensor) / (int64_t)bytes, found = 0, one = 1;
+    const int64_t *shape = tensor->ndim > 0 ? tensor->shape : &one;
+    int64_t rank = tensor->ndim > 0 ? tensor->ndim : 1;
+    for (int64_t i = 0; i < elements; i++)
+        found += !is_zero(address_of(tensor) + i * (int64_t)bytes, bytes, tensor->dtype);
+    int64_t extents[] = {rank, found};
+    if (allocate(tensor->device, int64_type, 2, extents, result) != 0)
+        return -1;
+    int64_t *positions = (int64_t *)address_of(tensor_of(*result)), column = 0;
+    for (int64_t i = 0; i < elements; i++) {
+        if (is_zero(address_of(tensor) + i * (int64_t)bytes, bytes, tensor->dtype))
+            continue;
+        for (int64_t axis = rank - 1, rest = i; axis >= 0; rest /= shape[axis--])
+            positions[axis * found + column] = rest % shape[axis];
+        column++;
+    }
+    return 0;
 }

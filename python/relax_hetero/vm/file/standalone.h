@@ -19,13 +19,8 @@ struct constant {
     const char *unsupported; /* why only Python can make it, or null */
 };
 
-struct check {
-    const char *subject, *where;
-};
-
 extern const struct constant rh_constants[];
 extern const int32_t rh_num_constants;
-extern const struct check rh_checks[];
 extern const int64_t rh_alignment; /* of arguments, in bytes */
 extern const int32_t rh_width;     /* number of threads that kernels were compiled for; 0: all */
 extern const rh_file_info rh_info;

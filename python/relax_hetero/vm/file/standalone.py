@@ -133,7 +133,7 @@ def _unsupported(spec: ConstantSpec) -> str | None:
 
 
 def _checks(metadata: Metadata) -> Iterator[str]:
-    yield _array("struct check rh_checks", (f"{{{_text(c.subject)}, {_text(c.where)}}}" for c in metadata.checks), "")
+    yield _array("rh_check_info checks", (f"{{{_text(c.subject)}, {_text(c.where)}}}" for c in metadata.checks))
     yield f"const int64_t rh_alignment = {metadata.alignment};"
     yield f"const int32_t rh_width = {max((spec.num_cores for spec in metadata.devices), default=0)};"
 
@@ -161,7 +161,8 @@ def _info(metadata: Metadata) -> Iterator[str]:
         counts = f"{len(signature.inputs)}, {len(signature.outputs)}, {int(signature.output_is_tuple)}"
         rows.append(f"{{{_text(signature.name)}, {counts}, inputs_{number}, outputs_{number}}}")
     yield _array("rh_function_info functions", rows)
-    yield f"const rh_file_info rh_info = {{RH_ABI, {len(devices)}, {host}, {len(rows)}, devices, functions}};"
+    checks = f"{len(metadata.checks)}, checks"
+    yield f"const rh_file_info rh_info = {{RH_ABI, {len(devices)}, {host}, {len(rows)}, devices, functions, {checks}}};"
 
 
 def _value(spec: ValueSpec, signature: FunctionSignature, kind: str, shape: str) -> str:
