@@ -13,7 +13,6 @@ from functools import cache
 from pathlib import Path
 
 from tvm import DataType
-from tvm_ffi import libinfo
 
 from ...artifact import worker_threads
 from ...artifact.kernel_addresses import address_function
@@ -21,11 +20,9 @@ from ...artifact.metadata import ConstantSpec, Metadata, device_names
 from ...artifact.signature import FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
 from ...artifact.signing import TRAILER_BYTES
 from ...errors import BuildError
+from ...target.c_options import compile_options
 from ...target.element_types import bytes_for
 from ..device.workers import SPIN_NANOSECONDS
-
-INCLUDE = Path(__file__).parents[2] / "include"
-"""Folder of ``relax_hetero.h``, which programs in C include."""
 
 _SOURCE = Path(__file__).with_name("standalone.c")
 _KINDS: dict[type[ValueSpec], str] = {
@@ -35,11 +32,6 @@ _KINDS: dict[type[ValueSpec], str] = {
     TupleSpec: "RH_TUPLE",
 }
 _OPTIONS = ("-x", "c", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-w")
-
-
-def include_folders() -> list[str]:
-    """Folders of the headers that ``relax_hetero.h`` needs, its own first."""
-    return [str(INCLUDE), libinfo.find_include_path(), libinfo.find_dlpack_include_path()]
 
 
 def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequence[int], folder: Path) -> list[str]:
@@ -75,7 +67,7 @@ def _compile_source(command: tuple[str, ...]) -> bytes:
 
 def _compile(command: Sequence[str], source: Path, level: str) -> Path:
     output = source.with_suffix(".o")
-    include = [f"-I{path}" for path in (str(_SOURCE.parent), *include_folders())]
+    include = [f"-I{_SOURCE.parent}", *compile_options()]
     arguments = [*command, *_OPTIONS, level, *_definitions(), *include, "-c", str(source), "-o", str(output)]
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if process.returncode:
