@@ -3,9 +3,9 @@
 python packaging/runtime_wheel.py dist
 
 TVM publishes one wheel with its run time (3 MB) and its compiler (259 MB), so the run time is taken from the installed
-wheel of `apache-tvm`, at the version that pyproject.toml names, with its license. The package `relax_hetero` is the same
-as in the wheel relax-hetero, and says what needs the compiler. Both wheels have the same packages, so that only one of
-them can be installed in an environment.
+wheel of `apache-tvm`, at the version that pyproject.toml names, with its license. The package `relax_hetero` is the
+same as in the wheel relax-hetero, and says what needs the compiler. Both wheels have the same packages, so that only
+one of them can be installed in an environment.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def metadata_text(version: str, project: dict, tvm: metadata.Distribution) -> st
             condition = f"({marker.strip()}) and " if marker else ""
             lines.append(f"Requires-Dist: {requirement.strip()}; {condition}extra == '{extra}'")
     description = (
-        "Loads, runs and serves files that `Executable.export_library` of relax-hetero has written. It has the packages "
-        "`relax_hetero` and `tvm` (the run time of Apache TVM, from its wheel), so install it instead of relax-hetero "
-        "and apache-tvm, not beside them."
+        "Loads, runs and serves files that `Executable.export_library` of relax-hetero has written. It has the "
+        "packages `relax_hetero` and `tvm` (the run time of Apache TVM, from its wheel): install it instead of "
+        "relax-hetero and apache-tvm, not beside them."
     )
     return "\n".join(lines) + f"\nDescription-Content-Type: text/markdown\n\n{description}\n"
 

@@ -37,7 +37,6 @@ BODY_PREFIX = "relax_hetero.body."
 _HOST_KEY = "host:"  # as `target.hosts` writes it
 
 
-
 def body_symbol(function: str) -> str:
     """The bytecode's name of a function that takes the constants; `function` itself is its entry without them.
 

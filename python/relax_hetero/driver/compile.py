@@ -69,8 +69,8 @@ from .commands.command_metadata import (
 )
 from .compile_cache import load_or_build
 from .link.address_table import by_address
-from .link.lift_constants import lift_constants
 from .link.entries import with_bodies
+from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
 from .link.repeated_calls import with_repeated_calls

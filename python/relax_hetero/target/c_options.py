@@ -26,7 +26,8 @@ def libraries() -> list[Path]:
     folders = [] if spec is None else [Path(folder) / "lib" for folder in spec.submodule_search_locations or ()]
     found = [folder / "libtvm_runtime.so" for folder in folders if (folder / "libtvm_runtime.so").is_file()]
     if not found:
-        raise BuildError(f"TVM's run time: found no libtvm_runtime.so in {', '.join(map(str, folders)) or 'no package'}")
+        places = ", ".join(map(str, folders)) or "this Python, which has no package tvm"
+        raise BuildError(f"TVM's run time: found no libtvm_runtime.so in {places}")
     return [found[0], Path(libinfo.find_libtvm_ffi())]
 
 

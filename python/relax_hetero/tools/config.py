@@ -14,7 +14,10 @@ from .command import command
 @click.option("--libs", is_flag=True, help="Options to link.")
 @click.option("--cmakedir", is_flag=True, help="The folder of relax_hetero-config.cmake.")
 def config_command(cflags: bool, libs: bool, cmakedir: bool) -> None:
-    """Print how to build programs in C and C++ that run exported files: c++ program.cpp $(relax-hetero config --cflags --libs)."""
+    """Print options to build programs in C and C++ that run exported files.
+
+    For example: c++ program.cpp $(relax-hetero config --cflags --libs)
+    """
     from ..target.c_options import CMAKE_FOLDER, compile_options, link_options
 
     if not (cflags or libs or cmakedir):

@@ -169,7 +169,8 @@ def test_two_devices_and_results_of_integers(programs, tmp_path):
 LOOP = """
     <ir_version: 8, opset_import: ["" : 18]>
     net (int64 trips, float[3] x, float limit) => (float[3] sum, float[N, 3] rows, int64[1, M] places, int64[2] s) {
-        sum, rows = Loop (trips, , x) <body = trip (int64 i, bool c, float[3] a) => (bool again, float[3] b, float[3] r) {
+        sum, rows = Loop (trips, , x) <
+          body = trip (int64 i, bool c, float[3] a) => (bool again, float[3] b, float[3] r) {
             b = Add(a, x)
             r = Identity(b)
             total = ReduceSum <keepdims = 0> (b)

@@ -1,4 +1,4 @@
-"""What the package relax-hetero-runtime does: load, run and look at files. test_runtime_wheel.py runs these tests there.
+"""What relax-hetero-runtime does: load, run and look at files. test_runtime_wheel.py runs these tests there.
 
 RELAX_HETERO_RUNTIME_FILES names a folder with the files of runtime_files.py; without it they are compiled.
 """
@@ -17,7 +17,7 @@ import relax_hetero as rh
 
 KEY = b"signed with 16 bytes"
 FILES = os.environ.get("RELAX_HETERO_RUNTIME_FILES", "")
-pytestmark = () if FILES else pytest.mark.slow  # with the compiler other tests cover the same
+pytestmark = [] if FILES else [pytest.mark.slow]  # with the compiler other tests cover the same
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,9 @@ def arguments():
 def check(folder, name, results):
     expected = np.load(folder / f"{name}.npz")
     for actual, key in zip(results, expected.files, strict=True):
-        np.testing.assert_array_equal(np.asarray(actual if isinstance(actual, np.ndarray) else actual.numpy()), expected[key])
+        np.testing.assert_array_equal(
+            np.asarray(actual if isinstance(actual, np.ndarray) else actual.numpy()), expected[key]
+        )
 
 
 def test_there_is_no_compiler_where_there_should_be_none():
@@ -53,7 +55,9 @@ def test_there_is_no_compiler_where_there_should_be_none():
     assert tvm.base._RUNTIME_ONLY == bool(FILES)
     if FILES:
         assert not any("libtvm_compiler" in line for line in Path("/proc/self/maps").read_text().splitlines())
-        with pytest.raises(rh.HeteroError, match=r"relax_hetero.compile needs TVM's compiler: found TVM's runtime only"):
+        with pytest.raises(
+            rh.HeteroError, match=r"relax_hetero.compile needs TVM's compiler: found TVM's runtime only"
+        ):
             rh.compile
 
 

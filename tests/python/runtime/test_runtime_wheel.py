@@ -59,6 +59,9 @@ def test_the_run_time_tests_pass_without_the_compiler(wheel, tmp_path):
         source = ROOT / "examples" / "cpp" / "run.cpp"
         run("g++", "-std=c++17", source, "-o", tmp_path / "run", *options)
         (tmp_path / "n.bin").write_bytes(b"")
-        assert "device llvm:1" in subprocess.run(
-            [tmp_path / "run", tmp_path / "decoder.so", "0", tmp_path / "results"], capture_output=True, text=True
-        ).stdout
+        assert (
+            "device llvm:1"
+            in subprocess.run(
+                [tmp_path / "run", tmp_path / "decoder.so", "0", tmp_path / "results"], capture_output=True, text=True
+            ).stdout
+        )

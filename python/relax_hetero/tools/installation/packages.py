@@ -43,7 +43,6 @@ class Finding:
     fix: str = ""
 
 
-
 def _installed_version(name: str) -> str | None:
     try:
         return metadata.version(name)

@@ -96,7 +96,10 @@ def description(metadata: Metadata, offsets: Sequence[int]) -> str:
     offsets : sequence of int
         The position of each constant among the weights, in bytes from the first.
     """
-    return "\n".join(['#include "standalone.h"', *_constants(metadata, offsets), *_checks(metadata), *_info(metadata)]) + "\n"
+    return (
+        "\n".join(['#include "standalone.h"', *_constants(metadata, offsets), *_checks(metadata), *_info(metadata)])
+        + "\n"
+    )
 
 
 def _constants(metadata: Metadata, offsets: Sequence[int]) -> Iterator[str]:
