@@ -14,7 +14,7 @@ GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_WORKERS ?= 12
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
-CHECKED := python apps examples tests
+CHECKED := python apps examples tests packaging
 
 .PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist workers clean distclean
 .DEFAULT_GOAL := help
@@ -31,7 +31,7 @@ help:
 	@echo "make format       let ruff fix and format the code"
 	@echo "make conformance  ONNX's backend suite, here and in stock TVM (long)"
 	@echo "make docs         build the site in build/site; broken links and outdated pages are errors"
-	@echo "make dist         build wheel and source distribution in dist, and check them as PyPI does"
+	@echo "make dist         build the wheels and the source distribution in dist, and check them as PyPI does"
 	@echo "make workers      write the LLVM IR of the worker threads, after a change of their C code"
 	@echo "make clean        remove caches and build outputs; make distclean: also .cache and $(VENV)"
 
@@ -84,10 +84,11 @@ docs: $(DOCS_VENV)/.stamp-docs
 	@mkdir -p build/notebooks
 	cd build/notebooks && NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(DOCS_VENV)/bin/python -m mkdocs build --strict --config-file ../../mkdocs.yml
 
-# Empties dist first; the wheel is built from the source distribution.
-dist: $(DIST_VENV)/.stamp-dist
+# Empties dist first; the wheel is built from the source distribution, that of the run time from the installed TVM, too.
+dist: $(DIST_VENV)/.stamp-dist $(VENV)/.stamp-dev
 	rm -rf dist
 	$(DIST_VENV)/bin/python -m build --outdir dist
+	$(PY) packaging/runtime_wheel.py dist
 	$(DIST_VENV)/bin/python -m twine check --strict dist/*
 
 # The package ships C and LLVM IR: only a change of workers.c needs a compiler.

@@ -13,6 +13,7 @@
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <fcntl.h>
+#include <inttypes.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdarg.h>
@@ -254,7 +255,7 @@ static int new_copy(TVMFFIAny value, DLDevice device, TVMFFIAny *result) {
 
 /* ---- Weights, which the file has after its code (artifact/container.py), mapped once. ---- */
 
-enum { FOOTER_BYTES = 48, TRAILER_BYTES = RH_TRAILER_BYTES, WEIGHT_ALIGNMENT = 64 };
+enum { FOOTER_BYTES = 48, TRAILER_BYTES = RH_TRAILER_BYTES, WEIGHT_ALIGNMENT = 64, HUGE_PAGE = 2 << 20 };
 
 static char *weights, *weights_end;
 
@@ -269,6 +270,36 @@ static int64_t find_weights(const char *file, int64_t bytes) {
         }
     }
     return 0;
+}
+
+/* Bytes of memory that are free, also by the limit of a container. */
+static int64_t free_memory(void) {
+    int64_t bytes = (int64_t)sysconf(_SC_AVPHYS_PAGES) * sysconf(_SC_PAGESIZE), numbers[2] = {0, 0};
+    const char *const names[] = {"/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"};
+    for (int i = 0; i < 2; i++) {
+        FILE *file = fopen(names[i], "re");
+        if (file == NULL || fscanf(file, "%" SCNd64, &numbers[i]) != 1)
+            numbers[0] = 0; /* "max", or no such limit */
+        if (file != NULL)
+            fclose(file);
+    }
+    return numbers[0] > 0 && numbers[0] - numbers[1] < bytes ? numbers[0] - numbers[1] : bytes;
+}
+
+/* A copy of many weights on huge pages, as vm/device/huge_pages.py makes; null if they stay in the mapped file. */
+static char *copy_to_huge_pages(const char *data, int64_t bytes) {
+    const char *setting = getenv("RELAX_HETERO_HUGE_PAGES");
+    if (bytes < 16 << 20 || (setting != NULL && (strcmp(setting, "off") == 0 || strcmp(setting, "0") == 0)) ||
+        free_memory() < 2 * bytes)
+        return NULL;
+    char *memory = mmap(NULL, (size_t)bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (memory == MAP_FAILED)
+        return NULL;
+    memory += -(uintptr_t)memory % HUGE_PAGE;
+    madvise(memory, (size_t)bytes, MADV_HUGEPAGE);
+    memcpy(memory, data, (size_t)bytes);
+    mprotect(memory, (size_t)bytes, PROT_READ);
+    return memory;
 }
 
 static int map_weights(void) {
@@ -290,11 +321,18 @@ static int map_weights(void) {
     int64_t begin = find_weights(mapped, now.st_size);
     if (begin == 0)
         return fail("RuntimeError", "%s: found code without weights, expected a whole file of export_library", path);
-    for (int32_t i = 0; i < rh_num_constants; i++)
-        if (begin + rh_constants[i].offset + rh_constants[i].nbytes > now.st_size)
-            return fail("RuntimeError", "%s: the file is truncated in constant %d", path, i);
-    weights_end = (char *)mapped + now.st_size;
-    weights = (char *)mapped + begin;
+    int64_t bytes = 0;
+    for (int32_t i = 0; i < rh_num_constants; i++) {
+        int64_t end = rh_constants[i].offset + rh_constants[i].nbytes;
+        bytes = end > bytes ? end : bytes;
+    }
+    if (begin + bytes > now.st_size)
+        return fail("RuntimeError", "%s: the file is truncated in its weights", path);
+    char *copied = copy_to_huge_pages((char *)mapped + begin, bytes);
+    weights = copied != NULL ? copied : (char *)mapped + begin;
+    weights_end = weights + bytes;
+    if (copied != NULL)
+        munmap(mapped, (size_t)now.st_size);
     return 0;
 }
 
