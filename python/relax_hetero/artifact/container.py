@@ -38,7 +38,7 @@ from .regular_files import open_regular
 from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trailer
 from .typed_data import read_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 WEIGHT_ALIGNMENT = 64
 """Bytes of alignment on which kernels rely (TVM's kAllocAlignment)."""
 _MAGIC = b"rlxheter"
