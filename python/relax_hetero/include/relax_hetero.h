@@ -196,9 +196,16 @@ static inline void rh_free(rh_model *model) {
 
 /* Make TVM's virtual machine for the model's devices. */
 static inline int rh_start(rh_model *model, const char *path, const DLDevice *devices, int32_t count) {
-    TVMFFIAny result, name = rh_any(kTVMFFIRawStr, (int64_t)(intptr_t)path);
+    char *file = (char *)malloc(strlen(path) + 3);
+    if (file == NULL)
+        return rh_fail(path, "no memory");
+    /* A name without a folder would be looked up among the libraries of the system. */
+    sprintf(file, "%s%s", strchr(path, '/') == NULL ? "./" : "", path);
+    TVMFFIAny result, name = rh_any(kTVMFFIRawStr, (int64_t)(intptr_t)file);
     dlopen("libtvm_runtime_extra.so", RTLD_LAZY | RTLD_GLOBAL); /* some models call functions of it */
-    if (rh_call_global("ffi.ModuleLoadFromFile", &name, 1, &result, path) != 0)
+    int loaded = rh_call_global("ffi.ModuleLoadFromFile", &name, 1, &result, path);
+    free(file);
+    if (loaded != 0)
         return -1;
     model->file = result.v_obj;
     if (rh_call_method(model->file, "relax_hetero.describe", NULL, 0, &result, path) != 0)
@@ -241,7 +248,7 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
     return status;
 }
 
-/* Load a file and make a machine for it: on the devices of the file, or on one of the same type for each of them.
+/* Load a file, whose name ends with .so, and make a machine for it: on the devices of the file, or on one of the same type for each of them.
  * NULL on errors. Loading a file runs its code. */
 static inline rh_model *rh_load(const char *path, const DLDevice *devices, int32_t num_devices) {
     rh_model *model = (rh_model *)calloc(1, sizeof *model);
