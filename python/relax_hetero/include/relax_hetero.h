@@ -14,7 +14,8 @@
  * options). They are a convenience: each file is also a module of TVM, whose functions take the model's inputs.
  *
  * Functions that can fail return NULL or a negative number, and rh_error() then says why. A model runs one call at a
- * time; load it again for another thread, which shares code and weights. TVM_NUM_THREADS limits the threads of a call.
+ * time; load it again for another thread, which shares code and weights; both stay in memory until the program
+ * ends. TVM_NUM_THREADS limits the threads of a call.
  */
 #ifndef RELAX_HETERO_H_
 #define RELAX_HETERO_H_

@@ -201,3 +201,47 @@ def test_errors_say_what_is_wrong(programs, tmp_path):
     assert "i.bin: rh_tensor_write: the tensor has another number" in output_of(*run[:4], tmp_path / "i.bin", code=1)
     (tmp_path / "other.so").write_bytes(b"no library")
     assert "other.so" in output_of(programs / "run", tmp_path / "other.so", 0, tmp_path / "results", code=1)
+
+
+PROGRAM_IN_C = r"""
+#include <relax_hetero.h>
+
+int main(int argc, char **argv) {
+    DLDevice cpu = {kDLCPU, 3};
+    rh_model *model = rh_load(argv[argc - 1], &cpu, 1);
+    if (model == NULL)
+        return puts(rh_error()), 1;
+    const rh_function_info *function = rh_find(model, "main");
+    int64_t shape[] = {2, 3}, other[] = {4, 4}, third[] = {3, 4};
+    float ones[12] = {1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1}, product[8];
+    rh_tensor *args[] = {rh_tensor_new(rh_float32, 2, shape, cpu), rh_tensor_new(rh_float32, 2, other, cpu)}, *y = NULL;
+    rh_tensor_write(args[0], ones, 6 * sizeof(float));
+    if (rh_run(model, function, args, 2, &y, 1) < 0)
+        puts(rh_error());
+    rh_tensor_free(args[1]);
+    args[1] = rh_tensor_new(rh_float32, 2, third, cpu);
+    rh_tensor_write(args[1], ones, sizeof ones);
+    if (rh_run(model, function, args, 2, &y, 1) != 1 || rh_tensor_read(y, product, sizeof product) != 0)
+        return puts(rh_error()), 1;
+    printf("%s on device %d: %g\n", function->outputs[0].type, rh_tensor_dl(y)->device.device_id, product[7]);
+    if (rh_find(model, "other") == NULL)
+        puts(rh_error());
+    rh_tensor_free(args[0]), rh_tensor_free(args[1]), rh_tensor_free(y), rh_free(model);
+    return 0;
+}
+"""
+
+
+def test_a_program_in_c(tmp_path):
+    """Another device of the same type, and sizes that a call refuses."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        net (float[n, k] x, float[l, 4] y) => (float[n, 4] z) { z = MatMul(x, y) }""")
+    rh.compile(rh.from_onnx(model)).export_library(tmp_path / "model.so")
+    (tmp_path / "program.c").write_text(PROGRAM_IN_C)
+    command = ["gcc", "-std=c11", "-Wall", "-Wextra", "-Werror", "program.c", "-o", "program"]
+    subprocess.run([*command, *compile_options(), *link_options()], cwd=tmp_path, check=True)
+    refusal, result, unknown = output_of(tmp_path / "program", tmp_path / "model.so").splitlines()
+    assert refusal.startswith("function 'main': ") and refusal.endswith("expected k == l (k = 3, l = 4)")
+    assert result == "float32[n, 4] on device 3: 3"
+    assert unknown == "other: no function of the model has this name"

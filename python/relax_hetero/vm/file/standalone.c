@@ -406,7 +406,7 @@ static int32_t core_of(int32_t cpu) {
     FILE *file = fopen(name, "re");
     if (file == NULL)
         return cpu;
-    if (fscanf(file, "%d", &first) != 1)
+    if (fscanf(file, "%d", &first) != 1 || first < 0 || first >= CPU_SETSIZE)
         first = cpu;
     fclose(file);
     return first;
@@ -433,6 +433,7 @@ static bool start_workers(void) {
     if (start == NULL || (bind != NULL && strcmp(bind, "1") == 0))
         return true;
     cpu_set_t allowed;
+    bool is_counted[CPU_SETSIZE] = {false};
     int32_t num_cpus = 0, num_cores = 0;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
         return true;
@@ -441,11 +442,9 @@ static bool start_workers(void) {
         if (!CPU_ISSET(cpu, &allowed))
             continue;
         num_cpus = cpu + 1;
-        int32_t core = core_of(cpu);
-        for (int32_t other = 0; other < cpu && cores[cpu] == cpu; other++)
-            if (CPU_ISSET(other, &allowed) && core_of(other) == core)
-                cores[cpu] = other;
-        num_cores += cores[cpu] == cpu;
+        cores[cpu] = core_of(cpu);
+        num_cores += !is_counted[cores[cpu]];
+        is_counted[cores[cpu]] = true;
     }
     int32_t quota = cpu_quota(), threads = num_cores;
     if (quota > 0 && quota < threads)
@@ -475,23 +474,59 @@ static bool start_workers(void) {
     }
 }
 
-/* What a kernel calls for an index, a value or a divisor that it refuses, by a global name: relax_hetero.h replaces the
- * number of the check by its text. */
+/* ---- Refusals, which kernels call by global names ---- */
+
+/* An index, a value or a divisor: relax_hetero.h replaces the number of the check by its text. */
 static int refuse(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     FAIL(RH_REFUSED " check %lld, found %lld, expected %lld to %lld", (long long)args[0].v_int64,
          (long long)args[1].v_int64, (long long)args[2].v_int64, (long long)args[3].v_int64);
 }
 
-/* Unless Python, or a file that was loaded before, has defined it. */
-static bool define_refuse(void) {
-    TVMFFIByteArray name = {"relax_hetero.refuse", strlen("relax_hetero.refuse")};
-    TVMFFIObjectHandle function = NULL;
-    if (ffi.FunctionGetGlobal(&name, &function) != 0)
-        return false;
-    if (function == NULL && (ffi.FunctionCreate(NULL, refuse, NULL, &function) != 0 ||
-                             ffi.FunctionSetGlobal(&name, function, 0) != 0))
-        return false;
-    return ffi.ObjectDecRef(function) == 0;
+/* Names and values of sizes, of a call that they make impossible; a name may be followed by " is" and its origin. */
+static void write_sizes(char *text, size_t bytes, const TVMFFIAny *sizes, int32_t count) {
+    int used = text[0] = 0;
+    for (int32_t i = 0; i + 1 < count && used < (int)bytes - 80; i += 2) {
+        const char *name = text_of(&sizes[i]), *end = strstr(name, " is ");
+        used += snprintf(text + used, bytes - (size_t)used, "%s%.*s = %lld", i ? ", " : " (",
+                         end == NULL ? 50 : (int)(end - name), name, (long long)sizes[i + 1].v_int64);
+    }
+    if (used > 0)
+        snprintf(text + used, bytes - (size_t)used, ")");
+}
+
+static int refuse_sizes(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    char sizes[512];
+    write_sizes(sizes, sizeof sizes, args + 2, count - 2);
+    FAIL("function '%s': %s%s", text_of(&args[0]), text_of(&args[1]), sizes);
+}
+
+static int refuse_bytes(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    double needed = args[2].type_index == kTVMFFIFloat ? args[2].v_float64 : (double)args[2].v_int64;
+    double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
+    char sizes[512];
+    *result = none();
+    if (needed <= memory)
+        return 0;
+    write_sizes(sizes, sizeof sizes, args + 3, count - 3);
+    return fail("MemoryError", "function '%s': %s takes %.0f bytes, found %.0f bytes of memory%s", text_of(&args[0]),
+                text_of(&args[1]), needed, memory, sizes);
+}
+
+/* Define them, unless Python or a file that was loaded before has. */
+static bool define_refusals(void) {
+    const char *const names[] = {"relax_hetero.refuse", "relax_hetero.refuse_sizes", "relax_hetero.refuse_bytes"};
+    const TVMFFISafeCallType functions[] = {refuse, refuse_sizes, refuse_bytes};
+    for (int i = 0; i < 3; i++) {
+        TVMFFIByteArray name = {names[i], strlen(names[i])};
+        TVMFFIObjectHandle function = NULL;
+        if (ffi.FunctionGetGlobal(&name, &function) != 0)
+            return false;
+        if (function == NULL && (ffi.FunctionCreate(NULL, functions[i], NULL, &function) != 0 ||
+                                 ffi.FunctionSetGlobal(&name, function, 0) != 0))
+            return false;
+        ffi.ObjectDecRef(function);
+    }
+    return true;
 }
 
 /* The machine of these devices, made in their first call. */
@@ -506,7 +541,7 @@ static struct machine *machine_on(const DLDevice *devices) {
         each = each->next;
     if (each == NULL && (each = calloc(1, sizeof *each + bytes)) != NULL) {
         memcpy(each->devices, devices, bytes);
-        if (map_weights() == 0 && (machines != NULL || (start_workers() && define_refuse())) &&
+        if (map_weights() == 0 && (machines != NULL || (start_workers() && define_refusals())) &&
             place_constants(each) == 0) {
             each->next = machines;
             __atomic_store_n(&machines, each, __ATOMIC_RELEASE);
@@ -708,34 +743,6 @@ PACKED(size, "size") {
 PACKED(keep, "keep") {
     *result = none();
     return 0;
-}
-
-/* Names and values of sizes, of a call that they make impossible. */
-static void write_sizes(char *text, size_t bytes, const TVMFFIAny *sizes, int32_t count) {
-    int used = text[0] = 0;
-    for (int32_t i = 0; i + 1 < count && used < (int)bytes - 80; i += 2)
-        used += snprintf(text + used, bytes - (size_t)used, "%s%.50s = %lld", i ? ", " : "", text_of(&sizes[i]),
-                         (long long)sizes[i + 1].v_int64);
-}
-
-PACKED(refuse_sizes, "refuse_sizes") {
-    PASS_ON("relax_hetero.refuse_sizes")
-    char sizes[512];
-    write_sizes(sizes, sizeof sizes, args + 2, count - 2);
-    FAIL("function '%s': %s (%s)", text_of(&args[0]), text_of(&args[1]), sizes);
-}
-
-PACKED(refuse_bytes, "refuse_bytes") {
-    PASS_ON("relax_hetero.refuse_bytes")
-    double needed = args[2].type_index == kTVMFFIFloat ? args[2].v_float64 : (double)args[2].v_int64;
-    double memory = (double)sysconf(_SC_PHYS_PAGES) * (double)sysconf(_SC_PAGESIZE);
-    char sizes[512];
-    *result = none();
-    if (needed <= memory)
-        return 0;
-    write_sizes(sizes, sizeof sizes, args + 3, count - 3);
-    return fail("MemoryError", "function '%s': %s takes %.0f bytes, found %.0f bytes of memory (%s)", text_of(&args[0]),
-                text_of(&args[1]), needed, memory, sizes);
 }
 
 /* A value that a function of the program has returned: its description, and the expected fields of a tuple or -1, rank,

@@ -16,7 +16,7 @@ from tvm import DataType
 
 from ...artifact import worker_threads
 from ...artifact.kernel_addresses import address_function
-from ...artifact.metadata import ConstantSpec, Metadata, device_names
+from ...artifact.metadata import CPU, ConstantSpec, Metadata, device_names
 from ...artifact.signature import FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
 from ...artifact.signing import TRAILER_BYTES
 from ...errors import BuildError
@@ -129,8 +129,9 @@ def _unsupported(spec: ConstantSpec) -> str | None:
 
 def _checks(metadata: Metadata) -> Iterator[str]:
     yield _array("rh_check_info checks", (f"{{{_text(c.subject)}, {_text(c.where)}}}" for c in metadata.checks))
+    width = max((spec.num_cores for spec in metadata.devices if spec.device_type == CPU), default=0)
     yield f"const int64_t rh_alignment = {metadata.alignment};"
-    yield f"const int32_t rh_width = {max((spec.num_cores for spec in metadata.devices), default=0)};"
+    yield f"const int32_t rh_width = {width};"
 
 
 def _info(metadata: Metadata) -> Iterator[str]:
