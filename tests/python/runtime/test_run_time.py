@@ -5,10 +5,15 @@ RELAX_HETERO_RUNTIME_FILES names a folder with the files of runtime_files.py; wi
 
 from __future__ import annotations
 
+import json
 import os
+import socket
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import Request, urlopen
 
 import numpy as np
 import pytest
@@ -108,6 +113,26 @@ def test_language_models(folder):
         deltas = engine.submit([1, 2, 3], rh.llm.SamplingParams(temperature=0, max_tokens=5))
         tokens = [token for delta in deltas for token in delta.tokens]
     assert tokens == np.load(folder / "tokens.npy").tolist()
+
+
+def test_serving(folder):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "relax_hetero", "serve", str(folder / "language_model"), "--port", str(port)]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as server:
+        try:
+            while server.poll() is None:  # until it listens
+                with suppress(OSError), urlopen(f"http://127.0.0.1:{port}/health", timeout=10):
+                    break
+                time.sleep(0.2)
+            request = {"model": "language_model", "prompt": [1, 2, 3], "max_tokens": 5, "temperature": 0}
+            headers = {"Content-Type": "application/json"}
+            url = f"http://127.0.0.1:{port}/v1/completions"
+            with urlopen(Request(url, json.dumps(request).encode(), headers), timeout=60) as answer:
+                assert json.load(answer)["usage"]["completion_tokens"] == 5
+        finally:
+            server.terminate()
 
 
 def test_commands(folder):

@@ -50,7 +50,7 @@ def test_the_run_time_tests_pass_without_the_compiler(wheel, tmp_path):
     write_files(tmp_path)
     run(sys.executable, "-m", "venv", tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", wheel, "pytest")
+    run(python, "-m", "pip", "install", "--quiet", f"{wheel}[llm,serve]", "pytest")
     shutil.copy(Path(__file__).with_name("test_run_time.py"), tmp_path)
     assert "passed" in run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", tmp_path / "test_run_time.py")
     if shutil.which("g++"):
