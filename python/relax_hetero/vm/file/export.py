@@ -127,8 +127,9 @@ def link_library(
     command = check_linking(what)
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as workspace:
         try:
-            is_standalone = metadata is not None and sys.platform == "linux"
-            standalone = compile_standalone(command, metadata, offsets, Path(workspace)) if is_standalone else []
+            standalone: list[str] = []
+            if metadata is not None and sys.platform == "linux":
+                standalone = compile_standalone(command, metadata, offsets, Path(workspace))
             link = partial(_link, command, standalone)
             pack = partial(_pack, machine_code) if machine_code else _pack_to_llvm
             code = [each for each in dict.fromkeys(_modules(module)) if each.is_compilation_exportable()]

@@ -132,8 +132,7 @@ static int call_global(const char *name, TVMFFIAny *args, int32_t count, TVMFFIA
     if (ffi.FunctionGetGlobal(&text, &function) != 0)
         return -1;
     if (function == NULL)
-        return fail("RuntimeError", "%s is not defined: expected libtvm_runtime.so to be loaded, or the package "
-                    "relax_hetero of Python to be imported", name);
+        return fail("RuntimeError", "%s is not defined: expected libtvm_runtime.so to be loaded", name);
     *result = none();
     int status = ffi.FunctionCall(function, args, count, result);
     ffi.ObjectDecRef(function);
@@ -618,10 +617,22 @@ static int check_argument(const rh_function_info *function, int32_t index, const
                                                     TVMFFIAny *result) __asm__("__tvm_ffi_" symbol);                   \
     int name(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result)
 
-/* Calls of rh.vm.VirtualMachine use the function of Python. */
+/* Call the function of Python that has a global name, looked up once. */
+static int pass_on(const char *name, TVMFFIObjectHandle *function, const TVMFFIAny *args, int32_t count,
+                   TVMFFIAny *result) {
+    TVMFFIByteArray text = {name, strlen(name)};
+    if (*function == NULL && ffi.FunctionGetGlobal(&text, function) != 0)
+        return -1;
+    if (*function == NULL)
+        return fail("RuntimeError", "%s was called outside of a function of %s", name, path);
+    return ffi.FunctionCall(*function, (TVMFFIAny *)args, count, result);
+}
+
+/* In calls of rh.vm.VirtualMachine. */
 #define PASS_ON(name)                                                                                                  \
+    static TVMFFIObjectHandle function_of_python;                                                                      \
     if (machine == NULL)                                                                                               \
-        return call_global(name, (TVMFFIAny *)args, count, result);
+        return pass_on(name, &function_of_python, args, count, result);
 
 /* The description, for relax_hetero.h. */
 PACKED(describe, "describe") {
