@@ -144,7 +144,8 @@ static inline void rh_drop(TVMFFIAny value) {
 }
 
 /* Call a global function of TVM; `what` begins messages. */
-static inline int rh_call_global(const char *name, TVMFFIAny *args, int32_t count, TVMFFIAny *result, const char *what) {
+static inline int rh_call_global(const char *name, TVMFFIAny *args, int32_t count, TVMFFIAny *result,
+                                 const char *what) {
     TVMFFIByteArray text = {name, strlen(name)};
     TVMFFIObjectHandle function = NULL;
     *result = rh_any(kTVMFFINone, 0);
@@ -249,8 +250,8 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
     return status;
 }
 
-/* Load a file, whose name ends with .so, and make a machine for it: on the devices of the file, or on one of the same type for each of them.
- * NULL on errors. Loading a file runs its code. */
+/* Load a file, whose name ends with .so, and make a machine for it: on the devices of the file, or on one of the same
+ * type for each of them. NULL on errors. Loading a file runs its code. */
 static inline rh_model *rh_load(const char *path, const DLDevice *devices, int32_t num_devices) {
     rh_model *model = (rh_model *)calloc(1, sizeof *model);
     if (model == NULL)

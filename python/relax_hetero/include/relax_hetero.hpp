@@ -10,7 +10,6 @@
 
 #include <relax_hetero.h>
 
-#include <complex>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -30,8 +29,9 @@ class Error : public std::runtime_error {
 template <typename T>
 constexpr DLDataType dtype_of() {
   static_assert(std::is_arithmetic_v<T>, "expected a number; other element types are given as DLDataType");
-  uint8_t code = std::is_same_v<T, bool> ? kDLBool : std::is_floating_point_v<T> ? kDLFloat : std::is_signed_v<T> ? kDLInt : kDLUInt;
-  return DLDataType{code, 8 * sizeof(T), 1};
+  constexpr uint8_t integer = std::is_signed_v<T> ? kDLInt : kDLUInt;
+  constexpr uint8_t number = std::is_floating_point_v<T> ? kDLFloat : integer;
+  return DLDataType{std::is_same_v<T, bool> ? kDLBool : number, 8 * sizeof(T), 1};
 }
 
 inline constexpr DLDevice kCpu{kDLCPU, 0};

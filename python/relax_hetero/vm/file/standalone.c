@@ -355,7 +355,8 @@ static int place(const struct machine *each, int32_t index, TVMFFIAny *placed) {
     const struct constant *constant = &rh_constants[index];
     DLDevice device = device_at(each, constant->device), host = {kDLCPU, 0};
     if (constant->unsupported != NULL)
-        return fail("RuntimeError", "%s: %s, which needs the package relax_hetero of Python", path, constant->unsupported);
+        return fail("RuntimeError", "%s: %s, which needs the package relax_hetero of Python", path,
+                    constant->unsupported);
     void *data = weights + constant->offset;
     if (constant->table != NULL) {
         int64_t *table = data = aligned_alloc(WEIGHT_ALIGNMENT, ((size_t)constant->entries * 8 + 64) / 64 * 64);

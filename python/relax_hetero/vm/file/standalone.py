@@ -51,28 +51,27 @@ def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequ
     BuildError
         The compiler fails.
     """
-    tables, code = folder / "tables.c", folder / "standalone.o"
+    tables, objects = folder / "tables.c", [folder / "standalone.o", folder / "tables.o"]
     tables.write_text(description(metadata, offsets))
-    code.write_bytes(_compile_source(tuple(command)))
-    return [str(code), str(_compile(command, tables, "-O0"))]
+    objects[0].write_bytes(_compile_source(tuple(command)))
+    _compile(command, tables, objects[1], "-O0")
+    return list(map(str, objects))
 
 
 @cache  # the same for every file
 def _compile_source(command: tuple[str, ...]) -> bytes:
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
-        source = Path(folder, _SOURCE.name)
-        source.write_bytes(_SOURCE.read_bytes())
-        return _compile(command, source, "-O2").read_bytes()
+        output = Path(folder, "standalone.o")
+        _compile(command, _SOURCE, output, "-O1")
+        return output.read_bytes()
 
 
-def _compile(command: Sequence[str], source: Path, level: str) -> Path:
-    output = source.with_suffix(".o")
+def _compile(command: Sequence[str], source: Path, output: Path, level: str) -> None:
     include = [f"-I{_SOURCE.parent}", *compile_options()]
     arguments = [*command, *_OPTIONS, level, *_definitions(), *include, "-c", str(source), "-o", str(output)]
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if process.returncode:
         raise BuildError(f"{source.name} does not compile:\n{process.stdout.decode(errors='replace')}")
-    return output
 
 
 def _definitions() -> list[str]:
