@@ -29,9 +29,10 @@ class Error : public std::runtime_error {
 template <typename T>
 constexpr DLDataType dtype_of() {
   static_assert(std::is_arithmetic_v<T>, "expected a number; other element types are given as DLDataType");
-  constexpr uint8_t integer = std::is_signed_v<T> ? kDLInt : kDLUInt;
-  constexpr uint8_t number = std::is_floating_point_v<T> ? kDLFloat : integer;
-  return DLDataType{std::is_same_v<T, bool> ? kDLBool : number, 8 * sizeof(T), 1};
+  constexpr DLDataTypeCode integer = std::is_signed_v<T> ? kDLInt : kDLUInt;
+  constexpr DLDataTypeCode number = std::is_floating_point_v<T> ? kDLFloat : integer;
+  constexpr DLDataTypeCode code = std::is_same_v<T, bool> ? kDLBool : number;
+  return DLDataType{static_cast<uint8_t>(code), 8 * sizeof(T), 1};
 }
 
 inline constexpr DLDevice kCpu{kDLCPU, 0};
