@@ -15,7 +15,7 @@ import pytest
 from runtime.runtime_files import write_files
 
 ROOT = Path(__file__).resolve().parents[3]
-BUILD = runpy.run_path(str(ROOT / "packaging" / "runtime_wheel.py"))
+BUILD = runpy.run_path(str(ROOT / "release" / "runtime_wheel.py"))
 LARGEST_WHEEL = 10 << 20
 
 

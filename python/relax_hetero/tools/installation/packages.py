@@ -52,7 +52,7 @@ def _installed_version(name: str) -> str | None:
 
 _RUNTIME = "relax-hetero-runtime"
 DISTRIBUTION = _RUNTIME if _installed_version(_RUNTIME) else "relax-hetero"
-"""Name by which pip knows this package; the run-time package (packaging/runtime_wheel.py) has a part of TVM itself."""
+"""Name by which pip knows this package; the run-time package (release/runtime_wheel.py) has a part of TVM itself."""
 
 EXTRAS = {
     CudaBackend.KIND: "compiling for NVIDIA GPUs without a CUDA toolkit",
@@ -62,11 +62,12 @@ EXTRAS = {
     "serve": "the endpoints of OpenAI: relax-hetero serve",
     "cluster": "several hosts: rh.cluster",
     "nccl": "tensors from GPU to GPU between hosts",
+    "compiler": "exporting libraries where there is no C compiler",
     "demo": "make demo and apps/sentence_similarity",
 }
 """Extras for users, and the purpose of each; other extras are for developers."""
 
-_REINSTALL = f"pip install --force-reinstall {DISTRIBUTION}"
+_REINSTALL = "pip install --force-reinstall .  # in a checkout of the repository"
 
 
 @dataclass(frozen=True)

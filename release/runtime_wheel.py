@@ -1,6 +1,6 @@
 """Build the wheel relax-hetero-runtime: this package with TVM's run time, without TVM's compiler.
 
-python packaging/runtime_wheel.py dist
+python release/runtime_wheel.py dist
 
 TVM publishes one wheel with its run time (3 MB) and its compiler (259 MB), so the run time is taken from the installed
 wheel of `apache-tvm`, at the version that pyproject.toml names, with its license. The package `relax_hetero` is the
