@@ -25,13 +25,13 @@ from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
 from ...errors import BuildError
-from ...system import COMPILERS, IS_MACOS, IS_WINDOWS, LINK_OPTIONS, NO_LINK, find_compiler
+from ...system import COMPILERS, IS_WINDOWS, LINK_OPTIONS, NO_LINK, find_compiler
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
 from ..device.tensors import bytes_of
 from .cuda_modules import with_machine_code, write_block
-from .standalone import compile_standalone
+from .standalone import compile_standalone, is_for_linux
 
 # Kinds of modules that contain source or objects, and must be linked before they can run.
 _NEEDS_LINKING = ("c", "static_library")
@@ -131,7 +131,7 @@ def link_library(
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as workspace:
         try:
             standalone: list[str] = []
-            if metadata is not None and not (IS_MACOS or IS_WINDOWS):
+            if metadata is not None and is_for_linux(metadata):
                 standalone = compile_standalone(command, metadata, offsets, Path(workspace))
             link = partial(_link, command, standalone)
             pack = partial(_pack, machine_code) if machine_code else _pack_to_llvm

@@ -6,7 +6,9 @@ positions in the file, and the messages of run-time checks.
 
 from __future__ import annotations
 
+import json
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
@@ -32,6 +34,19 @@ _KINDS: dict[type[ValueSpec], str] = {
     TupleSpec: "RH_TUPLE",
 }
 _OPTIONS = ("-x", "c", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-w")
+
+
+def is_for_linux(metadata: Metadata) -> bool:
+    """Return whether an executable's code is for Linux, where files run without Python.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Metadata of the executable, whose targets may name other systems than this one.
+    """
+    targets = [json.loads(spec.target) for spec in metadata.devices if spec.device_type == CPU]
+    triples = [str(target["mtriple"]) for target in targets if isinstance(target, dict) and "mtriple" in target]
+    return all("linux" in triple for triple in triples) and (bool(triples) or sys.platform == "linux")
 
 
 def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequence[int], folder: Path) -> list[str]:
