@@ -98,7 +98,7 @@ def test_transposed_products_with_an_activation_on_the_matrix_unit(npu):
     assert npu.counts["steps"] == 3 * 2 * 3
 
 
-@pytest.mark.parametrize("seconds, extent", [(0.1, 128), (0.06, 256), (1e-4, 2048), (1e-9, 4096), (-1.0, 4096)])
+@pytest.mark.parametrize("seconds, extent", [(0.13, 128), (0.1, 256), (1e-4, 2048), (1e-9, 4096), (-1.0, 4096)])
 def test_the_size_of_measured_products_follows_the_speed_of_a_device(seconds, extent):
     assert measure_devices._product_extent(seconds, 4096) == extent
 
