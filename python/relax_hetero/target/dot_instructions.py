@@ -113,6 +113,7 @@ def _unsigned_by_signed(name: str, isa: str, features: tuple[str, ...], instruct
 _SDOT, _UDOT, _SMMLA, _UMMLA, _USMMLA = (
     f"llvm.aarch64.neon.{name}.v4i32.v16i8" for name in ("sdot", "udot", "smmla", "ummla", "usmmla")
 )
+_MADDUBS_SSE = "llvm.x86.ssse3.pmadd.ub.sw.128"
 _BFMMLA = "llvm.aarch64.neon.bfmmla"
 _I8MM = (("neon",), ("i8mm",))
 
@@ -158,6 +159,30 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     DotInstruction("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
     DotInstruction("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),
 )
+
+
+SMALL_CODE_INSTRUCTIONS: tuple[DotInstruction, ...] = (
+    DotInstruction("maddubs", ("avx2",), (), _S8U8, "int16_sums", 4, "llvm.x86.avx2.pmadd.ub.sw", swapped=True),
+    DotInstruction("maddubs", ("sse",), ("ssse3",), _S8U8, "int16_sums", 4, _MADDUBS_SSE, swapped=True),
+)
+"""Products of bytes whose pairs are added in int16 (Intel SDM: VPMADDUBSW), for unsigned factors of few bits."""
+
+ADD_INT16_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 4: "llvm.x86.sse2.pmadd.wd"}
+"""Products of int16 whose pairs are added in int32 (PMADDWD), by lanes of int32."""
+
+
+def int16_steps(max_code: int) -> int:
+    """Steps of ``int16_sums`` that cannot overflow, with unsigned factors up to `max_code` and any signed bytes."""
+    return (1 << 15) // (2 * 128 * max_code + 1)
+
+
+def small_code_instruction(cpu: CpuTarget, max_code: int, steps: int) -> DotInstruction | None:
+    """The instruction for unsigned factors up to `max_code`, with partial sums of a divisor of `steps`; or None."""
+    short = next((count for count in range(min(steps, int16_steps(max_code)), 0, -1) if steps % count == 0), 0)
+    for dot in SMALL_CODE_INSTRUCTIONS:
+        if short and cpu.isa.name in dot.isas and cpu.features.issuperset(dot.features):
+            return replace(dot, short=short)
+    return None
 
 
 def dot_instruction_for(

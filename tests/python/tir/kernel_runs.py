@@ -30,10 +30,11 @@ TARGETS = {
 LOW_PRECISION_TARGETS = {
     "vnni": {"kind": "llvm", "mcpu": "znver5", "num-cores": 2},
     "avxvnni": {"kind": "llvm", "mcpu": "alderlake", "num-cores": 2},
+    "sse4": {"kind": "llvm", "mcpu": "x86-64-v2", "num-cores": 2},
     # Dot products of bytes without other instructions for bytes.
     "early_vnni": {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 2},
 }
-_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}, "early_vnni": {"avx512vnni"}}
+_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}, "sse4": {"sse4.2"}, "early_vnni": {"avx512vnni"}}
 
 
 def target_of(name: str) -> tvm.target.Target:

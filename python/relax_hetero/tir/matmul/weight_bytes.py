@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from ...encoding.block_formats import BlockFormat
 from ...encoding.block_panels import GROUPS
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, constant, lane_indices, let, vector_type
@@ -20,8 +21,9 @@ from .weight_unpacking import PanelReader
 _PICK = "llvm.x86.avx512.pmultishift.qb.512"
 """Eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)."""
 
-_LOOKUP = "llvm.x86.avx512.pshuf.b.512"
-"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: VPSHUFB)."""
+_LOOKUP = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b", 4: "llvm.x86.ssse3.pshuf.b.128"}
+"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: PSHUFB), by lanes of
+32 bits."""
 
 _OFFSET = 128
 """8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""
@@ -47,6 +49,11 @@ def byte_order(bits: int) -> list[int]:
         quads = [6 * word + at for word in range(5) for at in range(4)]
         return [*quads, 4, 5, 10, 11, 16, 17, 22, 23, 28, 29, 30, 31]
     return [*(5 * word + at for word in range(3) for at in range(4)), 4, 9, 14, 15]
+
+
+def max_code(form: BlockFormat) -> int:
+    """The largest of the unsigned bytes of a format's weights."""
+    return max(form.codes) - form.min_code if form.codes else (1 << form.bits) - 1
 
 
 @dataclass(frozen=True)
@@ -105,14 +112,15 @@ class ByteReader:
 
     def _codes(self, quants: Expr) -> Expr:
         """Codes of quants less the smallest one, where codes are from a table."""
-        form, kind = self.panel.plan.form, "int8x64"
+        form, lanes = self.panel.plan.form, self.panel.lanes
+        kind = f"int8x{4 * lanes}"
         if not form.codes:
             return quants
         table = bytes(code - form.min_code for code in form.codes) * (16 // len(form.codes))
         halves = [tirx.const(int.from_bytes(table[i : i + 8], "little", signed=True), "int64") for i in (0, 8)]
-        table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * 4, list(range(8))))
-        picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP, table_vector, tirx.reinterpret(kind, quants))
-        return let(tirx.reinterpret("int32x16", picked))
+        table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * (lanes // 4), list(range(lanes // 2))))
+        picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP[lanes], table_vector, tirx.reinterpret(kind, quants))
+        return let(tirx.reinterpret(f"int32x{lanes}", picked))
 
     def _unpack_5_bits(self, words: list[Expr]) -> Iterator[Expr]:
         for word in words:

@@ -29,7 +29,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import DotInstruction
+from ...target.dot_instructions import ADD_INT16_PAIRS, DotInstruction
 from ...target.element_types import bytes_of
 from ..core.builder import Registers, broadcast, constant, let, vector_type, zeros
 from ..math.casts import cast
@@ -286,6 +286,22 @@ def _i16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
     return acc
 
 
+def _int16_sums(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Four bytes by four bytes, added to two int16 sums in each accumulator; see `widen_int16_sums`."""
+    left, right = (tirx.reinterpret(f"int8x{4 * lanes}", value) for value in (tirx.Broadcast(lhs, lanes), rhs))
+    first, second = (right, left) if dot.swapped else (left, right)
+    kind = f"int16x{2 * lanes}"
+    pairs = tirx.call_llvm_pure_intrin(kind, dot.instruction, first, second)
+    return tirx.reinterpret(f"int32x{lanes}", tirx.reinterpret(kind, acc) + pairs)
+
+
+def widen_int16_sums(acc: Expr, lanes: int) -> Expr:
+    """The int32 sums of accumulators of the form ``int16_sums``."""
+    kind = f"int16x{2 * lanes}"
+    ones = constant(1, "int16", 2 * lanes)
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", ADD_INT16_PAIRS[lanes], tirx.reinterpret(kind, acc), ones)
+
+
 def _even_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
     if dtype == "uint8":
         return tirx.bitwise_and(pairs, constant(0xFF, "int16", count))
@@ -331,5 +347,6 @@ FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
     "f16_pairs": _f16_pairs,
     "i16_pairs": _i16_pairs,
     "i32_bytes": _i32_bytes,
+    "int16_sums": _int16_sums,
 }
 """Emitters of k-steps by `DotInstruction.form`."""

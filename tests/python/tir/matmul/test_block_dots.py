@@ -15,7 +15,7 @@ from seeds import fresh_rng
 from tir.kernel_runs import assembly, cpu_named, kernel, runs_here
 from tir.matmul.block_problems import Weights, as_bytes, assert_close, call, integers, of_file, problem_of
 
-NAMES = [name for name in ("vnni", "early_vnni") if runs_here(name)]
+NAMES = [name for name in ("vnni", "early_vnni", "avxvnni", "avx2", "sse4") if runs_here(name)]
 PLAIN = ("f16", "bf16")
 MANY = max(MIN_UNPACKED_ROWS.values())
 
