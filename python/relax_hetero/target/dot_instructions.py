@@ -171,17 +171,41 @@ ADD_INT16_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 4: "llvm.x86.sse2.pmadd.wd"}
 """Products of int16 whose pairs are added in int32 (PMADDWD), by lanes of int32."""
 
 
+SIGN_INSTRUCTIONS: tuple[DotInstruction, ...] = (
+    DotInstruction("psignb", ("avx2",), (), _S8S8, "sign_dot", 4, "llvm.x86.avx2.pmadd.ub.sw"),
+    DotInstruction("psignb", ("sse",), ("ssse3",), _S8S8, "sign_dot", 4, _MADDUBS_SSE),
+)
+"""Products of signed bytes of which the left ones are not -128: the sign of the right ones moves to the left ones."""
+
+MOVE_SIGN = {8: "llvm.x86.avx2.psign.b", 4: "llvm.x86.ssse3.psign.b.128"}
+"""Bytes negated where others are negative (PSIGNB), by lanes of int32."""
+
+
 def int16_steps(max_code: int) -> int:
     """Steps of ``int16_sums`` that cannot overflow, with unsigned factors up to `max_code` and any signed bytes."""
     return (1 << 15) // (2 * 128 * max_code + 1)
 
 
-def small_code_instruction(cpu: CpuTarget, max_code: int, steps: int) -> DotInstruction | None:
-    """The instruction for unsigned factors up to `max_code`, with partial sums of a divisor of `steps`; or None."""
+def block_dot_instruction(cpu: CpuTarget, max_code: int, steps: int, is_one_byte: bool) -> DotInstruction | None:
+    """The CPU's best instruction for block-quantized weights, or None.
+
+    Parameters
+    ----------
+    cpu : CpuTarget
+    max_code : int
+        Largest of the weights as unsigned bytes.
+    steps : int
+        Steps of an unrolled loop body, a multiple of those of a partial sum in int16.
+    is_one_byte : bool
+        Whether an activation is one byte, which is then not -128.
+    """
+    dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
+    if dot is not None and dot.form == "dot" and cpu.isa.name in ("avx512", "avx2"):
+        return dot
     short = next((count for count in range(min(steps, int16_steps(max_code)), 0, -1) if steps % count == 0), 0)
-    for dot in SMALL_CODE_INSTRUCTIONS:
-        if short and cpu.isa.name in dot.isas and cpu.features.issuperset(dot.features):
-            return replace(dot, short=short)
+    for row in SMALL_CODE_INSTRUCTIONS if short else SIGN_INSTRUCTIONS if is_one_byte else ():
+        if cpu.isa.name in row.isas and cpu.features.issuperset(row.features):
+            return replace(row, short=short)
     return None
 
 

@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import ZEN4, CpuTarget
-from ...target.dot_instructions import DotInstruction, dot_instruction_for, small_code_instruction
+from ...target.dot_instructions import DotInstruction, block_dot_instruction
 from ..core.builder import (
     Expr,
     Masks,
@@ -313,10 +313,7 @@ def byte_dot_instruction(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | No
         return None
     if 0 in (spec.m, spec.problem.columns, spec.problem.depth) or _chain_length(spec) % max(lanes, spec.plan.group):
         return None
-    dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
-    if dot is not None and dot.form == "dot" and cpu.isa.name in ("avx512", "avx2"):
-        return dot
-    return small_code_instruction(cpu, max_code(form), _unrolled_weights(spec) // 4)
+    return block_dot_instruction(cpu, max_code(form), _unrolled_weights(spec) // 4, _activation_bytes(spec) == 1)
 
 
 def _chain_length(spec: BlockSpec) -> int:
@@ -346,7 +343,7 @@ class DotProduct(PanelProduct):
         self.spec, self.dot, self.terms = spec, dot, _activation_bytes(spec)
         is_zen4 = ZEN4 in cpu.features
         self.min_unpacked_rows = ZEN4_MIN_UNPACKED_ROWS if is_zen4 else MIN_UNPACKED_ROWS[self.terms]
-        self.reader = ByteReader.of(spec.reader, cpu)
+        self.reader = ByteReader.of(spec.reader, cpu, is_signed=dot.types[1] == "int8")
         self.chain = _chain_length(spec)
         self.chains = ceil_div(spec.problem.depth, self.chain)
         self.unrolled_weights = _unrolled_weights(spec)
@@ -364,7 +361,7 @@ class DotProduct(PanelProduct):
             self._allocate_row_sums(count),
             self.chain,
             self.chains,
-            0 if form.minimum else form.min_code,
+            0 if form.minimum else self.reader.min_code,
             byte_order(form.bits),
         )
         size = max(self.tile_rows, min(self.tile_rows, _FEW_ROWS) * spec.vectors)
@@ -379,7 +376,7 @@ class DotProduct(PanelProduct):
         form = self.spec.plan.form
         if form.minimum:
             return scratch(count, "float32")
-        return scratch(count, "int32") if form.min_code else None
+        return scratch(count, "int32") if self.reader.min_code else None
 
     def prepare(self, row: Expr, number: Expr) -> None:
         """Quantize a row."""
@@ -546,7 +543,7 @@ class DotProduct(PanelProduct):
         self, tile: BlockTile, j: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, scale_at: list[Expr]
     ) -> None:
         """Scale the sums of vector j of the tile, and add them to its totals."""
-        lanes, codes, min_code = self.spec.lanes, self.codes, self.spec.plan.form.min_code
+        lanes, codes, min_code = self.spec.lanes, self.codes, self.reader.min_code
         if minimum is not None and min_code:
             minimum = let(minimum + scale * constant(float(min_code), "float32", lanes))
         sums, banks = self._sums_of(tile, tile_vectors)

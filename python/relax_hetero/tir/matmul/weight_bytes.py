@@ -65,15 +65,23 @@ class ByteReader:
     panel : PanelReader
     picks : bool
         Whether the CPU moves four quants of a lane with one instruction.
+    is_signed : bool
+        Whether bytes are signed codes, of formats of 8 bits or with a table; else they are codes less `min_code`.
     """
 
     panel: PanelReader
     picks: bool
+    is_signed: bool = False
 
     @staticmethod
-    def of(panel: PanelReader, cpu: CpuTarget) -> ByteReader:
+    def of(panel: PanelReader, cpu: CpuTarget, is_signed: bool = False) -> ByteReader:
         """The reader for a CPU."""
-        return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16)
+        return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16, is_signed)
+
+    @property
+    def min_code(self) -> int:
+        """Code of a byte of zero."""
+        return 0 if self.is_signed else self.panel.plan.form.min_code
 
     def group(self, superblock: Expr, number: Expr, vector: Expr) -> Iterator[Expr]:
         """The bytes of a group of a superblock for a vector of columns, four of each column at a time."""
@@ -116,7 +124,7 @@ class ByteReader:
         kind = f"int8x{4 * lanes}"
         if not form.codes:
             return quants
-        table = bytes(code - form.min_code for code in form.codes) * (16 // len(form.codes))
+        table = bytes(code - self.min_code & 255 for code in form.codes) * (16 // len(form.codes))
         halves = [tirx.const(int.from_bytes(table[i : i + 8], "little", signed=True), "int64") for i in (0, 8)]
         table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * (lanes // 4), list(range(lanes // 2))))
         picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP[lanes], table_vector, tirx.reinterpret(kind, quants))
@@ -168,7 +176,7 @@ class ByteReader:
         for quad in range(plan.group // 4):
             halves = [memory[lane_indices(first + (4 * quad + row) * columns, run)] for row in (0, 2)]
             mixed = tirx.reinterpret(vector_type("int32", lanes), tirx.Shuffle(halves, order))
-            yield let(tirx.bitwise_xor(mixed, self._splat_byte(_OFFSET)))
+            yield let(mixed if self.is_signed else tirx.bitwise_xor(mixed, self._splat_byte(_OFFSET)))
 
     def _splat_byte(self, value: int) -> Expr:
         """A constant in each byte."""

@@ -29,7 +29,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import ADD_INT16_PAIRS, DotInstruction
+from ...target.dot_instructions import ADD_INT16_PAIRS, MOVE_SIGN, DotInstruction
 from ...target.element_types import bytes_of
 from ..core.builder import Registers, broadcast, constant, let, vector_type, zeros
 from ..math.casts import cast
@@ -302,6 +302,15 @@ def widen_int16_sums(acc: Expr, lanes: int) -> Expr:
     return tirx.call_llvm_pure_intrin(f"int32x{lanes}", ADD_INT16_PAIRS[lanes], tirx.reinterpret(kind, acc), ones)
 
 
+def _sign_dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Four signed bytes by four, with sums of pairs of at most 2 * 127 * 128 in int16."""
+    kind = f"int8x{4 * lanes}"
+    left, right = tirx.reinterpret(kind, tirx.Broadcast(lhs, lanes)), let(tirx.reinterpret(kind, rhs))
+    magnitude, signed = (tirx.call_llvm_pure_intrin(kind, MOVE_SIGN[lanes], value, right) for value in (right, left))
+    pairs = tirx.call_llvm_pure_intrin(f"int16x{2 * lanes}", dot.instruction, magnitude, signed)
+    return acc + widen_int16_sums(tirx.reinterpret(f"int32x{lanes}", pairs), lanes)
+
+
 def _even_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
     if dtype == "uint8":
         return tirx.bitwise_and(pairs, constant(0xFF, "int16", count))
@@ -348,5 +357,6 @@ FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
     "i16_pairs": _i16_pairs,
     "i32_bytes": _i32_bytes,
     "int16_sums": _int16_sums,
+    "sign_dot": _sign_dot,
 }
 """Emitters of k-steps by `DotInstruction.form`."""
