@@ -95,6 +95,7 @@ _U8S8 = ("uint8", "int8", "int32")
 _S8S8 = ("int8", "int8", "int32")
 _S8U8 = ("int8", "uint8", "int32")
 _U8U8 = ("uint8", "uint8", "int32")
+_S16S8 = ("int16", "int8", "int32")
 _BYTES = (_U8S8, _S8S8, _S8U8, _U8U8)
 _BF16 = ("bfloat16", "bfloat16", "float32")
 _F16 = ("float16", "float16", "float32")
@@ -113,6 +114,11 @@ def _unsigned_by_signed(name: str, isa: str, features: tuple[str, ...], instruct
 _SDOT, _UDOT, _SMMLA, _UMMLA, _USMMLA = (
     f"llvm.aarch64.neon.{name}.v4i32.v16i8" for name in ("sdot", "udot", "smmla", "ummla", "usmmla")
 )
+_PMADDWD = {
+    "avx512": "llvm.x86.avx512.pmaddw.d.512",
+    "avx2": "llvm.x86.avx2.pmadd.wd",
+    "sse": "llvm.x86.sse2.pmadd.wd",
+}
 _MADDUBS_SSE = "llvm.x86.ssse3.pmadd.ub.sw.128"
 _BFMMLA = "llvm.aarch64.neon.bfmmla"
 _I8MM = (("neon",), ("i8mm",))
@@ -128,16 +134,13 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     *_unsigned_by_signed("vnni", "avx512", ("avx512vnni",), "llvm.x86.avx512.vpdpbusd.512"),
     *_unsigned_by_signed("avxvnni", "avx2", ("avxvnni",), "llvm.x86.avx512.vpdpbusd.256"),
     *(
-        DotInstruction("pmaddwd", ("avx512",), (), t, "i16_pairs", 4, "llvm.x86.avx512.pmaddw.d.512", temporaries=5)
+        DotInstruction("pmaddwd", (isa,), (), t, "i16_pairs", 4, instruction, temporaries=6 if isa == "avx2" else 5)
+        for isa, instruction in _PMADDWD.items()
         for t in _BYTES
     ),
     *(
-        DotInstruction("pmaddwd", ("avx2",), (), t, "i16_pairs", 4, "llvm.x86.avx2.pmadd.wd", temporaries=6)
-        for t in _BYTES
-    ),
-    *(
-        DotInstruction("pmaddwd", ("sse",), (), t, "i16_pairs", 4, "llvm.x86.sse2.pmadd.wd", temporaries=5)
-        for t in _BYTES
+        DotInstruction("pmaddwd", (isa,), (), _S16S8, "i16_words", 2, instruction, temporaries=1)
+        for isa, instruction in _PMADDWD.items()
     ),
     DotInstruction("smmla", *_I8MM, _S8S8, "blocks", 8, _SMMLA, temporaries=2, rows=2),
     DotInstruction("ummla", *_I8MM, _U8U8, "blocks", 8, _UMMLA, temporaries=2, rows=2),
@@ -167,7 +170,7 @@ SMALL_CODE_INSTRUCTIONS: tuple[DotInstruction, ...] = (
 )
 """Products of bytes whose pairs are added in int16 (Intel SDM: VPMADDUBSW), for unsigned factors of few bits."""
 
-ADD_INT16_PAIRS = {8: "llvm.x86.avx2.pmadd.wd", 4: "llvm.x86.sse2.pmadd.wd"}
+ADD_INT16_PAIRS = {8: _PMADDWD["avx2"], 4: _PMADDWD["sse"]}
 """Products of int16 whose pairs are added in int32 (PMADDWD), by lanes of int32."""
 
 
@@ -223,6 +226,12 @@ def dot_instruction_for(
         ):
             return dot
     return None
+
+
+def multiplies_int16(cpu: CpuTarget) -> bool:
+    """Return whether bytes of a left operand are better stored as int16: the CPU lacks dot products of bytes."""
+    dot = dot_instruction_for(cpu, "uint8", "int8", "int32")
+    return dot is not None and dot.form == "i16_pairs"
 
 
 def widened_instruction(dot: DotInstruction) -> DotInstruction:

@@ -88,6 +88,8 @@ def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     """
     if dot.k0 == 1:
         return _widen(dot, values, lanes)
+    if dot.form == "i16_words":
+        values = tirx.Cast(vector_type("int16", lanes * dot.k0), values)
     return tirx.reinterpret(vector_type(_group_dtype(dot), lanes), values)
 
 
@@ -286,6 +288,12 @@ def _i16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
     return acc
 
 
+def _i16_words(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two int16 by two bytes, which `rhs_groups` has widened."""
+    left, right = (tirx.reinterpret(f"int16x{2 * lanes}", value) for value in (tirx.Broadcast(lhs, lanes), rhs))
+    return acc + tirx.call_llvm_pure_intrin(f"int32x{lanes}", dot.instruction, left, right)
+
+
 def _int16_sums(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
     """Four bytes by four bytes, added to two int16 sums in each accumulator; see `widen_int16_sums`."""
     left, right = (tirx.reinterpret(f"int8x{4 * lanes}", value) for value in (tirx.Broadcast(lhs, lanes), rhs))
@@ -356,6 +364,7 @@ FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
     "f16_pairs": _f16_pairs,
     "i16_pairs": _i16_pairs,
     "i32_bytes": _i32_bytes,
+    "i16_words": _i16_words,
     "int16_sums": _int16_sums,
     "sign_dot": _sign_dot,
 }
