@@ -12,6 +12,9 @@ from typing import Any
 
 import click
 
+NEWER_LLAMA_CPP = {"sse4": ("AVX",), "avx2": ("AVX_VNNI", "AVX512"), "avx-vnni": ("AVX512",)}
+"""Beginnings of names in llama.cpp's list of its instructions that it must not have."""
+
 HELD: dict[str, dict[str, str]] = {
     "": {},
     "sse4": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"},
@@ -19,6 +22,17 @@ HELD: dict[str, dict[str, str]] = {
     "avx-vnni": {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "ATEN_CPU_CAPABILITY": "avx2"},
 }
 """Environment of a process by instructions, as `rh.native` names them."""
+
+
+def check_llama_cpp(instructions: str, isa: str) -> None:
+    """Exit if llama.cpp was compiled for newer instructions, from its list ``NAME = 1 | ...``."""
+    pairs = (each.rpartition(":")[2].split("=") for each in instructions.split("|") if "=" in each)
+    names = [name.strip() for name, value in pairs if value.strip() == "1"]
+    if isa and (newer := [name for name in names if name.startswith(NEWER_LLAMA_CPP[isa])]):
+        raise SystemExit(
+            f"llama.cpp has {', '.join(newer)}, which --isa {isa} excludes: compile it as README.md says, and set "
+            "LLAMA_CPP_LIB_PATH to its folder"
+        )
 
 
 def isa_option(command: Callable[..., Any]) -> Callable[..., Any]:

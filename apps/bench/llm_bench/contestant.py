@@ -25,6 +25,9 @@ class Contestant(Protocol):
     def reset(self) -> None:
         """Forget all tokens."""
 
+    def instructions(self) -> str:
+        """The library's list of the instructions that it was compiled for; empty if it has none."""
+
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, with the beginning-of-text token."""
 
@@ -45,6 +48,9 @@ class Ours:
         if self._model.context < context:
             raise SystemExit(f"{path} was compiled for {self._model.context} positions, and {context} are needed")
         self._slot = self._model.cache.add()
+
+    def instructions(self) -> str:
+        return ""
 
     def reset(self) -> None:
         self._model.cache.truncate(self._slot, 0)
@@ -92,6 +98,10 @@ class Work:
     def __init__(self, model: Contestant, imported: dict[str, int]) -> None:
         self._model, self._imported = model, imported
         self._next = 0
+
+    def instructions(self) -> str:
+        """The library's list of the instructions that it was compiled for."""
+        return self._model.instructions()
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text."""

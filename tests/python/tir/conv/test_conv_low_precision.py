@@ -26,6 +26,7 @@ pytestmark = pytest.mark.sampled(4)
 TYPES = {
     "u8s8": ("uint8", "int8", "int32"),
     "s8s8": ("int8", "int8", "int32"),
+    "s16s8": ("int16", "int8", "int32"),
     "bf16": ("bfloat16", "bfloat16", "float32"),
     "f16": ("float16", "float16", "float32"),
 }
@@ -55,8 +56,8 @@ ELSEWHERE = ("channels left over", "pointwise", "depthwise", "groups of 20")
 )
 def test_windows_and_groups(where: tuple[str, str], kind: str, tmp_path: Path) -> None:
     (name, case), types = where, TYPES[kind]
-    if name == "c" and types[0] == "float16":
-        pytest.skip("TVM writes no C of float16")
+    if name == "c" and types[0] in ("float16", "int16"):
+        pytest.skip("TVM writes no C of float16, and only x86 multiplies int16")
     channels, extents, windows, groups = CASES[case]
     check(conv_problem(name, channels, extents, windows, groups, dtype=types), name, tmp_path)
 
