@@ -75,6 +75,7 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
     help="Precision of float products of models without :bf16 or :f16 after their name.",
 )
 @isa_option
+@click.option("--cpu-time", is_flag=True, help="Time the process's CPU time: for one thread, on a busy machine.")
 @click.option("--executables", type=click.Path(path_type=Path), help="Folder that keeps compiled files for reuse.")
 @click.option("--compile-limit", default=300.0, show_default=True, help="Time limit of a compilation, in seconds.")
 @click.option("--compile-only", is_flag=True, help="With --executables: compile only.")
@@ -96,6 +97,7 @@ def main(
     dims: Mapping[str, Sequence[int]],
     precision: str,
     isa: str,
+    cpu_time: bool,
     executables: Path | None,
     compile_limit: float,
     compile_only: bool,
@@ -118,8 +120,10 @@ def main(
             job = _referenced(case, folder, max(threads), seconds / max(rounds, 1), seed)
             for count in threads:
                 progress.update(task, description=f"{case.label}, {count} threads: compiling")
-                ready = replace(job, action="turns", peers=peers, threads=count, isa=isa)
-                ready, rows = prepare(ready, folder, f"{case.label} {isa}".strip(), compile_limit, f"{case.family} {isa}".strip())
+                ready = replace(job, action="turns", peers=peers, threads=count, isa=isa, cpu_time=cpu_time)
+                ready, rows = prepare(
+                    ready, folder, f"{case.label} {isa}".strip(), compile_limit, f"{case.family} {isa}".strip()
+                )
                 if not compile_only:
                     progress.update(task, description=f"{case.label}, {count} threads: running")
                     time_models(ready, rows, rounds, cap, isolate, seed)

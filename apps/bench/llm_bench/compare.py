@@ -46,9 +46,9 @@ SAYS = Console(highlight=False, width=120)
 class Process:
     """The process of a contestant."""
 
-    def __init__(self, library: str, model: str, threads: int, context: int) -> None:
+    def __init__(self, library: str, model: str, threads: int, context: int, cpu_time: bool = False) -> None:
         words = [sys.executable, str(HERE / "contestant.py"), library, model]
-        words += ["--threads", str(threads), "--context", str(context)]
+        words += ["--threads", str(threads), "--context", str(context), *(["--cpu-time"] if cpu_time else [])]
         self.library = library
         self._process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
@@ -179,7 +179,8 @@ def compiled(path: Path, cache: Path, context: int, isa: str) -> Path:
         program = (
             "import sys; import relax_hetero as rh; from relax_hetero.llm.model_loader import load, save; "
             "path, folder, context, isa = sys.argv[1:]; "
-            "model = load(path, [rh.native('llvm', isa=isa or None)], batches=(1,), chunks=(512,), slots=1, context=int(context))[0]; "
+            "devices = [rh.native('llvm', isa=isa or None)]; "
+            "model = load(path, devices, batches=(1,), chunks=(512,), slots=1, context=int(context))[0]; "
             "save(model, path, folder)"
         )
         subprocess.run([sys.executable, "-c", program, str(path), str(folder), str(context), isa], check=True)
@@ -205,6 +206,7 @@ CONTEXT = 3072
 @click.option("--part", "-p", multiple=True, type=click.Choice(PARTS), default=PARTS, show_default=True)
 @click.option("--rounds", default=7, show_default=True, help="Turns of each contestant.")
 @isa_option
+@click.option("--cpu-time", is_flag=True, help="Time the processes' CPU time: for one thread, on a busy machine.")
 @click.option("--cache", type=click.Path(path_type=Path), default=Path(".cache/language_models"), show_default=True)
 @click.option("--prompt", default="The history of the city begins with", help="Beginning of the compared text.")
 @smoke(model="tiny", threads=(1,), library=("ours",), rounds=1)
@@ -215,6 +217,7 @@ def main(
     part: Sequence[str],
     rounds: int,
     isa: str,
+    cpu_time: bool,
     cache: Path,
     prompt: str,
 ) -> None:
@@ -223,7 +226,7 @@ def main(
     paths = contestants(library, model_path(model, cache), cache, isa)
     met = True
     for count in threads:
-        processes = [Process(name, path, count, CONTEXT) for name, path in paths.items()]
+        processes = [Process(name, path, count, CONTEXT, cpu_time) for name, path in paths.items()]
         for process in processes:
             check_llama_cpp(process("instructions")[0], isa)
         tokens = processes[-1]("tokenize", text=NOVELS.read_text(encoding="utf-8"))[0][: CONTEXT - 1]

@@ -48,6 +48,8 @@ class Job:
         Allowed error, as in `FLOAT32_ALLOWED`.
     isa : str
         Newest instructions, a key of `isa.HELD`.
+    cpu_time : bool
+        Whether turns are timed by the CPU time of the process.
     """
 
     action: str
@@ -60,6 +62,7 @@ class Job:
     precision: str = "float32"
     allowed: tuple[float, ...] = FLOAT32_ALLOWED
     isa: str = ""
+    cpu_time: bool = False
 
     def command(self) -> list[str]:
         """The command line that runs it."""
@@ -197,11 +200,12 @@ def serve(job: Job, answer: Callable[[Any], None]) -> None:
             sessions[key] = session
     answer(rows)
     timings = {key: Timing() for key in sessions}
+    clock = time.process_time if job.cpu_time else time.perf_counter
     gc.disable()
     for line in sys.stdin:
         key = json.loads(line)
         before = len(timings[key].seconds)
-        take_turn(sessions[key].call, timings[key], job.seconds)
+        take_turn(sessions[key].call, timings[key], job.seconds, clock)
         answer(timings[key].seconds[before:])
     sys.stdout.flush()
 

@@ -32,7 +32,11 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
         if importer.returncode:
             raise RuntimeError(f"its importer failed: {importer.stderr.strip().splitlines()[-1]}")
         iree.compiler.compile_file(
-            text, input_type="onnx", target_backends=["llvm-cpu"], extra_args=[*_FLAGS, *_cpu_flags(setting)], output_file=file
+            text,
+            input_type="onnx",
+            target_backends=["llvm-cpu"],
+            extra_args=[*_FLAGS, *_cpu_flags(setting)],
+            output_file=file,
         )
 
 
@@ -41,7 +45,10 @@ def _cpu_flags(setting: Setting) -> list[str]:
     target = native_target(setting)
     cpu = "host" if not setting.isa else target.attrs["mcpu"]
     features = ",".join(target.attrs.get("mattr", ())) if setting.isa else ""
-    return [f"--iree-llvmcpu-target-cpu={cpu}", *([f"--iree-llvmcpu-target-cpu-features={features}"] if features else [])]
+    return [
+        f"--iree-llvmcpu-target-cpu={cpu}",
+        *([f"--iree-llvmcpu-target-cpu-features={features}"] if features else []),
+    ]
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:

@@ -14,7 +14,9 @@ from . import FLOAT32, Inputs, Session, Setting
 
 def native_target(setting: Setting) -> tvm.target.Target:
     """This CPU with the threads and the instructions of a setting."""
-    return tvm.target.Target({**dict(rh.native("llvm", isa=setting.isa or None).export()), "num-cores": setting.threads})
+    return tvm.target.Target(
+        {**dict(rh.native("llvm", isa=setting.isa or None).export()), "num-cores": setting.threads}
+    )
 
 
 def import_model(model: str, inputs: Inputs, setting: Setting) -> tvm.IRModule:

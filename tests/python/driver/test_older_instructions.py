@@ -122,5 +122,7 @@ def test_levels_of_instructions():
             assert target.attrs["num-cores"] == rh.native("llvm").attrs["num-cores"]
             assert str(target.attrs["mcpu"]).startswith("x86-64-v")
     for kind, isa in (("llvm", "avx3"), ("cuda", "avx2")):
-        with pytest.raises(rh.HeteroError, match=f"'{kind}' with isa='{isa}'.*expected 'llvm' on x86_64 and one of sse4"):
+        with pytest.raises(
+            rh.HeteroError, match=f"'{kind}' with isa='{isa}'.*expected 'llvm' on x86_64 and one of sse4"
+        ):
             rh.native(kind, isa=isa)

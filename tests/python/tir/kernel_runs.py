@@ -34,7 +34,12 @@ LOW_PRECISION_TARGETS = {
     # Dot products of bytes without other instructions for bytes.
     "early_vnni": {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 2},
 }
-_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}, "sse4": {"sse4.2"}, "early_vnni": {"avx512vnni"}}
+_EXTENSIONS = {
+    "vnni": {"avx512vnni", "avx512bf16"},
+    "avxvnni": {"avxvnni"},
+    "sse4": {"sse4.2"},
+    "early_vnni": {"avx512vnni"},
+}
 
 
 def target_of(name: str) -> tvm.target.Target:
