@@ -151,7 +151,7 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     DotInstruction("sdot", ("neon",), ("dotprod",), _U8S8, "dot", 4, _SDOT, flip=True, compensation=-1),
     DotInstruction("udot", ("neon",), ("dotprod",), _S8U8, "dot", 4, _UDOT, flip=True, compensation=1),
     *(DotInstruction("mla", ("neon",), (), t, "i32_bytes", 4, temporaries=5) for t in _BYTES),
-    *(DotInstruction("fma", ("generic",), (), t, "fma") for t in _BYTES),
+    *(DotInstruction("fma", ("generic",), (), t, "fma") for t in (*_BYTES, _S16S8)),
     # halves
     DotInstruction("dpbf16", ("avx512",), (QUICK_BF16,), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
     DotInstruction("bfmmla", ("neon",), ("bf16",), _BF16, "bf16_blocks", 4, _BFMMLA, temporaries=2, rows=2),
