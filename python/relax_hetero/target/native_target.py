@@ -16,7 +16,7 @@ from tvm.target import Target, codegen
 
 from ..errors import VDeviceError
 from .backend import backend_of
-from .cpu_cores import NUMA_NODE, cpus_of_nodes, num_threads
+from .cpu_cores import NUMA_NODE, UNLIKE_CORES, cpus_of_nodes, num_threads, tasks_per_thread
 from .device_words import device_hint
 from .hosts import host_of
 
@@ -183,6 +183,8 @@ def _native_llvm() -> dict[str, object]:
         "mcpu": cpu,
         "num-cores": num_threads(),
     }
+    if tasks_per_thread() > 1:
+        config["keys"] = ["cpu", UNLIKE_CORES]
     # A virtual machine may hide features that the CPU's name implies, or, if LLVM's guess of the name is too old, have
     # additional ones.
     present, absent = _host_features()

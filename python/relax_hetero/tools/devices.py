@@ -83,7 +83,7 @@ def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         properties = {
             "model": cpu_model(),
-            "cores": cpu.cores,
+            "cores": cpu.threads,
             "numa_nodes": len(cpus_of_nodes()),
             "instructions": instructions,
             "memory": memory,
