@@ -95,7 +95,8 @@ def completed_llvm(target: Target) -> Target | None:
     if attrs.keys() & {"mcpu", "mattr"} or attrs.get("mtriple") != default_target("llvm").attrs["mtriple"]:
         return None
     overrides = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
-    return Target({**_native_llvm(), **overrides})
+    keys = {"keys": [*overrides["keys"], UNLIKE_CORES]} if tasks_per_thread() > 1 else {}
+    return Target({**_native_llvm(), **overrides, **keys})
 
 
 def check_cpu_names(target: Target) -> None:

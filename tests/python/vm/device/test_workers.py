@@ -311,6 +311,7 @@ with mock.patch.object(cpu_cores, "_kind_of", str), mock.patch.object(cpu_cores,
     import relax_hetero as rh
     from vm.device.test_workers import CPU, LAUNCH, TASK, Product, W, X, names
     assert cpu_cores.UNLIKE_CORES in native_target.native_llvm().keys
+    assert cpu_cores.UNLIKE_CORES in native_target.completed_llvm(native_target.default_target("llvm")).keys
     cpu = rh.VDevice({**CPU, "keys": ["cpu", cpu_cores.UNLIKE_CORES]})
     machine = rh.vm.VirtualMachine(rh.compile(rh.transform.UpdateVDevice(cpu, 0)(Product), cache=False))
     for _ in range(20):
