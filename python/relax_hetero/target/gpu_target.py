@@ -207,14 +207,20 @@ def arch_of(capability: str) -> str:
 def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     """The facts of a target; CUDA with an unknown ``arch``, and other kinds, get SIMT kernels and minimum limits."""
     if "arch" not in target.attrs:
-        return _other_gpu(int(target.attrs.get("max_shared_memory_per_block", 16 << 10)))
+        units = UNITS.fullmatch(str(target.attrs.get("model", "")))
+        shared_bytes = int(target.attrs.get("max_shared_memory_per_block", 16 << 10))
+        return _other_gpu(shared_bytes, int(units[1]) if units else 16)
     return _gpu_target_of(str(target.attrs["arch"]))
 
 
+UNITS = re.compile(r"([1-9][0-9]*) units")
+"""``model`` of a target without an architecture: the number of multiprocessors (compute units)."""
+
+
 @cache
-def _other_gpu(shared_bytes: int) -> GpuTarget:
-    """A GPU of another vendor than NVIDIA."""
-    return GpuTarget("", 0, "", frozenset(), shared_bytes, shared_bytes, 65536, 16, 0, False, False, False)
+def _other_gpu(shared_bytes: int, units: int) -> GpuTarget:
+    """A GPU whose kernels are written in another language than CUDA."""
+    return GpuTarget("", 0, "", frozenset(), shared_bytes, shared_bytes, 65536, units, 0, False, False, False)
 
 
 @cache

@@ -1,0 +1,111 @@
+"""OpenCL C of kernels: TVM's text with unrolled loops, aligned vectors and sizes of work-groups."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tvm
+from tvm import tirx
+from tvm_ffi import structural_map, structural_walk
+
+_MARK = "unrolled"
+"""Begin of the names of variables of unrolled loops, by which they are found in the text."""
+
+# Functions of C that TVM calls for float32, of which OpenCL C has the name without the suffix.
+_SUFFIXED = re.compile(
+    r"\b((?:a?(?:cos|sin|tan)h?|atan2|exp(?:2|10|m1)?|log(?:2|10|1p)?|erfc?|sqrt|cbrt|pow|fmod|hypot|ldexp"
+    r"|floor|ceil|round|trunc|rint|fabs|copysign|nextafter))f\("
+)
+_SELECT = re.compile(r"\bselect\(")  # ambiguous for short integers, whose sums are ints
+_CHOOSE = "#define choose(other, value, condition) ((condition) ? (value) : (other))\n"
+_UNROLLED = re.compile(rf"^( *)for \(int {_MARK}", re.MULTILINE)
+_ACCESS = re.compile(r"\bv(load|store)(\d+)\(")
+_ARRAY = re.compile(r"(__global|__local) (?:const )?(\w+)(?:\*(?: restrict)?)? (\w+)(?=[,)\[])")
+_POINTER = re.compile(r"(\w+) \+ .*", re.DOTALL)
+_LOCAL = re.compile(r"^(  __local \w+ \w+\[\d+\]);", re.MULTILINE)
+_BEGIN = re.compile(r"^__kernel void (?=.*\{$)", re.MULTILINE)
+
+
+def generate(
+    kernel: tvm.IRModule, write: Callable[[tvm.IRModule, tvm.target.Target], str], target: tvm.target.Target
+) -> str:
+    """Text of a kernel, for which TVM's generator is `write`."""
+    text = _SUFFIXED.sub(r"\1(", write(_with_marked_loops(kernel), target))
+    text = _UNROLLED.sub(r"\1#pragma unroll\n\g<0>", text)
+    if _SELECT.search(text):
+        text = _CHOOSE + _SELECT.sub("choose(", text)
+    text = _with_aligned_vectors(text)
+    (func,) = kernel.functions.values()
+    if sizes := _work_group(func):
+        # Compilers give each work-item the registers that a group of this size leaves it, not one of the maximum size.
+        text = _BEGIN.sub(f"__attribute__((reqd_work_group_size({', '.join(map(str, sizes))})))\n\\g<0>", text)
+    # Kernels exchange values in global memory, too, as CUDA's barriers allow.
+    return text.replace("barrier(CLK_LOCAL_MEM_FENCE)", "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)")
+
+
+def _with_marked_loops(kernel: tvm.IRModule) -> tvm.IRModule:
+    """Name the variables of unrolled loops by `_MARK`: TVM's generator of OpenCL C writes them as plain loops."""
+
+    def mark(loop: tirx.For) -> tirx.For:
+        if loop.kind != tirx.ForKind.UNROLLED:
+            return loop
+        var = tirx.Var(f"{_MARK}_{loop.loop_var.name}", loop.loop_var.ty)
+        body = structural_map(loop.body, (tvm.ir.Var, lambda each: var if each.same_as(loop.loop_var) else each))
+        return tirx.For(var, loop.min, loop.extent, loop.kind, body)
+
+    return tvm.IRModule({gv: structural_map(func, (tirx.For, mark)) for gv, func in kernel.functions.items()})
+
+
+def _work_group(func: Any) -> list[int] | None:
+    """Work-items of a group along each dimension; None if they are known to the launch only."""
+    sizes: list[Any] = [1, 1, 1]
+
+    def visit(node: tirx.AttrStmt) -> None:
+        if node.attr_key == "thread_extent" and (name := str(node.node.thread_tag)).startswith("threadIdx."):
+            sizes["xyz".index(name[-1])] = int(node.value) if isinstance(node.value, tirx.IntImm) else None
+
+    structural_walk(func.body, (tirx.AttrStmt, visit))
+    return None if None in sizes else sizes
+
+
+def _with_aligned_vectors(text: str) -> str:
+    """Replace TVM's vector accesses of global and local memory, whose alignment is that of an element, by aligned ones.
+
+    Kernels align vectors to their size, as CUDA requires; of unaligned ones compilers make an access per element.
+    """
+    arrays = {name: f"{space} {dtype}" for space, dtype, name in _ARRAY.findall(text)}
+
+    def rewrite(part: str) -> Iterator[str]:
+        end = 0
+        while match := _ACCESS.search(part, end):
+            yield part[end : match.start()]
+            arguments, end = _arguments(part, match.end())
+            kind, lanes = match.groups()
+            pointer = "".join(rewrite(arguments[-1]))
+            name = _POINTER.fullmatch(pointer)
+            dtype = arrays.get(name[1]) if name else None
+            place = f"*(({dtype}{lanes}*)({pointer}))"
+            if kind == "load":
+                yield place if dtype else f"vload{lanes}(0, {pointer})"
+            else:
+                value = "".join(rewrite(arguments[0]))
+                yield f"{place} = {value}" if dtype else f"vstore{lanes}({value}, 0, {pointer})"
+        yield part[end:]
+
+    return _LOCAL.sub(r"\1 __attribute__((aligned(16)));", "".join(rewrite(text)))
+
+
+def _arguments(text: str, begin: int) -> tuple[list[str], int]:
+    """Arguments of a call from the position behind its parenthesis, and the position behind the call."""
+    depth, first, arguments = 0, begin, []
+    for position in range(begin, len(text)):
+        character = text[position]
+        if character == "," and depth == 0 or character == ")" and depth == 0:
+            arguments.append(text[first:position].strip())
+            first = position + 1
+            if character == ")":
+                return arguments, first
+        depth += (character in "([{") - (character in ")]}")
+    raise ValueError(f"the generated text of a kernel ends within a call: {text[begin : begin + 80]}")
