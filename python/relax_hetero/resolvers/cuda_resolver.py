@@ -205,21 +205,21 @@ class CudaResolver(EncodingResolver):
 
 
 class SimtResolver(CudaResolver):
-    """Kernels for plain threads, without what only NVIDIA GPUs have: products, convolutions and elementwise chains.
+    """Kernels for plain threads, without what only NVIDIA GPUs have.
 
     Devices with little shared memory, as CPUs, take plain loops instead.
     """
 
     name = "simt"
-    problems = ()
+    problems = (AttentionProblem, RowsProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major operands of products, channels-last feature maps."""
         return super().resolve(encoding, target) if gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES else None
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """The kernel of a product, a convolution or an elementwise chain."""
-        if not isinstance(problem, (MatmulProblem, ConvProblem, ElementwiseProblem)):
+        """The kernel of a product, a convolution, an attention, rows or an elementwise chain."""
+        if not isinstance(problem, (*self.problems, MatmulProblem, ConvProblem, ElementwiseProblem)):
             raise EncodingError(
                 f"devices of kind {target.kind.name!r} lack this kernel; expected a placement on a CPU or an NVIDIA GPU"
             )

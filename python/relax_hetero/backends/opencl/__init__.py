@@ -68,6 +68,12 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
         return ((SimtResolver(), ()),)
 
+    def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
+        """Compile the host code, and generate the kernels' text."""
+        from .text import with_shuffle_calls
+
+        return super().build(with_shuffle_calls(kernels), target)
+
     def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
         """OpenCL C of a kernel."""
         from .text import generate

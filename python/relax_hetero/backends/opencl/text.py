@@ -1,14 +1,17 @@
-"""OpenCL C of kernels: TVM's text with unrolled loops, aligned vectors and sizes of work-groups."""
+"""OpenCL C of kernels: TVM's text with unrolled loops, aligned vectors, shuffles and sizes of work-groups."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from math import prod
 from typing import Any
 
 import tvm
 from tvm import tirx
 from tvm_ffi import structural_map, structural_walk
+
+from ...errors import BuildError
 
 _MARK = "unrolled"
 """Begin of the names of variables of unrolled loops, by which they are found in the text."""
@@ -25,7 +28,84 @@ _ACCESS = re.compile(r"\bv(load|store)(\d+)\(")
 _ARRAY = re.compile(r"(__global|__local) (?:const )?(\w+)(?:\*(?: restrict)?)? (\w+)(?=[,)\[])")
 _POINTER = re.compile(r"(\w+) \+ .*", re.DOTALL)
 _LOCAL = re.compile(r"^(  __local \w+ \w+\[\d+\]);", re.MULTILINE)
-_BEGIN = re.compile(r"^__kernel void (?=.*\{$)", re.MULTILINE)
+_BODY = re.compile(r"^__kernel void .*\{$", re.MULTILINE)
+
+_SHUFFLE = re.compile(r"\bshuffle_xor_(\w+)\(")
+_SHUFFLES = """\
+#ifndef EXCHANGED
+#ifdef __NV_CL_C_VERSION
+#define WARP_GROUP
+#define EXCHANGE(items)
+#define EXCHANGED 0
+uint shuffle_xor_uint(__local uint* exchange, uint value, uint distance) {
+  uint other;
+  asm volatile("shfl.sync.bfly.b32 %0, %1, %2, 0x1f, 0xffffffff;" : "=r"(other) : "r"(value), "r"(distance));
+  return other;
+}
+#elif defined(cl_intel_required_subgroup_size) && defined(cl_khr_subgroup_shuffle)
+#pragma OPENCL EXTENSION cl_khr_subgroup_shuffle : enable
+#define WARP_GROUP __attribute__((intel_reqd_sub_group_size(32)))
+#define EXCHANGE(items)
+#define EXCHANGED 0
+uint shuffle_xor_uint(__local uint* exchange, uint value, uint distance) {
+  return sub_group_shuffle_xor(value, distance);
+}
+#else
+#define WARP_GROUP
+#define EXCHANGE(items) __local uint exchange[items];
+#define EXCHANGED exchange
+uint shuffle_xor_uint(__local uint* exchange, uint value, uint distance) {
+  uint item = get_local_id(0);
+  barrier(CLK_LOCAL_MEM_FENCE);
+  exchange[item] = value;
+  barrier(CLK_LOCAL_MEM_FENCE);
+  return exchange[item ^ distance];
+}
+#endif
+float shuffle_xor_float(__local uint* exchange, float value, uint distance) {
+  return as_float(shuffle_xor_uint(exchange, as_uint(value), distance));
+}
+int shuffle_xor_int(__local uint* exchange, int value, uint distance) {
+  return as_int(shuffle_xor_uint(exchange, as_uint(value), distance));
+}
+ulong shuffle_xor_ulong(__local uint* exchange, ulong value, uint distance) {
+  uint2 words = as_uint2(value);
+  uint low = shuffle_xor_uint(exchange, words.x, distance);
+  return as_ulong((uint2)(low, shuffle_xor_uint(exchange, words.y, distance)));
+}
+long shuffle_xor_long(__local uint* exchange, long value, uint distance) {
+  return as_long(shuffle_xor_ulong(exchange, as_ulong(value), distance));
+}
+#ifdef cl_khr_fp64
+#pragma OPENCL EXTENSION cl_khr_fp64 : enable
+double shuffle_xor_double(__local uint* exchange, double value, uint distance) {
+  return as_double(shuffle_xor_ulong(exchange, as_ulong(value), distance));
+}
+#endif
+#endif
+"""
+"""Exchange of values within runs of 32 work-items, which all work-items of a group take part in.
+
+NVIDIA's compiler lacks sub-groups but knows PTX. On other devices sub-groups of 32 in the order of work-items exist where
+a kernel can require their size.
+"""
+_C_NAMES = {"float32": "float", "float64": "double", "int32": "int", "uint32": "uint", "int64": "long", "uint64": "ulong"}
+
+
+def with_shuffle_calls(kernels: tvm.IRModule) -> tvm.IRModule:
+    """Replace shuffles by calls of functions that `generate` defines: TVM writes none in OpenCL C."""
+
+    def rewrite(call: tvm.ir.Call) -> tvm.ir.Call:
+        if not isinstance(call.op, tvm.ir.Op) or not call.op.name.startswith("tirx.tvm_warp_shuffle"):
+            return call
+        _, value, distance, *_ = call.args
+        dtype = str(value.ty.dtype)
+        if call.op.name != "tirx.tvm_warp_shuffle_xor" or dtype not in _C_NAMES:
+            raise BuildError(f"OpenCL: found {call.op.name} of {dtype}, expected tvm_warp_shuffle_xor of 4 or 8 bytes")
+        return tirx.call_extern(dtype, f"shuffle_xor_{_C_NAMES[dtype]}", value, distance)
+
+    functions = {gv: structural_map(func, (tvm.ir.Call, rewrite)) for gv, func in kernels.functions.items()}
+    return tvm.IRModule(functions, attrs=kernels.attrs)
 
 
 def generate(
@@ -40,7 +120,11 @@ def generate(
     (func,) = kernel.functions.values()
     if sizes := _work_group(func):
         # Compilers give each work-item the registers that a group of this size leaves it, not one of the maximum size.
-        text = _BEGIN.sub(f"__attribute__((reqd_work_group_size({', '.join(map(str, sizes))})))\n\\g<0>", text)
+        text = _BODY.sub(f"__attribute__((reqd_work_group_size({', '.join(map(str, sizes))})))\n\\g<0>", text)
+    if _SHUFFLE.search(text):
+        assert sizes, "blocks with shuffles have a fixed size"
+        text = _SHUFFLE.sub(r"shuffle_xor_\1(EXCHANGED, ", text)
+        text = _SHUFFLES + _BODY.sub(f"WARP_GROUP\n\\g<0>\n  EXCHANGE({prod(sizes)})", text)
     # Kernels exchange values in global memory, too, as CUDA's barriers allow.
     return text.replace("barrier(CLK_LOCAL_MEM_FENCE)", "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)")
 
