@@ -211,11 +211,20 @@ class SimtResolver(CudaResolver):
     """
 
     name = "simt"
-    problems = (AttentionProblem, RowsProblem)
+    problems = (AttentionProblem, RowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major operands of products, channels-last feature maps."""
         return super().resolve(encoding, target) if gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES else None
+
+    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
+        """float32, for heads of which a tile of queries and one of keys fit the smallest local memory with tiles."""
+        has_tiles = gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES
+        return frozenset({"float32"} if has_tiles and width <= MAX_TF32_HEAD else ())
+
+    def appends_in_own_kernel(self, problem: CachedAttentionProblem) -> bool:
+        """Return True: several blocks read what a row writes."""
+        return True
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The kernel of a product, a convolution, an attention, rows or an elementwise chain."""

@@ -183,7 +183,7 @@ def store_shared(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
     """Store one, two or four neighbouring values of 32 bits (or one of 8 or 16)."""
     if not has_ptx():
         (element,) = address.args
-        T.buffer_store(element.buffer, _vector_of(values), [lane_indices(element.indices[0], len(values))])
+        T.buffer_store(element.source, _vector_of(values), [lane_indices(element.indices[0], len(values))])
         return
     _emit(f"st.shared.{_vector(len(values))}{dtype}", address, *values)
 
@@ -231,14 +231,14 @@ def store_for_host(address: Expr, value: Expr) -> None:
 def _load(registers: Sequence[Expr], address: Expr) -> None:
     """Load neighbouring elements of a buffer, whose type is that of the registers."""
     (element,) = address.args
-    value = tirx.BufferLoad(element.buffer, [lane_indices(element.indices[0], len(registers))])
-    T.buffer_store(registers[0].buffer, value, [lane_indices(registers[0].indices[0], len(registers))])
+    value = tirx.BufferLoad(element.source, [lane_indices(element.indices[0], len(registers))])
+    T.buffer_store(registers[0].source, value, [lane_indices(registers[0].indices[0], len(registers))])
 
 
 def _vector_of(values: Sequence[Expr]) -> Expr:
     """Neighbouring registers as one vector."""
     first = values[0]
-    return first if len(values) == 1 else tirx.BufferLoad(first.buffer, [lane_indices(first.indices[0], len(values))])
+    return first if len(values) == 1 else tirx.BufferLoad(first.source, [lane_indices(first.indices[0], len(values))])
 
 
 def _vector(count: int) -> str:
