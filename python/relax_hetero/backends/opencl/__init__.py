@@ -70,9 +70,9 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
         """Compile the host code, and generate the kernels' text."""
-        from .text import with_shuffle_calls
+        from .text import with_own_functions
 
-        return super().build(with_shuffle_calls(kernels), target)
+        return super().build(with_own_functions(kernels), target)
 
     def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
         """OpenCL C of a kernel."""

@@ -31,6 +31,7 @@ _LOCAL = re.compile(r"^(  __local \w+ \w+\[\d+\]);", re.MULTILINE)
 _BODY = re.compile(r"^__kernel void .*\{$", re.MULTILINE)
 
 _SHUFFLE = re.compile(r"\bshuffle_xor_(\w+)\(")
+_HALF = re.compile(r"\b(?:float_of_half|half_of_float)\(")
 _SHUFFLES = """\
 #ifndef EXCHANGED
 #ifdef __NV_CL_C_VERSION
@@ -92,10 +93,34 @@ a kernel can require their size.
 _C_NAMES = {"float32": "float", "float64": "double", "int32": "int", "uint32": "uint", "int64": "long", "uint64": "ulong"}
 
 
-def with_shuffle_calls(kernels: tvm.IRModule) -> tvm.IRModule:
-    """Replace shuffles by calls of functions that `generate` defines: TVM writes none in OpenCL C."""
+_HALVES = """\
+#ifndef HALVES
+#define HALVES
+float float_of_half(ushort bits) { return vload_half(0, (const __private half*)&bits); }
+ushort half_of_float(float value) {
+  ushort bits;
+  vstore_half_rte(value, 0, (__private half*)&bits);
+  return bits;
+}
+#endif
+"""
+"""Conversions of bits, which devices without arithmetic of float16 have, too."""
 
-    def rewrite(call: tvm.ir.Call) -> tvm.ir.Call:
+
+def with_own_functions(kernels: tvm.IRModule) -> tvm.IRModule:
+    """Replace shuffles and conversions of bits of float16 by calls of functions that `generate` defines."""
+
+    def widen(node: tirx.Cast) -> tvm.ir.Expr:
+        value = node.value
+        if str(node.ty.dtype) == "float32" and _is_call(value, "tirx.reinterpret") and _types(value) == _HALF_AND_BITS:
+            return tirx.call_extern("float32", "float_of_half", value.args[0])
+        return node
+
+    def rewrite(call: tvm.ir.Call) -> tvm.ir.Expr:
+        if _is_call(call, "tirx.reinterpret") and _types(call) == _HALF_AND_BITS[::-1]:
+            value = call.args[0]
+            if isinstance(value, tirx.Cast) and str(value.value.ty.dtype) == "float32":
+                return tirx.call_extern("uint16", "half_of_float", value.value)
         if not isinstance(call.op, tvm.ir.Op) or not call.op.name.startswith("tirx.tvm_warp_shuffle"):
             return call
         _, value, distance, *_ = call.args
@@ -104,8 +129,21 @@ def with_shuffle_calls(kernels: tvm.IRModule) -> tvm.IRModule:
             raise BuildError(f"OpenCL: found {call.op.name} of {dtype}, expected tvm_warp_shuffle_xor of 4 or 8 bytes")
         return tirx.call_extern(dtype, f"shuffle_xor_{_C_NAMES[dtype]}", value, distance)
 
-    functions = {gv: structural_map(func, (tvm.ir.Call, rewrite)) for gv, func in kernels.functions.items()}
+    rules = (tirx.Cast, widen), (tvm.ir.Call, rewrite)
+    functions = {gv: structural_map(func, rules, order="pre") for gv, func in kernels.functions.items()}
     return tvm.IRModule(functions, attrs=kernels.attrs)
+
+
+_HALF_AND_BITS = ("float16", "uint16")
+
+
+def _is_call(node: Any, name: str) -> bool:
+    return isinstance(node, tvm.ir.Call) and isinstance(node.op, tvm.ir.Op) and node.op.name == name
+
+
+def _types(reinterpret: tvm.ir.Call) -> tuple[str, str]:
+    """Types that a value gets, and that it has."""
+    return str(reinterpret.ty.dtype), str(reinterpret.args[0].ty.dtype)
 
 
 def generate(
@@ -121,6 +159,8 @@ def generate(
     if sizes := _work_group(func):
         # Compilers give each work-item the registers that a group of this size leaves it, not one of the maximum size.
         text = _BODY.sub(f"__attribute__((reqd_work_group_size({', '.join(map(str, sizes))})))\n\\g<0>", text)
+    if _HALF.search(text):
+        text = _HALVES + text
     if _SHUFFLE.search(text):
         assert sizes, "blocks with shuffles have a fixed size"
         text = _SHUFFLE.sub(r"shuffle_xor_\1(EXCHANGED, ", text)
