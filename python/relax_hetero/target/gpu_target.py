@@ -219,8 +219,12 @@ UNITS = re.compile(r"([1-9][0-9]*) units")
 
 @cache
 def _other_gpu(shared_bytes: int, units: int) -> GpuTarget:
-    """A GPU whose kernels are written in another language than CUDA."""
-    return GpuTarget("", 0, "", frozenset(), shared_bytes, shared_bytes, 65536, units, 0, False, False, False)
+    """A GPU whose kernels are written in another language than CUDA.
+
+    Drivers tell the memory of a group only; a multiprocessor has at least twice as much on NVIDIA's GPUs, and on AMD's
+    since 2019.
+    """
+    return GpuTarget("", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, units, 0, False, False, False)
 
 
 @cache
