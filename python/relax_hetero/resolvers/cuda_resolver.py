@@ -16,6 +16,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..encoding.block_panels import Panels
 from ..encoding.block_weights import BlockLayout, Fragments
 from ..encoding.encoding import DYNAMIC, LHS, RHS, Encoding
 from ..encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES, PackedLayout, tiled
@@ -36,7 +37,7 @@ from ..encoding.problem import (
 from ..encoding.resolver import EncodingResolver
 from ..errors import EncodingError
 from ..target.element_types import HALF_TYPES, TF32, bytes_of
-from ..target.gpu_target import NARROW_COLUMNS, GpuTarget, gpu_target_of
+from ..target.gpu_target import NARROW_COLUMNS, WARP, GpuTarget, gpu_target_of
 from ..tir.conv.conv_products import IMAGE_CHANNELS
 from ..tir.cuda.attention.attention_plan import decode_heads
 from ..tir.cuda.core.dialect import dialect_of
@@ -211,7 +212,7 @@ class SimtResolver(CudaResolver):
     """
 
     name = "simt"
-    problems = (AttentionProblem, RowsProblem, CachedAttentionProblem)
+    problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major operands of products, channels-last feature maps."""
@@ -226,12 +227,27 @@ class SimtResolver(CudaResolver):
         """Return True: several blocks read what a row writes."""
         return True
 
+    def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
+        """Panels, whose neighbouring columns neighbouring threads read."""
+        return Panels(WARP)
+
+    def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
+        """None: products of any number of rows read the bits."""
+        return None
+
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
         """The kernel of a product, a convolution, an attention, rows or an elementwise chain."""
         if not isinstance(problem, (*self.problems, MatmulProblem, ConvProblem, ElementwiseProblem)):
             raise EncodingError(
                 f"devices of kind {target.kind.name!r} lack this kernel; expected a placement on a CPU or an NVIDIA GPU"
             )
+        if isinstance(problem, QuantizedMatmulProblem | BlockRowsProblem):
+            from ..tir.cuda.matmul.simt_quantized_matmul import simt_block_rows_kernel, simt_quantized_matmul_kernel
+
+            with dialect_of(gpu_target_of(target)):
+                if isinstance(problem, BlockRowsProblem):
+                    return simt_block_rows_kernel(problem)
+                return simt_quantized_matmul_kernel(problem)
         return super().kernel(problem, target)
 
 
