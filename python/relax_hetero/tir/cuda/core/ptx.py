@@ -195,6 +195,9 @@ def add_shared(address: Expr, value: Expr) -> None:
 
 def add_global(address: Expr, value: Expr) -> None:
     """Add to a uint32, or an int32, that other threads may add to, too."""
+    if not has_ptx():
+        T.evaluate(tirx.call_extern("uint32", "atomic_add", address, value))
+        return
     _emit("red.global.add.u32", address, value)
 
 
