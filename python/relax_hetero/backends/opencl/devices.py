@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
@@ -32,6 +33,7 @@ class _Device:
     def __init__(self, index: int, device: Any) -> None:
         import pyopencl
 
+        warnings.filterwarnings("ignore", category=pyopencl.CompilerWarning)  # drivers report success, too
         self.cl, self._device = pyopencl, device
         self.name = f"opencl:{index} ({device.name.strip()})"
         self.context = pyopencl.Context([device])
@@ -204,18 +206,29 @@ def _usable_devices(cl: Any) -> tuple[list[Any], str]:
         (device for platform in platforms for device in platform.get_devices()),
         key=lambda device: bool(device.type & cl.device_type.CPU),
     )
-    usable = [device for device in devices if _has_shared_memory(cl, device)]
-    others = [device.name.strip() for device in devices if device not in usable]
+    reasons = {device: _why_unusable(cl, device) for device in devices}
+    usable = [device for device in devices if not reasons[device]]
+    others = [f"{device.name.strip()} {reason}" for device, reason in reasons.items() if reason]
     if others:
-        return usable, f"{', '.join(others)} without shared virtual memory, expected that of OpenCL 2.0"
+        return usable, "; ".join(others)
     return usable, "" if usable else f"no device of {', '.join(platform.name for platform in platforms)}"
 
 
-def _has_shared_memory(cl: Any, device: Any) -> bool:
+def _why_unusable(cl: Any, device: Any) -> str:
+    """Reason why kernels cannot use a device; empty if they can."""
     try:
-        return bool(device.svm_capabilities)
+        has_shared_memory = bool(device.svm_capabilities)
     except cl.Error:  # devices of OpenCL 1.2 do not know the question
-        return False
+        has_shared_memory = False
+    if not has_shared_memory:
+        return "lacks shared virtual memory, expected that of OpenCL 2.0"
+    if not device.type & cl.device_type.CPU:
+        return ""
+    try:  # PoCL lists CPUs that its LLVM does not know, and compiles nothing for them
+        cl.Program(cl.Context([device]), "__kernel void nothing() {}").build(cache_dir=False)
+    except cl.Error as error:
+        return f"cannot compile kernels ({str(error).strip().splitlines()[-1]}), expected a newer driver"
+    return ""
 
 
 class Launcher:

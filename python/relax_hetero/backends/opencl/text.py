@@ -31,6 +31,8 @@ _LOCAL = re.compile(r"^(  __local \w+ \w+\[\d+\]);", re.MULTILINE)
 _BODY = re.compile(r"^__kernel void .*\{$", re.MULTILINE)
 
 _SHUFFLE = re.compile(r"\bshuffle_xor_(\w+)\(")
+_HALF_VALUE = re.compile(r"\bhalf\d*\b(?!\*)")
+_FP16 = re.compile(r"#ifdef cl_khr_fp16\n(?:.*\n)*?#endif\n+")
 _HALF = re.compile(r"\b(?:float_of_half|half_of_float)\(")
 _SHUFFLES = """\
 #ifndef EXCHANGED
@@ -159,6 +161,8 @@ def generate(
     if sizes := _work_group(func):
         # Compilers give each work-item the registers that a group of this size leaves it, not one of the maximum size.
         text = _BODY.sub(f"__attribute__((reqd_work_group_size({', '.join(map(str, sizes))})))\n\\g<0>", text)
+    if not _HALF_VALUE.search(text):
+        text = _FP16.sub("", text)  # pointers to half need no extension
     if _HALF.search(text):
         text = _HALVES + text
     if _SHUFFLE.search(text):

@@ -33,12 +33,12 @@ _VECTOR = 4
 """Neighbours of a left row that a thread loads at once."""
 
 
-def _reader(view: View, plan: PanelPlan, thread: Expr) -> PanelReader:
-    """A reader of single columns, with a table of codes in shared memory."""
+def _reader(view: View, plan: PanelPlan, thread: Expr, shared: Any = None) -> PanelReader:
+    """A reader of single columns, with a table of codes at the beginning of shared memory."""
     elements = {kind: view.elements(kind) for kind in ("float32", "int8", "uint8", "int32", "uint16")}
     codes = None
     if plan.form.codes:
-        codes = T.alloc_buffer((len(plan.form.codes),), "float32", scope=shared_scope())
+        codes = T.alloc_buffer((len(plan.form.codes),), "float32", scope="shared") if shared is None else shared
         for number, code in enumerate(plan.form.codes):
             with when(thread == number):
                 T.buffer_store(codes, T.float32(code), [number])
@@ -124,18 +124,20 @@ class _Product:
             block = int64(place.block)
             panel = T.bind(tirx.floordiv(block, int64(row_tiles)))
             first = T.bind(tirx.floormod(block, int64(row_tiles)) * self.rows)
-            reader = _reader(self.weight, self.plan, place.thread)
+            count = _WARPS * self.rows * WARP
+            shared = T.alloc_buffer((len(self.plan.form.codes) + count,), "float32", scope=shared_scope())
+            reader = _reader(self.weight, self.plan, place.thread, shared)
             if self.index is None:
                 with when(first < int64(self.m)):
-                    self._tile(reader, panel, panel, first, place.thread)
+                    self._tile(reader, shared, panel, panel, first, place.thread)
                 return
             with when(first < int64(self.m)):
                 last = int64(self.problem.experts - 1)
                 expert = T.bind(T.min(T.Cast("int64", self.index.data[first]), last))
                 with when(expert >= 0):
-                    self._tile(reader, panel, T.bind(expert * self.panels + panel), first, place.thread)
+                    self._tile(reader, shared, panel, T.bind(expert * self.panels + panel), first, place.thread)
 
-    def _tile(self, reader: PanelReader, panel: Expr, stored: Expr, first: Expr, thread: Expr) -> None:
+    def _tile(self, reader: PanelReader, shared: Any, panel: Expr, stored: Expr, first: Expr, thread: Expr) -> None:
         """Multiply some rows by a panel, which is stored as number `stored`."""
         plan, rows = self.plan, self.rows
         column = T.bind(int64(tirx.floormod(thread, WARP)))
@@ -152,11 +154,13 @@ class _Product:
                     k = T.bind(block.first + group * plan.group)
                     with when(True if plan.depth % plan.block == 0 else k < int64(plan.depth)):
                         self._multiply(sums, block.group(group), first, k)
-        partial = T.alloc_buffer((_WARPS * rows * WARP,), "float32", scope=shared_scope())
+        if plan.form.codes:
+            barrier()  # TVM cannot tell the codes from the sums
         with unrolled(rows) as row:
-            T.buffer_store(partial, sums[row], [(T.Cast("int32", warp) * rows + row) * WARP + T.Cast("int32", column)])
+            index = (T.Cast("int32", warp) * rows + row) * WARP + T.Cast("int32", column)
+            T.buffer_store(shared, sums[row], [len(plan.form.codes) + index])
         barrier()
-        self._store(partial, panel, first, thread)
+        self._store(shared, panel, first, thread)
 
     def _multiply(self, sums: Any, weights: list[Expr], first: Expr, k: Expr) -> None:
         """Add the products of a group of weights."""
@@ -192,7 +196,7 @@ class _Product:
             return row
         return tirx.floordiv(row, int64(self.problem.index.shape[1]))
 
-    def _store(self, partial: Any, panel: Expr, first: Expr, thread: Expr) -> None:
+    def _store(self, shared: Any, panel: Expr, first: Expr, thread: Expr) -> None:
         """Add the accumulators of the warps, and store them."""
         rows, total = self.rows, local(1, "float32")
         count = rows * WARP
@@ -201,7 +205,7 @@ class _Product:
             with when(True if count % _THREADS == 0 else number < count):
                 T.buffer_store(total, T.float32(0), [0])
                 with unrolled(_WARPS) as warp:
-                    T.buffer_store(total, total[0] + partial[warp * count + number], [0])
+                    T.buffer_store(total, total[0] + shared[len(self.plan.form.codes) + warp * count + number], [0])
                 row = T.bind(first + int64(tirx.floordiv(number, WARP)))
                 at = {"m": row, "n": T.bind(panel * COLUMNS + int64(tirx.floormod(number, WARP)))}
                 exists = None if divides(self.m, rows) else row < int64(self.m)
