@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _MAX_LOCAL_BYTES, _CPU_LOCAL_BYTES = 64 << 10, 16 << 10
 """Maximum local memory of targets of GPUs, and of CPUs, on which plain loops are faster than tiles (`SimtResolver`)."""
 
+
 class OpenClBackend(ManagedBackend, GpuBackend):
     """Back end of OpenCL devices with shared virtual memory; GPUs come before CPUs."""
 

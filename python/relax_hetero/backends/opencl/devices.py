@@ -42,6 +42,8 @@ class _Device:
         self._changing = threading.RLock()  # a garbage collection within may free
         self._allocations: dict[int, Any] = {}
         self._freed: list[Any] = []  # later work of the queue may use them at once
+        self.releases = 0
+        """Number of times that memory was returned to the driver."""
         self.program = lru_cache(256)(self._built)
 
     def allocate(self, nbytes: int, alignment: int) -> int:
@@ -89,6 +91,7 @@ class _Device:
         """Wait for the queue, and return freed memory to the driver."""
         with self._changing:
             freed, self._freed = self._freed, []
+            self.releases += 1
         self.synchronize()
         for memory in freed:
             memory.release()
@@ -227,7 +230,9 @@ def _why_unusable(cl: Any, device: Any) -> str:
     try:  # PoCL lists CPUs that its LLVM does not know, and compiles nothing for them
         cl.Program(cl.Context([device]), "__kernel void nothing() {}").build(cache_dir=False)
     except cl.Error as error:
-        return f"cannot compile kernels ({str(error).strip().splitlines()[-1]}), expected a newer driver"
+        lines = str(error).strip().splitlines()
+        reason = next((line for line in lines if line.startswith("error")), lines[0] if lines else "no message")
+        return f"cannot compile kernels ({reason}), expected a newer driver"
     return ""
 
 
@@ -280,11 +285,15 @@ class _Launch:
         # Numbers are passed by the address of their bytes.
         self._numbers = [None if dtype is None else np.zeros(1, dtype) for dtype in types]
         self._last: list[Any] = [_UNSET] * len(types)
+        self._releases = device.releases
         self._driver = _driver()
 
     def __call__(self, values: Sequence[Any], grid: Any, group: Any) -> None:
         driver, last, handle = self._driver, self._last, self._handle
         with self._device.launching:  # a kernel has one set of arguments, which belongs to the queue after the launch
+            if self._releases != self._device.releases:  # an equal address may be of other memory
+                self._releases = self._device.releases
+                last[:] = [_UNSET] * len(last)
             for position, (number, value) in enumerate(zip(self._numbers, values, strict=True)):
                 if number is None:
                     value = value and value.value  # the FFI passes the address 0 as None

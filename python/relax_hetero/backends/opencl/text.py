@@ -92,7 +92,14 @@ double shuffle_xor_double(__local uint* exchange, double value, uint distance) {
 NVIDIA's compiler lacks sub-groups but knows PTX. On other devices sub-groups of 32 in the order of work-items exist where
 a kernel can require their size.
 """
-_C_NAMES = {"float32": "float", "float64": "double", "int32": "int", "uint32": "uint", "int64": "long", "uint64": "ulong"}
+_C_NAMES = {
+    "float32": "float",
+    "float64": "double",
+    "int32": "int",
+    "uint32": "uint",
+    "int64": "long",
+    "uint64": "ulong",
+}
 
 
 _HALVES = """\

@@ -18,7 +18,6 @@ from .head_vector import HeadVector
 from .simt_cached_attention import simt_paged_unsupported_reason
 
 
-
 def page_append_kernel(problem: CachedAttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     """Kernel that normalizes and rotates new keys, and appends keys and values to their pages, without a result.
 
