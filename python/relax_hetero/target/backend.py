@@ -189,6 +189,10 @@ class Backend:
         """Peak float32 flop/s, memory bytes/s, and speed-up of products of 16-bit floats."""
         return 5e12, 0.3e12, 1.0
 
+    def computes(self, dtype: str, index: int) -> bool:
+        """Return whether device `index` of this computer computes with an element type."""
+        return True
+
     # Compiling.
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:

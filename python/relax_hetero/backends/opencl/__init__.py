@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from ...artifact.device_code import DeviceCode, KernelLaunch
     from .devices import OpenClMemory
 
-_MAX_LOCAL_BYTES, _CPU_LOCAL_BYTES = 64 << 10, 16 << 10
-"""Maximum local memory of targets of GPUs, and of CPUs, on which plain loops are faster than tiles (`SimtResolver`)."""
+_MAX_LOCAL_BYTES = 48 << 10
+"""Maximum local memory of a group: more would leave a compute unit with few groups."""
 
 
 class OpenClBackend(ManagedBackend, GpuBackend):
@@ -36,8 +36,8 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         memory = self.memory()
         if memory is None or not 0 <= index < memory.count():
             return self.default_target()
-        local_bytes = min(memory.local_bytes(index), _CPU_LOCAL_BYTES if memory.is_cpu(index) else _MAX_LOCAL_BYTES)
-        model = f"{memory.num_units(index)} units"
+        local_bytes = min(memory.local_bytes(index), _MAX_LOCAL_BYTES)
+        model = f"{memory.num_units(index)}{' CPU' if memory.is_cpu(index) else ''} units"
         return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes, "model": model})
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
@@ -48,8 +48,16 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
         """Peaks of a plain GPU, or of OpenCL on a CPU."""
-        is_gpu = int(target.attrs.get("max_shared_memory_per_block", 0)) > _CPU_LOCAL_BYTES
-        return super().peaks(target) if is_gpu else (1e10, 1e10, 1.0)
+        from ...target.gpu_target import UNITS
+
+        units = UNITS.fullmatch(str(target.attrs.get("model", "")))
+        return (1e10 * int(units[1]), 1e10, 1.0) if units and units[2] else super().peaks(target)
+
+    def computes(self, dtype: str, index: int) -> bool:
+        """Ask the device for the type's extension."""
+        from .devices import opencl_memory
+
+        return opencl_memory().computes(index, dtype)
 
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
         """Require the local memory that kernels were written for."""
