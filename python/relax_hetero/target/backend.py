@@ -68,6 +68,10 @@ class DeviceMemory:
         """Bytes of a device's memory; 0 if unknown."""
         return 0
 
+    def host_reads(self, index: int) -> bool:
+        """Return whether the host reads a device's memory in place, once its work is done."""
+        return False
+
     def name(self, index: int) -> str:
         """Name of a device for people."""
         return ""
@@ -236,6 +240,10 @@ class Backend:
     def why_uncached(self) -> str:
         """Reason why code must not be cached, or empty."""
         return ""
+
+    def may_share_memory(self, target: tvm.target.Target) -> bool:
+        """Return whether the host may read memory of devices of a target in place (`DeviceMemory.host_reads`)."""
+        return False
 
     # Running.
 

@@ -213,7 +213,7 @@ def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     return _gpu_target_of(str(target.attrs["arch"]))
 
 
-UNITS = re.compile(r"([1-9][0-9]*)( CPU)? units")
+UNITS = re.compile(r"([1-9][0-9]*)( CPU)? units(?: in host memory)?")
 """``model`` of a target without an architecture: the number of multiprocessors (compute units), and whether of a CPU."""
 
 

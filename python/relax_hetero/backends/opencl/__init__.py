@@ -37,7 +37,8 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         if memory is None or not 0 <= index < memory.count():
             return self.default_target()
         local_bytes = min(memory.local_bytes(index), _MAX_LOCAL_BYTES)
-        model = f"{memory.num_units(index)}{' CPU' if memory.is_cpu(index) else ''} units"
+        units = f"{memory.num_units(index)}{' CPU' if memory.is_cpu(index) else ''} units"
+        model = f"{units} in host memory" if memory.host_reads(index) else units
         return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes, "model": model})
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
@@ -52,6 +53,10 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
         units = UNITS.fullmatch(str(target.attrs.get("model", "")))
         return (1e10 * int(units[1]), 1e10, 1.0) if units and units[2] else super().peaks(target)
+
+    def may_share_memory(self, target: tvm.target.Target) -> bool:
+        """Whether the target is of a device in the host's memory."""
+        return str(target.attrs.get("model", "")).endswith(" in host memory")
 
     def computes(self, dtype: str, index: int) -> bool:
         """Ask the device for the type's extension."""

@@ -168,6 +168,12 @@ class OpenClMemory(DeviceMemory):
         extension = next((name for name, use in _EXTENSIONS.items() if use.startswith(dtype)), "")
         return not extension or extension in self._devices[index].extensions.split()
 
+    def host_reads(self, index: int) -> bool:
+        """Return whether memory is the host's, and fine-grained: readable without calls of the driver."""
+        device, flags = self._devices[index], self._cl.device_svm_capabilities
+        is_fine = device.svm_capabilities & (flags.FINE_GRAIN_BUFFER | flags.FINE_GRAIN_SYSTEM)
+        return bool(is_fine and (device.host_unified_memory or self.is_cpu(index)))
+
     def memory_bytes(self, index: int) -> int:
         """Global memory of a device."""
         return int(self._devices[index].global_mem_size)

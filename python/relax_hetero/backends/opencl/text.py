@@ -159,7 +159,7 @@ def generate(
     kernel: tvm.IRModule, write: Callable[[tvm.IRModule, tvm.target.Target], str], target: tvm.target.Target
 ) -> str:
     """Text of a kernel, for which TVM's generator is `write`."""
-    text = _SUFFIXED.sub(r"\1(", write(_with_marked_loops(kernel), target))
+    text = _SUFFIXED.sub(r"\1(", write(_with_bound_lets(_with_marked_loops(kernel)), target))
     text = _UNROLLED.sub(r"\1#pragma unroll\n\g<0>", text)
     if _SELECT.search(text):
         text = _CHOOSE + _SELECT.sub("choose(", text)
@@ -191,6 +191,23 @@ def _with_marked_loops(kernel: tvm.IRModule) -> tvm.IRModule:
         return tirx.For(var, loop.min, loop.extent, loop.kind, body)
 
     return tvm.IRModule({gv: structural_map(func, (tirx.For, mark)) for gv, func in kernel.functions.items()})
+
+
+def _with_bound_lets(kernel: tvm.IRModule) -> tvm.IRModule:
+    """Bind variables of expressions before stores: TVM's generator declares them in the middle of a vector's store."""
+
+    def bind(store: tirx.BufferStore) -> tirx.Stmt:
+        bindings: dict[tirx.Var, tirx.Stmt] = {}
+
+        def take(let: tirx.Let) -> tvm.ir.Expr:
+            bindings.setdefault(let.var, tirx.Bind(let.var, let.value))
+            return let.body
+
+        taken = structural_map(store, (tirx.Let, take))
+        return tirx.SeqStmt([*bindings.values(), taken]) if bindings else store
+
+    rule = (tirx.BufferStore, bind)
+    return tvm.IRModule({gv: structural_map(func, rule) for gv, func in kernel.functions.items()})
 
 
 def _work_group(func: Any) -> list[int] | None:

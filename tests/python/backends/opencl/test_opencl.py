@@ -230,6 +230,21 @@ def test_arguments_on_the_device_are_not_copied():
     assert (on_device.numpy() == w).all()
 
 
+@pytest.mark.parametrize("is_shared", [True, False])
+def test_results_in_the_hosts_memory_are_not_copied(monkeypatch, is_shared):
+    memory, copies, copy = opencl.opencl_memory(), [], opencl.OpenClMemory.copy
+    if is_shared and not memory.host_reads(0):
+        pytest.skip("the device has memory of its own")
+    machine, w = rh.vm.VirtualMachine(rh.compile(Cut)), runtime.tensor(random(32, 48), runtime.device("opencl", 0))
+    if not is_shared:
+        monkeypatch.setattr(memory, "host_reads", lambda index: False)
+    monkeypatch.setattr(memory, "copy", lambda *a: copies.append(a) or copy(memory, *a))
+    results = [machine["main"](random(rows, 32), w)[0].numpy() for rows in (3, 5, 3)]
+    assert len(copies) == len(results) * (1 if is_shared else 2)
+    for rows, result in zip((3, 5, 3), results, strict=True):
+        np.testing.assert_allclose(result, np.maximum(2 * random(rows, 32) @ random(32, 48), 0), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_cut", [False, True])
 @pytest.mark.parametrize("name", ["squeezenet", "inception_v1", "minilm"])
