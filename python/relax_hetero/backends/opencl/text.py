@@ -89,8 +89,8 @@ double shuffle_xor_double(__local uint* exchange, double value, uint distance) {
 """
 """Exchange of values within runs of 32 work-items, which all work-items of a group take part in.
 
-NVIDIA's compiler lacks sub-groups but knows PTX. On other devices sub-groups of 32 in the order of work-items exist where
-a kernel can require their size.
+NVIDIA's compiler lacks sub-groups but knows PTX. On other devices sub-groups of 32 in the order of work-items exist
+where a kernel can require their size.
 """
 _C_NAMES = {
     "float32": "float",

@@ -294,9 +294,7 @@ def _add_products(
         builder.emit_func_output(result)
 
 
-def _add_quantized_products(
-    builder: relax.BlockBuilder, vdevice: relax.VDevice, extent: int, has_halves: bool
-) -> None:
+def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice, extent: int, has_halves: bool) -> None:
     """Add a chain of products with weights of 4 bits, as in a language model; activations of GPUs have 16 bits."""
     x = relax.Var("x", relax.TensorType((extent, extent), "float32", vdevice))
     block_bytes = np.zeros((extent, block_format(_WEIGHTS).row_bytes(extent)), "uint8")

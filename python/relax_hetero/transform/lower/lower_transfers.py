@@ -13,9 +13,10 @@ The operands are the value, the destination's index in the module's device list 
 physical device), and whether the result must be a new tensor even if the value is on that device already. It must be
 in a module that writes in place, since the source may have other readers, and where the program asks
 for a copy (`relax_hetero.op.copy`). A tensor of known shape gets a receive buffer from the machine's pool, whose pages
-are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, and to a CPU from a
-device in the host's memory, a result that need not be new gets no buffer: it is an alias of its operand. A constant that is copied to a GPU in each call
-(`R.hetero.stream`) becomes a call of ``relax_hetero.stream_to_device``, which `OrderStreams` completes.
+are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, and to a CPU from
+a device in the host's memory, a result that need not be new gets no buffer: it is an alias of its operand. A constant
+that is copied to a GPU in each call (`R.hetero.stream`) becomes a call of ``relax_hetero.stream_to_device``, which
+`OrderStreams` completes.
 
 Assumes no dataflow blocks, purity checks removed, and memory that is not planned yet, so that receive buffers share
 storage with other tensors. A second run changes nothing.

@@ -190,7 +190,8 @@ def test_attention(causal):
 
 @pytest.mark.parametrize("before, after", [
     ("__global float* restrict p) {\n  x = vload4(0, p + (i * 4));", "x = *((__global float4*)(p + (i * 4)));"),
-    ("__global half* q) {\n  vstore2(vload2(0, r + 0), 0, q + f(i, 2));", "*((__global half2*)(q + f(i, 2))) = vload2(0, r + 0);"),
+    ("__global half* q) {\n  vstore2(vload2(0, r + 0), 0, q + f(i, 2));",
+     "*((__global half2*)(q + f(i, 2))) = vload2(0, r + 0);"),
     ("  __local int s[64];\n  vstore4(a + vload4(0, s + 4), 0, s + (b[i] * 4));",
      "*((__local int4*)(s + (b[i] * 4))) = a + *((__local int4*)(s + 4));"),
 ])  # fmt: skip
