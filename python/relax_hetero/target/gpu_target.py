@@ -214,7 +214,7 @@ def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
 
 
 UNITS = re.compile(r"([1-9][0-9]*)( CPU)? units(?: in host memory)?")
-"""``model`` of a target without an architecture: its number of multiprocessors (compute units), and whether of a CPU."""
+"""``model`` of a target without an architecture: its number of multiprocessors (compute units), and if it is a CPU."""
 
 
 @cache
