@@ -55,7 +55,7 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         return (1e10 * int(units[1]), 1e10, 1.0) if units and units[2] else super().peaks(target)
 
     def may_share_memory(self, target: tvm.target.Target) -> bool:
-        """Whether the target is of a device in the host's memory."""
+        """Return whether the target is of a device in the host's memory."""
         return str(target.attrs.get("model", "")).endswith(" in host memory")
 
     def computes(self, dtype: str, index: int) -> bool:
