@@ -208,7 +208,7 @@ class CudaResolver(EncodingResolver):
 class SimtResolver(CudaResolver):
     """Kernels for plain threads, without what only NVIDIA GPUs have.
 
-    Devices with little shared memory, as CPUs, take plain loops instead.
+    Products and convolutions of devices with little shared memory are plain loops.
     """
 
     name = "simt"
@@ -236,18 +236,11 @@ class SimtResolver(CudaResolver):
         return None
 
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """The kernel of a product, a convolution, an attention, rows or an elementwise chain."""
+        """The kernel of this library, by plain threads."""
         if not isinstance(problem, (*self.problems, MatmulProblem, ConvProblem, ElementwiseProblem)):
             raise EncodingError(
                 f"devices of kind {target.kind.name!r} lack this kernel; expected a placement on a CPU or an NVIDIA GPU"
             )
-        if isinstance(problem, QuantizedMatmulProblem | BlockRowsProblem):
-            from ..tir.cuda.matmul.simt_quantized_matmul import simt_block_rows_kernel, simt_quantized_matmul_kernel
-
-            with dialect_of(gpu_target_of(target)):
-                if isinstance(problem, BlockRowsProblem):
-                    return simt_block_rows_kernel(problem)
-                return simt_quantized_matmul_kernel(problem)
         return super().kernel(problem, target)
 
 

@@ -24,7 +24,7 @@ WARPGROUP = 128
 """Threads of a warpgroup (four warps), which issues wgmma."""
 
 MAX_BLOCK_THREADS = 1024
-"""Maximum number of threads of a block on every GPU."""
+"""Maximum number of threads of a block on every NVIDIA GPU."""
 
 VECTOR_BYTES = 16
 """Maximum bytes of a thread's memory access."""
@@ -139,6 +139,8 @@ class GpuTarget:
         Whether ``cp.async`` is available (from 8.0).
     bulk_copies : bool
         Whether bulk copies, mbarrier and clusters are available (from 9.0).
+    block_threads : int
+        Maximum threads of a block.
     has_ptx : bool
         Whether it is an NVIDIA GPU (`tir.cuda.core.dialect`).
     model : GpuModel
@@ -157,6 +159,7 @@ class GpuTarget:
     async_copies: bool
     bulk_copies: bool
     has_ptx: bool = True
+    block_threads: int = MAX_BLOCK_THREADS
     model: GpuModel = H200
 
     @property
@@ -222,9 +225,9 @@ def _other_gpu(shared_bytes: int, units: int) -> GpuTarget:
     """A GPU whose kernels are written in another language than CUDA.
 
     Drivers tell the memory of a group only; a multiprocessor has at least twice as much on NVIDIA's GPUs, and on AMD's
-    since 2019.
+    since 2019. Blocks of 256 threads run on all of them.
     """
-    return GpuTarget("", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, units, 0, False, False, False)
+    return GpuTarget("", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, units, 0, False, False, False, 256)
 
 
 @cache

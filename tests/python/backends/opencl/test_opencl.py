@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -171,6 +172,18 @@ def test_shuffles_through_local_memory(monkeypatch):
     )
     machine, (x, w) = with_tiles(lambda builder, x, w: builder.emit(relax.op.matmul(x, w)), (2, 100), (100, 33))
     np.testing.assert_allclose(machine["main"](x, w).numpy(), x.astype("float64") @ w, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("operation", "shapes"), [(relax.op.nn.softmax, [(3, 30000)]),
+                                                   (relax.op.matmul, [(1, 4096), (4096, 64)])])  # fmt: skip
+def test_groups_have_at_most_256_work_items(operation, shapes):
+    machine, arguments = with_tiles(lambda builder, *params: builder.emit(operation(*params)), *shapes)
+    sizes = re.findall(r"reqd_work_group_size\((\d+), 1, 1\)", machine.executable.metadata.device_code[0].text)
+    assert sizes and max(map(int, sizes)) <= 256
+    first = arguments[0].astype("float64")
+    powers = np.exp(first - first.max(-1, keepdims=True))
+    expected = powers / powers.sum(-1, keepdims=True) if len(shapes) == 1 else first @ arguments[1]
+    np.testing.assert_allclose(machine["main"](*arguments).numpy(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("causal", [None, pytest.param("BottomRight", marks=pytest.mark.slow)])

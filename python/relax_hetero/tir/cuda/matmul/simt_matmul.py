@@ -180,7 +180,7 @@ def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
             if count * -(-columns // (lanes * vector)) >= gpu.multiprocessors:
                 break
             lanes //= 2
-    warps = 16
+    warps = min(16, gpu.block_threads // WARP)
     k = product.k if isinstance(product.k, int) else 1 << 12
     k_lanes = WARP // lanes * (vector if along_k else 1)
     while warps > 1 and k_lanes * warps > max(k, 1):
