@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,10 @@ from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.backends.opencl import text
 from relax_hetero.errors import BindingError, BuildError, MemoryLimitError
 from relax_hetero.target.backend import backend_of
+
+sys.path.append(str(Path(__file__).resolve().parents[4] / "apps" / "bench"))
+
+from model_zoo import MAKERS  # noqa: E402 (found in the benchmark)
 
 pyopencl = pytest.importorskip("pyopencl")
 pytestmark = pytest.mark.skipif(
@@ -259,12 +264,20 @@ def test_results_in_the_hosts_memory_are_not_copied(monkeypatch, is_shared):
         np.testing.assert_allclose(result, np.maximum(2 * random(rows, 32) @ random(32, 48), 0), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
+NETWORKS = {
+    **{name: lambda name=name: random_model(name) for name in ("squeezenet", "inception_v1")},
+    "minilm": lambda: minilm(2, 16),
+    **{name: MAKERS[name] for name in ("resnet50", "mobilenet_v2", "bert", "distilbert", "gpt2", "vit_small")},
+}
+
+
+@pytest.mark.slow  # whole networks
 @pytest.mark.parametrize("is_cut", [False, True])
-@pytest.mark.parametrize("name", ["squeezenet", "inception_v1", "minilm"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_networks(name, is_cut):
-    model = minilm(2, 16) if name == "minilm" else random_model(name)
-    names, inputs = node_names(model), inputs_of(model)
+    model = NETWORKS[name]()
+    names = node_names(model)
+    inputs = {key: array % 1000 if array.dtype.kind == "i" else array for key, array in inputs_of(model).items()}
     placement = cut(names, [len(names) // 3, len(names) // 2, len(names) * 4 // 5]) if is_cut else None
     executable = rh.compile(rh.from_onnx(model, ["llvm", "opencl"] if is_cut else ["opencl"], placement))
     if is_cut:
@@ -285,7 +298,9 @@ def test_language_models(tmp_path, placement, name, kind):
     devices = ["opencl"] if placement is None else ["llvm", "opencl"]
     logits = run(path, tokens, 13, devices, placement, activations="float32")
     expected = ReferenceModel(path).logits(tokens)
-    assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
+    # Products of quantized weights on CPUs round their left operand to 16 bits.
+    tolerance = 1e-4 if placement and "*" not in placement else 1e-5
+    assert np.abs(logits - expected).max() < tolerance * np.abs(expected).max()
 
 
 CASES = """test_cumsum_2d_axis_1 test_nonmaxsuppression_suppress_by_IOU test_scatter_elements_with_axis
