@@ -52,12 +52,14 @@ if IS_EMULATED:
 LOW_PRECISION_TARGETS = {
     "vnni": {**_X86, "mcpu": "znver5", "num-cores": 2},
     "avxvnni": {**_X86, "mcpu": "alderlake", "num-cores": 2},
+    "sse4": {**_X86, "mcpu": "x86-64-v2", "num-cores": 2},
     # Dot products of bytes without other instructions for bytes.
     "early_vnni": {**_X86, "mcpu": "cascadelake", "num-cores": 2},
 }
 _EXTENSIONS = {
     "vnni": {"avx512vnni", "avx512bf16"},
     "avxvnni": {"avxvnni"},
+    "sse4": {"sse4.2"},
     "early_vnni": {"avx512vnni"},
     "i8mm": {"i8mm", "bf16", "sve2"},
     "dotprod": {"dotprod", "fullfp16"},

@@ -73,8 +73,8 @@ class DeviceFigures:
     Attributes
     ----------
     products : dict of str to float
-        Operations per second of large matrix products, by element type, and with weights of 4 bits (`QUANTIZED`) if the
-        device keeps these.
+        Operations per second of large matrix products, by element type that the device computes with, and with weights
+        of 4 bits (`QUANTIZED`) if the device keeps these.
     bandwidth : float
         Bytes per second to and from its memory.
     launch : float
@@ -256,8 +256,10 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
         tensor = tvm.runtime.tensor(_random_array(shape, dtype), vm.devices[0])
         return _time_call(lambda: vm[name](tensor), vm.devices)
 
+    backend = backend_of(vdevice.target)
+    types = [dtype for dtype in TYPES if backend.computes(dtype, int(vdevice.vdevice_id))]
     builder = relax.BlockBuilder()
-    for dtype in TYPES:
+    for dtype in types:
         _add_products(builder, dtype, vdevice, dtype, _PROBE_EXTENT, _CHAINED_PRODUCTS)
     _add_products(builder, "one", vdevice, "float32", _SMALL_EXTENT, 1, rows=1)
     _add_products(builder, "many", vdevice, "float32", _SMALL_EXTENT, 1 + _SMALL_KERNELS, rows=1)
@@ -270,7 +272,7 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
     max_extent = _CPU_EXTENT if is_cpu(vdevice) else _MAX_EXTENT
     max_extent = math.isqrt(_fitting_bytes(vdevice, 4 * max_extent**2) // 4)
     extents = {}
-    for dtype in TYPES:
+    for dtype in types:
         seconds = time_function(vm, dtype, (_PROBE_EXTENT, _PROBE_EXTENT), dtype) - overhead
         extents[dtype] = _product_extent(seconds, max_extent)
 
@@ -279,7 +281,7 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
         _add_products(builder, dtype, vdevice, dtype, extent, _CHAINED_PRODUCTS)
     if resolver_or_default(vdevice.target).block_layout(vdevice.target) is not None:
         extents[QUANTIZED] = max(extents["float32"], block_format(_WEIGHTS).superblock_size)
-        _add_quantized_products(builder, vdevice, extents[QUANTIZED])
+        _add_quantized_products(builder, vdevice, extents[QUANTIZED], "float16" in types and not is_cpu(vdevice))
     length = _fitting_bytes(vdevice, _CPU_STREAM_BYTES if is_cpu(vdevice) else _STREAM_BYTES) // 4
     x = relax.Var("x", relax.TensorType((length,), "float32", vdevice))
     with builder.function("stream", [x]):
@@ -314,7 +316,7 @@ def _add_products(
         builder.emit_func_output(result)
 
 
-def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice, extent: int) -> None:
+def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice, extent: int, has_halves: bool) -> None:
     """Add a chain of products with weights of 4 bits, as in a language model; activations of GPUs have 16 bits."""
     x = relax.Var("x", relax.TensorType((extent, extent), "float32", vdevice))
     block_bytes = np.zeros((extent, block_format(_WEIGHTS).row_bytes(extent)), "uint8")
@@ -323,7 +325,7 @@ def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice,
         with builder.dataflow():
             value: relax.Expr = x
             for _ in range(_CHAINED_PRODUCTS):
-                if not is_cpu(vdevice):
+                if has_halves:
                     value = builder.emit(relax.op.astype(builder.emit(relax.op.astype(value, "float16")), "float32"))
                 matrix = dequantize_blocks(weight, depth=extent, format=_WEIGHTS, activation_bits=8, rows="chunk")
                 transposed = builder.emit(relax.op.permute_dims(builder.emit(matrix), [1, 0]))
@@ -399,7 +401,7 @@ def _time_call(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -
 def _read_device(data: Any) -> DeviceFigures:
     figures = DeviceFigures(**data)
     _check_positive([*figures.products.values(), figures.bandwidth, figures.launch, figures.call])
-    if set(figures.products) - {QUANTIZED} != set(TYPES):
+    if not {"float32"} <= set(figures.products) <= {*TYPES, QUANTIZED}:
         raise ValueError("products of unexpected types")
     return figures
 
