@@ -159,7 +159,10 @@ class SessionOptions(_Entries):
 
     def register_custom_ops_library(self, path: str) -> None:
         """Refused: such libraries are ONNX Runtime's own."""
-        raise NotImplemented.of(f"{path}: libraries of custom ops need ONNX Runtime; expected a model of known ops")
+        raise NotImplemented.of(
+            f"{path}: libraries of custom ops need ONNX Runtime; expected each op as a Python function before the "
+            "session is made: @rh.frontend.register_op(domain, op_type), with infer= for a numpy function"
+        )
 
     def has_providers(self) -> bool:
         """False: providers are arguments of the session."""

@@ -29,6 +29,9 @@ Position: TypeAlias = "tuple[tirx.Expr, ...]"
 STANDARD = ""
 """Domain of standard ops."""
 
+STANDARD_DOMAINS = (STANDARD, "ai.onnx")
+"""Domains of operators whose name means "the ONNX standard"."""
+
 
 @dataclass
 class Node:
@@ -177,6 +180,26 @@ class Node:
 
         attributes = None if ranges is None else {RANGE: list(ranges)}
         return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name, primfunc_attrs=attributes)
+
+    def call_tir(
+        self, func: tirx.PrimFunc, *inputs: relax.Expr, out: relax.TensorType | Sequence[relax.TensorType]
+    ) -> relax.Var:
+        """Bind the result of a PrimFunc, whose last parameters are its outputs.
+
+        Loops without a schedule are compiled for the node's device.
+
+        Parameters
+        ----------
+        func : tirx.PrimFunc
+            Kernel. Equal ones become one.
+        *inputs : relax.Expr
+            Tensors, in the order of its parameters.
+        out : relax.TensorType or sequence of relax.TensorType
+            Types of its outputs; several make a tuple.
+        """
+        types = [out] if isinstance(out, relax.TensorType) else list(out)
+        gv = self.builder.add_func(func.without_attr("global_symbol"), self.op_type)
+        return self.emit(relax.op.call_tir(gv, list(inputs), types if len(types) > 1 else types[0]))
 
     def per_channel(self, vector: relax.Expr, rank: int) -> relax.Expr:
         """Reshape a vector to broadcast along axis 1 of tensors of this rank."""
