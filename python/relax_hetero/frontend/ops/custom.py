@@ -128,7 +128,7 @@ def register_op(
         read-only arrays (None for absent ones) and the attributes as keyword arguments, and returns an array, or a
         tuple of them. A process that loads an exported library has to register it as well.
     override : bool
-        Whether to replace an op that this library converts, or that is registered already.
+        Whether to replace an op that this library converts, or that another function is registered for.
 
     Returns
     -------
@@ -142,16 +142,16 @@ def register_op(
         function's results contradict the node's number of outputs or the types that the model declares for them.
     """
     _check_arguments(domain, op_type, since_version)
-    known = _known(domain, op_type, since_version)
-    if known and not override:
-        raise FrontendError(
-            f"register_op({domain!r}, {op_type!r}): {known}; expected another name, or override=True to replace it"
-        )
 
     def register(function: F) -> F:
         if not callable(function) or (infer is not None and not callable(infer)):
             raise FrontendError(
                 f"register_op({domain!r}, {op_type!r}): found {function!r} and infer={infer!r}, expected functions"
+            )
+        known = "" if override else _known(domain, op_type, since_version, function)
+        if known:
+            raise FrontendError(
+                f"register_op({domain!r}, {op_type!r}): {known}; expected another name, or override=True to replace it"
             )
         op = CustomOp(*_key(domain, op_type), since_version, function, infer)
         unregister_op(domain, op_type, since_version)
@@ -202,12 +202,18 @@ def _check_arguments(domain: str, op_type: str, since_version: int) -> None:
         raise FrontendError(f"{where}: the importer itself converts this op, which cannot be replaced")
 
 
-def _known(domain: str, op_type: str, since_version: int) -> str:
-    """Why a name is taken, or an empty text."""
+def _known(domain: str, op_type: str, since_version: int, function: Callable[..., Any]) -> str:
+    """Why a name is taken, or an empty text: the same definition may run again, as in a notebook."""
     other = _ops.get(_key(domain, op_type), {}).get(since_version)
     if other is not None:
-        return f"{getattr(other.function, '__qualname__', other.function)} is registered for it already"
+        is_again = _definition(other.function) == _definition(function)
+        return "" if is_again else f"{'.'.join(_definition(other.function))} is registered for it already"
     return "this library converts this op itself" if _key(domain, op_type) in CONVERTERS else ""
+
+
+def _definition(function: Callable[..., Any]) -> tuple[str, str]:
+    """Module and name of a function."""
+    return getattr(function, "__module__", ""), getattr(function, "__qualname__", "") or repr(function)
 
 
 def _call_numpy(node: Node, op: CustomOp) -> relax.Expr:

@@ -242,7 +242,7 @@ def test_a_standard_op_is_replaced_only_on_request(registered, domain):
 
     for name, message in (("Relu", "this library converts this op itself"), ("If", "the importer itself")):
         with pytest.raises(FrontendError, match=rf"register_op\({domain!r}, {name!r}\): {message}"):
-            register_op(domain, name)
+            register_op(domain, name)(relu)
     registered(domain, "Relu", relu, override=True)
     assert "R.negative" in rh.from_onnx(one_node("y = Relu(x)")).script()
     unregister_op("", "Relu")
@@ -274,7 +274,7 @@ def test_the_latest_version_that_the_model_reaches_is_used(registered):
     with pytest.raises(FrontendError, match="'it' .* is of version 1 of domain 'acme', .* registered since version 2"):
         rh.from_onnx(one_node("y = acme.It(x)"))
     with pytest.raises(FrontendError, match="lambda> is registered for it already"):
-        register_op("acme", "It", since_version=4)
+        register_op("acme", "It", since_version=4)(stats)
 
 
 def test_a_process_that_lacks_the_numpy_function_is_told(executable):
