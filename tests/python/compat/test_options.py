@@ -75,7 +75,9 @@ def test_refused():
     options = compat.SessionOptions()
     with pytest.raises(AttributeError, match="intra_op_threads"):
         options.intra_op_threads = 1
-    with pytest.raises(compat.errors.NotImplemented, match=r"custom ops .* @rh.frontend.register_op\(domain, op_type\)"):
+    with pytest.raises(
+        compat.errors.NotImplemented, match=r"custom ops .* @rh.frontend.register_op\(domain, op_type\)"
+    ):
         options.register_custom_ops_library("ops.so")
     run = compat.RunOptions()
     run.terminate = True

@@ -220,7 +220,9 @@ class Node:
             pairs = [(as_dim(a), as_dim(b)) for a, b in zip(shape, known, strict=False)]
             differs = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
             if not is_buffer or len(shape) != len(known) or differs or str(param.dtype) != str(ty.dtype):
-                expected = f"{param.dtype}[{', '.join(str(as_dim(dim)) for dim in shape)}]" if is_buffer else "no buffer"
+                expected = (
+                    f"{param.dtype}[{', '.join(str(as_dim(dim)) for dim in shape)}]" if is_buffer else "no buffer"
+                )
                 raise self.refusal(f"parameter {param.name!r} of its kernel is {expected}, but gets {ty}")
             sizes = [
                 tirx.const(b, str(dim.ty)) if isinstance(b, int) and isinstance(dim, tirx.Var) else dim
