@@ -181,7 +181,8 @@ def test_float32_functions_are_not_those_of_the_c_library(tmp_path):
     """Sines of numbers beyond 2^20 are; other symbols of mathematics are exact (fmod)."""
     outputs = ", ".join(f"float[n, 7] {name.lower()}" for name in FUNCTIONS)
     nodes = " ".join(f"{name.lower()} = {name} (x)" for name in FUNCTIONS)
-    text = f'<ir_version: 9, opset_import: ["" : 20]> g (float[n, 7] x) => ({outputs}, float[n, 7] pw) {{ {nodes} pw = Pow (x, x) }}'
+    head = '<ir_version: 9, opset_import: ["" : 20]>'
+    text = f"{head} g (float[n, 7] x) => ({outputs}, float[n, 7] pw) {{ {nodes} pw = Pow (x, x) }}"
     rh.compile(rh.from_onnx(onnx.parser.parse_model(text))).export_library(tmp_path / "functions.so")
     listed = subprocess.run(["nm", "-D", tmp_path / "functions.so"], capture_output=True, text=True, check=True).stdout
     symbols = {line.split()[-1].partition("@")[0] for line in listed.splitlines()}

@@ -42,7 +42,8 @@ from ...vm.file.export import SYMBOL_PREFIX
 # Rounding of vectors to bfloat16 (`tir.math.casts`) becomes an instruction if the CPU has one. Vectors of float16 and
 # bfloat16 are computed in float32. Scalars are computed as vectors are: a remainder of a vectorized loop has the bits
 # that its elements have elsewhere, and results do not depend on the system's C library. float64 uses the C library,
-# vectors of it lane by lane where LLVM does not split them itself. The pass assumes vectorized loops and kernels of the kind llvm, before LowerIntrin.
+# vectors of it lane by lane where LLVM does not split them itself. The pass assumes vectorized loops and kernels of the
+# kind llvm, before LowerIntrin.
 
 _FUNCTION_NAMES: dict[Any, str] = {
     vector_math: "exp log tanh erf sigmoid",

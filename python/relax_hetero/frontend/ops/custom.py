@@ -220,7 +220,7 @@ def _call_numpy(node: Node, op: CustomOp) -> relax.Expr:
     """The call of a numpy function."""
     assert op.infer is not None
     declared = op.infer(node)
-    types = list(declared) if isinstance(declared, (list, tuple)) else [declared]
+    types: list[Any] = list(declared) if isinstance(declared, (list, tuple)) else [declared]
     for ty in types:
         has_shape = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr) and ty.dtype is not None
         if not has_shape:

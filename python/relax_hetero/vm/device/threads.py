@@ -16,6 +16,7 @@ import os
 import threading
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
+from typing import Any
 
 import tvm_ffi
 from tvm import runtime
@@ -133,8 +134,9 @@ def choose_threads(devices: Sequence[DeviceSpec], threads: object, cores: object
 
 def _checked_cpus(cores: object, devices: Sequence[DeviceSpec]) -> tuple[int, ...]:
     usable = {cpu for core in cpus_of_cores() for cpu in core}
-    is_list = isinstance(cores, (Sequence, Set, range)) and not isinstance(cores, str)
-    cpus = tuple(cores) if is_list else ()  # type: ignore[arg-type]
+    cpus: tuple[Any, ...] = ()
+    if isinstance(cores, (Sequence, Set)) and not isinstance(cores, str):
+        cpus = tuple(cores)
     if not cpus or len(set(cpus)) < len(cpus) or any(type(cpu) is not int or cpu not in usable for cpu in cpus):
         raise BindingError(
             f"VirtualMachine: cores is {cores!r}, expected different CPUs of those that this process may use: "
