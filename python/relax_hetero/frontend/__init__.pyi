@@ -8,5 +8,4 @@ from .onnx_report import NodeReport as NodeReport
 from .onnx_report import OnnxReport as OnnxReport
 from .ops.custom import register_op as register_op
 from .ops.custom import unregister_op as unregister_op
-from .ops.node import Node as Node
 from .paged_cache import PagedCache as PagedCache
