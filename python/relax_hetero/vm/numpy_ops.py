@@ -1,7 +1,6 @@
 """Numpy functions as ops: what a compiled model calls, and the check of each call.
 
-Bytecode names the function (`packed_name`); each process that runs the model registers it, as
-`relax_hetero.frontend.register_op` does. Arrays are on the host: those of another device are copied there, and results
+Bytecode names the function (`packed_name`); each process that runs the model registers it. Arrays are on the host: those of another device are copied there, and results
 are copied to the device of the op.
 """
 
@@ -54,14 +53,26 @@ def packed_name(domain: str, op_type: str, version: int) -> str:
     return f"{NUMPY_OP}{domain}::{op_type}::{version}"
 
 
-def register_numpy_function(name: str, function: Callable[..., Any]) -> None:
-    """Register a numpy function under a name of `packed_name`, for all machines of this process."""
-    tvm_ffi.register_global_func(name, _callee(function), override=True)
+def register_numpy_op(domain: str, op_type: str, function: Callable[..., Any], since_version: int = 1) -> None:
+    """Register the numpy function of an op for compiled models of this process; it replaces an earlier one.
+
+    `relax_hetero.frontend.register_op` does so, too; this one needs only TVM's runtime.
+
+    Parameters
+    ----------
+    domain, op_type : str
+        Domain and name of the op.
+    function : callable
+        Function that takes and returns arrays, as `register_op` describes it.
+    since_version : int
+        The version that the op was registered for when the model was compiled.
+    """
+    tvm_ffi.register_global_func(packed_name(domain, op_type, since_version), _callee(function), override=True)
 
 
-def remove_numpy_function(name: str) -> None:
+def remove_numpy_op(domain: str, op_type: str, since_version: int) -> None:
     """Remove a numpy function; machines that were made before keep it."""
-    tvm_ffi.registry.remove_global_func(name)
+    tvm_ffi.registry.remove_global_func(packed_name(domain, op_type, since_version))
 
 
 def _callee(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import tvm
 from tvm import relax
 
 from ...errors import FrontendError
-from ...vm.numpy_ops import NumpyCall, packed_name, register_numpy_function, remove_numpy_function
+from ...vm.numpy_ops import NumpyCall, packed_name, register_numpy_op, remove_numpy_op
 from . import CONVERTERS
 from .node import STANDARD, STANDARD_DOMAINS, Node
 
@@ -44,11 +44,6 @@ class CustomOp:
     since_version: int
     function: Callable[..., Any]
     infer: Infer | None
-
-    @property
-    def packed_name(self) -> str:
-        """The name by which a compiled model calls its numpy function."""
-        return packed_name(self.domain, self.op_type, self.since_version)
 
     def convert(self, node: Node) -> relax.Expr:
         """The outputs of a node.
@@ -157,7 +152,7 @@ def register_op(
         unregister_op(domain, op_type, since_version)
         _ops.setdefault(_key(domain, op_type), {})[since_version] = op
         if infer is not None:
-            register_numpy_function(op.packed_name, function)
+            register_numpy_op(op.domain, op.op_type, function, since_version)
         return function
 
     return register
@@ -178,7 +173,7 @@ def unregister_op(domain: str, op_type: str, since_version: int | None = None) -
     for version in list(by_version) if since_version is None else [since_version]:
         op = by_version.pop(version, None)
         if op is not None and op.infer is not None:
-            remove_numpy_function(op.packed_name)
+            remove_numpy_op(op.domain, op.op_type, version)
     if not by_version:
         _ops.pop(key, None)
 
@@ -242,7 +237,9 @@ def _call_numpy(node: Node, op: CustomOp) -> relax.Expr:
     shapes = [ty.shape for ty in types]
     result = types[0] if len(types) == 1 else tvm.ir.TupleType(types)
     arguments = [tvm.ir.StringImm(text), *inputs, *shapes]
-    return node.emit(relax.op.call_pure_packed(op.packed_name, *arguments, ty_args=[result]))
+    return node.emit(
+        relax.op.call_pure_packed(packed_name(op.domain, op.op_type, op.since_version), *arguments, ty_args=[result])
+    )
 
 
 def _plain(value: Any) -> Any:
