@@ -69,8 +69,8 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
         domain, op_type, version = missing.group(1).removeprefix(NUMPY_OP).rsplit("::", 2)
         return HeteroError(
             f"{what}: the model calls the numpy function of op {op_type!r} of domain {domain!r}, which this process "
-            f"has not registered; expected @rh.frontend.register_op({domain!r}, {op_type!r}, since_version={version}, "
-            "infer=...) before, in a module that is imported (relax-hetero --ops MODULE)"
+            f"has not registered; expected rh.vm.register_numpy_op({domain!r}, {op_type!r}, function, "
+            f"{version}), or @rh.frontend.register_op, before, in a module that is imported (relax-hetero --ops MODULE)"
         )
     if missing:
         return HeteroError(

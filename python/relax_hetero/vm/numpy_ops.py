@@ -1,7 +1,7 @@
 """Numpy functions as ops: what a compiled model calls, and the check of each call.
 
-Bytecode names the function (`packed_name`); each process that runs the model registers it. Arrays are on the host: those of another device are copied there, and results
-are copied to the device of the op.
+Bytecode names the function (`packed_name`); each process that runs the model registers it. Arrays are on the host:
+those of another device are copied there, and results are copied to the device of the op.
 """
 
 from __future__ import annotations
