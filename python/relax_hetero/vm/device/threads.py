@@ -63,6 +63,10 @@ class Threads:
     cpus: tuple[int, ...] = ()
 
 
+SHARED_THREADS = Threads(1, False)
+"""Workers whose number depends on the device and on concurrent callers."""
+
+
 class Pool:
     """The pool of a calling thread: workers, or TVM's pool.
 
@@ -183,7 +187,7 @@ def threads_for(devices: Sequence[DeviceSpec]) -> int:
     return min(num_cores(), max([cores for cores in compiled if cores], default=num_cores()))
 
 
-def threads_of_queues(cores: Sequence[int], threads: Threads | None = None) -> list[int]:
+def threads_of_queues(cores: Sequence[int], threads: Threads = SHARED_THREADS) -> list[int]:
     """The number of threads of each of several CPU devices that work concurrently: a share of the cores.
 
     Parameters
@@ -193,7 +197,7 @@ def threads_of_queues(cores: Sequence[int], threads: Threads | None = None) -> l
     threads : Threads, optional
         Threads of the machine.
     """
-    total = threads.width if threads is not None and threads.is_fixed else configured_threads() or num_cores()
+    total = threads.width if threads.is_fixed else configured_threads() or num_cores()
     share = max(1, total // max(1, len(cores)))
     return [min(share, count or share) for count in cores]
 

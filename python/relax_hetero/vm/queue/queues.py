@@ -27,7 +27,7 @@ from ..device.device_api import cause_of
 from ..device.machine_lock import hold_all
 from ..device.mailboxes import Mailboxes
 from ..device.tensors import alias, is_host, map_tensors, same_device
-from ..device.threads import Threads, threads_of_queues
+from ..device.threads import SHARED_THREADS, Threads, threads_of_queues
 from .device_queue import DeviceQueue
 from .stream_queue import Point, StreamQueue, follow_callers_streams
 
@@ -59,7 +59,7 @@ class Queues:
         Constants, as functions take them.
     load : callable
         Function that makes a TVM virtual machine; each queue's thread has its own.
-    threads : Threads
+    threads : Threads, optional
         Threads of the machine, which its CPU devices share.
     mailboxes : Mailboxes, optional
         Mailboxes of the machine.
@@ -79,7 +79,7 @@ class Queues:
         scopes: Sequence[str],
         constants: Any,
         load: Callable[[], runtime.Module],
-        threads: Threads,
+        threads: Threads = SHARED_THREADS,
         mailboxes: Mailboxes | None = None,
     ) -> None:
         self._mailboxes = mailboxes
