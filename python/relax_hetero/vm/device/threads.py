@@ -141,7 +141,8 @@ def _checked_cpus(cores: object, devices: Sequence[DeviceSpec]) -> tuple[int, ..
     cpus: tuple[Any, ...] = ()
     if isinstance(cores, (Sequence, Set)) and not isinstance(cores, str):
         cpus = tuple(cores)
-    if not cpus or len(set(cpus)) < len(cpus) or any(type(cpu) is not int or cpu not in usable for cpu in cpus):
+    is_known = all(type(cpu) is int and cpu in usable for cpu in cpus)
+    if not cpus or not is_known or len(set(cpus)) < len(cpus):
         raise BindingError(
             f"VirtualMachine: cores is {cores!r}, expected different CPUs of those that this process may use: "
             f"{sorted(usable)}"

@@ -119,6 +119,7 @@ def test_all_cores_by_default_and_fewer_threads_on_request(executable):
         ({"cores": CPUS[:1] * 2}, "cores is .*, expected different CPUs"),
         ({"cores": [4096]}, r"cores is \[4096\], expected"),
         ({"cores": ["0"]}, r"cores is \['0'\], expected"),
+        ({"cores": [[0]]}, r"cores is \[\[0\]\], expected"),
         ({"cores": "0"}, "cores is '0', expected"),
         ({"cores": 0}, "cores is 0, expected"),
         ({"spin": "sleep"}, "spin is 'sleep', expected True or False"),
