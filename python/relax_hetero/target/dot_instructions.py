@@ -18,6 +18,9 @@ from memory as a 32-bit word is free, while broadcasting a 16-bit element costs 
 Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right
 operand, eight bytes each, which is twice the work of a dot product. They support all four pairs of signs. A product of
 one row computes that row twice, which is no slower than dot products of twice the steps.
+
+Where AArch64 multiplies packed panels of both operands (`relax_hetero.tir.microkernel.neon_panels`), the instruction is
+written with one element of the left operand's register instead of a broadcast.
 """
 
 from __future__ import annotations
@@ -91,6 +94,9 @@ _ANY = (*_VECTOR, "generic")
 FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")
 """Multiply-adds of float32, which every CPU has."""
 
+INT32_MLA = DotInstruction("mla", _ANY, (), ("int32",) * 3, "fma", temporaries=2)
+"""Multiply-adds of int32."""
+
 _U8S8 = ("uint8", "int8", "int32")
 _S8S8 = ("int8", "int8", "int32")
 _S8U8 = ("int8", "uint8", "int32")
@@ -121,7 +127,8 @@ _I8MM = (("neon",), ("i8mm",))
 DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     FLOAT32_FMA,
     DotInstruction("fma", _ANY, (), ("float64",) * 3, "fma"),
-    *(DotInstruction("mla", _ANY, (), (t, t, t), "fma", temporaries=2) for t in ("int32", "uint32")),
+    INT32_MLA,
+    replace(INT32_MLA, types=("uint32",) * 3),
     DotInstruction("mla", _ANY, (), ("int64",) * 3, "fma", temporaries=7),
     # bytes
     *_unsigned_by_signed("vnni", "avx512", ("avx512vnni",), "llvm.x86.avx512.vpdpbusd.512"),
@@ -155,6 +162,7 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     DotInstruction("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
     DotInstruction("fma", ("generic",), (), _BF16, "fma"),
     DotInstruction("fmaph", ("avx512",), ("avx512fp16",), _F16, "f16_sums", 2, short=16),
+    DotInstruction("fmlal", ("neon",), ("fp16fml",), _F16, "f16_fma", temporaries=2),
     DotInstruction("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
     DotInstruction("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),
 )

@@ -66,9 +66,18 @@ def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
                 continue
             wide = tirx.Cast(word, tirx.reinterpret(f"uint{bits}", value))
             group = tirx.bitwise_or(group, tirx.shift_left(wide, tirx.const(bits * position, word)))
-    if dot.flip:
-        group = tirx.bitwise_xor(group, tirx.const(_FLIP, "int32"))
-    return group
+    return _flipped(dot, group, 1)
+
+
+def lhs_groups(dot: DotInstruction, values: Expr, count: int) -> Expr:
+    """The left factors of `count` steps, contiguous elements of a row, in the type of `lhs_group`, before it widens."""
+    if dot.k0 == 1:
+        return values
+    return _flipped(dot, tirx.reinterpret(vector_type(_group_dtype(dot), count), values), count)
+
+
+def _flipped(dot: DotInstruction, groups: Expr, count: int) -> Expr:
+    return tirx.bitwise_xor(groups, constant(_FLIP, "int32", count)) if dot.flip else groups
 
 
 def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
