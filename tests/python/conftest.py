@@ -6,7 +6,9 @@ import inspect
 import os
 import re
 import secrets
+import sys
 from collections.abc import Generator
+from pathlib import Path
 from types import ModuleType
 from zlib import crc32
 
@@ -15,6 +17,9 @@ os.environ.setdefault("TVM_NUM_THREADS", "2")
 os.environ.setdefault("TVM_BIND_THREADS", "0")
 # Tests are of the code as it is compiled now; those of the compile cache have folders of their own.
 os.environ["RELAX_HETERO_CACHE"] = "off"
+# Intel's OpenCL for CPUs, from its wheel: PoCL's knows no CPUs that are newer than itself.
+if (_driver := Path(sys.prefix) / "lib" / "libintelocl.so").exists():
+    os.environ.setdefault("OCL_ICD_VENDORS", str(_driver))
 # The same numbers on every run; ``RELAX_HETERO_TEST_SEED=random`` draws a new seed. Workers of pytest-xdist inherit the
 # environment, so that all of them draw from the same one.
 if os.environ.setdefault("RELAX_HETERO_TEST_SEED", "0") == "random":
