@@ -119,7 +119,7 @@ static int32_t slow_in_worker(int32_t task, void *group, void *data) {
 
 static void check_slow_worker(void) {
     _Atomic int done;
-    configure_body(2, 2);
+    configure_body(2, 2, -1);
     for (int i = 0; i < 20; i++) {
         atomic_init(&done, 0);
         EXPECT(launch_body(slow_in_worker, (void *)&done, 0) == 0 && atomic_load(&done) == 2 * TASKS);
