@@ -57,6 +57,7 @@ from ..transform.placement.realize_vdevice import realize_targets
 from ..transform.placement.update_vdevice import succeed_vdevices
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
+from ..transform.shard.partition_by_mesh import partition_by_mesh
 from ..vm.file.executable import Executable
 from . import guard_tvm_compile
 from .bind_params import bind_params
@@ -435,6 +436,7 @@ def prepare_module(
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     check_nesting(mod)
     check_module(mod)
+    mod = partition_by_mesh(mod)
     mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)
