@@ -67,8 +67,9 @@ from .sharding_rules import (
 )
 
 SPLIT_PARAMETERS = "relax_hetero.split_parameters"
-"""On a function: JSON of a mapping from a parameter's name to ``{"placement": "S[1]", "names": [...]}``, the placement of
-its parts, or "R" for copies, and the names of the parameters that take its place."""
+"""On a function: JSON of a mapping from a parameter's name to ``{"placement": "S[1]", "names": [...], "mesh": [0, 1]}``:
+the placement of its parts, or "R" for copies, the names of the parameters that take its place, and the positions of
+their devices in the module's list."""
 
 Mesh: TypeAlias = "tuple[int, ...]"
 """Positions of devices in the module's list; one for a value of a single device."""
@@ -187,6 +188,7 @@ class _FunctionPartition:
         attributes = json.loads(str(func.attrs.get(SPLIT_PARAMETERS, "{}")))
         self._split_names: dict[str, list[str]] = {name: each["names"] for name, each in attributes.items()}
         self._split = {name: _sharding(each["placement"]) for name, each in attributes.items()}
+        self._split_meshes = {name: tuple(each["mesh"]) for name, each in attributes.items()}
         self._params: dict[relax.Var, list[relax.Var]] = {}
 
     def function(self) -> relax.Function:
@@ -238,7 +240,7 @@ class _FunctionPartition:
             if isinstance(value, (relax.Var, relax.TupleGetItem)):
                 source = value if isinstance(value, relax.Var) else value.tuple_value
                 if binding.var in self._read_by_products:
-                    self._read_by_products.add(source)
+                    self._read_by_products.update(_leaves(source))
                 continue
             if not isinstance(value, relax.Call):
                 continue
@@ -255,8 +257,8 @@ class _FunctionPartition:
     # -- parameters and results
 
     def _add_param(self, param: relax.Var) -> None:
-        mesh = self._annotated(param.ty) or self._mesh_of_reader(param) or (0,)
         name, sharding = str(param.name), self._split.get(str(param.name))
+        mesh = self._split_meshes.get(name) or self._annotated(param.ty) or self._mesh_of_reader(param) or (0,)
         if sharding is None:
             local = relax.Var(name, _on(param.ty, self._vdevices[mesh[0]]))
             self._params[param] = [local]
@@ -336,8 +338,9 @@ class _FunctionPartition:
 
     def _add_field(self, var: relax.Var, value: relax.TupleGetItem) -> None:
         source = value.tuple_value
-        if source in self._tuples:
-            self._add(var, self._tuples[source][value.index])
+        if isinstance(source, relax.Tuple) or source in self._tuples:
+            fields = source.fields if isinstance(source, relax.Tuple) else self._tuples[source]
+            self._add(var, fields[value.index])
             return
         of = self._values[source]
         locals_ = [
@@ -369,11 +372,16 @@ class _FunctionPartition:
         for number, device in enumerate(mesh):
             args = [by_tensor[id(leaf)][number] if id(leaf) in by_tensor else self._get_plain(leaf) for leaf in leaves]
             if plan is not None and plan.local is not None:
-                local, count = plan.local, len(mesh)
-                make: _Make = lambda args, local=local, count=count: local(args, count)  # type: ignore[misc] # noqa: E731
+                of_device, count = plan.local, len(mesh)
+                make: _Make = lambda args, of_device=of_device, count=count: of_device(args, count)  # type: ignore[misc] # noqa: E731
             else:
                 make = lambda args: self._rebuilt(call, args)  # noqa: E731
-            locals_.append(self._emit(make, args, device, self._named(var, number)))
+            local = self._emit(make, args, device, self._named(var, number))
+            if plan is not None and plan.factor != 1.0:
+                factor = relax.const(plan.factor, str(call.ty.dtype))
+                scale: _Make = lambda args, factor=factor: relax.op.multiply(args[0], factor)  # type: ignore[misc] # noqa: E731
+                local = self._emit(scale, [local], device, self._named(var, number))
+            locals_.append(local)
         self._values[var] = _Value(mesh, plan.results if plan else [REPLICATED] * max(_tensors(call.ty), 1), locals_)
 
     def _op_call(self, var: relax.Var, call: relax.Call, tensors: list[relax.Expr], mesh: Mesh) -> OpCall | None:

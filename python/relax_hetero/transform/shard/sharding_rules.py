@@ -94,11 +94,14 @@ class OpPlan:
     operands, results : list of Sharding
     local : callable or None
         Makes the call of a device; None: the same call of its operands.
+    factor : float
+        Factor of a device's result, such as its share of a mean.
     """
 
     operands: list[Sharding]
     results: list[Sharding]
     local: Local | None = None
+    factor: float = 1.0
 
 
 def plan_op(op: OpCall) -> OpPlan:
@@ -230,13 +233,8 @@ def _reduction(op: OpCall) -> OpPlan | None:
         if name == "relax.sum":
             return OpPlan([state], [PARTIAL])
         if name == "relax.mean":
-            keepdims, over = bool(attrs.keepdims), list(axes)
-
-            def share_of_mean(args: Sequence[relax.Expr], count: int) -> relax.Expr:
-                dtype = str(args[0].ty.dtype)
-                return relax.op.mean(relax.op.multiply(args[0], relax.const(1.0 / count, dtype)), over, keepdims)
-
-            return OpPlan([state], [PARTIAL], share_of_mean) if str(op.call.ty.dtype).startswith("float") else None
+            is_float = "float" in str(op.call.ty.dtype)
+            return OpPlan([state], [PARTIAL], factor=1.0 / op.count) if is_float else None
         return None
     axis = state.axis if attrs.keepdims else state.axis - sum(each < state.axis for each in axes)
     return OpPlan([state], [state.moved_to(axis)])
@@ -527,7 +525,7 @@ PRODUCTS = frozenset(
 )
 _PASSING = frozenset(
     ELEMENTWISE
-    | {"relax.permute_dims", "relax.split", "relax.strided_slice", "relax.concat", *RESHAPES}
+    | {"relax.permute_dims", "relax.split", "relax.strided_slice", "relax.concat", "relax.nn.batch_norm", *RESHAPES}
     | {name for name, traits in TRAITS.items() if traits.kind in ("softmax", "max_pool", "avg_pool")}
 )
 
