@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -29,6 +30,7 @@ from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
+from .device.peer_memory import free_peer_memory
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
 from .device.threads import attach_threads, enter_call, leave_call
@@ -148,6 +150,7 @@ class VirtualMachine:
         self._pool_watch = PoolWatch()
         self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._devices_and_scopes = (self._devices, self._scopes)
+        weakref.finalize(self, free_peer_memory, id(self._devices)).atexit = False
         module = executable.runnable_module()
         for code in metadata.device_code:
             indices = {each.index for each, spec in zip(bound, metadata.devices, strict=True) if spec.kind == code.kind}

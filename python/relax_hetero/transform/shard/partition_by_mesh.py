@@ -34,6 +34,7 @@ Assumes functions without control flow, and devices of one host. A module withou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -42,19 +43,22 @@ import numpy as np
 import tvm
 from tvm import relax
 
+from ...artifact.peer_layout import PEER_MEMORY
 from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axis
 from ...op.traits import ELEMENTWISE
 from ...target.mesh import mesh_positions
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
+from ...tir.cuda.all_reduce import all_reduce_kernel, slots_of, supports
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
+from ..ir.kernels import opaque_kernel
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.rewriting import copy_module, is_tensor_constant, op_name, relax_functions, typed, walk_bindings
-from .sharding import PARTIAL, REPLICATED, Sharding
+from .sharding import PARTIAL, REPLICATED, Sharding, known
 from .sharding_rules import (
     PRODUCTS,
     WEIGHT_OPS,
@@ -91,13 +95,15 @@ def partition_by_mesh(mod: tvm.IRModule) -> tvm.IRModule:
         return mod
     _check_calls(mod, {gv.name_hint for gv in over_meshes})
     cuts: dict[tuple[Any, Sharding, int, int], relax.Expr] = {}
+    builder = relax.BlockBuilder(mod)
+    kernels: dict[tvm.ir.GlobalVar, tvm.tirx.PrimFunc] = {}
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in mod.functions.items():
         if gv in over_meshes:
-            func = _FunctionPartition(mod, gv.name_hint, func, vdevices, cuts).function()
+            func = _FunctionPartition(builder, gv.name_hint, func, vdevices, cuts, kernels).function()
             gv = typed(tvm.ir.GlobalVar(gv.name_hint), func.ty)
         functions[gv] = func
-    return copy_module(mod, functions)
+    return copy_module(mod, {**functions, **kernels})
 
 
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
@@ -164,14 +170,15 @@ class _FunctionPartition:
 
     def __init__(
         self,
-        mod: tvm.IRModule,
+        builder: relax.BlockBuilder,
         name: str,
         func: relax.Function,
         vdevices: Sequence[relax.VDevice],
         cuts: dict[tuple[Any, Sharding, int, int], relax.Expr],
+        kernels: dict[tvm.ir.GlobalVar, tvm.tirx.PrimFunc],
     ) -> None:
         self._name, self._func, self._vdevices, self._cuts = name, func, vdevices, cuts
-        self._builder = relax.BlockBuilder(mod)
+        self._builder, self._kernels = builder, kernels
         self._source = list(walk_bindings(func.body, nested=False))
         self._is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in func.body.blocks)
         self._items: list[relax.VarBinding | _Sum] = []
@@ -750,6 +757,23 @@ class _FunctionPartition:
     def _bare_type(self, expr: relax.Expr) -> tvm.ir.Type:
         return _on(expr.ty, None)
 
+    def add_binding(self, var: relax.Var, value: relax.Call) -> None:
+        """Bind a call whose type is that of the variable."""
+        self._items.append(relax.VarBinding(var, typed(value, var.ty)))
+
+    def add_kernel(self, kernel: tvm.tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+        """Add a kernel to the module, under a name of its own."""
+        gv = self._builder.add_func(kernel, name)
+        self._kernels[gv] = self._builder.get()[gv]
+        return gv
+
+    def new_addresses(self, function: str, numbers: Sequence[relax.Expr], count: int, device: int) -> relax.Var:
+        """Bind addresses, (count,) of int64, that a function of the run time returns."""
+        ty = relax.TensorType([count], "int64", self._vdevices[device])
+        var = (relax.DataflowVar if self._is_dataflow else relax.Var)("peer_memory", ty)
+        self.add_binding(var, relax.op.call_pure_packed(function, *numbers, ty_args=[ty]))
+        return var
+
     # -- the end
 
     def _lowered(self, results: set[relax.Var]) -> list[relax.VarBinding]:
@@ -763,18 +787,75 @@ class _FunctionPartition:
             elif item.var in used or not _is_droppable(item.value):
                 used.update(used_vars(item.value))
                 kept.append(item)
+        order = kept[::-1]
+        by_kernels = [item for item in order if isinstance(item, _Sum) and self._has_kernel(item, used)]
         self._items = []
-        for item in reversed(kept):
+        reduction = _Reduction(self, by_kernels)
+        for item in order:
             if isinstance(item, relax.VarBinding):
                 self._items.append(item)
-                continue
-            for device, result in zip(item.mesh, item.results, strict=True):
-                if result in used:
-                    total = self._added([self._transfer(part, device) for part in item.parts], device, str(result.name))
-                    last = self._items.pop()
-                    assert last.var.same_as(total), "a sum is the last binding"
-                    self._items.append(relax.VarBinding(result, last.value))
+            elif item in by_kernels:
+                reduction.add(item)
+            else:
+                self._exchange(item, used)
         return self._items  # type: ignore[return-value]
+
+    def _exchange(self, item: _Sum, used: set[relax.Var]) -> None:
+        """Add the parts of a sum on each device that uses it, in the same order on all."""
+        for device, result in zip(item.mesh, item.results, strict=True):
+            if result in used:
+                total = self._added([self._transfer(part, device) for part in item.parts], device, str(result.name))
+                last = self._items.pop()
+                assert isinstance(last, relax.VarBinding) and last.var.same_as(total), "a sum is the last binding"
+                self._items.append(relax.VarBinding(result, last.value))
+
+    def _has_kernel(self, item: _Sum, used: set[relax.Var]) -> bool:
+        """Return whether GPUs sum by kernels that write to each other's memory: all of them must use the result."""
+        shape = [known(extent) for extent in shape_of(item.results[0]) or [None]]
+        if None in shape or not all(result in used for result in item.results):
+            return False
+        kinds = [str(self._vdevices[device].target.kind.name) for device in item.mesh]
+        return set(kinds) == {"cuda"} and supports(math.prod(shape), str(item.results[0].ty.dtype))  # type: ignore[arg-type]
+
+
+class _Reduction:
+    """Writer of all-reduces by kernels of GPUs.
+
+    Parameters
+    ----------
+    partition : _FunctionPartition
+    sums : list of _Sum
+        All sums in order.
+    """
+
+    def __init__(self, partition: _FunctionPartition, sums: list[_Sum]) -> None:
+        self._partition, self._last = partition, dict[int, relax.Expr]()
+        self._slots = iter(slots_of(len(sums)))
+        sizes = [math.prod(map(int, shape_of(each.results[0]) or [])) * 4 for each in sums]
+        self._slot_bytes = max(sizes, default=0)
+        self._bases: dict[tuple[Mesh, int], relax.Var] = {}
+
+    def add(self, item: _Sum) -> None:
+        """Add the kernels of a sum, one for each device."""
+        partition, slot = self._partition, next(self._slots)
+        shape = [int(extent) for extent in shape_of(item.results[0]) or []]
+        for rank, (device, part, result) in enumerate(zip(item.mesh, item.parts, item.results, strict=True)):
+            kernel = all_reduce_kernel(shape, rank, len(item.mesh), slot, self._slot_bytes)
+            name = f"all_reduce_{rank}_of_{len(item.mesh)}"
+            function = partition.add_kernel(opaque_kernel(kernel), name)
+            after = self._last.get(device, part)
+            operands = [part, self._addresses(item.mesh, device), after]
+            call = relax.op.call_tir(function, relax.Tuple(operands), result.ty)
+            partition.add_binding(result, call)
+            self._last[device] = result
+
+    def _addresses(self, mesh: Mesh, device: int) -> relax.Var:
+        """Addresses of the memory that the GPUs of a mesh write to."""
+        key = mesh, device
+        if key not in self._bases:
+            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *mesh)]
+            self._bases[key] = self._partition.new_addresses(PEER_MEMORY, numbers, len(mesh), device)
+        return self._bases[key]
 
 
 def _sharding(placement: str) -> Sharding:

@@ -1,0 +1,133 @@
+"""All-reduce over GPUs that access each other's memory: one kernel a GPU, without a copy and without the host.
+
+Each GPU has memory that the others write to (`vm.device.peer_memory`): flags, epochs and slots. A block stores its part
+of the operand into a slot of every other GPU, sets its flag there, waits for the others' flags, and adds what they have
+stored, in the order of the GPUs, so that all get the same bits. Every GPU sends its whole operand, which is optimal for
+two, and takes the fewest messages for short operands ("one-shot", as in TensorRT-LLM and vLLM).
+
+A flag holds the number of times that its block has run, so that it never is reset. A slot may be written again when no
+GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the one
+before it. `slots_of` numbers them so that this holds between calls, too.
+
+Kernels of a program must begin in the same order on all GPUs. Each takes the last one's result as an operand that it
+does not read, so that passes keep their order.
+"""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, epoch_offset
+from ..core.builder import Function
+from .loops.launch import launch
+
+ALL_REDUCE = "relax_hetero.all_reduce"
+"""On a PrimFunc: it exchanges values with the kernels of other devices."""
+
+_THREADS = 256
+_MAX_BLOCKS = 64
+_TIMEOUT_SECONDS = 60
+
+_SOURCE = f"""
+__device__ __forceinline__ void rh_all_reduce(
+    const float* x, float* out, const void* addresses, int count, int rank, int ranks, int blocks,
+    long long data, long long slot_bytes, long long epochs, int block, int thread) {{
+  const long long* bases = (const long long*)addresses;
+  char* own = (char*)bases[rank];
+  unsigned* epoch = (unsigned*)(own + epochs) + block;
+  unsigned now = *(volatile unsigned*)epoch + 1;
+  int vectors = count / 4;
+  for (int i = block * {_THREADS} + thread; i < vectors; i += blocks * {_THREADS}) {{
+    float4 v = ((const float4*)x)[i];
+    for (int step = 1; step < ranks; ++step) {{
+      int peer = rank + step < ranks ? rank + step : rank + step - ranks;
+      ((float4*)((char*)bases[peer] + data + rank * slot_bytes))[i] = v;
+    }}
+  }}
+  __syncthreads();
+  if (thread < ranks && thread != rank) {{
+    unsigned* theirs = (unsigned*)bases[thread] + rank * {FLAG_BLOCKS} + block;
+    unsigned* mine = (unsigned*)own + thread * {FLAG_BLOCKS} + block;
+    asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(now) : "memory");
+    unsigned seen;
+    unsigned long long begin, time;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    do {{
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+      if (time - begin > {_TIMEOUT_SECONDS}000000000ull) __trap();
+    }} while ((int)(seen - now) < 0);
+  }}
+  __syncthreads();
+  for (int i = block * {_THREADS} + thread; i < vectors; i += blocks * {_THREADS}) {{
+    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int other = 0; other < ranks; ++other) {{
+      float4 v = other == rank ? ((const float4*)x)[i] : __ldcg((const float4*)(own + data + other * slot_bytes) + i);
+      total.x += v.x; total.y += v.y; total.z += v.z; total.w += v.w;
+    }}
+    ((float4*)out)[i] = total;
+  }}
+  if (thread == 0) *epoch = now;
+}}
+"""
+
+
+def supports(count: int, dtype: str) -> bool:
+    """Return whether the kernel reduces tensors of so many elements of a type."""
+    return dtype == "float32" and count % 4 == 0 and 0 < count < 1 << 31
+
+
+def slots_of(count: int) -> list[int]:
+    """Slots of consecutive kernels of a function: neighbours differ, and the last is not the first."""
+    return [2 if number and number == count - 1 and number % 2 == 0 else number % 2 for number in range(count)]
+
+
+def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_bytes: int) -> tirx.PrimFunc:
+    """Make the kernel of a GPU.
+
+    Parameters
+    ----------
+    shape : list of int
+        Shape of the operand and the result, of float32.
+    rank, ranks : int
+        Number of this GPU among the GPUs, and their number.
+    slot : int
+        Slot that it uses, see `slots_of`.
+    slot_bytes : int
+        Bytes of a slot for each GPU, at least those of the operand.
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
+        only orders kernels; and the result.
+    """
+    count = 1
+    for extent in shape:
+        count *= extent
+    blocks = max(1, min(_MAX_BLOCKS, count // 4 // _THREADS))
+    data = data_offset(slot, ranks, slot_bytes)
+    function = Function(f"all_reduce_{rank}", registers="local")
+    with function:
+        x = function.argument("x", shape, "float32")
+        bases = function.argument("bases", [ranks], "int64")
+        function.argument("after", shape, "float32")
+        out = function.argument("out", shape, "float32")
+        with function.body(), launch(blocks, _THREADS) as (block, thread):
+            first = [0] * len(shape)
+            T.evaluate(
+                T.cuda.func_call(
+                    "rh_all_reduce",
+                    T.address_of(x[tuple(first)]),
+                    T.address_of(out[tuple(first)]),
+                    T.address_of(bases[0]),
+                    *(T.int32(number) for number in (count, rank, ranks, blocks)),
+                    *(T.int64(number) for number in (data, slot_bytes, epoch_offset(ranks))),
+                    T.Cast("int32", block),
+                    T.Cast("int32", thread),
+                    source_code=_SOURCE,
+                    return_type="void",
+                )
+            )
+    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: f"{rank} of {ranks}"})
