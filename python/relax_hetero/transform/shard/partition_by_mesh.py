@@ -406,26 +406,44 @@ class _FunctionPartition:
         return OpCall(call, operands, len(mesh), [shape or [] for shape in results], segments, is_read)
 
     def _joins(self, var: relax.Var, call: relax.Call, tensors: list[relax.Expr], mesh: Mesh) -> bool:
-        """Add values that single devices of a mesh have, such as sums of their experts: they are parts of a sum."""
-        if op_name(call) != "relax.add" or any(self._is_weight(tensor) for tensor in tensors):
+        """Add to a sum over devices what single devices have, such as sums of their experts, or what all have.
+
+        The result is a sum, too. The first device adds what all have, as a residual or a bias, in its product's kernel.
+        """
+        if op_name(call) != "relax.add" or any(shape_of(tensor) is None for tensor in tensors):
             return False
-        values = [self._values[tensor] for tensor in tensors]
-        shapes = [shape_of(tensor) for tensor in tensors]
-        is_single = [len(value.mesh) == 1 and value.mesh[0] in mesh for value in values]
-        is_sum = [value.mesh == mesh and value.shardings == [PARTIAL] for value in values]
-        if not any(is_single) or not all(map(any, zip(is_single, is_sum, strict=True))) or shapes[0] is None:
+        parts: list[dict[int, relax.Expr]] = []  # of each operand, by number of the device
+        sums, homes = 0, set()
+        for tensor in tensors:
+            value = None if self._is_weight(tensor) else self._values[tensor]
+            is_whole_anyway = (tensor, mesh, REPLICATED) in self._converted
+            if value is not None and value.mesh == mesh and value.shardings == [PARTIAL] and not is_whole_anyway:
+                sums += 1
+                parts.append(dict(enumerate(value.locals)))
+            elif value is not None and len(value.mesh) == 1 and value.mesh[0] in mesh:
+                homes.add(value.mesh[0])
+                parts.append({mesh.index(value.mesh[0]): value.locals[0]})
+            elif value is None or is_whole_anyway or (value.mesh == mesh and value.shardings == [REPLICATED]):
+                parts.append({0: self._get(tensor, mesh, REPLICATED)[0]})
+            else:
+                return False
+        has_shape = [str(shape_of(tensor)) == str(_extents(call.ty)) for tensor in tensors]
+        if not sums and len(homes) < 2 or not all(has or len(part) == 1 for has, part in zip(has_shape, parts, strict=True)):
             return False
-        if str(shapes[0]) != str(shapes[1]) or (all(is_single) and values[0].mesh == values[1].mesh):
-            return False
-        parts: list[relax.Expr | None] = [None] * len(mesh)
-        for value in values:
-            for device, local in zip(value.mesh, value.locals, strict=True):
-                at, name = mesh.index(device), self._named(var, mesh.index(device))
-                own = parts[at]
+        locals_: list[relax.Expr] = []
+        for number, device in enumerate(mesh):
+            own = [part[number] for part in parts if number in part]
+            if len(own) == 2:
                 add: _Make = lambda args: relax.op.add(*args)  # noqa: E731
-                parts[at] = local if own is None else self._emit(add, [own, local], device, name)
-        zeros = relax.const(np.zeros([int(extent) for extent in shapes[0]], str(call.ty.dtype)))
-        self._values[var] = _Value(mesh, [PARTIAL], [zeros if part is None else part for part in parts])
+                locals_.append(self._emit(add, own, device, self._named(var, number)))
+            elif own and str(shape_of(own[0])) == str(_extents(call.ty)):
+                locals_.append(own[0])
+            elif not own:
+                zeros = np.zeros([int(extent) for extent in _extents(call.ty) or []], str(call.ty.dtype))
+                locals_.append(relax.const(zeros))
+            else:
+                return False
+        self._values[var] = _Value(mesh, [PARTIAL], locals_)
         return True
 
     def _move(self, var: relax.Var, call: relax.Call, mesh: Mesh) -> None:
