@@ -5,7 +5,7 @@ from __future__ import annotations
 SLOTS = 3
 """Slots, which consecutive kernels use in turn."""
 
-FLAG_BLOCKS = 64
+FLAG_BLOCKS = 128
 """Maximum blocks of a kernel, each with a flag for every GPU."""
 
 PEER_MEMORY = "relax_hetero.peer_memory"

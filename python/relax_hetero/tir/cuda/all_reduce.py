@@ -26,7 +26,6 @@ ALL_REDUCE = "relax_hetero.all_reduce"
 """On a PrimFunc: it exchanges values with the kernels of other devices."""
 
 _THREADS = 256
-_MAX_BLOCKS = 64
 _TIMEOUT_SECONDS = 60
 
 _SOURCE = f"""
@@ -106,7 +105,7 @@ def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_b
     count = 1
     for extent in shape:
         count *= extent
-    blocks = max(1, min(_MAX_BLOCKS, count // 4 // _THREADS))
+    blocks = max(1, min(FLAG_BLOCKS, count // 4 // _THREADS))
     data = data_offset(slot, ranks, slot_bytes)
     function = Function(f"all_reduce_{rank}", registers="local")
     with function:

@@ -251,7 +251,8 @@ def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
 def functions_to_queue(metadata: Metadata) -> set[str]:
     """The functions whose plain calls (not only submitted ones) go through queues.
 
-    These are functions with large work to overlap on devices that share no cores. If a device is bound to a NUMA node,
+    These are functions with large work to overlap on devices that share no cores. Work of several GPUs overlaps anyway,
+    as launches do not wait. If a device is bound to a NUMA node,
     all functions go through queues, which have threads on that node: a plain call would run on the caller's node.
     """
     if any(spec.numa_node is not None for spec in metadata.devices):
@@ -265,7 +266,11 @@ def functions_to_queue(metadata: Metadata) -> set[str]:
         return set()
     devices = {index: (spec.device_type, spec.vdevice_id) for index, spec in enumerate(metadata.devices)}
     is_large = partial(_is_large, metadata, {region.name: region for region in metadata.regions})
-    return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices, is_large)}
+
+    def occupies_host(step: Step) -> bool:
+        return any(devices.get(device, (CPU, 0))[0] == CPU for device in step.devices)
+
+    return {each.function for each in metadata.schedules if each.overlaps(devices, is_large, occupies_host)}
 
 
 def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step) -> bool:
