@@ -30,7 +30,7 @@ from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
-from .device.peer_memory import free_peer_memory
+from .device.peer_memory import free_peer_memory, run_over_peers
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
 from .device.threads import attach_threads, enter_call, leave_call
@@ -594,7 +594,7 @@ class VirtualMachine:
         current_machine.devices_and_scopes = self._devices_and_scopes
         thread_pool = enter_call(self._threads)
         try:
-            result = function(*values)
+            result = run_over_peers(function, values, self._devices)
             # TVM's machine refers to the result until another function ends. The caller's reference must be the last
             # one, so that the next call can use the same memory, which is in the caches.
             self._release_result()

@@ -1,8 +1,14 @@
-"""Memory of GPUs that the other GPUs of a mesh write to (`artifact.peer_layout`), one for each machine and mesh."""
+"""Memory of GPUs that the other GPUs of a mesh write to (`artifact.peer_layout`), one for each machine and mesh.
+
+A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait for
+the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing until
+all its command buffers are graphs (`run_over_peers`).
+"""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +20,55 @@ from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
 from .tensors import copy_into, empty, from_array
+
+
+class _PeerCall(threading.local):
+    """The call on this thread.
+
+    Attributes
+    ----------
+    uses_peers : bool
+        Whether it is one of a function over GPUs of a mesh.
+    is_incomplete : bool
+        Whether command buffers have become graphs that were not launched.
+    """
+
+    uses_peers = False
+    is_incomplete = False
+
+
+peer_call = _PeerCall()
+
+
+def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices: Sequence[runtime.Device]) -> Any:
+    """Call compiled code; a second time, if the first one only made graphs.
+
+    Parameters
+    ----------
+    function : callable
+        Compiled function.
+    values : sequence
+        Its arguments.
+    devices : sequence of runtime.Device
+        Devices of the machine.
+    """
+    try:
+        result = function(*values)
+        if peer_call.uses_peers and peer_call.is_incomplete:
+            peer_call.is_incomplete = False
+            del result
+            for device in devices:
+                device.sync()
+            result = function(*values)
+            if peer_call.is_incomplete:
+                raise HeteroError("a command buffer over GPUs of a mesh has no graph; expected one after a call")
+    except BaseException:
+        peer_call.uses_peers = peer_call.is_incomplete = False
+        raise
+    if peer_call.uses_peers:
+        peer_call.uses_peers = False
+    return result
+
 
 _memories: dict[tuple[int, int, tuple[int, ...]], _PeerMemory] = {}
 _lock = threading.Lock()
@@ -61,6 +116,7 @@ def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
     current = current_machine.devices_and_scopes
     if current is None:
         raise HeteroError("peer_memory is called outside of a machine")
+    peer_call.uses_peers = True
     devices, key = current[0], (id(current[0]), slot_bytes, mesh)
     with _lock:
         memory = _memories.get(key)

@@ -25,6 +25,7 @@ from ..device.cuda_driver import CudaError
 from ..device.device_api import cause_of
 from ..device.machine_lock import hold_all
 from ..device.mailboxes import Mailboxes
+from ..device.peer_memory import run_over_peers
 from ..device.tensors import alias, is_host, map_tensors, same_device
 from ..device.threads import Threads, threads_of_queues
 from .device_queue import DeviceQueue
@@ -199,7 +200,7 @@ class Queues:
             for queue in self.all:  # one order for all steps, so that they cannot deadlock
                 if queue in queues_of_step:
                     stack.enter_context(queue.lock)
-            return function(*reads)
+            return run_over_peers(function, reads, self._devices)
 
     def _on_streams(self, step: Step, function: Callable[..., Any], *reads: Any) -> Any:
         """Run kernels on the streams of their devices' queues; waits for them if the step has several devices."""
