@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import tvm
+from tvm.target import Target
 
 from ...encoding.pages import LayerCache
 from ...errors import FrontendError
@@ -54,15 +55,15 @@ def parallel_devices(
             f"found tensor_parallel={tensor_parallel} and placement, expected one of them; a mesh in rules, such as "
             "{'*': 'cuda[0:2]'}, says the same"
         )
-    devices = parse_vdevices("llvm" if vdevices is None else vdevices)
-    if len(devices) == 1 and (vdevices is None or isinstance(vdevices, str) or not isinstance(vdevices, dict)):
-        given = "llvm" if vdevices is None else vdevices
-        (entry,) = [given] if isinstance(given, str) or not isinstance(given, Iterable) else list(given)
-        devices = parse_vdevices([entry] * tensor_parallel) if isinstance(entry, str) and ":" not in entry else devices
+    is_single = vdevices is None or isinstance(vdevices, (str, dict, Target, tvm.relax.VDevice))
+    entries: list[Any] = [vdevices or "llvm"] if is_single else list(vdevices)  # type: ignore[arg-type]
+    if len(entries) == 1 and (isinstance(entries[0], (dict, Target)) or ":" not in str(entries[0])):
+        entries *= tensor_parallel
+    devices = parse_vdevices(entries)
     if len(devices) < tensor_parallel:
         raise FrontendError(
             f"tensor_parallel is {tensor_parallel}, but vdevices has {len(devices)}; expected so many equal devices, or "
-            "the kind of them alone, such as 'cuda'"
+            "one kind, such as 'cuda', that stands for all of them"
         )
     return devices, {"*": f"vdevice[0:{tensor_parallel}]"}
 
