@@ -39,6 +39,7 @@ from ..target.vdevice import (
     vdevices_of,
     with_vdevices,
 )
+from ..tir.cuda.all_reduce import ALL_REDUCE
 from ..transform.dispatch.legalize import is_kept
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
@@ -109,6 +110,10 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
         if index in indices:
             raise VDeviceError(f"rh.compile: optional: {name} is given twice")
         indices.append(index)
+    if indices and any(ALL_REDUCE in (func.attrs or {}) for func in mod.functions.values()):
+        raise BuildError(
+            "rh.compile: optional: the module has a mesh of GPUs, whose kernels wait for each other; expected none"
+        )
     if indices and is_lowered(mod):
         raise BuildError("rh.compile: optional devices need a module before LowerToVM, found one that is lowered")
     return tuple(indices)

@@ -286,9 +286,7 @@ def _load_file(arguments: _Arguments) -> Loaded:
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
     options = _resolve_options(arguments, model, devices, context)
     rules = arguments.placement
-    caches, parts = model.caches, ()
-    if rules is not None and not isinstance(rules, str):
-        caches, parts = split_caches(model, rules, devices)
+    caches, parts = split_caches(model, {} if rules is None or isinstance(rules, str) else rules, devices)
     donated = [f"pages_{index}" for index in range(len(caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]

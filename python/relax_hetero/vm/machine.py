@@ -30,7 +30,7 @@ from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
-from .device.peer_memory import free_peer_memory, run_over_peers
+from .device.peer_memory import free_peer_memory, run_over_peers, waiting_for_kernels
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
 from .device.threads import attach_threads, enter_call, leave_call
@@ -487,7 +487,8 @@ class VirtualMachine:
             )
             self._module["set_instrument"](recorder.instrument)
             try:
-                self._run(signature, bound, None)
+                with waiting_for_kernels():
+                    self._run(signature, bound, None)
             finally:
                 self._module["set_instrument"](None)
             return recorder.profile(name)
@@ -501,7 +502,8 @@ class VirtualMachine:
         clock = BufferClock(self.executable.metadata, self._devices)
         self._module["set_instrument"](clock.instrument)
         try:
-            yield clock
+            with waiting_for_kernels():
+                yield clock
         finally:
             self._module["set_instrument"](None)
 

@@ -73,7 +73,9 @@ def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np
     name = op_name(call) or ""
     if name == "relax.split":
         sections = call.attrs.indices_or_sections
-        return tuple(np.split(args[0], sections if isinstance(sections, int) else list(map(int, sections)), call.attrs.axis))
+        return tuple(
+            np.split(args[0], sections if isinstance(sections, int) else list(map(int, sections)), call.attrs.axis)
+        )
     dtype = str(call.ty.dtype)
     if name in (SET, UNSET, SHARD, "relax.to_vdevice"):
         return args[0]

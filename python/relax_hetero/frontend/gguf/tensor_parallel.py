@@ -1,9 +1,9 @@
 """Language models over meshes of devices: ``{"*": "cuda[0:2]"}``, or ``tensor_parallel=2``.
 
-`PartitionByMesh` splits attention by heads, feed-forward networks by columns and rows, and logits by the vocabulary; all
-of it follows from the rules of ops. This module says what those rules cannot know: experts are dealt to the devices of
-their mesh, whole ones to each; a layer's cache is given in parts, one for the heads of each device; and GPUs get a copy
-each of the integer inputs, so that no call begins with transfers.
+`PartitionByMesh` splits attention by heads, feed-forward networks by columns and rows, and logits by the vocabulary,
+which follows from the rules of ops. This module says what those rules cannot know: experts are dealt to the devices of
+their mesh, whole ones to each; a layer's cache is given in parts, one for the heads of each device; and GPUs get a
+copy each of the integer inputs, so that no call begins with transfers.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ def parallel_devices(
     devices = parse_vdevices(entries)
     if len(devices) < tensor_parallel:
         raise FrontendError(
-            f"tensor_parallel is {tensor_parallel}, but vdevices has {len(devices)}; expected so many equal devices, or "
-            "one kind, such as 'cuda', that stands for all of them"
+            f"tensor_parallel is {tensor_parallel}, but vdevices has {len(devices)}; expected so many equal devices, "
+            "or one kind, such as 'cuda', that stands for all of them"
         )
     return devices, {"*": f"vdevice[0:{tensor_parallel}]"}
 
@@ -168,4 +168,3 @@ def with_split_parameters(
             own[name] = {"placement": "R", "names": labels, "mesh": used}
         functions[gv] = func.with_attr(SPLIT_PARAMETERS, json.dumps(own))
     return copy_module(mod, functions)
-

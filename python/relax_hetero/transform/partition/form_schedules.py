@@ -23,8 +23,9 @@ every device that they may use. A function that uses one of the module's devices
 other devices stay free.
 
 The first steps check the function's requirements on the sizes of its parameters. Functions with other checks of shapes,
-local functions or side effects, functions whose kernels on several GPUs wait for each other, and those that overwrite tensors with other readers, or call a function that writes in
-place, have no schedule, as their order must not change. They enter the queues as a whole.
+local functions or side effects, and those that overwrite tensors with other readers, or call a function that writes in
+place, have no schedule, as their order must not change. Neither do functions whose kernels on several GPUs wait for
+each other, which one thread has to launch. They enter the queues as a whole.
 
 Assumes FormDispatches, and FormCommandBuffers if command buffers are used. A lowered module is returned as it is,
 and so is a module with schedules.

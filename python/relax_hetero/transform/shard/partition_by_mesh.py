@@ -21,12 +21,12 @@ After::
 
 A value is replicated, split along an axis, or a sum of what the devices have (`Sharding`). Annotations give values a
 mesh, and spread forward to values without one; ``R.hetero.shard`` gives them a sharding. All other shardings follow
-from operands by the rules of ops (`sharding_rules`), first to last. A value that a reader needs with another sharding is
-exchanged once for all such readers: all-reduce, reduce-scatter, all-gather and all-to-all. Results of functions are
+from operands by the rules of ops (`sharding_rules`), first to last. A value that a reader needs with another sharding
+is exchanged once for all such readers: all-reduce, reduce-scatter, all-gather and all-to-all. Results of functions are
 whole, on the first device of their mesh.
 
-The attribute `SPLIT_PARAMETERS` of a function names parameters, such as caches, that callers give in parts, one for each
-device: they become as many parameters, and results with their names as many results.
+The attribute `SPLIT_PARAMETERS` of a function names parameters, such as caches, that callers give in parts, one for
+each device: they become as many parameters, and results with their names as many results.
 
 Assumes functions without control flow, and devices of one host. A module without meshes is returned as it is.
 """
@@ -37,6 +37,7 @@ import json
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -62,8 +63,9 @@ from .sharding import PARTIAL, REPLICATED, Sharding, known
 from .sharding_rules import (
     PRODUCTS,
     WEIGHT_OPS,
-    Operand,
     OpCall,
+    Operand,
+    OpPlan,
     passes_on,
     plan_op,
     segments_of_operand,
@@ -71,7 +73,7 @@ from .sharding_rules import (
 )
 
 SPLIT_PARAMETERS = "relax_hetero.split_parameters"
-"""On a function: JSON of a mapping from a parameter's name to ``{"placement": "S[1]", "names": [...], "mesh": [0, 1]}``:
+"""On a function: JSON of a mapping from a parameter's name to ``{"placement": "S[1]", "names": [...], "mesh": [0]}``,
 the placement of its parts, or "R" for copies, the names of the parameters that take its place, and the positions of
 their devices in the module's list."""
 
@@ -375,21 +377,23 @@ class _FunctionPartition:
         by_tensor = dict(
             zip(map(id, tensors), (self._get(t, mesh, s) for t, s in zip(tensors, shardings, strict=True)), strict=True)
         )
+        make = self._local_call(call, plan, len(mesh))
         locals_ = []
         for number, device in enumerate(mesh):
             args = [by_tensor[id(leaf)][number] if id(leaf) in by_tensor else self._get_plain(leaf) for leaf in leaves]
-            if plan is not None and plan.local is not None:
-                of_device, count = plan.local, len(mesh)
-                make: _Make = lambda args, of_device=of_device, count=count: of_device(args, count)  # type: ignore[misc] # noqa: E731
-            else:
-                make = lambda args: self._rebuilt(call, args)  # noqa: E731
             local = self._emit(make, args, device, self._named(var, number))
             if plan is not None and plan.factor != 1.0:
-                factor = relax.const(plan.factor, str(call.ty.dtype))
-                scale: _Make = lambda args, factor=factor: relax.op.multiply(args[0], factor)  # type: ignore[misc] # noqa: E731
-                local = self._emit(scale, [local], device, self._named(var, number))
+                operands = [local, relax.const(plan.factor, str(call.ty.dtype))]
+                local = self._emit(_multiplied, operands, device, self._named(var, number))
             locals_.append(local)
         self._values[var] = _Value(mesh, plan.results if plan else [REPLICATED] * max(_tensors(call.ty), 1), locals_)
+
+    def _local_call(self, call: relax.Call, plan: OpPlan | None, count: int) -> _Make:
+        """Maker of what a device computes."""
+        of_device = plan.local if plan is not None else None
+        if of_device is None:
+            return partial(self._rebuilt, call)
+        return lambda args: of_device(args, count)
 
     def _op_call(self, var: relax.Var, call: relax.Call, tensors: list[relax.Expr], mesh: Mesh) -> OpCall | None:
         """Description of a call for the rules; None if a shape is unknown."""
@@ -428,7 +432,11 @@ class _FunctionPartition:
             else:
                 return False
         has_shape = [str(shape_of(tensor)) == str(_extents(call.ty)) for tensor in tensors]
-        if not sums and len(homes) < 2 or not all(has or len(part) == 1 for has, part in zip(has_shape, parts, strict=True)):
+        if (
+            not sums
+            and len(homes) < 2
+            or not all(has or len(part) == 1 for has, part in zip(has_shape, parts, strict=True))
+        ):
             return False
         locals_: list[relax.Expr] = []
         for number, device in enumerate(mesh):
@@ -555,7 +563,9 @@ class _FunctionPartition:
             value = self._weights.get(expr, expr)
             if not isinstance(value, relax.Call) or expr not in self._weights:
                 return value is expr or self._can(value, count)(sharding)
-            found = weight_operands(value, [shape_of(arg) or [] for arg in value.args if _is_tensor(arg)], sharding, count)
+            found = weight_operands(
+                value, [shape_of(arg) or [] for arg in value.args if _is_tensor(arg)], sharding, count
+            )
             operands = [arg for arg in value.args if _is_tensor(arg)]
             return found is not None and all(
                 self._can(arg, count)(each) for arg, each in zip(operands, found[0], strict=True)
@@ -588,10 +598,10 @@ class _FunctionPartition:
             found = weight_operands(value, [shape_of(arg) or [] for arg in tensors], sharding, count)
             assert found is not None, "plans ask `_can` first"
             operands, local = found
-        by_device = list(zip(*(self._get(arg, mesh, each) for arg, each in zip(tensors, operands, strict=True)), strict=True))
-        make: _Make = (
-            (lambda args: local(args, count)) if local is not None else (lambda args: self._rebuilt(value, args))
+        by_device = list(
+            zip(*(self._get(arg, mesh, each) for arg, each in zip(tensors, operands, strict=True)), strict=True)
         )
+        make = self._local_call(value, OpPlan(operands, [sharding], local), count)
         name = expr.name
         return [
             self._emit(make, list(by_device[number]), device, f"{name}@{number}" if number else name)
@@ -624,7 +634,10 @@ class _FunctionPartition:
                 return [self._gathered(value, mesh[0], own, f"{name}_whole")]
             else:
                 whole = self._get(expr, value.mesh, REPLICATED)
-                at, own = [self._local_on(_Value(value.mesh, [REPLICATED], whole), device) for device in mesh], REPLICATED
+                at, own = (
+                    [self._local_on(_Value(value.mesh, [REPLICATED], whole), device) for device in mesh],
+                    REPLICATED,
+                )
             value = _Value(mesh, [own], at)
         if own == sharding:
             return value.locals
@@ -642,10 +655,9 @@ class _FunctionPartition:
             ]
         if sharding.axis != own.axis and not own.segments and not sharding.segments:
             return self._exchanged(value, sharding, own, expr, name)
-        whole = _Value(mesh, [REPLICATED], self._get(expr, mesh, REPLICATED))
         return [
             self._sliced(local, sharding, expr, number, len(mesh), device, name)
-            for number, (device, local) in enumerate(zip(mesh, whole.locals, strict=True))
+            for number, (device, local) in enumerate(zip(mesh, self._get(expr, mesh, REPLICATED), strict=True))
         ]
 
     def _local_on(self, value: _Value, device: int) -> relax.Expr:
@@ -746,7 +758,7 @@ class _FunctionPartition:
     # -- new bindings
 
     def _emit(self, make: _Make, args: Sequence[relax.Expr], device: int, name: str) -> relax.Expr:
-        """Bind what devices compute; its type is inferred from operands without devices, which TVM's inference mixes."""
+        """Bind what a device computes; its type is inferred from operands without devices."""
         bare = self._builder.normalize(make([self._bare_of(arg) for arg in args])).ty
         var = self._new_var(name, bare, device)
         value = make(list(args))
@@ -833,7 +845,8 @@ class _FunctionPartition:
         if None in shape or not all(result in used for result in item.results):
             return False
         kinds = [str(self._vdevices[device].target.kind.name) for device in item.mesh]
-        return set(kinds) == {"cuda"} and supports(math.prod(shape), str(item.results[0].ty.dtype))  # type: ignore[arg-type]
+        count = math.prod(extent or 0 for extent in shape)
+        return set(kinds) == {"cuda"} and supports(count, str(item.results[0].ty.dtype))
 
 
 class _Reduction:
@@ -906,8 +919,10 @@ def _replaced(expr: relax.Expr, names: dict[relax.Var, relax.Var]) -> relax.Expr
     return names.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
 
+def _multiplied(args: Sequence[relax.Expr]) -> relax.Expr:
+    return relax.op.multiply(*args)
+
+
 def _is_droppable(value: relax.Expr) -> bool:
     is_call = isinstance(value, relax.Call) and not tvm.ir.is_prim_expr(value)
     return not is_call or (isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")))
-
-

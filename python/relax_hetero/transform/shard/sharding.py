@@ -55,7 +55,7 @@ class Sharding:
     def local_shape(self, shape: Sequence[Any], count: int) -> list[Any]:
         """Shape of a device's part."""
         return [
-            int(extent) // count if axis == self.axis else (extent if known(extent) is None else known(extent))
+            int(extent) // count if axis == self.axis else (extent if known(extent) is None else int(extent))
             for axis, extent in enumerate(shape)
         ]
 
@@ -80,11 +80,9 @@ class Sharding:
         """A device's part of an array: a view if it is contiguous."""
         if self.axis is None:
             return array
-        before = (slice(None),) * self.axis
-        parts = [
-            array[(*before, slice(begin, end))]
-            for begin, end in self.ranges(array.shape[self.axis], index, count)
-        ]
+        before: tuple[slice, ...] = (slice(None),) * self.axis
+        ranges = self.ranges(array.shape[self.axis], index, count)
+        parts = [array[before + (slice(begin, end),)] for begin, end in ranges]  # noqa: RUF005
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
 

@@ -329,11 +329,12 @@ def _concat(op: OpCall) -> OpPlan | None:
     axis = int(op.call.attrs.axis or 0) % rank
     if state.axis != axis:
         return OpPlan([state] * len(op.operands), [state])
-    operands, segments = [], []
+    operands: list[Sharding] = []
+    segments: list[int] = []
     for operand in op.operands:
         own = operand.sharding.segments if operand.sharding is not None and operand.sharding.axis == axis else ()
         operands.append(Sharding(axis, own))
-        segments += own or [known(operand.shape[axis]) or 0]
+        segments += own or (known(operand.shape[axis]) or 0,)
     result = Sharding(axis, tuple(segments))
     if not result.divides(op.shapes[0], op.count):
         return None
@@ -390,10 +391,8 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
 def _numbers(expr: relax.Expr) -> list[int] | None:
     """Integers of a tuple of constants; None for others."""
     fields = list(expr.fields) if isinstance(expr, relax.Tuple) else None
-    values = [getattr(field, "value", None) for field in fields or ()]
-    if fields is None or any(value is None for value in values):
-        return None
-    return [int(value) for value in values]
+    values: list[Any] = [getattr(field, "value", None) for field in fields or ()]
+    return None if fields is None or None in values else [int(value) for value in values]
 
 
 def _cached_attention(op: OpCall) -> OpPlan | None:
@@ -520,8 +519,7 @@ WEIGHT_OPS = ELEMENTWISE | {DEQUANTIZE_BLOCKS, "relax.permute_dims", *RESHAPES}
 """Ops of constants whose results are weights."""
 
 PRODUCTS = frozenset(
-    {CACHED_ATTENTION}
-    | {name for name, traits in TRAITS.items() if traits.kind in ("product", "conv", "attention")}
+    {CACHED_ATTENTION} | {name for name, traits in TRAITS.items() if traits.kind in ("product", "conv", "attention")}
 )
 _PASSING = frozenset(
     ELEMENTWISE

@@ -1,14 +1,15 @@
 """Memory of GPUs that the other GPUs of a mesh write to (`artifact.peer_layout`), one for each machine and mesh.
 
-A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait for
-the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing until
-all its command buffers are graphs (`run_over_peers`).
+A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait
+for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
+until all its command buffers are graphs (`run_over_peers`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,26 @@ class _PeerCall(threading.local):
         Whether it is one of a function over GPUs of a mesh.
     is_incomplete : bool
         Whether command buffers have become graphs that were not launched.
+    waits : bool
+        Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
     """
 
     uses_peers = False
     is_incomplete = False
+    waits = False
 
 
 peer_call = _PeerCall()
+
+
+@contextmanager
+def waiting_for_kernels() -> Iterator[None]:
+    """Context of calls on this thread in which the host waits for each kernel: they refuse meshes of GPUs."""
+    peer_call.waits = True
+    try:
+        yield
+    finally:
+        peer_call.waits = False
 
 
 def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices: Sequence[runtime.Device]) -> Any:
@@ -116,6 +130,11 @@ def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
     current = current_machine.devices_and_scopes
     if current is None:
         raise HeteroError("peer_memory is called outside of a machine")
+    if peer_call.waits:
+        raise HeteroError(
+            "this function's kernels wait for those of other GPUs, so that their times cannot be measured one by one; "
+            "expected a function over no mesh of GPUs"
+        )
     peer_call.uses_peers = True
     devices, key = current[0], (id(current[0]), slot_bytes, mesh)
     with _lock:

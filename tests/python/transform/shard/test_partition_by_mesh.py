@@ -282,7 +282,9 @@ class RandomGraph:
             lambda: op.max(x, [int(pick.integers(len(shape)))], keepdims=True),
             lambda: op.concat([x, x], axis=int(pick.integers(len(shape)))) if np.prod(shape) < 4000 else op.nn.relu(x),
             lambda: op.strided_slice(x, [len(shape) - 1], [last // 4], [last]) if last > 3 else op.nn.relu(x),
-            lambda: op.take(x, relax.const(np.array([0, shape[1] - 1, 0])), axis=1) if len(shape) > 1 else op.nn.relu(x),
+            lambda: (
+                op.take(x, relax.const(np.array([0, shape[1] - 1, 0])), axis=1) if len(shape) > 1 else op.nn.relu(x)
+            ),
             lambda: op.reshape(x, [shape[0] * shape[1], *shape[2:]] if len(shape) == 3 else [1, *shape]),
             lambda: op.broadcast_to(x, [3, *shape]) if len(shape) == 2 else op.nn.relu(x),
         ]
