@@ -26,7 +26,7 @@ from tvm import relax
 import relax_hetero as rh
 from relax_hetero.artifact.peer_layout import PEER_MEMORY
 from relax_hetero.target.vdevice import parse_vdevices, with_vdevices
-from relax_hetero.tir.cuda.all_reduce import all_reduce_kernel, slots_of
+from relax_hetero.tir.cuda.all_reduce import all_reduce_kernel, slot_bytes_of, slots_of
 from relax_hetero.transform.ir.kernels import opaque_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -55,11 +55,11 @@ def chain_module(gpus: int, count: int, chain: int) -> tvm.IRModule:
 
     for rank, vdevice in enumerate(vdevices):
         ty = relax.TensorType([gpus], "int64", vdevice)
-        numbers = [relax.prim_value(number) for number in (rank, 4 * count, *range(gpus))]
+        numbers = [relax.prim_value(number) for number in (rank, slot_bytes_of(count), *range(gpus))]
         bases.append(emit(f"bases{rank}", relax.op.call_pure_packed(PEER_MEMORY, *numbers, ty_args=[ty]), ty))
     for number, slot in enumerate(slots_of(chain)):
         for rank, ty in enumerate(types):
-            kernel = opaque_kernel(all_reduce_kernel(shape, rank, gpus, slot, 4 * count))
+            kernel = opaque_kernel(all_reduce_kernel(shape, rank, gpus, slot, slot_bytes_of(count)))
             gv = builder.add_func(kernel, f"all_reduce_{rank}")
             operands = relax.Tuple([values[rank], bases[rank], values[rank]])
             values[rank] = emit(f"y{rank}_{number}", relax.op.call_tir(gv, operands, ty), ty)

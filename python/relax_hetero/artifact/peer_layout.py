@@ -1,4 +1,4 @@
-"""Layout of the memory that the GPUs of a mesh write to: flags, epochs, then slots for operands, on each GPU alike."""
+"""Layout of the memory that the GPUs of a mesh write to: flags, the epoch, then slots for operands, on each GPU alike."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _ALIGNMENT = 256
 
 
 def epoch_offset(ranks: int) -> int:
-    """Offset of the epochs of blocks, after the flags."""
+    """Offset of the epoch and of the number of blocks that have ended it, after the flags."""
     return ranks * FLAG_BLOCKS * 4
 
 
 def data_offset(slot: int, ranks: int, slot_bytes: int) -> int:
     """Offset of a slot, which has `slot_bytes` for each GPU."""
-    begin = -(-(epoch_offset(ranks) + FLAG_BLOCKS * 4) // _ALIGNMENT) * _ALIGNMENT
+    begin = -(-(epoch_offset(ranks) + 8) // _ALIGNMENT) * _ALIGNMENT
     return begin + slot * ranks * slot_bytes
 
 

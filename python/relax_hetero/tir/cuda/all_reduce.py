@@ -1,11 +1,15 @@
 """All-reduce over GPUs that access each other's memory: one kernel a GPU, without a copy and without the host.
 
-Each GPU has memory that the others write to (`vm.device.peer_memory`): flags, epochs and slots. A block stores its part
-of the operand into a slot of every other GPU, sets its flag there, waits for the others' flags, and adds what they have
-stored, in the order of the GPUs, so that all get the same bits. Every GPU sends its whole operand, which is optimal for
-two, and takes the fewest messages for short operands ("one-shot", as in TensorRT-LLM and vLLM).
+Each GPU has memory that the others write to (`artifact.peer_layout`). A thread stores its elements of the operand into a
+slot of every other GPU, waits for theirs, and adds in the order of the GPUs, so that all get the same bits. Every GPU
+sends its whole operand, which is optimal for two, and takes the fewest messages for short operands ("one-shot", as in
+TensorRT-LLM and vLLM). There are two protocols:
 
-A flag holds the number of times that its block has run, so that it never is reset. A slot may be written again when no
+- Short operands: each four bytes are stored beside the kernel's epoch, in one access of eight bytes, so that whoever
+  reads the epoch has the data (NCCL's LL). It takes twice the bytes, but neither fences nor flags.
+- Long operands: a block stores its part, then sets a flag to the epoch, and waits for the others' flags.
+
+The epoch is the number of a mesh's kernels so far, so that nothing ever is reset. A slot may be written again when no
 GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the one
 before it. `slots_of` numbers them so that this holds between calls, too.
 
@@ -28,19 +32,79 @@ ALL_REDUCE = "relax_hetero.all_reduce"
 _THREADS = 256
 _TIMEOUT_SECONDS = 60
 
+_LL_BYTES = 512 << 10
+"""Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than a fence."""
+
 _SOURCE = f"""
-__device__ __forceinline__ void rh_all_reduce(
+__device__ __forceinline__ unsigned rh_epoch(const unsigned* state) {{
+  return *(const volatile unsigned*)state + 1;
+}}
+// The last block ends the epoch: then all have read it.
+__device__ __forceinline__ void rh_end_epoch(unsigned* state, unsigned now, int blocks, int thread) {{
+  __syncthreads();
+  if (thread == 0 && atomicAdd(state + 1, 1u) == blocks - 1) {{ state[1] = 0; state[0] = now; }}
+}}
+__device__ __forceinline__ void rh_check_time(unsigned long long begin) {{
+  unsigned long long time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  if (time - begin > {_TIMEOUT_SECONDS}000000000ull) __trap();
+}}
+__device__ __forceinline__ unsigned long long rh_time() {{
+  unsigned long long time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}}
+__device__ __forceinline__ void rh_all_reduce_short(
     const float* x, float* out, const void* addresses, int count, int rank, int ranks, int blocks,
     long long data, long long slot_bytes, long long epochs, int block, int thread) {{
   const long long* bases = (const long long*)addresses;
   char* own = (char*)bases[rank];
-  unsigned* epoch = (unsigned*)(own + epochs) + block;
-  unsigned now = *(volatile unsigned*)epoch + 1;
-  int vectors = count / 4;
-  for (int i = block * {_THREADS} + thread; i < vectors; i += blocks * {_THREADS}) {{
+  unsigned* state = (unsigned*)(own + epochs);
+  unsigned now = rh_epoch(state);
+  int first = block * {_THREADS} + thread, step = blocks * {_THREADS}, pairs = count / 2;
+  for (int i = first; i < pairs; i += step) {{
+    uint2 v = ((const uint2*)x)[i];
+    for (int other = 1; other < ranks; ++other) {{
+      int peer = rank + other < ranks ? rank + other : rank + other - ranks;
+      char* to = (char*)bases[peer] + data + rank * slot_bytes + 16ll * i;
+      asm volatile("st.volatile.global.v4.u32 [%0], {{%1, %2, %3, %2}};" :: "l"(to), "r"(v.x), "r"(now), "r"(v.y));
+    }}
+  }}
+  for (int i = first; i < pairs; i += step) {{
+    float2 total = make_float2(0.0f, 0.0f);
+    for (int other = 0; other < ranks; ++other) {{
+      float2 v;
+      if (other == rank) {{
+        v = ((const float2*)x)[i];
+      }} else {{
+        const char* from = own + data + other * slot_bytes + 16ll * i;
+        unsigned a, b, flag, flag2, spins = 0;
+        unsigned long long begin = 0;
+        do {{
+          asm volatile("ld.volatile.global.v4.u32 {{%0, %1, %2, %3}}, [%4];"
+                       : "=r"(a), "=r"(flag), "=r"(b), "=r"(flag2) : "l"(from));
+          if (++spins % 65536 == 0) {{ if (!begin) begin = rh_time(); else rh_check_time(begin); }}
+        }} while (flag != now || flag2 != now);
+        v = make_float2(__uint_as_float(a), __uint_as_float(b));
+      }}
+      total.x += v.x; total.y += v.y;
+    }}
+    ((float2*)out)[i] = total;
+  }}
+  rh_end_epoch(state, now, blocks, thread);
+}}
+__device__ __forceinline__ void rh_all_reduce_long(
+    const float* x, float* out, const void* addresses, int count, int rank, int ranks, int blocks,
+    long long data, long long slot_bytes, long long epochs, int block, int thread) {{
+  const long long* bases = (const long long*)addresses;
+  char* own = (char*)bases[rank];
+  unsigned* state = (unsigned*)(own + epochs);
+  unsigned now = rh_epoch(state);
+  int first = block * {_THREADS} + thread, step = blocks * {_THREADS}, vectors = count / 4;
+  for (int i = first; i < vectors; i += step) {{
     float4 v = ((const float4*)x)[i];
-    for (int step = 1; step < ranks; ++step) {{
-      int peer = rank + step < ranks ? rank + step : rank + step - ranks;
+    for (int other = 1; other < ranks; ++other) {{
+      int peer = rank + other < ranks ? rank + other : rank + other - ranks;
       ((float4*)((char*)bases[peer] + data + rank * slot_bytes))[i] = v;
     }}
   }}
@@ -50,16 +114,14 @@ __device__ __forceinline__ void rh_all_reduce(
     unsigned* mine = (unsigned*)own + thread * {FLAG_BLOCKS} + block;
     asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(now) : "memory");
     unsigned seen;
-    unsigned long long begin, time;
-    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(begin));
+    unsigned long long begin = rh_time();
     do {{
       asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-      asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-      if (time - begin > {_TIMEOUT_SECONDS}000000000ull) __trap();
+      rh_check_time(begin);
     }} while ((int)(seen - now) < 0);
   }}
   __syncthreads();
-  for (int i = block * {_THREADS} + thread; i < vectors; i += blocks * {_THREADS}) {{
+  for (int i = first; i < vectors; i += step) {{
     float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     for (int other = 0; other < ranks; ++other) {{
       float4 v = other == rank ? ((const float4*)x)[i] : __ldcg((const float4*)(own + data + other * slot_bytes) + i);
@@ -67,9 +129,18 @@ __device__ __forceinline__ void rh_all_reduce(
     }}
     ((float4*)out)[i] = total;
   }}
-  if (thread == 0) *epoch = now;
+  rh_end_epoch(state, now, blocks, thread);
 }}
 """
+
+
+def slot_bytes_of(count: int) -> int:
+    """Bytes of a slot that an operand of float32 needs for each GPU."""
+    return 4 * count * (2 if _is_short(count) else 1)
+
+
+def _is_short(count: int) -> bool:
+    return 4 * count <= _LL_BYTES
 
 
 def supports(count: int, dtype: str) -> bool:
@@ -94,7 +165,7 @@ def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_b
     slot : int
         Slot that it uses, see `slots_of`.
     slot_bytes : int
-        Bytes of a slot for each GPU, at least those of the operand.
+        Bytes of a slot for each GPU, at least `slot_bytes_of` the operand.
 
     Returns
     -------
@@ -105,7 +176,7 @@ def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_b
     count = 1
     for extent in shape:
         count *= extent
-    blocks = max(1, min(FLAG_BLOCKS, count // 4 // _THREADS))
+    blocks = max(1, min(FLAG_BLOCKS, count // (2 if _is_short(count) else 4) // _THREADS))
     data = data_offset(slot, ranks, slot_bytes)
     function = Function(f"all_reduce_{rank}", registers="local")
     with function:
@@ -117,7 +188,7 @@ def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_b
             first = [0] * len(shape)
             T.evaluate(
                 T.cuda.func_call(
-                    "rh_all_reduce",
+                    "rh_all_reduce_short" if _is_short(count) else "rh_all_reduce_long",
                     T.address_of(x[tuple(first)]),
                     T.address_of(out[tuple(first)]),
                     T.address_of(bases[0]),

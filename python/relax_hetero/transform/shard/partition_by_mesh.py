@@ -51,7 +51,7 @@ from ...op.sharding import SHARD, split_axis
 from ...op.traits import ELEMENTWISE
 from ...target.mesh import mesh_positions
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
-from ...tir.cuda.all_reduce import all_reduce_kernel, slots_of, supports
+from ...tir.cuda.all_reduce import all_reduce_kernel, slot_bytes_of, slots_of, supports
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import renamed, shape_of, used_vars
@@ -862,7 +862,7 @@ class _Reduction:
     def __init__(self, partition: _FunctionPartition, sums: list[_Sum]) -> None:
         self._partition, self._last = partition, dict[int, relax.Expr]()
         self._slots = iter(slots_of(len(sums)))
-        sizes = [math.prod(map(int, shape_of(each.results[0]) or [])) * 4 for each in sums]
+        sizes = [slot_bytes_of(math.prod(map(int, shape_of(each.results[0]) or []))) for each in sums]
         self._slot_bytes = max(sizes, default=0)
         self._bases: dict[tuple[Mesh, int], relax.Var] = {}
 
