@@ -441,7 +441,7 @@ def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[in
         return tuple(int(count) * size for count in (call.attrs.heads, call.attrs.kv_heads, call.attrs.kv_heads))
     if name == "relax.split" and int(call.attrs.axis) % len(shape) == len(shape) - 1:
         return tuple(known(field.shape.values[-1]) or 0 for field in call.ty.fields)
-    if name in ELEMENTWISE and sum(result) == known(shape[-1]):
+    if (name in ELEMENTWISE or name in RESHAPES) and sum(result) == known(shape[-1]):
         return result
     return ()
 
