@@ -48,22 +48,11 @@ _EPSILON = 1e-6
 
 
 @dataclass(frozen=True)
-class DeltaRuleProblem:
-    """Rows of a layer with the gated delta rule.
-
-    A sequence's state is (elements,) of float32: the inputs of the convolution of its last ``taps - 1`` tokens, (taps -
-    1, channels), then the matrices, each in blocks of `lanes` columns. It counts as zeros at position 0.
-
-    Parameters of the convolution's kernel, in order: inputs, (rows, channels); weights, (taps, channels); sequences and
-    positions, (rows,) of int32; states, (slots, elements), written in place; results, (rows, channels). Those of the
-    rule: the convolution's results; beta and alpha, (rows, value_heads); a and dt, (value_heads,); sequences,
-    positions and states; results, (rows, value_heads * value_size). All others are float32. Rows of sequence -1 write
-    no state, and their results are zeros.
+class DeltaRuleSizes:
+    """Sizes of a layer with the gated delta rule.
 
     Attributes
     ----------
-    rows, slots : int
-        Rows of a call, and sequences in the cache.
     key_heads, value_heads : int
         Heads of queries and keys, and of values; the latter is a multiple of the former.
     key_size, value_size : int
@@ -72,27 +61,14 @@ class DeltaRuleProblem:
         Tokens that the convolution sees.
     is_tiled : bool
         True if value head h reads key head ``h % key_heads``, False if ``h // (value_heads // key_heads)``.
-    is_chunk : bool
-        True if all rows belong to the sequence of row 0.
-    is_convolution : bool
-        True on the convolution's kernel.
     """
 
-    rows: int
-    slots: int
     key_heads: int
     value_heads: int
     key_size: int
     value_size: int
     taps: int
     is_tiled: bool
-    is_chunk: bool
-    is_convolution: bool = False
-
-    @classmethod
-    def of(cls, func: tirx.PrimFunc) -> DeltaRuleProblem:
-        """Problem of a PrimFunc with the attribute."""
-        return cls(**json.loads(str(func.attrs[DELTA_RULE])))
 
     @property
     def channels(self) -> int:
@@ -126,6 +102,40 @@ class DeltaRuleProblem:
     def value_start(self, row: Expr, task: Expr) -> Expr:
         """First element of the values of a block in the convolution's results."""
         return row * self.channels + 2 * self.key_heads * self.key_size + task * self.lanes
+
+
+@dataclass(frozen=True)
+class DeltaRuleProblem(DeltaRuleSizes):
+    """Rows of a layer with the gated delta rule.
+
+    A sequence's state is (elements,) of float32: the inputs of the convolution of its last ``taps - 1`` tokens, (taps -
+    1, channels), then the matrices, each in blocks of `lanes` columns. It counts as zeros at position 0.
+
+    Parameters of the convolution's kernel, in order: inputs, (rows, channels); weights, (taps, channels); sequences and
+    positions, (rows,) of int32; states, (slots, elements), written in place; results, (rows, channels). Those of the
+    rule: the convolution's results; beta and alpha, (rows, value_heads); a and dt, (value_heads,); sequences,
+    positions and states; results, (rows, value_heads * value_size). All others are float32. Rows of sequence -1 write
+    no state, and their results are zeros.
+
+    Attributes
+    ----------
+    rows, slots : int
+        Rows of a call, and sequences in the cache.
+    is_chunk : bool
+        True if all rows belong to the sequence of row 0.
+    is_convolution : bool
+        True on the convolution's kernel.
+    """
+
+    rows: int
+    slots: int
+    is_chunk: bool
+    is_convolution: bool = False
+
+    @classmethod
+    def of(cls, func: tirx.PrimFunc) -> DeltaRuleProblem:
+        """Problem of a PrimFunc with the attribute."""
+        return cls(**json.loads(str(func.attrs[DELTA_RULE])))
 
 
 class DeltaRuleTensors:

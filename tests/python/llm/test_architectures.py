@@ -44,7 +44,8 @@ def test_logits(name, tmp_path):
     np.testing.assert_allclose(run(path, TOKENS, 6)[list(ROWS)], expected, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", slow_but_for(BLOCKS, ["glm4"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BLOCKS)
 def test_logits_of_blocks(name, tmp_path):
     """Matrices of several parts are split in whole blocks."""
     numbers = tensors(name)

@@ -13,7 +13,7 @@ from relax_hetero.tir.delta_rule import DeltaRuleProblem, convolution_kernel, de
 from seeds import fresh_rng
 
 TARGET = tvm.target.Target({"kind": "cuda", "arch": "sm_90a"})
-SMALL = DeltaRuleProblem(5, 3, 2, 4, 8, 16, 4, False, False)
+SMALL = DeltaRuleProblem(2, 4, 8, 16, 4, False, rows=5, slots=3, is_chunk=False)
 
 
 def sigmoid(x):

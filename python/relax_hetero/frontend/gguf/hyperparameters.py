@@ -15,7 +15,7 @@ import numpy as np
 
 from ...encoding.pages import LayerCache
 from ...errors import FrontendError
-from ...tir.delta_rule import DeltaRuleProblem
+from ...tir.delta_rule import DeltaRuleProblem, DeltaRuleSizes
 from ...tir.routing import ROUTING_KINDS, RoutingProblem
 from .architectures import ARCHITECTURES, LONG_ROPE, Architecture, Windows
 from .file import GgufFile
@@ -95,30 +95,16 @@ class LatentAttention:
 
 
 @dataclass(frozen=True)
-class DeltaRule:
-    """Sizes of layers with the gated delta rule (`tir.delta_rule.DeltaRuleProblem`).
+class DeltaRule(DeltaRuleSizes):
+    """Sizes of layers with the gated delta rule, and their period.
 
     Attributes
     ----------
-    key_heads, value_heads : int
-    key_size, value_size : int
-    taps : int
-    is_tiled : bool
     period : int
         Period of layers whose last layer has attention.
     """
 
-    key_heads: int
-    value_heads: int
-    key_size: int
-    value_size: int
-    taps: int
-    is_tiled: bool
     period: int
-
-
-_DELTA_SIZES = [field.name for field in dataclasses.fields(DeltaRule) if field.name != "period"]
-"""Sizes that are those of a `DeltaRuleProblem`."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +271,7 @@ class Hyperparameters:
     def delta_problem(self, rows: int, slots: int, is_chunk: bool) -> DeltaRuleProblem:
         """The gated delta rule of a layer for a call's rows and the sequences of a cache."""
         assert self.delta is not None, "only models with sizes of the delta rule have one"
-        sizes = {name: getattr(self.delta, name) for name in _DELTA_SIZES}
+        sizes = {field.name: getattr(self.delta, field.name) for field in dataclasses.fields(DeltaRuleSizes)}
         return DeltaRuleProblem(rows=rows, slots=slots, is_chunk=is_chunk, **sizes)
 
     def result_size(self, layer: int) -> int:

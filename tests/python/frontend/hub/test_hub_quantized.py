@@ -9,7 +9,6 @@ from ml_dtypes import bfloat16, float8_e4m3fn
 import relax_hetero as rh
 from llm.hub_files import write_folder, write_safetensors
 from llm.run_gguf import run
-from marks import slow_but_for
 from relax_hetero.encoding.block_formats import FILE_FORMATS, dequantize_rows
 from relax_hetero.errors import FrontendError
 from relax_hetero.frontend.gguf.place_layers import layouts_of, resident_bytes
@@ -200,10 +199,8 @@ def test_numbers_of_matrices(case, tmp_path):
     assert not scales
 
 
-@pytest.mark.parametrize(
-    "case",
-    slow_but_for(["awq", "gptq", "packed-8", "nvfp4", "fp8-blocks"], ["awq"]),
-)
+@pytest.mark.slow  # two models are compiled for each; test_numbers_of_matrices compares all that is read
+@pytest.mark.parametrize("case", ["awq", "gptq", "packed-8", "nvfp4", "fp8-blocks"])
 def test_logits(case, tmp_path):
     folder, reference, _ = quantized_folder(case, tmp_path)
     expected = run(reference, TOKENS, 3)
