@@ -42,7 +42,7 @@ class Operand:
     sharding : Sharding or None
         None for a weight.
     can : callable
-        Whether the value can be had with a sharding.
+        Test of whether the value can be had with a sharding.
     """
 
     expr: relax.Expr
@@ -67,7 +67,7 @@ class OpCall:
     segments : tuple of int
         Segments along the result's last axis that its readers would like; () for any.
     is_read_by_products : bool
-        Whether a split of the result's last axis serves a reader: a product, attention, or the caller.
+        True if a split of the result's last axis serves a reader: a product, attention, or the caller.
     """
 
     call: relax.Call
@@ -87,13 +87,13 @@ class OpCall:
 
 @dataclass(frozen=True)
 class OpPlan:
-    """What devices compute.
+    """Plan of an op on all devices.
 
     Attributes
     ----------
     operands, results : list of Sharding
     local : callable or None
-        Makes the call of a device; None: the same call of its operands.
+        Maker of a device's call; None: the same call of its operands.
     factor : float
         Factor of a device's result, such as its share of a mean.
     """
