@@ -7,7 +7,8 @@ TensorRT-LLM and vLLM). There are two protocols:
 
 - Short operands: each four bytes are stored beside the kernel's epoch, in one access of eight bytes, so that whoever
   reads the epoch has the data (NCCL's LL). It takes twice the bytes, but neither fences nor flags.
-- Long operands: a block stores its part, then sets a flag to the epoch, and waits for the others' flags.
+- Long operands: a block stores a chunk of its part and sets a flag, and meanwhile adds the chunk before, for which it
+  waits for the others' flags. A flag is a multiple of the epoch plus the number of the chunk.
 
 The epoch is the number of a mesh's kernels so far, so that nothing ever is reset. A slot may be written again when no
 GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the one
@@ -29,7 +30,8 @@ from .loops.launch import launch
 ALL_REDUCE = "relax_hetero.all_reduce"
 """On a PrimFunc: it exchanges values with the kernels of other devices."""
 
-_THREADS = 256
+_THREADS = 512
+_CHUNKS = 8
 _TIMEOUT_SECONDS = 60
 
 _LL_BYTES = 512 << 10
@@ -100,34 +102,47 @@ __device__ __forceinline__ void rh_all_reduce_long(
   char* own = (char*)bases[rank];
   unsigned* state = (unsigned*)(own + epochs);
   unsigned now = rh_epoch(state);
-  int first = block * {_THREADS} + thread, step = blocks * {_THREADS}, vectors = count / 4;
-  for (int i = first; i < vectors; i += step) {{
-    float4 v = ((const float4*)x)[i];
-    for (int other = 1; other < ranks; ++other) {{
-      int peer = rank + other < ranks ? rank + other : rank + other - ranks;
-      ((float4*)((char*)bases[peer] + data + rank * slot_bytes))[i] = v;
+  int vectors = count / 4, part = (vectors + blocks - 1) / blocks, chunk = (part + {_CHUNKS - 1}) / {_CHUNKS};
+  int begin = block * part, end = min(begin + part, vectors);
+  for (int number = 0; number <= {_CHUNKS}; ++number) {{
+    if (number < {_CHUNKS}) {{  // send a chunk
+      int last = min(begin + (number + 1) * chunk, end);
+      for (int i = begin + number * chunk + thread; i < last; i += {_THREADS}) {{
+        float4 v = ((const float4*)x)[i];
+        for (int step = 1; step < ranks; ++step) {{
+          int peer = rank + step < ranks ? rank + step : rank + step - ranks;
+          ((float4*)((char*)bases[peer] + data + rank * slot_bytes))[i] = v;
+        }}
+      }}
+      __syncthreads();
+      if (thread < ranks && thread != rank) {{
+        unsigned* theirs = (unsigned*)bases[thread] + rank * {FLAG_BLOCKS} + block;
+        unsigned flag = now * {_CHUNKS} + number;
+        asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(flag) : "memory");
+      }}
     }}
-  }}
-  __syncthreads();
-  if (thread < ranks && thread != rank) {{
-    unsigned* theirs = (unsigned*)bases[thread] + rank * {FLAG_BLOCKS} + block;
-    unsigned* mine = (unsigned*)own + thread * {FLAG_BLOCKS} + block;
-    asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(now) : "memory");
-    unsigned seen;
-    unsigned long long begin = rh_time();
-    do {{
-      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-      rh_check_time(begin);
-    }} while ((int)(seen - now) < 0);
-  }}
-  __syncthreads();
-  for (int i = first; i < vectors; i += step) {{
-    float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int other = 0; other < ranks; ++other) {{
-      float4 v = other == rank ? ((const float4*)x)[i] : __ldcg((const float4*)(own + data + other * slot_bytes) + i);
-      total.x += v.x; total.y += v.y; total.z += v.z; total.w += v.w;
+    if (number) {{  // add the chunk before it
+      if (thread < ranks && thread != rank) {{
+        unsigned* mine = (unsigned*)own + thread * {FLAG_BLOCKS} + block;
+        unsigned seen, flag = now * {_CHUNKS} + number - 1;
+        unsigned long long start = rh_time();
+        do {{
+          asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+          rh_check_time(start);
+        }} while ((int)(seen - flag) < 0);
+      }}
+      __syncthreads();
+      int last = min(begin + number * chunk, end);
+      for (int i = begin + (number - 1) * chunk + thread; i < last; i += {_THREADS}) {{
+        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int other = 0; other < ranks; ++other) {{
+          const float4* from = (const float4*)(own + data + other * slot_bytes) + i;
+          float4 v = other == rank ? ((const float4*)x)[i] : __ldcg(from);
+          total.x += v.x; total.y += v.y; total.z += v.z; total.w += v.w;
+        }}
+        ((float4*)out)[i] = total;
+      }}
     }}
-    ((float4*)out)[i] = total;
   }}
   rh_end_epoch(state, now, blocks, thread);
 }}
