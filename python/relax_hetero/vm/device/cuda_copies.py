@@ -45,7 +45,7 @@ def issue_copy(
         return
     library.use(stream.gpu)
     if source.gpu is not None and target.gpu is not None:
-        if source.gpu == target.gpu or has_peer_access(source.gpu, target.gpu):
+        if source.gpu == target.gpu:
             library.call("cuMemcpyDtoDAsync_v2", target.address, source.address, nbytes, stream.handle)
         else:
             contexts = library.context(target.gpu), library.context(source.gpu)
