@@ -1,11 +1,10 @@
 # Every target sets up what it needs: a virtual environment in .venv, reinstalled only when pyproject.toml changes.
-# Settings: PYTHON=/path/to/python3.12 (3.10 to 3.12; else the first suitable one on PATH), WORKERS=2, PYTEST_ARGS=...
+# Settings: PYTHON=/path/to/python3.12 (3.10 to 3.14; else the first suitable one on PATH), WORKERS=2, PYTEST_ARGS=...
 
 VENV := .venv
 TORCH_VENV := .venv-torch
 DOCS_VENV := .venv-docs
 DIST_VENV := .venv-dist
-ZIG_VENV := .venv-zig
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -14,7 +13,7 @@ GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
 GPU_WORKERS ?= 12
 PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
-CHECKED := python apps examples tests
+CHECKED := python apps examples release tests
 
 .PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist workers clean distclean
 .DEFAULT_GOAL := help
@@ -31,7 +30,7 @@ help:
 	@echo "make format       let ruff fix and format the code"
 	@echo "make conformance  ONNX's backend suite, here and in stock TVM (long)"
 	@echo "make docs         build the site in build/site; broken links and outdated pages are errors"
-	@echo "make dist         build wheel and source distribution in dist, and check them as PyPI does"
+	@echo "make dist         build wheel and source distribution of the last commit in dist, twice with the same bytes"
 	@echo "make workers      write the LLVM IR of the worker threads, after a change of their C code"
 	@echo "make clean        remove caches and build outputs; make distclean: also .cache and $(VENV)"
 
@@ -84,28 +83,26 @@ docs: $(DOCS_VENV)/.stamp-docs
 	@mkdir -p build/notebooks
 	cd build/notebooks && NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(DOCS_VENV)/bin/python -m mkdocs build --strict --config-file ../../mkdocs.yml
 
-# Empties dist first; the wheel is built from the source distribution.
+# The wheel is built from the source distribution; both are checked as a package index does.
 dist: $(DIST_VENV)/.stamp-dist
-	rm -rf dist
-	$(DIST_VENV)/bin/python -m build --outdir dist
-	$(DIST_VENV)/bin/python -m twine check --strict dist/*
+	$(DIST_VENV)/bin/python release/build.py
 
 # The package ships C and LLVM IR: only a change of workers.c needs a compiler.
-workers: $(ZIG_VENV)/.stamp-zig
-	$(ZIG_VENV)/bin/python python/relax_hetero/driver/link/threads/generate.py
+workers: $(VENV)/.stamp-dev
+	$(PY) python/relax_hetero/driver/link/threads/generate.py
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis python/*.egg-info
 	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) $(ZIG_VENV) .cache
+	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) .cache
 
 # The interpreter is run, not only looked up: version managers put names on PATH that do not run,
 # and some distributions ship a Python whose venv module lacks pip.
 $(PY):
-	@ok='import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))'; \
-	for name in $(or $(PYTHON),python3 python3.12 python3.11 python3.10); do \
+	@ok='import sys, venv, ensurepip; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 14))'; \
+	for name in $(or $(PYTHON),python3 python3.14 python3.13 python3.12 python3.11 python3.10); do \
 	  IFS=:; \
 	  for folder in $$PATH; do \
 	    case "$$name" in */*) p=$$name ;; *) p=$$folder/$$name ;; esac; \
@@ -116,7 +113,7 @@ $(PY):
 	    fi; \
 	  done; \
 	done; \
-	echo "relax-hetero needs Python 3.10, 3.11 or 3.12 with the venv and ensurepip modules, and found none on PATH" >&2; \
+	echo "relax-hetero needs a Python from 3.10 to 3.14 with the venv and ensurepip modules, and found none on PATH" >&2; \
 	echo "(python3 is $$(python3 --version 2>&1 | head -n 1)). On Debian or Ubuntu: apt install python3-venv." >&2; \
 	echo "Another interpreter is chosen with: make PYTHON=/path/to/python3.12" >&2; \
 	exit 1
@@ -143,15 +140,9 @@ $(DOCS_VENV)/.stamp-docs: pyproject.toml | $(PY)
 	@$(DOCS_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --editable '.[docs]'
 	@touch $@
 
+# Fixed versions, because the same commit is built into the same bytes.
 $(DIST_VENV)/.stamp-dist: Makefile | $(PY)
-	@echo "Installing build and twine into $(DIST_VENV)"
+	@echo "Installing build, setuptools and twine into $(DIST_VENV)"
 	@$(PY) -m venv $(DIST_VENV)
-	@$(DIST_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install 'build>=1.2,<2' 'twine>=6.1,<7'
-	@touch $@
-
-# A fixed version, because tests compare the LLVM IR, which differs between versions of clang.
-$(ZIG_VENV)/.stamp-zig: Makefile | $(PY)
-	@echo "Installing a compiler of C into $(ZIG_VENV)"
-	@$(PY) -m venv $(ZIG_VENV)
-	@$(ZIG_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install ziglang==0.17.1
+	@$(DIST_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install build==1.5.0 setuptools==83.0.0 twine==6.2.0
 	@touch $@

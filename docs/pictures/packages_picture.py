@@ -37,6 +37,7 @@ PACKAGES = {
     "providers": "services of higher packages, by name",
     "import_hooks": "hooks of imports",
     "errors": "exceptions",
+    "system": "Linux, macOS, Windows",
 }
 """Contents of each package of the contract."""
 

@@ -1,8 +1,10 @@
 """Distribution of the project: workflows, the extras that pip installs, and how the library is cited."""
 
+import io
 import os
 import re
 import shlex
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -29,6 +31,8 @@ def exists(command):
         return all(re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE) for target in arguments)
     if program == "relax-hetero":
         return arguments == ["--version"] or arguments[0] in cli.commands
+    if program == "python":
+        return all((ROOT / word[1:]).is_file() for word in arguments if word.startswith("@"))
     return program == "pip" or os.access(ROOT / program, os.X_OK)
 
 
@@ -58,6 +62,43 @@ def test_each_python_is_tried():
     for job in (ci["test"], wheels["install"]):
         assert job["strategy"]["matrix"]["python"] == PYTHONS
     assert {"run": ".ci/run"} in ci["test"]["steps"]
+    assert f'requires-python = ">={PYTHONS[0]},<3.{int(PYTHONS[-1][2:]) + 1}"' in PROJECT
+    assert ci["systems"]["strategy"]["matrix"]["python"] == [PYTHONS[0], PYTHONS[-1]]
+
+
+def test_other_systems_run_tests_that_exist():
+    assert all((ROOT / line).exists() for line in (ROOT / "release" / "systems.txt").read_text().splitlines())
+
+
+def test_an_image_is_built_by_the_tested_script():
+    """Only the script installs anything, and the image has its command."""
+    lines = (ROOT / "release" / "Dockerfile").read_text().splitlines()
+    steps = [line for line in lines if line.startswith("RUN") and "pip" in line]
+    (folder,) = re.findall(r"^RUN /checkout/release/install.sh (\S+) ", "\n".join(lines), re.MULTILINE)
+    assert not steps and f'ENTRYPOINT ["{folder}/bin/relax-hetero"]' in lines
+
+
+def test_a_source_distribution_depends_on_its_files_only(tmp_path):
+    """Neither times, owners and permissions nor the order of the files matter."""
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("build_packages", ROOT / "release" / "build.py")
+    builder = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(builder)
+    archives = []
+    for number, names in enumerate((["a", "tool"], ["tool", "a"])):
+        archive = tmp_path / f"{number}.tar.gz"
+        with tarfile.open(archive, "w:gz") as tar:
+            for name in names:
+                entry = tarfile.TarInfo(f"part/{name}")
+                entry.mtime, entry.uid, entry.size = 1000 + number, number, 4
+                entry.mode = (0o744, 0o755)[number] if name == "tool" else (0o600, 0o664)[number]
+                tar.addfile(entry, io.BytesIO(name.ljust(4).encode()))
+        builder.normalize(archive, 1234)
+        archives.append(archive.read_bytes())
+    assert archives[0] == archives[1]
+    with tarfile.open(tmp_path / "0.tar.gz") as tar:
+        assert [(m.name, m.mode, m.mtime) for m in tar] == [("part/a", 0o644, 1234), ("part/tool", 0o755, 1234)]
 
 
 def test_the_library_is_cited_by_its_version():

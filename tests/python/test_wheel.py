@@ -1,11 +1,13 @@
 """The wheel works where nothing else is installed, with each Python that the library supports and this machine has."""
 
+import io
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -93,6 +95,22 @@ def test_the_wheel_works_in_an_empty_environment(version, wheel, tmp_path):
     assert "</html>" in (tmp_path / "toy.html").read_text()
     (tmp_path / "toy.py").write_text(PROGRAM)
     assert run(programs / "python", "toy.py", cwd=tmp_path, **settings).startswith(str(tmp_path / "venv"))
+
+
+def test_the_script_installs_the_checkout_in_an_empty_environment(tmp_path):
+    """The steps of the image, from a copy of the committed files."""
+    archive = subprocess.check_output(["git", "archive", "HEAD"], cwd=ROOT)
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        tar.extractall(tmp_path / "checkout", filter="data")
+    settings = {"RELAX_HETERO_CACHE": str(tmp_path / "cache"), "PYTHON": sys.executable}
+    shown = run(tmp_path / "checkout/release/install.sh", tmp_path / "venv", "compiler", cwd=tmp_path, **settings)
+    assert "Everything required works." in shown
+    onnx.save(onnx.parser.parse_model(MODEL), str(tmp_path / "toy.onnx"))
+    # Without a C compiler on PATH, the one of the extra links.
+    words = ("relax-hetero", "compile", "toy.onnx", "-o", "toy.so")
+    run(tmp_path / "venv/bin" / words[0], *words[1:], cwd=tmp_path, PATH="/nowhere", CXX="", CC="", HOME=str(tmp_path))
+    run(tmp_path / "venv/bin" / words[0], "explain", "toy.so", "--html", "toy.html", cwd=tmp_path)
+    assert "</html>" in (tmp_path / "toy.html").read_text()
 
 
 def test_type_checkers_read_the_wheel(wheel, tmp_path):

@@ -18,18 +18,17 @@ import json
 import logging
 import os
 import re
-import stat
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError, printable
-from .regular_files import open_regular, why_untrusted
+from ..system import OpenFolder, why_untrusted
+from .regular_files import open_regular
 from .typed_data import read_json
 
 _log = logging.getLogger("relax_hetero")
@@ -44,7 +43,7 @@ _OFF = ("off", "0", "no", "false", "none")
 _UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 _KEY = re.compile(r"[0-9a-f]{40}")
-_DRAFT = r"\.[0-9a-f]{40}\.(so|json|cubin)\.[0-9a-f]{32}"
+_DRAFT = r"\.[0-9a-f]{40}\.(so|json|cubin|figures)\.[0-9a-f]{32}"
 _SUFFIXES = ("so", "json", "hits")
 _MAX_DESCRIPTION_BYTES = 1 << 20
 # Folders for which a warning was logged.
@@ -115,61 +114,58 @@ class CacheFolder:
             A folder that cannot be made or written.
         """
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with self.open_descriptor() as folder:
+        with self.opened() as folder:
             if folder is None:
                 raise OSError(errno.EPERM, "it is not used", str(self.path))
             write(self.file(key))
-            draft = f".{key}.json.{uuid.uuid4().hex}"
-            with open(draft, "x", opener=partial(private_opener, folder)) as file:
-                file.write(json.dumps({"key": key, **description}))
-            os.replace(draft, f"{key}.json", src_dir_fd=folder, dst_dir_fd=folder)
+            write_in(folder, f"{key}.json", json.dumps({"key": key, **description}).encode())
         self.trim()
 
     @contextmanager
-    def open_descriptor(self) -> Iterator[int | None]:
-        """Context with the descriptor of the folder; None if it is absent or not trusted, which is logged once.
+    def opened(self) -> Iterator[OpenFolder | None]:
+        """Context with the open folder; None if it is absent or not trusted, which is logged once.
 
         A folder that other users can write is not trusted, because they could store code there that this user runs.
         """
         try:
-            folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            folder = OpenFolder(self.path)
         except (OSError, ValueError):  # the folder does not exist yet
             yield None
             return
-        try:
-            why = why_untrusted(os.fstat(folder))
+        with folder:
+            why = why_untrusted(folder.status())
             if why and self.path not in _refused:
                 _refused.add(self.path)
                 _log.warning("the compile cache %s is not used: %s", printable(str(self.path)), why)
             yield None if why else folder
-        finally:
-            os.close(folder)
 
     def note_hit(self, key: str) -> None:
         """Count a use, if the folder is writable."""
         try:
-            with self.open_descriptor() as folder:
+            with self.opened() as folder:
                 if folder is not None:
-                    with open(f"{key}.hits", "ab", opener=partial(private_opener, folder)) as file:
+                    with open(f"{key}.hits", "ab", opener=folder.open_to_write) as file:
                         file.write(b"\n")
         except OSError as error:
             _log.debug("the compile cache counts no uses: %s", error)
 
     def drop(self, key: str) -> None:
         """Remove an executable, if possible."""
-        with self.open_descriptor() as folder:
-            for suffix in _SUFFIXES:
-                unlink_in(folder, f"{key}.{suffix}")
+        with self.opened() as folder:
+            if folder is not None:
+                for suffix in _SUFFIXES:
+                    remove_in(folder, f"{key}.{suffix}")
 
     def entries(self) -> list[Entry]:
         """The entries of the folder, the most recently used first."""
-        with self.open_descriptor() as folder:
-            entries = [_entry(folder, name.removesuffix(".so")) for name in files_in(folder, _KEY.pattern + r"\.so")]
+        with self.opened() as folder:
+            names = [] if folder is None else folder.files(_KEY.pattern + r"\.so")
+            entries = [_entry(folder, name.removesuffix(".so")) for name in names]
         return sorted((entry for entry in entries if entry is not None), key=lambda entry: -entry.used)
 
     def entry(self, key: str) -> Entry | None:
         """The entry of a key."""
-        with self.open_descriptor() as folder:
+        with self.opened() as folder:
             return _entry(folder, key)
 
     def trim(self) -> None:
@@ -181,38 +177,47 @@ class CacheFolder:
             else:
                 total += entry.bytes
         before = time.time() - _STALE_SECONDS
-        with self.open_descriptor() as folder:
-            for draft in files_in(folder, _DRAFT):
-                status = status_of(folder, draft)
-                if status is not None and status.st_mtime < before:
-                    unlink_in(folder, draft)
+        with self.opened() as folder:
+            if folder is not None:
+                for draft in folder.files(_DRAFT):
+                    status = folder.regular_status(draft)
+                    if status is not None and status.st_mtime < before:
+                        remove_in(folder, draft)
 
     def clear(self) -> None:
         """Remove every executable and the code of single kernels; other files in the folder stay."""
-        with self.open_descriptor() as folder:
-            for name in files_in(folder, rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin', 'figures'))})"):
-                unlink_in(folder, name)
+        with self.opened() as folder:
+            if folder is not None:
+                for name in folder.files(rf"{_KEY.pattern}\.({'|'.join((*_SUFFIXES, 'cubin', 'figures'))})"):
+                    remove_in(folder, name)
 
 
-def private_opener(folder: int, name: str, flags: int) -> int:
-    """Open a file of the folder for writing, without following links, and private to this user."""
-    descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=folder)
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "no regular file", name)
-    return descriptor
+def write_in(folder: OpenFolder, name: str, data: bytes) -> None:
+    """Write a file of an open folder, named by a key: it appears complete."""
+    draft = f".{name}.{uuid.uuid4().hex}"  # `CacheFolder.trim` removes drafts of dead writers
+    with open(draft, "xb", opener=folder.open_to_write) as file:
+        file.write(data)
+    folder.rename(draft, name)
 
 
-def _entry(folder: int | None, key: str) -> Entry | None:
-    status = status_of(folder, f"{key}.so")
+def remove_in(folder: OpenFolder, name: str) -> None:
+    """Remove a file of an open folder; failures are ignored."""
+    try:
+        folder.remove(name)
+    except OSError as error:
+        _log.debug("the compile cache keeps %s: %s", name, error)
+
+
+def _entry(folder: OpenFolder | None, key: str) -> Entry | None:
+    status = None if folder is None else folder.regular_status(f"{key}.so")
     if folder is None or status is None or why_untrusted(status):  # for example, removed by another process meanwhile
         return None
-    uses = status_of(folder, f"{key}.hits")
+    uses = folder.regular_status(f"{key}.hits")
     hits, used = (uses.st_size, uses.st_mtime) if uses is not None else (0, status.st_mtime)
     return Entry(key, status.st_size, status.st_mtime, max(used, status.st_mtime), hits, _description(folder, key))
 
 
-def _description(folder: int, key: str) -> dict[str, Any]:
+def _description(folder: OpenFolder, key: str) -> dict[str, Any]:
     """The description of a key that `CacheFolder.add` wrote; only fields of the expected types."""
     try:
         file, status = open_regular(f"{key}.json", follow=False, folder=folder, is_private=True)
@@ -286,29 +291,3 @@ def parse_size(text: str) -> int | None:
     """Parse a number of bytes such as ``123``, ``500M`` or ``1.5 GiB``; None for other text."""
     match = _SIZE.fullmatch(text.strip()) if len(text) < 40 else None
     return None if match is None else int(float(match[1]) * (1 << _UNITS[match[2].upper()]))
-
-
-def files_in(folder: int | None, name: str) -> list[str]:
-    """Names in a folder that match a pattern."""
-    pattern = re.compile(name)
-    return [] if folder is None else [entry for entry in os.listdir(folder) if pattern.fullmatch(entry)]
-
-
-def status_of(folder: int | None, name: str) -> os.stat_result | None:
-    """The status of a regular file in a folder, or None."""
-    try:
-        status = None if folder is None else os.stat(name, dir_fd=folder, follow_symlinks=False)
-    except OSError:
-        return None
-    return status if status is not None and stat.S_ISREG(status.st_mode) else None
-
-
-def unlink_in(folder: int | None, name: str) -> None:
-    """Remove a file of an open folder; failures are ignored."""
-    try:
-        if folder is not None:
-            os.unlink(name, dir_fd=folder)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        _log.debug("the compile cache keeps %s: %s", name, error)

@@ -14,13 +14,10 @@ metadata, end of the library, begin and end of the metadata, and a checksum of a
 
 from __future__ import annotations
 
-import fcntl
 import json
 import mmap
 import os
-import shutil
 import struct
-import tempfile
 import weakref
 import zlib
 from collections.abc import Sequence
@@ -32,6 +29,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..errors import BuildError
+from ..system import OpenFolder, copy_to_memory, read_at
 from ..target.cpu_cores import num_cores
 from .file_hints import hint_of, near_file
 from .regular_files import open_regular
@@ -232,7 +230,9 @@ def _write_weights(file: BinaryIO, weights: Sequence[np.ndarray]) -> list[Weight
     return positions
 
 
-def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, folder: int | None = None) -> Container:
+def open_container(
+    path: Path, *, copy: bool = False, key: bytes | None = None, folder: OpenFolder | None = None
+) -> Container:
     """Open a file, check its footer, library and metadata, and map its weights.
 
     Parameters
@@ -241,8 +241,8 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
         Whether to copy the file into memory first, so that later changes of it have no effect.
     key : bytes, optional
         Required key of the signature; implies `copy`, so that the verified bytes are the loaded ones.
-    folder : int, optional
-        Descriptor of the folder that contains the file, which then must not be a link and must belong to this user.
+    folder : OpenFolder, optional
+        Folder that contains the file, which then must not be a link and must belong to this user.
 
     Raises
     ------
@@ -258,7 +258,7 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
             copies = copy or key is not None
             if copies:
                 _check_ends(path, file, status.st_size, key is not None)
-            descriptor = _copy_to_memory(file) if copies else os.dup(file.fileno())
+            descriptor = copy_to_memory(file) if copies else os.dup(file.fileno())
     except OSError as error:
         hint = hint_of(path, "rh.load") + near_file(path)
         raise BuildError(
@@ -275,32 +275,14 @@ def open_container(path: Path, *, copy: bool = False, key: bytes | None = None, 
 
 def _check_ends(path: Path, file: BinaryIO, size: int, signed: bool) -> None:
     """Refuse a file without our footer before it is copied, because it may be arbitrarily large."""
-    end = np.frombuffer(os.pread(file.fileno(), _END_BYTES, max(size - _END_BYTES, 0)), dtype=np.uint8)
+    end = np.frombuffer(read_at(file, _END_BYTES, max(size - _END_BYTES, 0)), dtype=np.uint8)
     if signed:
         check_signed(end, str(path))
     if not without_trailer(end)[-_FOOTER_BYTES:].tobytes().startswith(_MAGIC):
         if signed:  # only files with a footer are signed
             raise BuildError(changed(str(path)))
-        begin = np.frombuffer(os.pread(file.fileno(), _END_BYTES, 0), dtype=np.uint8)
+        begin = np.frombuffer(read_at(file, _END_BYTES, 0), dtype=np.uint8)
         raise BuildError(_foreign(path, _kind_of(begin)))
-
-
-def _copy_to_memory(file: BinaryIO) -> int:
-    """Copy a file to sealed memory; returns its descriptor."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("relax_hetero", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    else:
-        with tempfile.TemporaryFile() as temporary:
-            descriptor = os.dup(temporary.fileno())
-    try:
-        with open(descriptor, "wb", closefd=False) as target:
-            shutil.copyfileobj(file, target, _COPY_BYTES)
-        if hasattr(fcntl, "F_ADD_SEALS"):
-            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE)
-    except BaseException:
-        os.close(descriptor)
-        raise
-    return descriptor
 
 
 def _read_container(path: Path, descriptor: int, key: bytes | None) -> Container:

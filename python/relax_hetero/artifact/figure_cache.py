@@ -7,12 +7,9 @@ from __future__ import annotations
 
 import json
 import logging
-import os
-import uuid
-from functools import partial
 from typing import Any
 
-from .cache_folder import CacheFolder, private_opener
+from .cache_folder import CacheFolder, write_in
 from .regular_files import open_regular
 from .typed_data import read_json
 
@@ -24,11 +21,11 @@ _MAX_BYTES = 1 << 20
 
 def load_figures(folder: CacheFolder, key: str) -> Any:
     """Data that `store_figures` wrote under a key; None if absent, damaged or of another user."""
-    with folder.open_descriptor() as descriptor:
-        if descriptor is None:
+    with folder.opened() as opened:
+        if opened is None:
             return None
         try:
-            file, status = open_regular(key + SUFFIX, follow=False, folder=descriptor, is_private=True)
+            file, status = open_regular(key + SUFFIX, follow=False, folder=opened, is_private=True)
             with file:
                 stored = read_json(file.read()) if status.st_size <= _MAX_BYTES else None
         except (OSError, ValueError):
@@ -43,12 +40,9 @@ def store_figures(folder: CacheFolder, key: str, data: Any) -> None:
     """Store JSON data, if the folder is writable."""
     try:
         folder.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with folder.open_descriptor() as descriptor:
-            if descriptor is None:
+        with folder.opened() as opened:
+            if opened is None:
                 return
-            draft = f".{key}.json.{uuid.uuid4().hex}"  # `CacheFolder.trim` removes drafts of dead writers
-            with open(draft, "x", opener=partial(private_opener, descriptor)) as file:
-                file.write(json.dumps({"key": key, "figures": data}))
-            os.replace(draft, key + SUFFIX, src_dir_fd=descriptor, dst_dir_fd=descriptor)
+            write_in(opened, key + SUFFIX, json.dumps({"key": key, "figures": data}).encode())
     except OSError as error:
         _log.debug("the compile cache keeps no figures: %s", error)

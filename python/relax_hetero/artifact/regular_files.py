@@ -11,6 +11,8 @@ import os
 import stat
 from typing import BinaryIO
 
+from ..system import NO_LINK, READ_FLAGS, OpenFolder, why_untrusted
+
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -22,7 +24,7 @@ _KINDS = {
 
 
 def open_regular(
-    path: str | os.PathLike[str], *, follow: bool = True, folder: int | None = None, is_private: bool = False
+    path: str | os.PathLike[str], *, follow: bool = True, folder: OpenFolder | None = None, is_private: bool = False
 ) -> tuple[BinaryIO, os.stat_result]:
     """Open a regular file for reading.
 
@@ -30,8 +32,8 @@ def open_regular(
     ----------
     follow : bool
         Whether the last component of `path` may be a link.
-    folder : int, optional
-        Descriptor of an open folder that `path` is relative to.
+    folder : OpenFolder, optional
+        Folder that `path` is the name of a file of; then links are refused.
     is_private : bool
         Whether to refuse a file of another user, or that others may write.
 
@@ -46,9 +48,13 @@ def open_regular(
         A file that is missing, unreadable or not regular (see its `strerror`).
     """
     try:
-        _refuse_special(path, os.stat(path, dir_fd=folder, follow_symlinks=follow))
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY | (0 if follow else os.O_NOFOLLOW)
-        descriptor = os.open(path, flags, dir_fd=folder)
+        if folder is None:
+            _refuse_special(path, os.stat(path, follow_symlinks=follow))
+            descriptor = os.open(path, READ_FLAGS | (0 if follow else NO_LINK))
+        else:
+            name = os.fspath(path)
+            _refuse_special(name, folder.stat(name))
+            descriptor = folder.open(name, READ_FLAGS | NO_LINK)
     except ValueError as error:  # a NUL character or a surrogate
         raise OSError(errno.EINVAL, f"no file has such a name: {error}") from error
     try:
@@ -61,15 +67,6 @@ def open_regular(
     except BaseException:
         os.close(descriptor)
         raise
-
-
-def why_untrusted(status: os.stat_result) -> str:
-    """The reason not to trust code in a file or folder, because others can write it; empty if it is trusted."""
-    if status.st_uid != os.geteuid():
-        return f"it belongs to user {status.st_uid}, and this is user {os.geteuid()}"
-    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        return f"its group or others may write to it (mode {stat.S_IMODE(status.st_mode):o}; chmod go-w)"
-    return ""
 
 
 def read_regular(path: str | os.PathLike[str], max_bytes: int | None = None) -> bytes:

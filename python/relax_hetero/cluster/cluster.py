@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import sys
 import threading
 import time
 import weakref
@@ -38,6 +39,8 @@ TIMEOUT = 60.0
 
 
 def _import_ray() -> Any:
+    if sys.platform != "linux":  # parts travel as files in memory
+        raise HeteroError(f"clusters need Linux on each host, found {sys.platform}")
     try:
         import ray
     except ImportError as error:

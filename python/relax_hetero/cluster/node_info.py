@@ -7,11 +7,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..errors import HostError, MemoryLimitError
+from ..system import allowed_cpus, free_memory
 from ..target.element_types import bytes_for
 
 if TYPE_CHECKING:
     from ..artifact.signature import FunctionSignature, ValueSpec
     from ..vm.file.executable import Executable
+
+
+_UNKNOWN_MEMORY = 1 << 62
 
 
 def node_info() -> dict[str, Any]:
@@ -27,8 +31,8 @@ def node_info() -> dict[str, Any]:
         "versions": installed_versions(),
         "processor": platform.machine(),
         "cpu_features": sorted(linux_features()),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory": free_memory(),
+        "cores": len(allowed_cpus()),
+        "memory": free_memory() or _UNKNOWN_MEMORY,
         "node": context.get_node_id(),
         "address": ray.util.get_node_ip_address(),
         "pid": os.getpid(),
@@ -56,20 +60,10 @@ def check_versions(host: str, info: Mapping[str, Any], expected: Mapping[str, st
             )
 
 
-def free_memory() -> int:
-    """Bytes of available memory of this machine."""
-    with open("/proc/meminfo") as file:
-        for line in file:
-            name, _, rest = line.partition(":")
-            if name == "MemAvailable":
-                return int(rest.split()[0]) * 1024
-    return 1 << 62
-
-
 def check_memory(executable: Executable) -> None:
     """Check that there is memory for the weights of an executable; raises MemoryLimitError."""
     weights = sum(bytes_for(tuple(spec.shape), spec.dtype) for spec in executable.metadata.constants)
-    free = free_memory()
+    free = free_memory() or _UNKNOWN_MEMORY
     if weights > free:
         raise MemoryLimitError(f"its part has {weights:,} bytes of weights, expected less than the {free:,} bytes free")
 

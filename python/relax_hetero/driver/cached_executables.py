@@ -27,6 +27,7 @@ from ..artifact.metadata import HIT, MISS, CacheUse
 from ..artifact.typed_data import read_json
 from ..encoding.resolver import resolver_key
 from ..errors import BuildError
+from ..system import OpenFolder
 from ..target.backend import backend_of
 from ..target.native_target import native
 from ..transform.ir.collecting import is_collecting
@@ -213,15 +214,13 @@ def load_hit(folder: CacheFolder, key: str) -> Executable | None:
 
 def load_entry(folder: CacheFolder, key: str, verify: bool) -> Executable | None:
     """Load an executable from the folder; None if the folder may not be used."""
-    with folder.open_descriptor() as descriptor:
-        if descriptor is None:
-            return None
-        return load_container(open_entry(folder, key, descriptor), verify)
+    with folder.opened() as opened:
+        return None if opened is None else load_container(open_entry(folder, key, opened), verify)
 
 
-def open_entry(folder: CacheFolder, key: str, descriptor: int) -> Container:
+def open_entry(folder: CacheFolder, key: str, opened: OpenFolder) -> Container:
     """Open the file of a key without loading code; BuildError if it is damaged or belongs to another key."""
-    container = open_container(folder.file(key), folder=descriptor)
+    container = open_container(folder.file(key), folder=opened)
     stored_key = stored_use(container).key
     if stored_key != key:
         raise BuildError(f"{container.path}: found the entry of key {stored_key!r}, expected the key in its name")

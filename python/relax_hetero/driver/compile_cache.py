@@ -206,9 +206,9 @@ def predict_cache_use(mod: tvm.IRModule) -> CacheUse:
     if folder is None or not key:
         return CacheUse(UNUSED, why=why)
     try:
-        with folder.open_descriptor() as descriptor:
-            if descriptor is not None:
-                return replace(stored_use(open_entry(folder, key, descriptor)), state=HIT)
+        with folder.opened() as opened:
+            if opened is not None:
+                return replace(stored_use(open_entry(folder, key, opened)), state=HIT)
     except BuildError as error:
         _log.debug("the compile cache lacks this module: %s", error)
     return CacheUse(MISS, key)

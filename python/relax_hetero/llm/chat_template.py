@@ -22,6 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ..system import HAS_PROCESS_LIMITS
 from . import template_worker
 from .errors import RequestError, TokenizerError
 from .json_tokenizer import JsonTokenizer
@@ -70,9 +71,11 @@ CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
 _EXIT_SECONDS = 1.0
 """Time after which a process that does not exit is killed."""
 _REASON_BY_CODE = {
-    -signal.SIGPROF: f"takes more than {CPU_SECONDS:g} s of processor time",
-    -signal.SIGALRM: f"takes more than {WALL_SECONDS:g} s",
+    template_worker.BEYOND_MEMORY: template_worker.MEMORY_TEXT,
 }
+if HAS_PROCESS_LIMITS:
+    _REASON_BY_CODE[-signal.SIGPROF] = f"takes more than {CPU_SECONDS:g} s of processor time"
+    _REASON_BY_CODE[-signal.SIGALRM] = f"takes more than {WALL_SECONDS:g} s"
 
 
 class ChatTemplate:
@@ -323,6 +326,11 @@ class _Worker:
     """
 
     def __init__(self, source: str) -> None:
+        if not HAS_PROCESS_LIMITS:
+            raise TokenizerError(
+                "chat templates of models are programs, which run in a process with limits of time and memory: found "
+                f"{sys.platform}, which has none; expected Linux or macOS"
+            )
         folders = []
         for package in ("jinja2", "markupsafe"):
             spec = importlib.util.find_spec(package)

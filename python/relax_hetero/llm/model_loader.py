@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import json
 import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -25,6 +23,7 @@ from ..artifact.regular_files import open_regular
 from ..encoding.pages import LayerCache
 from ..errors import BuildError, EncoderError
 from ..garbage_collection import paused_garbage_collection
+from ..system import release_freed_memory
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
@@ -415,7 +414,7 @@ class _Compilation:
         if self.request is not None:
             self.request.store(executable)
         self.file.release_pages()
-        _release_memory()
+        release_freed_memory()
         return executable
 
     def compile_rest(self, first: _Compilation, context: PassContext, check: Callable[[], None]) -> Executable:
@@ -539,12 +538,6 @@ def _check_draft_layers(path: Path, model: Hyperparameters, drafted: Loaded | No
                 f"draft: {name} has layers that keep a state, from which wrong drafts cannot be removed; load the "
                 "model without draft="
             )
-
-
-def _release_memory() -> None:
-    """Return freed memory to the system: glibc keeps some 100 MB after compiling, which a server would hold forever."""
-    with suppress(OSError, AttributeError):  # not glibc
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _load_saved(folder: Path) -> Loaded:

@@ -14,16 +14,18 @@ import datetime
 import json
 import os
 import re
-import resource
 import select
 import signal
 import struct
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 MAX_MEMORY_BYTES = 512 << 20
 """Limit of the process's address space."""
+MEMORY_TEXT = f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
 MAX_PROMPT = 16 << 20
 """Maximum number of characters of a prompt."""
 MAX_ANSWER = 4 * MAX_PROMPT
@@ -35,8 +37,10 @@ _MAX_LITERALS, MAX_LITERAL = 1000, 64
 REQUEST, ANSWER = struct.Struct("<Q"), struct.Struct("<BQ")
 DONE, REFUSED, FAILED, BEYOND_LIMITS = range(4)
 """Statuses: success; refusal by the template (``raise_exception``); error in the template; exceeded limit."""
-_TIMERS = (signal.ITIMER_PROF, signal.ITIMER_REAL)
-"""Timers of processor time and wall time; their signals SIGPROF and SIGALRM kill the process."""
+BEYOND_MEMORY = 3
+"""Exit code of a process that has seen itself use more than `MAX_MEMORY_BYTES`."""
+_WATCH_SECONDS = 0.01
+"""Interval at which a process watches its memory where the system does not limit it."""
 _ESCAPED = re.compile("[^\x00-\x7f\ufdd0-\ufdef]")
 _PARENT_SECONDS = 5.0
 """Interval at which an idle process checks that its parent lives, in case another process holds the pipe open."""
@@ -55,9 +59,11 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     render: Callable[[dict[str, Any]], str] | None = None
     seconds = list(map(float, sys.argv[1:]))  # limits of a request: processor time, wall time
+    # Their signals, SIGPROF and SIGALRM, kill the process. Windows has neither: `ChatTemplate` refuses to start there.
+    timers = (signal.ITIMER_PROF, signal.ITIMER_REAL)
     parent = os.getppid()
     while (request := _read(parent)) is not None:
-        for timer, limit in zip(_TIMERS, seconds, strict=True):
+        for timer, limit in zip(timers, seconds, strict=True):
             signal.setitimer(timer, limit)
         status, answer = DONE, ""
         try:
@@ -70,7 +76,7 @@ def main() -> None:
         except Refusal as error:
             status, answer = REFUSED, str(error)[:MAX_ERROR]
         except MemoryError:
-            status, answer = BEYOND_LIMITS, f"takes more than {MAX_MEMORY_BYTES >> 20} MiB of memory"
+            status, answer = BEYOND_LIMITS, MEMORY_TEXT
         except BeyondLimits as error:
             status, answer = BEYOND_LIMITS, str(error)
         except Exception as error:
@@ -80,7 +86,7 @@ def main() -> None:
         data = answer.encode("utf-8", "surrogatepass")
         sys.stdout.buffer.write(ANSWER.pack(status, len(data)) + data)
         sys.stdout.buffer.flush()
-        for timer in _TIMERS:
+        for timer in timers:
             signal.setitimer(timer, 0)
 
 
@@ -99,10 +105,7 @@ def _compile(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], li
     import jinja2.nodes
     import jinja2.sandbox
 
-    for limit, value in ((resource.RLIMIT_AS, MAX_MEMORY_BYTES), (resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0)):
-        hard = resource.getrlimit(limit)[1]
-        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
-        resource.setrlimit(limit, (value, value))
+    _limit_memory()
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _generation_extension()]
     )
@@ -125,6 +128,29 @@ def _compile(setup: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], str], li
         return "".join(parts)
 
     return render, sorted(literals)[:_MAX_LITERALS]
+
+
+def _limit_memory() -> None:
+    """Limit the memory of this process, and keep it from writing files."""
+    import resource
+
+    for limit, value in ((resource.RLIMIT_FSIZE, 0), (resource.RLIMIT_CORE, 0), (resource.RLIMIT_AS, MAX_MEMORY_BYTES)):
+        hard = resource.getrlimit(limit)[1]
+        value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+        try:
+            resource.setrlimit(limit, (value, value))
+        except ValueError:  # macOS reserves more address space than that, and so refuses the last one
+            threading.Thread(target=_watch_memory, daemon=True).start()
+
+
+def _watch_memory() -> None:
+    """End this process when it has used too much memory."""
+    import resource
+
+    unit = 1 if sys.platform == "darwin" else 1 << 10
+    while resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit <= MAX_MEMORY_BYTES:
+        time.sleep(_WATCH_SECONDS)
+    os._exit(BEYOND_MEMORY)
 
 
 def _generation_extension() -> type:

@@ -7,10 +7,7 @@ comes from data sheets.
 
 from __future__ import annotations
 
-import os
-import platform
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import tvm
@@ -18,6 +15,7 @@ from tvm import relax
 
 from ..artifact.metadata import DeviceSpec, device_names
 from ..frontend.auto.measure_devices import are_present, figures_of
+from ..system import allowed_cpus, processor_name
 from ..target.element_types import short_name
 
 COMPUTE, MEMORY = "arithmetic", "memory"
@@ -81,17 +79,7 @@ def _operand_type(precision: str) -> str:
 
 def describe_machine() -> dict[str, Any]:
     """Describe the machine that this process runs on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return {"cpu": _cpu_name(), "cores": cores, "gpus": _gpu_names()}
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        lines = []
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    return {"cpu": processor_name(), "cores": len(allowed_cpus()), "gpus": _gpu_names()}
 
 
 def _gpu_names() -> list[str]:

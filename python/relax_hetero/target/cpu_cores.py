@@ -9,6 +9,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from ..system import allowed_cpus
+
 NUMA_NODE = "numa:"
 """Prefix of the ``model`` of a CPU target for one NUMA node, before the node's number."""
 
@@ -47,12 +49,8 @@ def _number_in(text: str | None) -> int:
 @cache
 def cpus_of_cores() -> list[list[int]]:
     """The CPUs that this process may use, grouped by physical core."""
-    try:
-        allowed = os.sched_getaffinity(0)
-    except AttributeError:  # not supported by this operating system
-        allowed = set(range(os.cpu_count() or 1))
     cores: dict[str, list[int]] = {}
-    for cpu in sorted(allowed):
+    for cpu in sorted(allowed_cpus()):
         cores.setdefault(_core_of(cpu), []).append(cpu)
     return list(cores.values())
 
@@ -158,7 +156,7 @@ def _own_seconds() -> float:
 def _busy_seconds() -> tuple[float, int] | None:
     """Busy seconds of the CPUs that this process may use, and their number."""
     with suppress(OSError, ValueError, AttributeError, IndexError):
-        allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        allowed = {f"cpu{number}" for number in allowed_cpus()}
         tick = os.sysconf("SC_CLK_TCK")
         ticks, count = 0, 0
         with open("/proc/stat", encoding="ascii") as file:

@@ -18,6 +18,7 @@ import numpy as np
 from ..display.console import console, print_json, print_table
 from ..display.text import plural
 from ..errors import HeteroError
+from ..system import allowed_cpus
 from .command import cache_option, command, json_option, refuse_overwriting
 from .models import Model
 from .onnxruntime_reference import reference
@@ -294,7 +295,7 @@ def bench_command(
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --json
     relax-hetero bench model.onnx --vdevice llvm --vdevice cuda:0 --place-auto --trace out.json
     """
-    threads = threads or _cores()
+    threads = threads or len(allowed_cpus())  # respects taskset and containers
     # TVM reads these when it starts its threads, so set them before anything below imports it.
     os.environ["TVM_NUM_THREADS"] = str(threads)
     os.environ.setdefault("TVM_BIND_THREADS", "0")
@@ -373,11 +374,6 @@ def _write_report(
         profile = machine.profile("main", *inputs.values())
     write_report(executable, path, profile=profile, bench=bench, title=model.stem)
     console(stderr=True).print(f"Wrote {path}: open it in a browser.", markup=False)
-
-
-def _cores() -> int:
-    # The affinity (Linux only) respects taskset and containers.
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -68,7 +67,7 @@ def _local_vdevices() -> list[relax.VDevice]:
 def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
     import tvm
 
-    from ..frontend.auto.measure_devices import cpu_model
+    from ..system import installed_memory, processor_name
     from ..target.backend import backend_of
     from ..target.cpu_cores import cpus_of_nodes
     from ..target.cpu_target import cpu_target_of
@@ -80,13 +79,12 @@ def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
     if is_cpu(vdevice):
         cpu = cpu_target_of(vdevice.target)
         instructions = ", ".join(instruction_names(cpu.features))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         properties = {
-            "model": cpu_model(),
+            "model": processor_name(),
             "cores": cpu.cores,
             "numa_nodes": len(cpus_of_nodes()),
             "instructions": instructions,
-            "memory": memory,
+            "memory": installed_memory() or 0,
         }
     else:
         backend_of(vdevice.target).load()

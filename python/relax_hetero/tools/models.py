@@ -12,6 +12,7 @@ import click
 from ..artifact.file_hints import folder_kind
 from ..artifact.regular_files import open_regular
 from ..display.console import console
+from ..system import LIBRARY_SUFFIXES
 from .placement_options import PlacementOptions
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Model:
 
 def is_onnx(path: Path) -> bool:
     """Return whether a path names an ONNX file rather than a compiled library."""
-    if path.suffix.lower() in (".so", ".dylib", ".dll", ".tar"):
+    if path.suffix.lower() in (*LIBRARY_SUFFIXES, ".tar"):
         return False
     try:
         with open_regular(path)[0] as file:

@@ -6,7 +6,6 @@ code. Here kernels are grouped into modules by their own target.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from ...artifact.cache_folder import CacheFolder
 from ...artifact.device_code import DeviceCode
 from ...artifact.metadata import RELEASE_RESULT
 from ...errors import BuildError
+from ...system import has_symbol
 from ...target.backend import CPU, LinkedCode, backend_of
 from ...target.native_target import native
 from ...target.vdevice import host_vdevice, vdevices_of
@@ -358,10 +358,9 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
     BuildError
         An undefined symbol; the message names the kernel.
     """
-    process = ctypes.CDLL(None)
     for kernel, symbols in external_calls(mod).items():
         for symbol in symbols:
-            if not hasattr(process, symbol):
+            if not has_symbol(symbol):
                 raise BuildError(
                     f"kernel {kernel!r} calls the external function {symbol!r}, which this process does not "
                     "have: expected its library loaded first, with ctypes.CDLL(path, ctypes.RTLD_GLOBAL)"

@@ -30,6 +30,7 @@ from ...encoding.block_formats import block_format
 from ...encoding.resolver import resolver_or_default
 from ...errors import HeteroError
 from ...op.quantized_matmul import dequantize_blocks
+from ...system import processor_name
 from ...target.backend import backend_of
 from ...target.cpu_cores import CpuWatch, num_cores
 from ...target.element_types import numpy_dtype
@@ -219,23 +220,13 @@ def _native_cpu() -> str:
 
 def _cache_key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
     threads = [os.environ.get(name, "") for name in ("TVM_NUM_THREADS", "OMP_NUM_THREADS")]
-    key: list[Any] = [kind, _FORMAT_VERSION, __version__, tvm.__version__, num_cores(), *threads, cpu_model()]
+    key: list[Any] = [kind, _FORMAT_VERSION, __version__, tvm.__version__, num_cores(), *threads, processor_name()]
     for vdevice in vdevices:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
         name = str(device.device_name) if device is not None and device.exist else ""
         # CPU devices of one target share their cores.
         key += [str(vdevice.target), int(vdevice.vdevice_id) if device is not None else 0, name]
     return hashlib.blake2b(json.dumps(key).encode(), digest_size=20).hexdigest()
-
-
-@cache
-def cpu_model() -> str:
-    """The name of this CPU, empty if it is unknown."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as file:
-            return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
-    except OSError:
-        return ""
 
 
 def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:

@@ -7,9 +7,7 @@ in memory has no folder and cannot have external data.
 from __future__ import annotations
 
 import errno
-import mmap
 import os
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,12 +16,10 @@ from onnx import external_data_helper
 
 from ...artifact.regular_files import open_regular
 from ...errors import FrontendError
+from ...system import map_privately
 
 # PATH_MAX of Linux.
 _MAX_LOCATION_CHARACTERS = 4096
-
-# Private and writable because DLPack has no read-only memory; NORESERVE because the pages are never written.
-_PRIVATE_MAP_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
 
 # Maximum number of data extents that are counted in a sparse file.
 _MAX_EXTENTS = 100_000
@@ -89,7 +85,8 @@ class ExternalData:
             try:
                 file, status = open_regular(real, follow=False)
                 with file:
-                    mapped = mmap.mmap(file.fileno(), 0, flags=_PRIVATE_MAP_FLAGS) if status.st_size else b""
+                    # Writable, because DLPack has no read-only memory.
+                    mapped = map_privately(file.fileno()) if status.st_size else b""
                     self._written += _written_bytes(file.fileno(), status.st_size)
             except OSError as error:
                 reason = "is missing" if isinstance(error, FileNotFoundError) else error.strerror or str(error)

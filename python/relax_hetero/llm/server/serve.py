@@ -16,6 +16,7 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from ...errors import HeteroError
+from ...system import open_files_limit
 from ..chat_template import ChatTemplate
 from ..engine import Engine
 from .api_errors import ApiError
@@ -195,12 +196,8 @@ def _client_address(client: tuple[str, int] | None) -> str:
 
 def _file_limit() -> int:
     """Maximum number of connections that the process can open."""
-    try:
-        import resource
-    except ImportError:  # not on Unix
-        return 1 << 20
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 20 if soft == resource.RLIM_INFINITY else max(soft - _OTHER_FILES, 1)
+    limit = open_files_limit()
+    return 1 << 20 if limit is None else max(limit - _OTHER_FILES, 1)
 
 
 def make_server(

@@ -16,12 +16,12 @@ from typing import Any
 import click
 
 from ...artifact.cache_folder import CacheFolder, resolve_cache_folder
-from ...artifact.regular_files import why_untrusted
 from ...display.console import console, print_json, print_table
 from ...display.text import bytes_text, plural
 from ...errors import HeteroError
+from ...system import why_untrusted
 from ..command import command, json_option
-from .packages import Finding, State, extra_findings, package_findings, versions
+from .packages import DISTRIBUTION, Finding, State, extra_findings, package_findings, versions
 
 _DRIVER_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 SELF_TEST_TIMEOUT_SECONDS = 120.0
@@ -159,7 +159,10 @@ def _compiler_findings(compiler: dict[str, Any] | None) -> Iterator[Finding]:
     if compiler["ok"]:
         yield Finding("tools", "C compiler", "ok", compiler["about"])
     else:
-        fix = "install one, such as apt install g++, or name one with CXX; without it models run but are not exported"
+        fix = (
+            f"install one, such as apt install g++ or pip install '{DISTRIBUTION}[compiler]', or name one with CXX; "
+            "without it models run but are not exported"
+        )
         yield Finding("tools", "C compiler", "warning", compiler["about"], fix)
 
 

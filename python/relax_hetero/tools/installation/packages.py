@@ -53,11 +53,12 @@ EXTRAS = {
     "serve": "the endpoints of OpenAI: relax-hetero serve",
     "cluster": "several hosts: rh.cluster",
     "nccl": "tensors from GPU to GPU between hosts",
+    "compiler": "exporting libraries where there is no C compiler",
     "demo": "make demo and apps/sentence_similarity",
 }
 """Extras for users, and the purpose of each; other extras are for developers."""
 
-_REINSTALL = f"pip install --force-reinstall {DISTRIBUTION}"
+_REINSTALL = "pip install --force-reinstall .  # in a checkout of the repository"
 
 
 @dataclass(frozen=True)

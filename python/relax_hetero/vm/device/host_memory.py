@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-import os
 from pathlib import Path
+
+from ...system import address_space_limit, free_memory, installed_memory
 
 _CGROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -16,10 +17,7 @@ _CGROUP_FILES = (
 @functools.lru_cache(maxsize=1)
 def _installed() -> int:
     """Bytes of memory of the computer, or of the container that the process runs in."""
-    try:
-        limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    except (ValueError, OSError):  # not available on this system
-        limits = [1 << 47]
+    limits = [installed_memory() or 1 << 47]
     for name, _ in _CGROUP_FILES:
         try:
             limits.append(int(Path(name).read_text()))
@@ -30,10 +28,8 @@ def _installed() -> int:
 
 def available_memory() -> int:
     """Bytes of free and reclaimable memory, within what the limit of the container leaves besides all of its pages."""
-    try:
-        fields = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-        free = next(int(field[1]) << 10 for field in fields if field[0] == "MemAvailable:")
-    except (OSError, StopIteration):
+    free = free_memory()
+    if free is None:
         return 0
     for limit, used in _CGROUP_FILES:
         try:
@@ -45,10 +41,5 @@ def available_memory() -> int:
 
 def host_memory() -> int:
     """Bytes that this process can use: the minimum of the installed memory and its own address-space limit."""
-    try:
-        import resource  # noqa: PLC0415 (Unix only)
-
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-    except (ImportError, OSError):
-        return _installed()
-    return _installed() if limit < 0 else min(_installed(), limit)
+    limit = address_space_limit()
+    return _installed() if limit is None else min(_installed(), limit)

@@ -24,6 +24,7 @@ from tvm import runtime
 
 from ...artifact.metadata import CPU
 from ...display.text import bytes_text
+from ...system import map_anonymously
 from .host_memory import available_memory
 from .tensors import ALIGNMENT, AddressRange, address_range, alias, bytes_of, nbytes_of, view_bytes
 
@@ -127,7 +128,7 @@ class WeightMemory:
 
 def _anonymous_memory(nbytes: int, page: int) -> np.ndarray:
     """Zeroed memory from a multiple of `page` on, with huge pages of that size from its first use on; 0: without."""
-    memory = np.frombuffer(mmap.mmap(-1, nbytes + page, flags=mmap.MAP_PRIVATE), "uint8")
+    memory = np.frombuffer(map_anonymously(nbytes + page), "uint8")
     if page:
         memory = memory[-memory.ctypes.data % page :]
         _advise((memory.ctypes.data, memory.ctypes.data + nbytes // page * page), _HUGEPAGE)

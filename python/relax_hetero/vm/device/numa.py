@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -98,7 +99,7 @@ def _node_mask(node: int) -> ctypes.Array[ctypes.c_ulong]:
 
 def _syscall(index: int, *arguments: object) -> int:
     """Make the system call of an index in `_SYSCALLS`; -1 if it is unsupported or refused."""
-    numbers = _SYSCALLS.get(platform.machine())
-    if numbers is None or platform.system() != "Linux":
+    numbers = _SYSCALLS.get(platform.machine()) if sys.platform == "linux" else None
+    if numbers is None:
         return -1
     return int(ctypes.CDLL(None, use_errno=True).syscall(ctypes.c_long(numbers[index]), *arguments))

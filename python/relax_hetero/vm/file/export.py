@@ -7,7 +7,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import tempfile
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
 from ...errors import BuildError
+from ...system import COMPILERS, IS_WINDOWS, LINK_OPTIONS, NO_LINK, find_compiler
 from ...target.cpu_cores import num_cores
 from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
@@ -70,29 +70,32 @@ def _look_up_function(module: runtime.Module) -> None:
 
 
 def check_linking(what: str) -> list[str]:
-    """The command of the linking C compiler: ``CXX`` or ``CC`` with its options, else the first known one on PATH.
+    """The command of the linking C compiler: ``CXX`` or ``CC`` with its options, else the first one found.
 
     Raises
     ------
     BuildError
         No compiler, or no space for temporary files; the message begins with `what`.
     """
-    from tvm.support.cc import get_cc
-
-    text: str | None = get_cc()
+    named = os.environ.get("CXX") or os.environ.get("CC")
     try:
-        # The path of a program may contain spaces.
-        command = [text] if text and shutil.which(text) else shlex.split(text or "")
+        command = _split(named) if named else find_compiler()
     except ValueError as error:  # unbalanced quotes
-        raise BuildError(f"{what} needs a C compiler: found CXX={text!r}, which is not a command: {error}") from error
+        raise BuildError(f"{what} needs a C compiler: found CXX={named!r}, which is not a command: {error}") from error
     if not command or shutil.which(command[0]) is None:
-        found = f"{text!r}, which is not a program" if text else "none on PATH and no CXX set"
-        raise BuildError(f"{what} needs a C compiler: found {found}, expected g++, gcc, clang++, clang, c++ or cc")
+        found = f"{named!r}, which is not a program" if named else "none on PATH and no CXX set"
+        names = ", ".join((*COMPILERS, "the package ziglang"))
+        raise BuildError(f"{what} needs a C compiler: found {found}, expected one of: {names}")
     folder = tempfile.gettempdir()
     free = shutil.disk_usage(folder).free
     if free < _LINKING_BYTES:
         raise BuildError(f"{what}: {folder} has {free:,} bytes left for linking, expected {_LINKING_BYTES:,}")
     return command
+
+
+def _split(command: str) -> list[str]:
+    """The words of a command; the path of a program may contain spaces."""
+    return [command] if shutil.which(command) else shlex.split(command)
 
 
 def link_library(
@@ -156,14 +159,26 @@ def _pack(machine_code: Mapping[str, bytes], module: runtime.Module, system: boo
 
 def _link(command: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
     """Link objects and C sources; unlike TVM's function, this accepts compilers with options, as ``ccache g++``."""
-    undefined = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else ()
-    arguments = [*command, "-shared", "-fPIC", *undefined, "-o", output, *options, *objects]
+    arguments = [*command, *LINK_OPTIONS, "-o", output, *options, *objects]
+    if IS_WINDOWS:
+        arguments += _windows_inputs(Path(output))
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
     if process.returncode:
         text = process.stdout.decode(errors="replace")
         raise RuntimeError(
             f"{shlex.join(command)} ended with {process.returncode}:\n{text}\nCommand: {shlex.join(arguments)}"
         )
+
+
+def _windows_inputs(library: Path) -> list[str]:
+    """Files that a library for Windows is linked with, whose symbols are found at link time.
+
+    They are TVM's functions that raise errors, and a symbol of MSVC's C library that code with floating-point numbers
+    refers to, which other C libraries lack.
+    """
+    source = library.with_suffix(".c")
+    source.write_text("__declspec(selectany) int _fltused = 0;\n")
+    return [str(source), tvm_ffi.libinfo.find_windows_implib()]
 
 
 def checked_path(path: object, what: str) -> str:
@@ -250,8 +265,8 @@ class replacing:
     def __enter__(self) -> Path:
         try:
             self._check()
-            # O_NOFOLLOW and O_EXCL refuse links that others have planted; the permissions are final from the start.
-            os.close(os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, self._mode))
+            # NO_LINK and O_EXCL refuse links that others have planted; the permissions are final from the start.
+            os.close(os.open(self.temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_LINK, self._mode))
         except OSError as error:  # for example, a name that is too long or a folder without permission
             raise BuildError(f"exporting {self.path}: {error.strerror or error}") from error
         return self.temporary

@@ -13,6 +13,7 @@ from tvm import runtime
 
 from ...artifact.container import Container
 from ...errors import BuildError
+from ...system import IS_WINDOWS, LIBRARY_SUFFIX, LIBRARY_SUFFIXES, path_of_open_file
 
 _lock = threading.Lock()
 # The file (device, inode) of each path whose code was loaded.
@@ -40,17 +41,20 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
                 status = os.stat(source)
                 identity = (status.st_dev, status.st_ino)
             else:
-                source, identity = _open_file(container), container.identity
-            # The library of a version is not at the beginning of the file, and must be copied, too.
-            needs_copy = identity in _loaded_files or (container is not None and container.code_begin > 0)
+                source, identity = path_of_open_file(container.descriptor) or "", container.identity
+            # The library of a version is not at the beginning of the file, and must be copied, too. So must all
+            # libraries where an open file has no path: its own may name another file by now.
+            is_version = container is not None and container.code_begin > 0
+            needs_copy = identity in _loaded_files or not source or is_version
             _loaded_files.add(identity)
             if not needs_copy and container is None and _loaded_paths.setdefault(source, identity) == identity:
                 return tvm_ffi.load_module(source, keep_module_alive=False)
-            with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
+            # Windows does not delete loaded libraries, and has no links without a privilege.
+            with tempfile.TemporaryDirectory(prefix="relax_hetero_", ignore_cleanup_errors=True) as folder:
                 name = os.path.basename(path)
                 # TVM recognizes file types by their suffix.
-                other = os.path.join(folder, name if name.endswith((".so", ".dylib", ".dll")) else "library.so")
-                if not needs_copy:
+                other = os.path.join(folder, name if name.endswith(LIBRARY_SUFFIXES) else f"library{LIBRARY_SUFFIX}")
+                if not needs_copy and not IS_WINDOWS:
                     os.symlink(source, other)
                 elif container is None:
                     shutil.copyfile(source, other)
@@ -59,15 +63,3 @@ def load_code(path: Path, container: Container | None = None) -> runtime.Module:
                 return tvm_ffi.load_module(other, keep_module_alive=False)
         except Exception as error:  # TVM raises various exceptions
             raise BuildError(f"{path}: its code cannot be loaded: {error}") from error
-
-
-def _open_file(container: Container) -> str:
-    """A path of the very file that was opened and checked, even if its own path has been replaced."""
-    name = f"/proc/self/fd/{container.descriptor}"
-    if os.path.exists(name):
-        return name
-    real = os.path.realpath(container.path)
-    status = os.stat(real)
-    if (status.st_dev, status.st_ino) != container.identity:
-        raise OSError("it was replaced while it was being loaded")
-    return real

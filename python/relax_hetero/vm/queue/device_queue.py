@@ -8,15 +8,14 @@ the order depends only on when work became ready.
 from __future__ import annotations
 
 import logging
-import os
 import queue
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from heapq import heappop, heappush
 from typing import Protocol
 
 from ...errors import HeteroError
+from ...system import pin_thread
 from ..device.numa import prefer_node
 from ..device.threads import Threads, reserve_threads
 from .fence import thread_state
@@ -119,8 +118,7 @@ class DeviceQueue:
 
     def _set_up_thread(self) -> None:
         if self._cores:
-            with suppress(OSError, AttributeError):  # unsupported by the platform, or the cores are no longer available
-                os.sched_setaffinity(threading.get_native_id(), self._cores)
+            pin_thread(threading.get_native_id(), self._cores)  # otherwise the system places it
         if self._node is not None:
             prefer_node(self._node)
         if self._threads is not None:
