@@ -1,4 +1,4 @@
-"""Layout of the memory that the GPUs of a mesh write to: flags, the epoch, then slots for operands, on each GPU alike."""
+"""Layout of the memory that the GPUs of a mesh write to: flags, the epoch, then slots for operands."""
 
 from __future__ import annotations
 

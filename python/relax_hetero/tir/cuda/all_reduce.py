@@ -1,6 +1,6 @@
 """All-reduce over GPUs that access each other's memory: one kernel a GPU, without a copy and without the host.
 
-Each GPU has memory that the others write to (`artifact.peer_layout`). A thread stores its elements of the operand into a
+Each GPU has memory that the others write to (`artifact.peer_layout`). A thread stores its elements of the operand in a
 slot of every other GPU, waits for theirs, and adds in the order of the GPUs, so that all get the same bits. Every GPU
 sends its whole operand, which is optimal for two, and takes the fewest messages for short operands ("one-shot", as in
 TensorRT-LLM and vLLM). There are two protocols:
