@@ -83,9 +83,12 @@ docs: $(DOCS_VENV)/.stamp-docs
 	@mkdir -p build/notebooks
 	cd build/notebooks && NO_MKDOCS_2_WARNING=1 $(CURDIR)/$(DOCS_VENV)/bin/python -m mkdocs build --strict --config-file ../../mkdocs.yml
 
-# The wheel is built from the source distribution; both are checked as a package index does.
-dist: $(DIST_VENV)/.stamp-dist
+# The wheel is built from the source distribution; both are checked as a package index does. The wheel of the run time
+# has a part of the installed TVM.
+dist: $(DIST_VENV)/.stamp-dist $(VENV)/.stamp-dev
 	$(DIST_VENV)/bin/python release/build.py
+	$(PY) release/runtime_wheel.py dist
+	$(DIST_VENV)/bin/python -m twine check --strict dist/relax_hetero_runtime-*.whl
 
 # The package ships C and LLVM IR: only a change of workers.c needs a compiler.
 workers: $(VENV)/.stamp-dev

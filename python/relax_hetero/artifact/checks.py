@@ -6,7 +6,7 @@ import hashlib
 import re
 from dataclasses import dataclass
 
-REFUSED = "relax_hetero refuses a value:"
+REFUSED = "relax_hetero refuses a value:"  # RH_REFUSED of relax_hetero.h
 _REFUSED = re.compile(rf"{REFUSED} check (\d+), found (-?\d+), expected (-?\d+) to (-?\d+)")
 
 

@@ -36,7 +36,7 @@ from .regular_files import open_regular
 from .signing import TRAILER_BYTES, changed, check_signed, verify, without_trailer
 from .typed_data import read_json
 
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 WEIGHT_ALIGNMENT = 64
 """Bytes of alignment on which kernels rely (TVM's kAllocAlignment)."""
 _MAGIC = b"rlxheter"
@@ -217,14 +217,34 @@ def _append(file: BinaryIO, source: Path) -> int:
     return checksum
 
 
+def weight_offsets(weights: Sequence[np.ndarray]) -> list[int]:
+    """The position of each weight in a file, in bytes from the first; weights that share memory are written once.
+
+    Parameters
+    ----------
+    weights : sequence of np.ndarray
+        One-dimensional ``uint8`` arrays.
+    """
+    written: dict[tuple[int, int], int] = {}
+    end = 0
+    offsets: list[int] = []
+    for data in weights:
+        begin = -(-end // WEIGHT_ALIGNMENT) * WEIGHT_ALIGNMENT
+        offsets.append(written.setdefault((int(data.__array_interface__["data"][0]), data.nbytes), begin))
+        if offsets[-1] == begin:
+            end = begin + data.nbytes
+    return offsets
+
+
 def _write_weights(file: BinaryIO, weights: Sequence[np.ndarray]) -> list[Weight]:
     written: dict[tuple[int, int], Weight] = {}
     positions: list[Weight] = []
-    for data in weights:
-        key = (int(data.__array_interface__["data"][0]), data.nbytes)
-        if key not in written or data.nbytes == 0:
-            file.write(b"\0" * (-file.tell() % WEIGHT_ALIGNMENT))
-            written[key] = Weight(file.tell(), data.nbytes, zlib.crc32(data.data))
+    first = -(-file.tell() // WEIGHT_ALIGNMENT) * WEIGHT_ALIGNMENT
+    for data, offset in zip(weights, weight_offsets(weights), strict=True):
+        key = (offset, data.nbytes)
+        if key not in written:
+            file.write(b"\0" * (first + offset - file.tell()))
+            written[key] = Weight(first + offset, data.nbytes, zlib.crc32(data.data))
             file.write(data.data)
         positions.append(written[key])
     return positions

@@ -33,7 +33,20 @@ from .typed_data import read_json
 
 RELEASE_RESULT = "relax_hetero.release_result"
 """Function of the bytecode that makes the machine drop its reference to the last function's result."""
+BODY_PREFIX = "relax_hetero.body."
 _HOST_KEY = "host:"  # as `target.hosts` writes it
+
+
+def body_symbol(function: str) -> str:
+    """The bytecode's name of a function that takes the constants; `function` itself is its entry without them.
+
+    Parameters
+    ----------
+    function : str
+        Name of one of `Metadata.signatures`.
+    """
+    return BODY_PREFIX + function
+
 
 HIT, MISS, UNUSED = "hit", "miss", "unused"
 """States of `CacheUse`."""

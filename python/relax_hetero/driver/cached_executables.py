@@ -179,7 +179,7 @@ def _hash_sources() -> tuple[str, float]:
     """The hash of this library's sources, and the time of their last change in seconds since 1970."""
     digest, last_change = hashlib.blake2b(digest_size=20), 0.0
     package = Path(__file__).parents[1]
-    for file in sorted([*package.rglob("*.py"), *package.rglob("*.ll")]):
+    for file in sorted(file for kind in ("*.py", "*.ll", "*.[ch]") for file in package.rglob(kind)):
         code = file.read_bytes()
         digest.update(f"{file.relative_to(package)} {len(code)}\n".encode() + code)
         last_change = max(last_change, file.stat().st_mtime)

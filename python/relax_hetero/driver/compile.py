@@ -71,6 +71,7 @@ from .commands.command_metadata import (
 )
 from .compile_cache import load_or_build
 from .link.address_table import by_address
+from .link.entries import with_bodies
 from .link.lift_constants import lift_constants
 from .link.link import argument_alignment, link
 from .link.parallel_codegen import Progress
@@ -508,7 +509,7 @@ def _compile(
         graph=remarks.graph,
     )
     # LLVM and CUDA compile the kernels of each target, and TVM links them with the bytecode.
-    linked = link(linkable, progress, folder)
+    linked = link(with_bodies(linkable, signatures), signatures, progress, folder)
     metadata = replace(metadata, device_code=linked.device_code)
     return Executable(linked.module, metadata, lifted.tensors, machine_code=linked.machine_code)
 

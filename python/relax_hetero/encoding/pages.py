@@ -31,6 +31,9 @@ PAGE = 64
 MANY_PAGES = 24
 """Pages of a sequence from which on kernels do not depend on their maximum number."""
 
+EXPERT_COUNTS = "expert_counts_"
+"""Begin of the names of a language model's counters, before the number of the layer."""
+
 TABLES = {False: "table_full", True: "table_window"}
 """Names of the page tables of layers that see all tokens (False), and of layers with a window (True)."""
 

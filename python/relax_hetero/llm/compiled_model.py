@@ -19,10 +19,9 @@ from tvm import runtime
 
 from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
-from ..encoding.pages import TABLES
+from ..encoding.pages import EXPERT_COUNTS, TABLES
 from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, CacheError, HeteroError
-from ..tir.routing import EXPERT_COUNTS
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
 from ..vm.device.host_copies import begin_copy_to_host

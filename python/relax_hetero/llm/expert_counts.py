@@ -17,8 +17,8 @@ from tvm import runtime
 from ..artifact.regular_files import read_regular
 from ..artifact.signature import TensorSpec, ValueSpec
 from ..display.text import plural
+from ..encoding.pages import EXPERT_COUNTS
 from ..errors import HeteroError
-from ..tir.routing import EXPERT_COUNTS
 from ..vm.device.tensors import copy_into, empty
 
 WRITE_SECONDS = 60.0

@@ -20,7 +20,7 @@ from tvm.target import Target
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU
 from ..artifact.regular_files import open_regular
-from ..encoding.pages import LayerCache
+from ..encoding.pages import EXPERT_COUNTS, LayerCache
 from ..errors import BuildError, EncoderError
 from ..garbage_collection import paused_garbage_collection
 from ..system import release_freed_memory
@@ -28,7 +28,6 @@ from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
-from ..tir.routing import EXPERT_COUNTS
 from .background import BackgroundTask, foreground
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning

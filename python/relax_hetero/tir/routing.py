@@ -21,9 +21,6 @@ from .core.builder import Expr, Function, flat, let, loop, materialize, when
 ROUTING = "relax_hetero.routing"
 """On a PrimFunc for any device that routes rows to experts: its `RoutingProblem` as JSON."""
 
-EXPERT_COUNTS = "expert_counts_"
-"""Begin of the names of a language model's counters, before the number of the layer."""
-
 _MIN_PARALLEL_ROWS = 32
 
 _LEAST_TOTAL = 1e-20

@@ -17,6 +17,7 @@ try:
     from .chat import chat_command
     from .check import check_command
     from .compile import compile_command
+    from .config import config_command
     from .devices import devices_command
     from .explain import explain_command
     from .installation.completion import completion_command
@@ -69,6 +70,7 @@ for _command in (
     doctor_command,
     completion_command,
     cache_group,
+    config_command,
     pull_command,
     chat_command,
     serve_command,

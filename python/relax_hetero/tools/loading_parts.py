@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -39,14 +40,18 @@ class LoadingParts:
     """
 
     def __init__(self, name: str, status: Status) -> None:
-        from ..transform.pipeline import pipeline_steps
-
         self._name, self._status = name, status
-        self._passes = [PACKING if step.name in _PACKING_PASSES else PASSES for step in pipeline_steps()]
         self._begin = time.perf_counter()
         self.seconds: dict[str, float] = {}
         self._shown: set[str] = set()
         self._show(FILE, "")
+
+    @cached_property
+    def _passes(self) -> list[str]:
+        """The part of each pass; models that are compiled already need none, and no compiler."""
+        from ..transform.pipeline import pipeline_steps
+
+        return [PACKING if step.name in _PACKING_PASSES else PASSES for step in pipeline_steps()]
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Note that `done` of `total` passes or kernels are done."""

@@ -13,7 +13,7 @@ from tvm import runtime
 
 from ..artifact.file_hints import describe_value
 from ..artifact.messages import explain_failure
-from ..artifact.metadata import RELEASE_RESULT
+from ..artifact.metadata import RELEASE_RESULT, body_symbol
 from ..artifact.signature import FunctionSignature
 from ..errors import BindingError, HeteroError
 from ..target.backend import backend_of, backend_of_device
@@ -578,7 +578,7 @@ class VirtualMachine:
         entry = self._functions.get(name)
         if entry is None:
             constants = (self._constants_and_graphs,) if self.executable.signature(name).takes_constants else ()
-            entry = self._functions[name] = self._module[name], constants
+            entry = self._functions[name] = self._module[body_symbol(name)], constants
         function, constants = entry
         return self._run_function(name, function, (*values, *constants))
 

@@ -11,7 +11,7 @@ from typing import Any
 from tvm import runtime
 
 from ..artifact.commands import Dispatch, RegionSpec
-from ..artifact.metadata import CPU, Metadata, device_names
+from ..artifact.metadata import BODY_PREFIX, CPU, Metadata, device_names
 from ..display.html import Column, bar, device_html, folded, table, view
 from ..display.text import text_table
 from .region.profile_regions import RegionCalls
@@ -290,7 +290,7 @@ class ProfileRecorder:
             elif symbol in self._buffers:
                 row = _buffer_row(self._buffers[symbol], metadata)
                 rows.append(replace(row, calls=len(times), microseconds=microseconds, share=share))
-            elif not symbol.startswith(_BUILTIN) and symbol not in metadata.signatures:
+            elif not symbol.startswith(_BUILTIN) and symbol.removeprefix(BODY_PREFIX) not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
         rest = max(0.0, total - sum(row.microseconds for row in rows))
         rows.append(ProfileRow(VM_OVERHEAD, "host", (), 1, rest, rest / total if total else 0.0))

@@ -9,6 +9,7 @@ import tvm
 from tvm.runtime.vm import VirtualMachine as StockMachine
 
 import relax_hetero as rh
+from relax_hetero.artifact.metadata import body_symbol
 
 X, W = np.zeros((2, 4), "float32"), np.ones(4, "float32")
 
@@ -47,7 +48,7 @@ def test_row_14_kernels_check_the_device_id_and_users_never_meet_that_check(chai
         from relax_hetero.vm.device.builtins import running_on
 
         with running_on([tvm.cpu(0), tvm.cpu(1)], ["global"] * 2):
-            stock["main"](tvm.runtime.tensor(X, tvm.cpu(1)), tvm.runtime.tensor(W, tvm.cpu(1)))
+            stock[body_symbol("main")](tvm.runtime.tensor(X, tvm.cpu(1)), tvm.runtime.tensor(W, tvm.cpu(1)))
 
     vm = rh.vm.VirtualMachine(chain)
     for devices in [(0, 0), (0, 1), (1, 0), (1, 1), (5, 6)]:
@@ -73,7 +74,7 @@ def test_row_20_tensors_inside_an_allocation_work(chain):
     view = storage._create_view((2, 4), "float32", 64)
     stock = StockMachine(chain.module, [tvm.cpu(0), tvm.cpu(1)])
     with pytest.raises(Exception, match="byte_offset"):
-        stock["main"](view, tvm.runtime.tensor(W, tvm.cpu(1)))
+        stock[body_symbol("main")](view, tvm.runtime.tensor(W, tvm.cpu(1)))
 
     z, _ = rh.vm.VirtualMachine(chain)["main"](view, W)
     np.testing.assert_array_equal(z.numpy(), np.full((2, 4), 2))

@@ -6,7 +6,7 @@ code. Here kernels are grouped into modules by their own target.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from tvm_ffi.registry import list_global_func_names
 from ...artifact.cache_folder import CacheFolder
 from ...artifact.device_code import DeviceCode
 from ...artifact.metadata import RELEASE_RESULT
+from ...artifact.signature import FunctionSignature
 from ...errors import BuildError
 from ...system import has_symbol
 from ...target.backend import CPU, LinkedCode, backend_of
@@ -30,6 +31,7 @@ from ...transform.ir.reasons import reason
 from ...transform.ir.rewriting import copy_module, op_name, relax_functions, typed, with_body
 from ...vm.device.tensors import ALIGNMENT
 from .address_table import with_address_functions
+from .entries import emit_entries
 from .llvm_kernels import ARGUMENT_ALIGNMENT, build_llvm
 from .parallel_codegen import Progress, build_in_parallel, cut
 from .threads.worker_threads import with_launch_setters, worker_threads
@@ -263,13 +265,21 @@ class Linked:
     device_code: tuple[DeviceCode, ...]
 
 
-def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolder | None = None) -> Linked:
+def link(
+    mod: tvm.IRModule,
+    signatures: Mapping[str, FunctionSignature],
+    progress: Progress | None = None,
+    folder: CacheFolder | None = None,
+) -> Linked:
     """Compile and link a lowered module without constants.
 
     Parameters
     ----------
     mod : tvm.IRModule
-        Lowered module (LowerToVM) with lifted constants; PrimFuncs without a target compute shapes on the host.
+        Lowered module (LowerToVM) with lifted constants and bodies (`entries`); PrimFuncs without a target compute
+        shapes on the host.
+    signatures : mapping of str to FunctionSignature
+        Functions that users call, by name.
     progress : Progress, optional
         Function that gets the number of compiled kernels.
     folder : CacheFolder, optional
@@ -290,6 +300,7 @@ def link(mod: tvm.IRModule, progress: Progress | None = None, folder: CacheFolde
         prim_funcs = vm_build._vmcodegen(builder, mod)
         emit(builder, loops)
         _emit_release(builder)
+        emit_entries(builder, signatures, len(vdevices_of(mod)) + (host is None))
     except Exception as error:  # TVM's exceptions here have no common class
         raise BuildError(f"no bytecode can be made of this module: {reason(error)}") from error
     groups = group_by_target(prim_funcs, host_target)

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 import tvm
 from tvm import relax
 
+from ...encoding.pages import EXPERT_COUNTS
 from ...encoding.token_masks import MASKED_TOKENS
 from ...errors import FrontendError
-from ...tir.routing import EXPERT_COUNTS
 from ..greedy_tokens import greedy_tokens, masked_tokens
 from ..paged_cache import CHUNK, DECODE, PagedCache
 from .activation_types import ActivationTypes

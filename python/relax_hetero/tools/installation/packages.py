@@ -43,7 +43,16 @@ class Finding:
     fix: str = ""
 
 
-DISTRIBUTION = "relax-hetero"
+def _installed_version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+_RUNTIME = "relax-hetero-runtime"
+DISTRIBUTION = _RUNTIME if _installed_version(_RUNTIME) else "relax-hetero"
+"""Name by which pip knows this package; the run-time package (release/runtime_wheel.py) has a part of TVM itself."""
 
 EXTRAS = {
     CudaBackend.KIND: "compiling for NVIDIA GPUs without a CUDA toolkit",
@@ -84,7 +93,7 @@ def versions() -> dict[str, str]:
     """Versions that belong into a bug report, by name; ``missing`` if a package is not installed."""
     from ... import __version__
 
-    names = ("apache-tvm", "apache-tvm-ffi")
+    names = ("apache-tvm-ffi",) if DISTRIBUTION == _RUNTIME else ("apache-tvm", "apache-tvm-ffi")
     return {
         DISTRIBUTION: __version__,
         **{name: _installed_version(name) or "missing" for name in names},
@@ -150,13 +159,6 @@ def _dependency(requirement: Requirement) -> Dependency:
     version = _installed_version(requirement.name)
     is_satisfied = version is not None and requirement.specifier.contains(version, prereleases=True)
     return Dependency(f"{requirement.name}{requirement.specifier}", version, is_satisfied)
-
-
-def _installed_version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _check_python() -> Finding:

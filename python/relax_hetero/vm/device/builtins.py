@@ -62,6 +62,17 @@ def refuse(check: int, value: int, first: int, end: int) -> None:
     raise ValueError(refusal(check, value, first, end))
 
 
+@tvm_ffi.register_global_func("relax_hetero.enter", override=True)
+@tvm_ffi.register_global_func("relax_hetero.argument", override=True)
+@tvm_ffi.register_global_func("relax_hetero.leave", override=True)
+def _needs_file(*_: Any) -> None:
+    """Entries of functions run in files only, whose code replaces these functions (`vm/file/standalone.c`)."""
+    raise HeteroError(
+        "TVM's virtual machine called a function of an executable in memory: expected rh.vm.VirtualMachine, or a file "
+        "of Executable.export_library"
+    )
+
+
 @tvm_ffi.register_global_func("relax_hetero.to_device", override=True)
 def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.

@@ -270,7 +270,7 @@ class Executable:
         else:
             write_executable(path, [self, *self.versions], key, mode)
 
-    def write_library(self, path: Path, what: str) -> None:
+    def write_library(self, path: Path, what: str, offsets: Sequence[int]) -> None:
         """Write the linked code to `path`; if it cannot be linked, raise a BuildError that begins with `what`.
 
         Parameters
@@ -279,11 +279,13 @@ class Executable:
             File to write.
         what : str
             Subject of error messages.
+        offsets : sequence of int
+            The position of each constant among the file's weights, in bytes from the first.
         """
         if self._container is not None:
             self._container.code.tofile(path)
         else:
-            link_library(self.module, path, what, self._machine_code)
+            link_library(self.module, path, what, self._machine_code, self.metadata, offsets)
 
     def runnable_module(self) -> runtime.Module:
         """The module in a form that runs in this process; the first call compiles code of ``c`` devices.

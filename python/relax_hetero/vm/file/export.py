@@ -20,7 +20,7 @@ import tvm_ffi
 from tvm import runtime
 from tvm.base import _RUNTIME_ONLY
 
-from ...artifact.container import Version, write_container
+from ...artifact.container import Version, weight_offsets, write_container
 from ...artifact.file_hints import describe_value
 from ...artifact.metadata import Metadata
 from ...artifact.signing import trailer_of
@@ -31,6 +31,7 @@ from ..device.cpu_features import with_features
 from ..device.interruptible import run_in_threads
 from ..device.tensors import bytes_of
 from .cuda_modules import with_machine_code, write_block
+from .standalone import compile_standalone, is_for_linux
 
 # Kinds of modules that contain source or objects, and must be linked before they can run.
 _NEEDS_LINKING = ("c", "static_library")
@@ -99,7 +100,12 @@ def _split(command: str) -> list[str]:
 
 
 def link_library(
-    module: runtime.Module, path: Path, what: str, machine_code: Mapping[str, bytes] | None = None
+    module: runtime.Module,
+    path: Path,
+    what: str,
+    machine_code: Mapping[str, bytes] | None = None,
+    metadata: Metadata | None = None,
+    offsets: Sequence[int] = (),
 ) -> None:
     """Link a compiled module into a shared library at `path`.
 
@@ -109,6 +115,10 @@ def link_library(
         Begin of error messages.
     machine_code : mapping of str to bytes, optional
         Machine code of CUDA kernels that the module contains as source, by `cuda_modules.source_key`.
+    metadata : Metadata, optional
+        Metadata of a file that programs may run without Python.
+    offsets : sequence of int
+        The position of each constant among the weights of that file, in bytes from the first.
 
     Raises
     ------
@@ -120,7 +130,10 @@ def link_library(
     command = check_linking(what)
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as workspace:
         try:
-            link = partial(_link, command)
+            standalone: list[str] = []
+            if metadata is not None and is_for_linux(metadata):
+                standalone = compile_standalone(command, metadata, offsets, Path(workspace))
+            link = partial(_link, command, standalone)
             pack = partial(_pack, machine_code) if machine_code else _pack_to_llvm
             code = [each for each in dict.fromkeys(_modules(module)) if each.is_compilation_exportable()]
             if all(each.kind == "llvm" for each in code):
@@ -157,9 +170,11 @@ def _pack(machine_code: Mapping[str, bytes], module: runtime.Module, system: boo
     return str(write_block(with_machine_code(block, machine_code), Path(folder)))
 
 
-def _link(command: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()) -> None:
+def _link(
+    command: Sequence[str], standalone: Sequence[str], output: str, objects: Sequence[str], options: Sequence[str] = ()
+) -> None:
     """Link objects and C sources; unlike TVM's function, this accepts compilers with options, as ``ccache g++``."""
-    arguments = [*command, *LINK_OPTIONS, "-o", output, *options, *objects]
+    arguments = [*command, *LINK_OPTIONS, "-o", output, *options, *objects, *standalone]
     if IS_WINDOWS:
         arguments += _windows_inputs(Path(output))
     process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
@@ -202,10 +217,10 @@ def write_executable(path: Path, parts: Sequence[Part], key: bytes | None = None
     """
     with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder, replacing(path, mode) as target:
         libraries = [Path(folder) / f"library{number}.so" for number in range(len(parts))]
-        for part, library in zip(parts, libraries, strict=True):
-            part.write_library(library, f"exporting {path}")
         headers = [header_of(part.metadata) for part in parts]
         weights = [[bytes_of(tensor) for tensor in part.constants] for part in parts]
+        for part, library, data in zip(parts, libraries, weights, strict=True):
+            part.write_library(library, f"exporting {path}", weight_offsets(data))
         versions = [
             Version(library, header["metadata"], data)
             for library, header, data in zip(libraries[1:], headers[1:], weights[1:], strict=True)
@@ -220,8 +235,8 @@ class Part(Protocol):
     metadata: Metadata
     constants: list[runtime.Tensor]
 
-    def write_library(self, path: Path, what: str) -> None:
-        """Write the shared library to `path`; error messages begin with `what`."""
+    def write_library(self, path: Path, what: str, offsets: Sequence[int]) -> None:
+        """Write the shared library to `path`, for weights at `offsets`; error messages begin with `what`."""
 
 
 def write_copy(path: Path, data: Any, key: bytes | None = None, mode: int = 0o666) -> None:

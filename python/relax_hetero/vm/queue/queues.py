@@ -15,7 +15,7 @@ from tvm import runtime
 
 from ...artifact.commands import Dispatch, RegionSpec
 from ...artifact.messages import explain_failure
-from ...artifact.metadata import CPU, Metadata, device_names
+from ...artifact.metadata import CPU, Metadata, body_symbol, device_names
 from ...artifact.schedule import Step
 from ...errors import HeteroError
 from ...target.backend import backend_of_device, backend_of_type
@@ -236,7 +236,7 @@ class Queues:
         module, functions = self._modules[queue]
         function = functions.get(name)
         if function is None:
-            function = functions[name] = module[name]
+            function = functions[name] = module[body_symbol(name) if name in self._metadata.signatures else name]
         return function
 
 

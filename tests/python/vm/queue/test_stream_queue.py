@@ -64,7 +64,7 @@ class Machine:
         monkeypatch.setattr(cuda_library, "cuda_library", lambda: self.library)
         monkeypatch.setattr(stream_queue, "empty", self.fresh)
         specs = tuple(SimpleNamespace(num_cores=1, numa_node=None, kind="any", host=None) for _ in DEVICES)
-        metadata = SimpleNamespace(devices=specs, dispatches={}, checks=())
+        metadata = SimpleNamespace(devices=specs, dispatches={}, checks=(), signatures={})
         me = weakref.proxy(self)  # queues end with their machine, unless they keep it
         functions = {s.function: Machine.kernel(me, number) for number, s in enumerate(schedule.steps) if s.function}
         make = partial(Queues, metadata, DEVICES, ["global"] * 4, tvm_ffi.convert([]), lambda: functions)

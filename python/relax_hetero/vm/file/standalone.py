@@ -1,0 +1,214 @@
+"""The part of an exported file that runs it without Python: `standalone.c`, compiled with a description of the file.
+
+The description has the tables of `standalone.c`: what callers may know (``relax_hetero.h``), constants with their
+positions in the file, and the messages of run-time checks.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+from tvm import DataType
+
+from ...artifact import worker_threads
+from ...artifact.kernel_addresses import address_function
+from ...artifact.metadata import CPU, ConstantSpec, Metadata, device_names
+from ...artifact.signature import FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
+from ...artifact.signing import TRAILER_BYTES
+from ...errors import BuildError
+from ...target.c_options import compile_options
+from ...target.element_types import bytes_for
+from ..device.workers import SPIN_NANOSECONDS
+
+_SOURCE = Path(__file__).with_name("standalone.c")
+_KINDS: dict[type[ValueSpec], str] = {
+    TensorSpec: "RH_TENSOR",
+    ShapeSpec: "RH_SHAPE",
+    PrimSpec: "RH_SCALAR",
+    TupleSpec: "RH_TUPLE",
+}
+_OPTIONS = ("-x", "c", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-w")
+
+
+def is_for_linux(metadata: Metadata) -> bool:
+    """Return whether an executable's code is for Linux, where files run without Python.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Metadata of the executable, whose targets may name other systems than this one.
+    """
+    targets = [json.loads(spec.target) for spec in metadata.devices if spec.device_type == CPU]
+    triples = [str(target["mtriple"]) for target in targets if isinstance(target, dict) and "mtriple" in target]
+    return all("linux" in triple for triple in triples) and (bool(triples) or sys.platform == "linux")
+
+
+def compile_standalone(command: Sequence[str], metadata: Metadata, offsets: Sequence[int], folder: Path) -> list[str]:
+    """Compile the part of a file that runs it without Python; returns the paths of object files.
+
+    Parameters
+    ----------
+    command : sequence of str
+        C compiler.
+    offsets : sequence of int
+        The position of each constant among the weights, in bytes from the first.
+    folder : Path
+        Folder for temporary files.
+
+    Raises
+    ------
+    BuildError
+        The compiler fails.
+    """
+    tables, objects = folder / "tables.c", [folder / "standalone.o", folder / "tables.o"]
+    tables.write_text(description(metadata, offsets))
+    objects[0].write_bytes(_compile_source(tuple(command)))
+    _compile(command, tables, objects[1], "-O0")
+    return list(map(str, objects))
+
+
+@cache  # the same for every file
+def _compile_source(command: tuple[str, ...]) -> bytes:
+    with tempfile.TemporaryDirectory(prefix="relax_hetero_") as folder:
+        output = Path(folder, "standalone.o")
+        _compile(command, _SOURCE, output, "-O1")
+        return output.read_bytes()
+
+
+def _compile(command: Sequence[str], source: Path, output: Path, level: str) -> None:
+    include = [f"-I{_SOURCE.parent}", *compile_options()]
+    arguments = [*command, *_OPTIONS, level, *_definitions(), *include, "-c", str(source), "-o", str(output)]
+    process = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False)
+    if process.returncode:
+        raise BuildError(f"{source.name} does not compile:\n{process.stdout.decode(errors='replace')}")
+
+
+def _definitions() -> list[str]:
+    values: dict[str, int | str] = {
+        "RH_TRAILER_BYTES": TRAILER_BYTES,
+        "RH_MAX_THREADS": worker_threads.MAX_THREADS,
+        "RH_SPIN_NANOSECONDS": SPIN_NANOSECONDS,
+        "RH_START": _text(worker_threads.START),
+        "RH_LAUNCH": _text(worker_threads.LAUNCH),
+        "RH_LAUNCH_SETTER": _text(worker_threads.launch_setter(0).removesuffix("0")),
+        "RH_ADDRESS": _text(address_function("")),
+    }
+    return [f"-D{name}={value}" for name, value in values.items()]
+
+
+def description(metadata: Metadata, offsets: Sequence[int]) -> str:
+    """The tables of `standalone.c` for an executable, in C.
+
+    Parameters
+    ----------
+    offsets : sequence of int
+        The position of each constant among the weights, in bytes from the first.
+    """
+    return (
+        "\n".join(['#include "standalone.h"', *_constants(metadata, offsets), *_checks(metadata), *_info(metadata)])
+        + "\n"
+    )
+
+
+def _constants(metadata: Metadata, offsets: Sequence[int]) -> Iterator[str]:
+    rows = []
+    for number, (spec, offset) in enumerate(zip(metadata.constants, offsets, strict=True)):
+        table, entries = "NULL", 0
+        reason = _unsupported(spec)
+        if spec.addresses is not None and reason is None:
+            table, entries = f"table_{number}", len(spec.addresses)
+            values = (f"{{{_text(e)}, 0}}" if isinstance(e, str) else f"{{NULL, {e}}}" for e in spec.addresses)
+            yield _array(f"struct entry {table}", values)
+        yield _array(f"int64_t extents_{number}", map(str, spec.shape))
+        numbers = f"{spec.device}, {len(spec.shape)}, extents_{number}, {offset}, {bytes_for(spec.shape, spec.dtype)}"
+        rows.append(f"{{{_dtype(spec.dtype)}, {numbers}, {table}, {entries}, {_text(reason)}}}")
+    yield _array("struct constant rh_constants", rows, "")
+    yield f"const int32_t rh_num_constants = {len(rows)};"
+
+
+def _unsupported(spec: ConstantSpec) -> str | None:
+    """Why only Python can make a constant, or None."""
+    if spec.region:
+        return f"command buffer {spec.region!r} is a CUDA graph"
+    if spec.is_record:
+        return "kernels of a GPU report values that they refuse"
+    return None if spec.mailbox is None else "command buffers of a GPU and of the CPU exchange values while both run"
+
+
+def _checks(metadata: Metadata) -> Iterator[str]:
+    yield _array("rh_check_info checks", (f"{{{_text(c.subject)}, {_text(c.where)}}}" for c in metadata.checks))
+    width = max((spec.num_cores for spec in metadata.devices if spec.device_type == CPU), default=0)
+    yield f"const int64_t rh_alignment = {metadata.alignment};"
+    yield f"const int32_t rh_width = {width};"
+
+
+def _info(metadata: Metadata) -> Iterator[str]:
+    names = device_names(metadata.devices)
+    devices = [
+        f"{{{_text(name)}, {{{spec.device_type}, {spec.vdevice_id}}}}}"
+        for name, spec in zip(names, metadata.devices, strict=True)
+    ]
+    if metadata.host_index < 0:
+        devices.append('{"host", {kDLCPU, 0}}')
+    yield _array("rh_device_info devices", devices)
+    host = metadata.host_index if metadata.host_index >= 0 else len(names)
+    rows = []
+    for number, signature in enumerate(metadata.signatures.values()):
+        values = {"inputs": signature.inputs, "outputs": signature.outputs}
+        for kind, specs in values.items():
+            for index, spec in enumerate(specs):
+                if isinstance(spec, TensorSpec) and spec.shape is not None:
+                    extents = (str(dim) if isinstance(dim, int) else "-1" for dim in spec.shape)
+                    yield _array(f"int64_t shape_{number}_{kind}_{index}", extents)
+            texts = [_value(spec, signature, kind, f"shape_{number}_{kind}_{i}") for i, spec in enumerate(specs)]
+            yield _array(f"rh_value_info {kind}_{number}", texts)
+        counts = f"{len(signature.inputs)}, {len(signature.outputs)}, {int(signature.output_is_tuple)}"
+        rows.append(f"{{{_text(signature.name)}, {counts}, inputs_{number}, outputs_{number}}}")
+    yield _array("rh_function_info functions", rows)
+    checks = f"{len(metadata.checks)}, checks"
+    yield f"const rh_file_info rh_info = {{RH_ABI, {len(devices)}, {host}, {len(rows)}, devices, functions, {checks}}};"
+
+
+def _value(spec: ValueSpec, signature: FunctionSignature, kind: str, shape: str) -> str:
+    is_input = kind == "inputs"
+    strings = signature.string_inputs if is_input else signature.string_outputs
+    flags = {
+        "RH_DONATED": is_input and spec.name in signature.donated,
+        "RH_HAS_DEFAULT": is_input and spec.name in signature.defaults,
+        "RH_COPIED": is_input and spec.name in signature.copied,
+        "RH_STRING": spec.name in strings,
+    }
+    set_flags = " | ".join(flag for flag, is_set in flags.items() if is_set) or "0"
+    default = signature.defaults.get(spec.name, -1) if is_input else -1
+    device, dtype, ndim, extents = -1, "{0}", -1, "NULL"
+    if isinstance(spec, TensorSpec):
+        device, ndim = spec.device, spec.ndim
+        dtype = "{0}" if spec.dtype is None else _dtype(spec.dtype)
+        extents = "NULL" if spec.shape is None else shape
+    kind_name = _KINDS.get(type(spec), "RH_OBJECT")
+    texts = f"{_text(spec.name)}, {_text(describe(spec))}"
+    return f"{{{texts}, {kind_name}, {device}, {dtype}, {ndim}, {extents}, {set_flags}, {default}}}"
+
+
+def _dtype(name: str) -> str:
+    dtype = DataType(name)
+    return f"{{{int(dtype.type_code)}, {dtype.bits}, {dtype.lanes}}}"
+
+
+def _array(declaration: str, values: Iterable[str], storage: str = "static ") -> str:
+    """A table in C, which lacks empty arrays."""
+    return f"{storage}const {declaration}[] = {{{', '.join(values) or '0'}}};"
+
+
+def _text(text: str | None) -> str:
+    """A string literal of C."""
+    if text is None:
+        return "NULL"
+    plain = (chr(byte) if 32 <= byte < 127 and byte not in b'"\\?' else f"\\{byte:03o}" for byte in text.encode())
+    return f'"{"".join(plain)}"'
