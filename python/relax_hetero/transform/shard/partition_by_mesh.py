@@ -111,11 +111,6 @@ def partition_by_mesh(mod: tvm.IRModule) -> tvm.IRModule:
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
 
 
-def has_meshes(mod: tvm.IRModule) -> bool:
-    """Return whether a function of a module has values over a mesh."""
-    return any(_has_mesh(func) for _, func in relax_functions(mod))
-
-
 def _check_calls(mod: tvm.IRModule, over_meshes: set[str]) -> None:
     """Raise PlacementError if a function calls one of those over meshes."""
     for gv, func in relax_functions(mod):
@@ -351,12 +346,7 @@ class _FunctionPartition:
             fields = source.fields if isinstance(source, relax.Tuple) else self._tuples[source]
             self._add(var, fields[value.index])
             return
-        of = self._values[source]
-        locals_ = [
-            self._emit(lambda args: relax.TupleGetItem(args[0], value.index), [local], device, self._named(var, number))
-            for number, (device, local) in enumerate(zip(of.mesh, of.locals, strict=True))
-        ]
-        self._values[var] = _Value(of.mesh, [of.shardings[value.index]], locals_)
+        self._add_field_of_value(var, source, value.index)
 
     def _add_call(self, var: relax.Var, call: relax.Call) -> None:
         name = op_name(call)
