@@ -5,6 +5,7 @@ VENV := .venv
 TORCH_VENV := .venv-torch
 DOCS_VENV := .venv-docs
 DIST_VENV := .venv-dist
+ARM_VENV := .venv-arm
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
 WORKERS ?= 2
@@ -15,7 +16,7 @@ PYTEST_ARGS ?=
 FUZZ_SECONDS ?= 3600
 CHECKED := python apps examples release tests
 
-.PHONY: help demo test test-slow test-timing test-torch test-all gpu fuzz lint format conformance docs dist workers clean distclean
+.PHONY: help demo test test-slow test-timing test-torch test-arm test-all gpu fuzz lint format conformance docs dist workers clean distclean
 .DEFAULT_GOAL := help
 
 help:
@@ -24,6 +25,8 @@ help:
 	@echo "make test-slow    long tests that rarely find more; make test-timing: tests of measured time or resident"
 	@echo "                  memory, on a quiet machine; make test-all: all of them"
 	@echo "make test-torch   rh.from_torch and the reference of language models against PyTorch, in $(TORCH_VENV)"
+	@echo "make test-arm     tests of kernels on an emulated AArch64 CPU, and some of programs; needs qemu-user,"
+	@echo "                  mmdebstrap and g++-aarch64-linux-gnu (Debian, Ubuntu), and sets up $(ARM_VENV)"
 	@echo "make gpu          tests that need an NVIDIA GPU (under eight minutes on 16 cores), with $(GPU_PYTHON); no network"
 	@echo "make fuzz         attack the library for FUZZ_SECONDS=3600 with random models, sizes, arguments and files"
 	@echo "make lint         ruff check, ruff format --check, mypy, import-linter"
@@ -56,6 +59,9 @@ test-torch: $(TORCH_VENV)/.stamp-dev
 gpu:
 	@PYTHONPATH=python:$$PYTHONPATH $(GPU_PYTHON) tests/python/gpu/needs.py
 	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
+
+test-arm: $(VENV)/.stamp-dev $(ARM_VENV)/.stamp
+	$(PY) tests/python/arm/suite.py -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: test test-slow test-timing test-torch
 
@@ -99,7 +105,7 @@ clean:
 	find python apps tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) .cache
+	rm -rf $(VENV) $(TORCH_VENV) $(DOCS_VENV) $(DIST_VENV) $(ARM_VENV) .cache
 
 # The interpreter is run, not only looked up: version managers put names on PATH that do not run,
 # and some distributions ship a Python whose venv module lacks pip.
@@ -136,6 +142,10 @@ $(TORCH_VENV)/.stamp-dev: pyproject.toml | $(PY)
 	@$(PY) -m venv $(TORCH_VENV)
 	@$(TORCH_VENV)/bin/python -m pip --quiet --quiet --disable-pip-version-check install --editable '.[dev-torch]'
 	@touch $@
+
+$(ARM_VENV)/.stamp: pyproject.toml tests/python/arm/environment.py | $(PY)
+	@echo "Installing Python, TVM and development tools for AArch64 into $(ARM_VENV)"
+	@$(PY) tests/python/arm/environment.py
 
 $(DOCS_VENV)/.stamp-docs: pyproject.toml | $(PY)
 	@echo "Installing relax-hetero and MkDocs into $(DOCS_VENV)"

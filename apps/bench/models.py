@@ -20,6 +20,7 @@ from typing import Any
 
 import click
 import numpy as np
+from isa import isa_option
 from model_bench.cases import Case, cases_of
 from model_bench.model_worker import Job
 from model_bench.report import LEFT, all_tables, markdown, remarks, summary
@@ -73,6 +74,8 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
     type=click.Choice(list(PRECISIONS)),
     help="Precision of float products of models without :bf16 or :f16 after their name.",
 )
+@isa_option
+@click.option("--cpu-time", is_flag=True, help="Time the process's CPU time: for one thread, on a busy machine.")
 @click.option("--executables", type=click.Path(path_type=Path), help="Folder that keeps compiled files for reuse.")
 @click.option("--compile-limit", default=300.0, show_default=True, help="Time limit of a compilation, in seconds.")
 @click.option("--compile-only", is_flag=True, help="With --executables: compile only.")
@@ -93,6 +96,8 @@ def main(
     isolate: bool,
     dims: Mapping[str, Sequence[int]],
     precision: str,
+    isa: str,
+    cpu_time: bool,
     executables: Path | None,
     compile_limit: float,
     compile_only: bool,
@@ -115,8 +120,10 @@ def main(
             job = _referenced(case, folder, max(threads), seconds / max(rounds, 1), seed)
             for count in threads:
                 progress.update(task, description=f"{case.label}, {count} threads: compiling")
-                ready = replace(job, action="turns", peers=peers, threads=count)
-                ready, rows = prepare(ready, folder, case.label, compile_limit, case.family)
+                ready = replace(job, action="turns", peers=peers, threads=count, isa=isa, cpu_time=cpu_time)
+                ready, rows = prepare(
+                    ready, folder, f"{case.label} {isa}".strip(), compile_limit, f"{case.family} {isa}".strip()
+                )
                 if not compile_only:
                     progress.update(task, description=f"{case.label}, {count} threads: running")
                     time_models(ready, rows, rounds, cap, isolate, seed)
@@ -126,7 +133,7 @@ def main(
                 if dispatches and OURS in ready.peers:
                     progress.update(task, description=f"{case.label}, {count} threads: dispatches")
                     rows[OURS]["profile"] = at_once(replace(ready, action="profile", peers=(OURS,)))
-                results.append({"model": case.label, "threads": count, "rows": rows})
+                results.append({"model": case.label, "threads": count, "isa": isa, "rows": rows})
                 if json_file:  # each time, so that an interrupt does not lose results
                     json_file.write_text(json.dumps({"made": time.strftime("%Y-%m-%d"), "results": results}, indent=1))
     if png_file:

@@ -92,7 +92,12 @@ def wait_until_idle() -> bool:
     return False
 
 
-def take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float = SLICE_SECONDS) -> None:
+def take_turn(
+    call: Callable[[], object],
+    timing: Timing,
+    slice_seconds: float = SLICE_SECONDS,
+    clock: Callable[[], float] = time.perf_counter,
+) -> None:
     """Run one turn of a program and wait until idle; does nothing for a slow program that has had its turns.
 
     Parameters
@@ -102,15 +107,16 @@ def take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float =
         Receives the seconds of each timed call.
     slice_seconds : float
         Duration of the timed calls.
+    clock : callable
+        Seconds: the wall's, or `time.process_time` for calls on one thread beside other programs.
     """
     if timing.turns < SLOW_TURNS or timing.fastest < SLOW_SECONDS:
-        _take_turn(call, timing, slice_seconds)
+        _take_turn(call, timing, slice_seconds, clock)
         timing.restless += not wait_until_idle()
 
 
-def _take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float) -> None:
+def _take_turn(call: Callable[[], object], timing: Timing, slice_seconds: float, clock: Callable[[], float]) -> None:
     timing.turns += 1
-    clock = time.perf_counter
     begin = clock()
     if not timing.seconds or timing.fastest < SLOW_SECONDS:
         for _ in range(3):

@@ -23,6 +23,7 @@ from rich.table import Table
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
+from isa import check_llama_cpp, isa_option  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 NOVELS = HERE / "novels.txt"
@@ -45,9 +46,9 @@ SAYS = Console(highlight=False, width=120)
 class Process:
     """The process of a contestant."""
 
-    def __init__(self, library: str, model: str, threads: int, context: int) -> None:
+    def __init__(self, library: str, model: str, threads: int, context: int, cpu_time: bool = False) -> None:
         words = [sys.executable, str(HERE / "contestant.py"), library, model]
-        words += ["--threads", str(threads), "--context", str(context)]
+        words += ["--threads", str(threads), "--context", str(context), *(["--cpu-time"] if cpu_time else [])]
         self.library = library
         self._process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, stderr=subprocess.DEVNULL
@@ -171,23 +172,25 @@ def model_path(name: str, cache: Path) -> Path:
     return Path(name)
 
 
-def compiled(path: Path, cache: Path, context: int) -> Path:
+def compiled(path: Path, cache: Path, context: int, isa: str) -> Path:
     """A folder with the model compiled for this CPU, in a process of its own, so that memory is counted apart."""
-    folder = cache / f"{path.stem}-{context}"
+    folder = cache / "-".join(filter(None, (path.stem, str(context), isa)))
     if not (folder / "model.json").exists():
         program = (
-            "import sys; from relax_hetero.llm.model_loader import load, save; path, folder, context = sys.argv[1:]; "
-            "model = load(path, ['llvm'], batches=(1,), chunks=(512,), slots=1, context=int(context))[0]; "
+            "import sys; import relax_hetero as rh; from relax_hetero.llm.model_loader import load, save; "
+            "path, folder, context, isa = sys.argv[1:]; "
+            "devices = [rh.native('llvm', isa=isa or None)]; "
+            "model = load(path, devices, batches=(1,), chunks=(512,), slots=1, context=int(context))[0]; "
             "save(model, path, folder)"
         )
-        subprocess.run([sys.executable, "-c", program, str(path), str(folder), str(context)], check=True)
+        subprocess.run([sys.executable, "-c", program, str(path), str(folder), str(context), isa], check=True)
     return folder
 
 
-def contestants(names: Sequence[str], path: Path, cache: Path) -> dict[str, str]:
+def contestants(names: Sequence[str], path: Path, cache: Path, isa: str) -> dict[str, str]:
     """The path that each library loads, by the library's name."""
     paths: dict[str, Callable[[int], str]] = {
-        "ours": lambda context: str(compiled(path, cache, context)),
+        "ours": lambda context: str(compiled(path, cache, context, isa)),
         "llama.cpp": lambda context: str(path),
     }
     return {name: paths[name](CONTEXT) for name in names}
@@ -202,6 +205,8 @@ CONTEXT = 3072
 @click.option("--library", "-l", multiple=True, default=("ours", "llama.cpp"), show_default=True)
 @click.option("--part", "-p", multiple=True, type=click.Choice(PARTS), default=PARTS, show_default=True)
 @click.option("--rounds", default=7, show_default=True, help="Turns of each contestant.")
+@isa_option
+@click.option("--cpu-time", is_flag=True, help="Time the processes' CPU time: for one thread, on a busy machine.")
 @click.option("--cache", type=click.Path(path_type=Path), default=Path(".cache/language_models"), show_default=True)
 @click.option("--prompt", default="The history of the city begins with", help="Beginning of the compared text.")
 @smoke(model="tiny", threads=(1,), library=("ours",), rounds=1)
@@ -211,15 +216,19 @@ def main(
     library: Sequence[str],
     part: Sequence[str],
     rounds: int,
+    isa: str,
+    cpu_time: bool,
     cache: Path,
     prompt: str,
 ) -> None:
     """Compare, and exit with 1 if a bar is missed."""
     cache.mkdir(parents=True, exist_ok=True)
-    paths = contestants(library, model_path(model, cache), cache)
+    paths = contestants(library, model_path(model, cache), cache, isa)
     met = True
     for count in threads:
-        processes = [Process(name, path, count, CONTEXT) for name, path in paths.items()]
+        processes = [Process(name, path, count, CONTEXT, cpu_time) for name, path in paths.items()]
+        for process in processes:
+            check_llama_cpp(process("instructions")[0], isa)
         tokens = processes[-1]("tokenize", text=NOVELS.read_text(encoding="utf-8"))[0][: CONTEXT - 1]
         if "speed" in part:
             met &= show_speed(speed(processes, tokens, rounds), count, BARS.get(model, {}))

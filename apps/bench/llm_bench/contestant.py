@@ -25,6 +25,9 @@ class Contestant(Protocol):
     def reset(self) -> None:
         """Forget all tokens."""
 
+    def instructions(self) -> str:
+        """The library's list of the instructions that it was compiled for; empty if it has none."""
+
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text, with the beginning-of-text token."""
 
@@ -45,6 +48,9 @@ class Ours:
         if self._model.context < context:
             raise SystemExit(f"{path} was compiled for {self._model.context} positions, and {context} are needed")
         self._slot = self._model.cache.add()
+
+    def instructions(self) -> str:
+        return ""
 
     def reset(self) -> None:
         self._model.cache.truncate(self._slot, 0)
@@ -92,6 +98,10 @@ class Work:
     def __init__(self, model: Contestant, imported: dict[str, int]) -> None:
         self._model, self._imported = model, imported
         self._next = 0
+
+    def instructions(self) -> str:
+        """The library's list of the instructions that it was compiled for."""
+        return self._model.instructions()
 
     def tokenize(self, text: str) -> list[int]:
         """Tokens of a text."""
@@ -148,21 +158,23 @@ def main() -> None:
     parser.add_argument("model", help="a GGUF file; for ours a folder of rh.llm.save")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--cpu-time", action="store_true", help="measure the process's CPU time")
     options = parser.parse_args()
     os.environ.update(TVM_NUM_THREADS=str(options.threads), OMP_NUM_THREADS=str(options.threads))
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries print to stdout
     make = LIBRARIES[options.library](options.model, options.threads, options.context)
     imported = memory()
+    clock = time.process_time if options.cpu_time else time.perf_counter
     start = time.perf_counter()
     work = Work(make(), imported)
     _answer(answers, None, time.perf_counter() - start)
     for line in sys.stdin:
         command: dict[str, Any] = json.loads(line)
         method = getattr(work, command.pop("do"))
-        start = time.perf_counter()
+        start = clock()
         result = method(**command)
-        _answer(answers, result, time.perf_counter() - start)
+        _answer(answers, result, clock() - start)
 
 
 def _answer(stream: Any, result: object, seconds: float) -> None:

@@ -51,6 +51,10 @@ class LlamaCppModel:
         self._vocabulary = llama_cpp.llama_model_get_vocab(self._model)
         self.vocabulary = llama_cpp.llama_vocab_n_tokens(self._vocabulary)
 
+    def instructions(self) -> str:
+        """The instructions that it was compiled for, as ``AVX2 = 1 | ...``."""
+        return llama_cpp.llama_print_system_info().decode()
+
     def reset(self) -> None:
         """Forget all tokens."""
         llama_cpp.llama_memory_clear(llama_cpp.llama_get_memory(self._context), False)

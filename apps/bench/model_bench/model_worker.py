@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from isa import HELD
+
 ENVIRONMENT = ("TVM_NUM_THREADS", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 FLOAT32_ALLOWED = (1e-3, 1e-5)
 """Allowed error compared with ONNX Runtime: relative, and of the largest number of an output."""
@@ -44,6 +46,10 @@ class Job:
         Precision of float products: a key of `model_peers.PRECISIONS`.
     allowed : pair of float
         Allowed error, as in `FLOAT32_ALLOWED`.
+    isa : str
+        Newest instructions, a key of `isa.HELD`.
+    cpu_time : bool
+        Whether turns are timed by the CPU time of the process.
     """
 
     action: str
@@ -55,6 +61,8 @@ class Job:
     seconds: float = 0.25
     precision: str = "float32"
     allowed: tuple[float, ...] = FLOAT32_ALLOWED
+    isa: str = ""
+    cpu_time: bool = False
 
     def command(self) -> list[str]:
         """The command line that runs it."""
@@ -65,13 +73,13 @@ class Job:
         threads = dict.fromkeys(ENVIRONMENT, str(self.threads))
         benchmarks = str(pathlib.Path(__file__).resolve().parents[1])
         python_path = os.pathsep.join(filter(None, (benchmarks, os.environ.get("PYTHONPATH"))))
-        return {**os.environ, **threads, "TVM_BIND_THREADS": "0", "PYTHONPATH": python_path}
+        return {**os.environ, **threads, **HELD[self.isa], "TVM_BIND_THREADS": "0", "PYTHONPATH": python_path}
 
 
 def _setting(job: Job) -> Any:
     from model_peers import Setting
 
-    return Setting(job.threads, job.precision)
+    return Setting(job.threads, job.precision, job.isa)
 
 
 def _arrays(file: str, kind: str) -> dict[str, Any]:
@@ -192,11 +200,12 @@ def serve(job: Job, answer: Callable[[Any], None]) -> None:
             sessions[key] = session
     answer(rows)
     timings = {key: Timing() for key in sessions}
+    clock = time.process_time if job.cpu_time else time.perf_counter
     gc.disable()
     for line in sys.stdin:
         key = json.loads(line)
         before = len(timings[key].seconds)
-        take_turn(sessions[key].call, timings[key], job.seconds)
+        take_turn(sessions[key].call, timings[key], job.seconds, clock)
         answer(timings[key].seconds[before:])
     sys.stdout.flush()
 

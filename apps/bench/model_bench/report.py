@@ -17,9 +17,11 @@ LEFT = ("model", "best peer", "dispatch", "bound by")
 
 
 def best_peer(result: Result) -> tuple[str, float] | None:
-    """The fastest other contestant of a result by its median, in milliseconds."""
-    rows = result["rows"]
-    measured = {key: row["median_ms"] for key, row in rows.items() if key not in NO_PEERS and "median_ms" in row}
+    """The fastest other contestant of a result by its median, in milliseconds; of those held to its instructions."""
+    left_out = {*NO_PEERS, *(key for key, peer in PEERS.items() if result.get("isa") and not peer.held)}
+    measured = {
+        key: row["median_ms"] for key, row in result["rows"].items() if key not in left_out and "median_ms" in row
+    }
     return min(measured.items(), key=lambda item: item[1]) if measured else None
 
 

@@ -35,10 +35,13 @@ class Setting:
     threads : int
     precision : str
         Precision of float products and convolutions: a key of `PRECISIONS`. Quantized parts of a model stay so.
+    isa : str
+        Newest instructions, as for `rh.native`; empty for all of this CPU.
     """
 
     threads: int
     precision: str = FLOAT32
+    isa: str = ""
 
     def only_float32(self) -> None:
         """Raise Unsupported for any precision but float32."""
@@ -86,6 +89,8 @@ class Peer:
         Suffix of the file that it compiles to ahead of time; empty if it loads the model itself.
     any_size : bool
         If true, that file serves all sizes of named dimensions.
+    held : bool
+        If true, it can be held to older instructions (``--isa``).
     """
 
     key: str
@@ -94,6 +99,7 @@ class Peer:
     module: str
     suffix: str = ""
     any_size: bool = False
+    held: bool = True
 
     @property
     def installed(self) -> bool:
@@ -114,7 +120,7 @@ PEERS = {
     peer.key: peer
     for peer in (
         Peer(OURS, "relax-hetero", "relax_hetero", "ours", ".so"),
-        Peer("onnxruntime", "ONNX Runtime", "onnxruntime", "onnx_runtime"),
+        Peer("onnxruntime", "ONNX Runtime", "onnxruntime", "onnx_runtime", held=False),
         Peer("openvino", "OpenVINO", "openvino", "openvino_cpu"),
         Peer("iree", "IREE", "iree.compiler", "iree_cpu", ".vmfb"),
         Peer("torch", "torch", "torch", "torch_cpu"),

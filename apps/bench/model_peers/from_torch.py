@@ -21,7 +21,7 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
     module, arguments = build(Path(model).stem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        mod = rh.from_torch(module, arguments, vdevices=[native_target(setting.threads)])
+        mod = rh.from_torch(module, arguments, vdevices=[native_target(setting)])
     rh.compile(mod, cache=False).export_library(file)
 
 

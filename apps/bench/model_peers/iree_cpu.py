@@ -12,9 +12,10 @@ import iree.runtime
 import numpy as np
 
 from . import Inputs, Session, Setting
+from .ours import native_target
 
 _OPSET = 17  # best supported by its importer; models of older opsets are converted to it
-_FLAGS = ["--iree-llvmcpu-target-cpu=host", "--iree-opt-data-tiling", "--iree-llvmcpu-enable-ukernels=all"]
+_FLAGS = ["--iree-opt-data-tiling", "--iree-llvmcpu-enable-ukernels=all"]
 _FLAGS.append("--iree-opt-level=O3")
 # Without it, convolutions of NCHW images take five times as long.
 _CHANNELS_LAST = "builtin.module(util.func(iree-preprocessing-convert-conv-to-channels-last))"
@@ -31,8 +32,23 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
         if importer.returncode:
             raise RuntimeError(f"its importer failed: {importer.stderr.strip().splitlines()[-1]}")
         iree.compiler.compile_file(
-            text, input_type="onnx", target_backends=["llvm-cpu"], extra_args=_FLAGS, output_file=file
+            text,
+            input_type="onnx",
+            target_backends=["llvm-cpu"],
+            extra_args=[*_FLAGS, *_cpu_flags(setting)],
+            output_file=file,
         )
+
+
+def _cpu_flags(setting: Setting) -> list[str]:
+    """Flags for the CPU of this library's target."""
+    target = native_target(setting)
+    cpu = "host" if not setting.isa else target.attrs["mcpu"]
+    features = ",".join(target.attrs.get("mattr", ())) if setting.isa else ""
+    return [
+        f"--iree-llvmcpu-target-cpu={cpu}",
+        *([f"--iree-llvmcpu-target-cpu-features={features}"] if features else []),
+    ]
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:

@@ -12,15 +12,17 @@ import relax_hetero as rh
 from . import FLOAT32, Inputs, Session, Setting
 
 
-def native_target(threads: int) -> tvm.target.Target:
-    """This CPU with `threads` threads."""
-    return tvm.target.Target({**dict(rh.native("llvm").export()), "num-cores": threads})
+def native_target(setting: Setting) -> tvm.target.Target:
+    """This CPU with the threads and the instructions of a setting."""
+    return tvm.target.Target(
+        {**dict(rh.native("llvm", isa=setting.isa or None).export()), "num-cores": setting.threads}
+    )
 
 
 def import_model(model: str, inputs: Inputs, setting: Setting) -> tvm.IRModule:
     """The model for this CPU, with the sizes of the inputs."""
     shapes = {name: list(array.shape) for name, array in inputs.items()}
-    return in_precision(rh.from_onnx(model, [native_target(setting.threads)], shapes=shapes), setting.precision)
+    return in_precision(rh.from_onnx(model, [native_target(setting)], shapes=shapes), setting.precision)
 
 
 def in_precision(mod: tvm.IRModule, precision: str) -> tvm.IRModule:

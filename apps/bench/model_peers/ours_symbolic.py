@@ -12,5 +12,5 @@ __all__ = ["compile_model", "load"]
 
 def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import without sizes, compile and export."""
-    mod = rh.from_onnx(model, [native_target(setting.threads)])
+    mod = rh.from_onnx(model, [native_target(setting)])
     rh.compile(in_precision(mod, setting.precision), cache=False).export_library(file)

@@ -16,7 +16,7 @@ from .ours import load as load_executable
 def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> None:
     """Import, cut in the middle, compile and export."""
     shapes = {name: list(array.shape) for name, array in inputs.items()}
-    vdevices = [rh.VDevice(native_target(setting.threads), index) for index in range(2)]
+    vdevices = [rh.VDevice(native_target(setting), index) for index in range(2)]
     mod = rh.from_onnx(model, vdevices, second_half(model), shapes=shapes)
     rh.compile(in_precision(mod, setting.precision), cache=False).export_library(file)
 

@@ -16,7 +16,7 @@ def compile_model(model: str, file: str, inputs: Inputs, setting: Setting) -> No
     setting.only_float32()
     shapes = {name: list(array.shape) for name, array in inputs.items()}
     mod = from_onnx(onnx.load(model), shape_dict=shapes, keep_params_in_input=False)
-    tvm.compile(mod, native_target(setting.threads)).export_library(file)
+    tvm.compile(mod, native_target(setting)).export_library(file)
 
 
 def load(model: str, file: str, inputs: Inputs, setting: Setting) -> Session:

@@ -9,12 +9,12 @@ MAX_CPUS = 1024
 """Number of CPUs (the size of C's `cpu_set_t`) on which workers are placed on different cores; the system places
 threads on CPUs of higher numbers."""
 
-_PREFIX = "relax_hetero.workers.2"  # increment the version with the interface: a process may load old files
+_PREFIX = "relax_hetero.workers.3"  # increment the version with the interface: a process may load old files
 
 START = f"{_PREFIX}.start"
 """Set up once per process. Parameters: addresses of TVM's functions that take, raise and drop an error, default number
-of threads of a caller, nanoseconds to spin, address and length of an int32 table of core numbers by CPU. Returns 0
-unless the system refuses."""
+of threads of a caller, nanoseconds to spin, address and length of an int32 table of core numbers by CPU, number of
+tasks of a loop for each thread. Returns 0 unless the system refuses."""
 
 CONFIGURE = f"{_PREFIX}.configure"
 """Set the calling thread's maximum number of threads, including itself, and the number that it uses."""

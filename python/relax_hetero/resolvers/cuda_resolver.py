@@ -16,6 +16,7 @@ from functools import cache
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from ..encoding.block_panels import Panels
 from ..encoding.block_weights import BlockLayout, Fragments
 from ..encoding.encoding import DYNAMIC, LHS, RHS, Encoding
 from ..encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES, PackedLayout, tiled
@@ -36,7 +37,7 @@ from ..encoding.problem import (
 from ..encoding.resolver import EncodingResolver
 from ..errors import EncodingError
 from ..target.element_types import HALF_TYPES, TF32, bytes_of
-from ..target.gpu_target import NARROW_COLUMNS, GpuTarget, gpu_target_of
+from ..target.gpu_target import NARROW_COLUMNS, WARP, GpuTarget, gpu_target_of
 from ..tir.conv.conv_products import IMAGE_CHANNELS
 from ..tir.cuda.attention.attention_plan import decode_heads
 from ..tir.cuda.core.dialect import dialect_of
@@ -205,21 +206,38 @@ class CudaResolver(EncodingResolver):
 
 
 class SimtResolver(CudaResolver):
-    """Kernels for plain threads, without what only NVIDIA GPUs have: products, convolutions and elementwise chains.
+    """Kernels for plain threads, without what only NVIDIA GPUs have.
 
-    Devices with little shared memory, as CPUs, take plain loops instead.
+    Products and convolutions of devices with little shared memory are plain loops.
     """
 
     name = "simt"
-    problems = ()
+    problems = (AttentionProblem, RowsProblem, QuantizedMatmulProblem, BlockRowsProblem, CachedAttentionProblem)
 
     def resolve(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """Row-major operands of products, channels-last feature maps."""
         return super().resolve(encoding, target) if gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES else None
 
+    def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
+        """float32, for heads of which a tile of queries and one of keys fit the smallest local memory with tiles."""
+        has_tiles = gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES
+        return frozenset({"float32"} if has_tiles and width <= MAX_TF32_HEAD else ())
+
+    def appends_in_own_kernel(self, problem: CachedAttentionProblem) -> bool:
+        """Return True: several blocks read what a row writes."""
+        return True
+
+    def block_layout(self, target: tvm.target.Target) -> BlockLayout | None:
+        """Panels, whose neighbouring columns neighbouring threads read."""
+        return Panels(WARP)
+
+    def unpacked_layout(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> PackedLayout | None:
+        """None: products of any number of rows read the bits."""
+        return None
+
     def kernel(self, problem: Problem, target: tvm.target.Target) -> tirx.PrimFunc:
-        """The kernel of a product, a convolution or an elementwise chain."""
-        if not isinstance(problem, (MatmulProblem, ConvProblem, ElementwiseProblem)):
+        """The kernel of this library, by plain threads."""
+        if not isinstance(problem, (*self.problems, MatmulProblem, ConvProblem, ElementwiseProblem)):
             raise EncodingError(
                 f"devices of kind {target.kind.name!r} lack this kernel; expected a placement on a CPU or an NVIDIA GPU"
             )

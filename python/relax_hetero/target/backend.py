@@ -68,6 +68,10 @@ class DeviceMemory:
         """Bytes of a device's memory; 0 if unknown."""
         return 0
 
+    def host_reads(self, index: int) -> bool:
+        """Return whether the host reads a device's memory in place, once its work is done."""
+        return False
+
     def name(self, index: int) -> str:
         """Name of a device for people."""
         return ""
@@ -189,6 +193,10 @@ class Backend:
         """Peak float32 flop/s, memory bytes/s, and speed-up of products of 16-bit floats."""
         return 5e12, 0.3e12, 1.0
 
+    def computes(self, dtype: str, index: int) -> bool:
+        """Return whether device `index` of this computer computes with an element type."""
+        return True
+
     # Compiling.
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
@@ -232,6 +240,10 @@ class Backend:
     def why_uncached(self) -> str:
         """Reason why code must not be cached, or empty."""
         return ""
+
+    def may_share_memory(self, target: tvm.target.Target) -> bool:
+        """Return whether the host may read memory of devices of a target in place (`DeviceMemory.host_reads`)."""
+        return False
 
     # Running.
 

@@ -15,7 +15,14 @@ NUMA_NODE = "numa:"
 """Prefix of the ``model`` of a CPU target for one NUMA node, before the node's number."""
 
 _CGROUPS = Path("/sys/fs/cgroup")
-_NODES = Path("/sys/devices/system/node")
+_DEVICES = Path("/sys/devices")
+_NODES = _DEVICES / "system/node"
+
+UNLIKE_CORES = "unlike-cores"
+"""Key of a CPU target whose cores differ in speed."""
+
+TASKS_OF_UNLIKE_CORES = 4
+"""Tasks of a parallel loop for each thread on cores of unlike speed: the last task is a quarter of an equal share."""
 
 
 @cache
@@ -71,6 +78,25 @@ def cpus_of_nodes() -> dict[int, list[list[int]]]:
     for core in cpus_of_cores():
         nodes.setdefault(node_of.get(core[0], 0), []).append(core)
     return dict(sorted(nodes.items()))
+
+
+def tasks_per_thread() -> int:
+    """Number of tasks of a parallel loop for each thread: several, if this process's cores differ in speed.
+
+    Threads then take tasks as they get done, so faster cores do more of them (`driver.link.threads.workers`).
+    """
+    return TASKS_OF_UNLIKE_CORES if len({_kind_of(core[0]) for core in cpus_of_cores()}) > 1 else 1
+
+
+def _kind_of(cpu: int) -> str:
+    """A key that cores of one speed share: Intel's P and E cores, or the capacity that Linux gives a core of Arm."""
+    for kind in ("cpu_core", "cpu_atom"):
+        with suppress(OSError, ValueError):
+            if cpu in listed_cpus((_DEVICES / kind / "cpus").read_text()):
+                return kind
+    with suppress(OSError):
+        return (_DEVICES / f"system/cpu/cpu{cpu}/cpu_capacity").read_text().strip()
+    return ""
 
 
 def listed_cpus(text: str) -> list[int]:

@@ -11,6 +11,8 @@ from functools import cache
 import tvm
 from tvm.target import codegen
 
+from .cpu_cores import TASKS_OF_UNLIKE_CORES, UNLIKE_CORES
+
 
 @dataclass(frozen=True)
 class InstructionSet:
@@ -68,15 +70,18 @@ class CpuTarget:
     features : frozenset of str
         All LLVM features of the target ("avx512vnni", "dotprod", ...), `QUICK_BF16`, `ZEN4`.
     cores : int
-        ``num-cores`` of the target, by default 1: the number of tasks of parallel loops.
+        Number of tasks of parallel loops: one for each thread; more for cores of unlike speed.
     kind : str
         Target kind: "llvm" or "c".
+    threads : int
+        ``num-cores`` of the target, by default 1.
     """
 
     isa: InstructionSet
     features: frozenset[str]
     cores: int
     kind: str
+    threads: int = 1
 
     @property
     def prefetch_distance(self) -> int:
@@ -101,9 +106,10 @@ def cpu_target_of(target: tvm.target.Target) -> CpuTarget:
 @cache
 def _cpu_target_of(text: str) -> CpuTarget:
     target = tvm.target.Target(text)
-    cores = max(1, int(target.attrs.get("num-cores", 1)))
+    threads = max(1, int(target.attrs.get("num-cores", 1)))
+    cores = threads * TASKS_OF_UNLIKE_CORES if threads > 1 and UNLIKE_CORES in map(str, target.keys) else threads
     if target.kind.name != "llvm":
-        return CpuTarget(INSTRUCTION_SETS[-1], frozenset(), cores, target.kind.name)
+        return CpuTarget(INSTRUCTION_SETS[-1], frozenset(), cores, target.kind.name, threads)
     features = frozenset(str(f) for f in codegen.llvm_get_cpu_features(target))
     mcpu = str(target.attrs.get("mcpu", ""))
     is_slow = mcpu in _SLOW_BF16_CPUS or "amx-tile" in features
@@ -118,5 +124,5 @@ def _cpu_target_of(text: str) -> CpuTarget:
     arch = triple.split("-")[0].replace("arm64", "aarch64")
     for isa in INSTRUCTION_SETS:
         if isa.arch in ("", arch) and features.issuperset(isa.features):
-            return CpuTarget(isa, features, cores, "llvm")
+            return CpuTarget(isa, features, cores, "llvm", threads)
     raise AssertionError("the generic row matches every target")

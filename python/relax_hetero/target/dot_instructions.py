@@ -18,6 +18,9 @@ from memory as a 32-bit word is free, while broadcasting a 16-bit element costs 
 Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the left operand by two columns of the right
 operand, eight bytes each, which is twice the work of a dot product. They support all four pairs of signs. A product of
 one row computes that row twice, which is no slower than dot products of twice the steps.
+
+Where AArch64 multiplies packed panels of both operands (`relax_hetero.tir.microkernel.neon_panels`), the instruction is
+written with one element of the left operand's register instead of a broadcast.
 """
 
 from __future__ import annotations
@@ -91,10 +94,14 @@ _ANY = (*_VECTOR, "generic")
 FLOAT32_FMA = DotInstruction("fma", _ANY, (), ("float32",) * 3, "fma")
 """Multiply-adds of float32, which every CPU has."""
 
+INT32_MLA = DotInstruction("mla", _ANY, (), ("int32",) * 3, "fma", temporaries=2)
+"""Multiply-adds of int32."""
+
 _U8S8 = ("uint8", "int8", "int32")
 _S8S8 = ("int8", "int8", "int32")
 _S8U8 = ("int8", "uint8", "int32")
 _U8U8 = ("uint8", "uint8", "int32")
+_S16S8 = ("int16", "int8", "int32")
 _BYTES = (_U8S8, _S8S8, _S8U8, _U8U8)
 _BF16 = ("bfloat16", "bfloat16", "float32")
 _F16 = ("float16", "float16", "float32")
@@ -113,6 +120,12 @@ def _unsigned_by_signed(name: str, isa: str, features: tuple[str, ...], instruct
 _SDOT, _UDOT, _SMMLA, _UMMLA, _USMMLA = (
     f"llvm.aarch64.neon.{name}.v4i32.v16i8" for name in ("sdot", "udot", "smmla", "ummla", "usmmla")
 )
+_PMADDWD = {
+    "avx512": "llvm.x86.avx512.pmaddw.d.512",
+    "avx2": "llvm.x86.avx2.pmadd.wd",
+    "sse": "llvm.x86.sse2.pmadd.wd",
+}
+_MADDUBS_SSE = "llvm.x86.ssse3.pmadd.ub.sw.128"
 _BFMMLA = "llvm.aarch64.neon.bfmmla"
 _I8MM = (("neon",), ("i8mm",))
 
@@ -121,22 +134,20 @@ _I8MM = (("neon",), ("i8mm",))
 DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     FLOAT32_FMA,
     DotInstruction("fma", _ANY, (), ("float64",) * 3, "fma"),
-    *(DotInstruction("mla", _ANY, (), (t, t, t), "fma", temporaries=2) for t in ("int32", "uint32")),
+    INT32_MLA,
+    replace(INT32_MLA, types=("uint32",) * 3),
     DotInstruction("mla", _ANY, (), ("int64",) * 3, "fma", temporaries=7),
     # bytes
     *_unsigned_by_signed("vnni", "avx512", ("avx512vnni",), "llvm.x86.avx512.vpdpbusd.512"),
     *_unsigned_by_signed("avxvnni", "avx2", ("avxvnni",), "llvm.x86.avx512.vpdpbusd.256"),
     *(
-        DotInstruction("pmaddwd", ("avx512",), (), t, "i16_pairs", 4, "llvm.x86.avx512.pmaddw.d.512", temporaries=5)
+        DotInstruction("pmaddwd", (isa,), (), t, "i16_pairs", 4, instruction, temporaries=6 if isa == "avx2" else 5)
+        for isa, instruction in _PMADDWD.items()
         for t in _BYTES
     ),
     *(
-        DotInstruction("pmaddwd", ("avx2",), (), t, "i16_pairs", 4, "llvm.x86.avx2.pmadd.wd", temporaries=6)
-        for t in _BYTES
-    ),
-    *(
-        DotInstruction("pmaddwd", ("sse",), (), t, "i16_pairs", 4, "llvm.x86.sse2.pmadd.wd", temporaries=5)
-        for t in _BYTES
+        DotInstruction("pmaddwd", (isa,), (), _S16S8, "i16_words", 2, instruction, temporaries=1)
+        for isa, instruction in _PMADDWD.items()
     ),
     DotInstruction("smmla", *_I8MM, _S8S8, "blocks", 8, _SMMLA, temporaries=2, rows=2),
     DotInstruction("ummla", *_I8MM, _U8U8, "blocks", 8, _UMMLA, temporaries=2, rows=2),
@@ -147,7 +158,7 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     DotInstruction("sdot", ("neon",), ("dotprod",), _U8S8, "dot", 4, _SDOT, flip=True, compensation=-1),
     DotInstruction("udot", ("neon",), ("dotprod",), _S8U8, "dot", 4, _UDOT, flip=True, compensation=1),
     *(DotInstruction("mla", ("neon",), (), t, "i32_bytes", 4, temporaries=5) for t in _BYTES),
-    *(DotInstruction("fma", ("generic",), (), t, "fma") for t in _BYTES),
+    *(DotInstruction("fma", ("generic",), (), t, "fma") for t in (*_BYTES, _S16S8)),
     # halves
     DotInstruction("dpbf16", ("avx512",), (QUICK_BF16,), _BF16, "bf16_dot", 2, "llvm.x86.avx512bf16.dpbf16ps.512"),
     DotInstruction("bfmmla", ("neon",), ("bf16",), _BF16, "bf16_blocks", 4, _BFMMLA, temporaries=2, rows=2),
@@ -155,9 +166,58 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     DotInstruction("bf16", _VECTOR, (), _BF16, "bf16_pairs", 2, temporaries=6),
     DotInstruction("fma", ("generic",), (), _BF16, "fma"),
     DotInstruction("fmaph", ("avx512",), ("avx512fp16",), _F16, "f16_sums", 2, short=16),
+    DotInstruction("fmlal", ("neon",), ("fp16fml",), _F16, "f16_fma", temporaries=2),
     DotInstruction("cvtph", ("avx512", "avx2", "neon"), (), _F16, "f16_fma", temporaries=2),
     DotInstruction("f16", ("sse", "generic"), (), _F16, "f16_bits", temporaries=7),
 )
+
+
+SMALL_CODE_INSTRUCTIONS: tuple[DotInstruction, ...] = (
+    DotInstruction("maddubs", ("avx2",), (), _S8U8, "int16_sums", 4, "llvm.x86.avx2.pmadd.ub.sw", swapped=True),
+    DotInstruction("maddubs", ("sse",), ("ssse3",), _S8U8, "int16_sums", 4, _MADDUBS_SSE, swapped=True),
+)
+"""Products of bytes whose pairs are added in int16 (Intel SDM: VPMADDUBSW), for unsigned factors of few bits."""
+
+ADD_INT16_PAIRS = {8: _PMADDWD["avx2"], 4: _PMADDWD["sse"]}
+"""Products of int16 whose pairs are added in int32 (PMADDWD), by lanes of int32."""
+
+
+SIGN_INSTRUCTIONS: tuple[DotInstruction, ...] = (
+    DotInstruction("psignb", ("avx2",), (), _S8S8, "sign_dot", 4, "llvm.x86.avx2.pmadd.ub.sw"),
+    DotInstruction("psignb", ("sse",), ("ssse3",), _S8S8, "sign_dot", 4, _MADDUBS_SSE),
+)
+"""Products of signed bytes of which the left ones are not -128: the sign of the right ones moves to the left ones."""
+
+MOVE_SIGN = {8: "llvm.x86.avx2.psign.b", 4: "llvm.x86.ssse3.psign.b.128"}
+"""Bytes negated where others are negative (PSIGNB), by lanes of int32."""
+
+
+def int16_steps(max_code: int) -> int:
+    """Steps of ``int16_sums`` that cannot overflow, with unsigned factors up to `max_code` and any signed bytes."""
+    return (1 << 15) // (2 * 128 * max_code + 1)
+
+
+def block_dot_instruction(cpu: CpuTarget, max_code: int, steps: int, is_one_byte: bool) -> DotInstruction | None:
+    """The CPU's best instruction for block-quantized weights, or None.
+
+    Parameters
+    ----------
+    cpu : CpuTarget
+    max_code : int
+        Largest of the weights as unsigned bytes.
+    steps : int
+        Steps of an unrolled loop body, a multiple of those of a partial sum in int16.
+    is_one_byte : bool
+        Whether an activation is one byte, which is then not -128.
+    """
+    dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
+    if dot is not None and dot.form == "dot" and cpu.isa.name in ("avx512", "avx2"):
+        return dot
+    short = next((count for count in range(min(steps, int16_steps(max_code)), 0, -1) if steps % count == 0), 0)
+    for row in SMALL_CODE_INSTRUCTIONS if short else SIGN_INSTRUCTIONS if is_one_byte else ():
+        if cpu.isa.name in row.isas and cpu.features.issuperset(row.features):
+            return replace(row, short=short)
+    return None
 
 
 def dot_instruction_for(
@@ -174,6 +234,12 @@ def dot_instruction_for(
         ):
             return dot
     return None
+
+
+def multiplies_int16(cpu: CpuTarget) -> bool:
+    """Return whether bytes of a left operand are better stored as int16: the CPU lacks dot products of bytes."""
+    dot = dot_instruction_for(cpu, "uint8", "int8", "int32")
+    return dot is not None and dot.form == "i16_pairs"
 
 
 def widened_instruction(dot: DotInstruction) -> DotInstruction:

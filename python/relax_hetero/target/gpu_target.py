@@ -24,7 +24,7 @@ WARPGROUP = 128
 """Threads of a warpgroup (four warps), which issues wgmma."""
 
 MAX_BLOCK_THREADS = 1024
-"""Maximum number of threads of a block on every GPU."""
+"""Maximum number of threads of a block on every NVIDIA GPU."""
 
 VECTOR_BYTES = 16
 """Maximum bytes of a thread's memory access."""
@@ -139,6 +139,8 @@ class GpuTarget:
         Whether ``cp.async`` is available (from 8.0).
     bulk_copies : bool
         Whether bulk copies, mbarrier and clusters are available (from 9.0).
+    block_threads : int
+        Maximum threads of a block.
     has_ptx : bool
         Whether it is an NVIDIA GPU (`tir.cuda.core.dialect`).
     model : GpuModel
@@ -157,6 +159,7 @@ class GpuTarget:
     async_copies: bool
     bulk_copies: bool
     has_ptx: bool = True
+    block_threads: int = MAX_BLOCK_THREADS
     model: GpuModel = H200
 
     @property
@@ -207,14 +210,24 @@ def arch_of(capability: str) -> str:
 def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     """The facts of a target; CUDA with an unknown ``arch``, and other kinds, get SIMT kernels and minimum limits."""
     if "arch" not in target.attrs:
-        return _other_gpu(int(target.attrs.get("max_shared_memory_per_block", 16 << 10)))
+        units = UNITS.fullmatch(str(target.attrs.get("model", "")))
+        shared_bytes = int(target.attrs.get("max_shared_memory_per_block", 16 << 10))
+        return _other_gpu(shared_bytes, int(units[1]) if units else 16)
     return _gpu_target_of(str(target.attrs["arch"]))
 
 
+UNITS = re.compile(r"([1-9][0-9]*)( CPU)? units(?: in host memory)?")
+"""``model`` of a target without an architecture: its number of multiprocessors (compute units), and if it is a CPU."""
+
+
 @cache
-def _other_gpu(shared_bytes: int) -> GpuTarget:
-    """A GPU of another vendor than NVIDIA."""
-    return GpuTarget("", 0, "", frozenset(), shared_bytes, shared_bytes, 65536, 16, 0, False, False, False)
+def _other_gpu(shared_bytes: int, units: int) -> GpuTarget:
+    """A GPU whose kernels are written in another language than CUDA.
+
+    Drivers tell the memory of a group only; a multiprocessor has at least twice as much on NVIDIA's GPUs, and on AMD's
+    since 2019. Blocks of 256 threads run on all of them.
+    """
+    return GpuTarget("", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, units, 0, False, False, False, 256)
 
 
 @cache

@@ -16,18 +16,26 @@ from tvm.target import Target, codegen
 
 from ..errors import VDeviceError
 from .backend import backend_of
-from .cpu_cores import NUMA_NODE, cpus_of_nodes, num_threads
+from .cpu_cores import NUMA_NODE, UNLIKE_CORES, cpus_of_nodes, num_threads, tasks_per_thread
 from .device_words import device_hint
 from .hosts import host_of
 
 # Names of architectures in triples that LLVM lists under another name.
 _ARCH_ALIAS = re.compile(r"amd64|arm64\w*|i[4-9]86|x86_64h|(arm|thumb)v\w+|ppc\w*|(riscv|mips|sparc)\w+")
 
+INSTRUCTION_LEVELS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "sse4": ("x86-64-v2", ()),
+    "avx2": ("x86-64-v3", ()),
+    "avx-vnni": ("x86-64-v3", ("avxvnni",)),
+    "avx512": ("x86-64-v4", ()),
+}
+"""Values of ``native(isa=)``: LLVM's CPU of the instructions, and features besides."""
+
 # Kinds that TVM lists but that name no device a tensor can live on.
 _NOT_DEVICES = frozenset({"composite", "cuda_host", "test"})
 
 
-def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Target:
+def native(kind: str = "llvm", index: int = 0, numa: int | None = None, isa: str | None = None) -> Target:
     """A target for the hardware of this computer.
 
     Parameters
@@ -40,6 +48,9 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
         Index of the device of this kind; ignored for CPUs.
     numa : int, optional
         NUMA node for "llvm": the device then consists of that node's CPUs and memory.
+    isa : str, optional
+        Newest instructions of code for "llvm" on x86-64: "sse4", "avx2", "avx-vnni" or "avx512"; by default all that
+        this CPU has. Code for older ones runs on more computers.
 
     Returns
     -------
@@ -50,16 +61,17 @@ def native(kind: str = "llvm", index: int = 0, numa: int | None = None) -> Targe
     ------
     VDeviceError
         A `kind` that is not a device's, or whose device must be queried and is absent; a node `numa` without CPUs of
-        this process, or with another kind than "llvm".
+        this process, or instructions `isa` that this CPU lacks; either with another kind than "llvm".
     """
     if kind not in device_kinds():
         hint = device_hint(kind, device_kinds()) if isinstance(kind, str) else ""
         if isinstance(kind, str) and kind.partition(":")[0] in device_kinds():
             hint = "; give the kind alone, and the number as index="
         raise VDeviceError(f"{kind!r} is not a target kind of a device{hint}; kinds are {', '.join(device_kinds())}")
-    if numa is not None:
-        return Target(_numa_config(kind, numa))
-    return backend_of(kind).native_target(index)
+    if numa is None and isa is None:
+        return backend_of(kind).native_target(index)
+    config = _native_llvm() if numa is None else _numa_config(kind, numa)
+    return Target(config if isa is None else _with_instructions(kind, config, isa))
 
 
 def with_hardware(vdevice: tvm.relax.VDevice) -> tvm.relax.VDevice:
@@ -83,7 +95,8 @@ def completed_llvm(target: Target) -> Target | None:
     if attrs.keys() & {"mcpu", "mattr"} or attrs.get("mtriple") != default_target("llvm").attrs["mtriple"]:
         return None
     overrides = {name: value for name, value in target.export().items() if name not in ("mtriple", "host")}
-    return Target({**_native_llvm(), **overrides})
+    keys = {"keys": [*overrides["keys"], UNLIKE_CORES]} if tasks_per_thread() > 1 else {}
+    return Target({**_native_llvm(), **overrides, **keys})
 
 
 def check_cpu_names(target: Target) -> None:
@@ -145,6 +158,23 @@ def native_llvm() -> Target:
     return Target(_native_llvm())
 
 
+def _with_instructions(kind: str, config: dict[str, object], isa: str) -> dict[str, object]:
+    """The target of this CPU with the instructions of a row of `INSTRUCTION_LEVELS`."""
+    mcpu, extra = INSTRUCTION_LEVELS.get(isa, ("", ()))
+    arch = str(config["mtriple"]).partition("-")[0]
+    if kind != "llvm" or not mcpu or arch != "x86_64":
+        raise VDeviceError(
+            f"{kind!r} with isa={isa!r} on {arch}: expected 'llvm' on x86_64 and one of {', '.join(INSTRUCTION_LEVELS)}"
+        )
+    older = {**{name: value for name, value in config.items() if name != "mattr"}, "mcpu": mcpu}
+    if extra:
+        older["mattr"] = [f"+{name}" for name in extra]
+    _, absent = _host_features()
+    if missing := sorted({str(name) for name in codegen.llvm_get_cpu_features(Target(older))} & absent):
+        raise VDeviceError(f"isa={isa!r} needs {', '.join(missing)}, which this CPU lacks")
+    return older
+
+
 @cache
 def _native_llvm() -> dict[str, object]:
     cpu = str(codegen.llvm_get_system_cpu())
@@ -154,16 +184,23 @@ def _native_llvm() -> dict[str, object]:
         "mcpu": cpu,
         "num-cores": num_threads(),
     }
+    if tasks_per_thread() > 1:
+        config["keys"] = ["cpu", UNLIKE_CORES]
     # A virtual machine may hide features that the CPU's name implies, or, if LLVM's guess of the name is too old, have
     # additional ones.
-    host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
-    present = {str(name) for name, has in host.items() if has}
-    absent = {str(name) for name in host} - present
+    present, absent = _host_features()
     implied = {str(name) for name in codegen.llvm_get_cpu_features(Target(config))}
     changes = [f"+{name}" for name in sorted(present - implied)] + [f"-{name}" for name in sorted(absent & implied)]
     if changes:
         config["mattr"] = changes
     return config
+
+
+def _host_features() -> tuple[set[str], set[str]]:
+    """Features of this CPU by LLVM's names, and those that it lacks."""
+    host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
+    present = {str(name) for name, has in host.items() if has}
+    return present, {str(name) for name in host} - present
 
 
 def _numa_config(kind: str, node: int) -> dict[str, object]:

@@ -25,13 +25,19 @@ class TileSizes:
         Rows (m) of a tile.
     vectors : int
         Columns (n) of a tile, in vectors of the accumulator's type (in elements on CPUs without vectors).
-    groups : int
-        Maximum number of pixels of a convolution's tile whose steps take several input channels.
+    pixels : int
+        Maximum number of pixels of a convolution's tile.
+    left_steps : int
+        Steps of a convolution whose left factors, of 4 bytes each, one load fetches; products then multiply by a lane.
+    panel_rows : int
+        Rows of a tile whose left factors are packed, too; 0 if products read the left operand in place.
     """
 
     rows: int
     vectors: int
-    groups: int = MAX_PIXELS
+    pixels: int = MAX_PIXELS
+    left_steps: int = 1
+    panel_rows: int = 0
 
 
 # Measured for AVX-512 (8x32 is within 3 % of the best for nearly every shape); otherwise the largest tile that fits
@@ -40,8 +46,8 @@ TILE_SIZES: dict[str, TileSizes] = {
     "avx512": TileSizes(8, 2),
     "avx2": TileSizes(6, 2),
     "sse": TileSizes(4, 2),
-    # LLVM hoists loads on AArch64: with 14 pixels it spills accumulators.
-    "neon": TileSizes(8, 2, 12),
+    # LLVM hoists loads on AArch64: with more pixels it spills accumulators.
+    "neon": TileSizes(8, 2, 12, 4, 12),
     "generic": TileSizes(4, 4),
 }
 
@@ -56,14 +62,14 @@ def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
     return tile_sizes(cpu).vectors * cpu.lanes(acc_dtype)
 
 
-def conv_pixels(cpu: CpuTarget, dot: DotInstruction, vectors: int) -> int:
+def conv_pixels(cpu: CpuTarget, dot: DotInstruction, vectors: int, has_left_vectors: bool = False) -> int:
     """Maximum number of pixels of a convolution's tile with `vectors` vectors of output channels.
 
-    Accumulators, weights, one register for the data and the temporaries of a step fit the registers.
+    Accumulators, weights, one register for the data (`has_left_vectors`: for each pixel) and the temporaries of a step
+    fit the registers.
     """
     registers = cpu.isa.registers - 1 - dot.temporaries
-    max_pixels = tile_sizes(cpu).groups if dot.k0 > 1 else MAX_PIXELS
-    pixels = max(1, min(max_pixels, (registers - vectors) // vectors))
+    pixels = max(1, min(tile_sizes(cpu).pixels, (registers - vectors) // (vectors + has_left_vectors)))
     return max(dot.rows, pixels // dot.rows * dot.rows)
 
 

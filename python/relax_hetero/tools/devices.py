@@ -81,7 +81,7 @@ def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
         instructions = ", ".join(instruction_names(cpu.features))
         properties = {
             "model": processor_name(),
-            "cores": cpu.cores,
+            "cores": cpu.threads,
             "numa_nodes": len(cpus_of_nodes()),
             "instructions": instructions,
             "memory": installed_memory() or 0,

@@ -7,13 +7,14 @@ from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.dot_instructions import dot_instruction_for
 from relax_hetero.target.product_rates import product_rate
 
-XEON = {"kind": "llvm", "mcpu": "sapphirerapids"}
+X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
+XEON = {**X86, "mcpu": "sapphirerapids"}
 TARGETS = {
-    "zen": {"kind": "llvm", "mcpu": "znver5"},
+    "zen": {**X86, "mcpu": "znver5"},
     "xeon": XEON,
     "xeon without tiles": {**XEON, "mattr": ["-amx-tile", "-amx-bf16", "-amx-int8"]},
-    "xeon under an older name": {"kind": "llvm", "mcpu": "rocketlake", "mattr": ["+avx512bf16"]},
-    "sse": {"kind": "llvm", "mcpu": "x86-64"},
+    "xeon under an older name": {**X86, "mcpu": "rocketlake", "mattr": ["+avx512bf16"]},
+    "sse": {**X86, "mcpu": "x86-64"},
     "arm": {"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "neoverse-v1"},
     "hopper": {"kind": "cuda", "arch": "sm_90a"},
     "old gpu": {"kind": "cuda", "arch": "sm_61"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,28 +13,57 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
+from arm.emulated_cpu import VARIABLE, install
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression, Term
 from relax_hetero.encoding.winograd import positions
 from relax_hetero.target.cpu_target import CpuTarget, cpu_target_of
 from relax_hetero.target.element_types import numpy_dtype
 
+_X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
+_ARM = {"kind": "llvm", "mtriple": "aarch64-linux-gnu"}
 TARGETS = {
-    "avx512": {"kind": "llvm", "mcpu": "x86-64-v4", "num-cores": 2},
-    "avx2": {"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2},
-    "sse": {"kind": "llvm", "mcpu": "x86-64"},
+    "avx512": {**_X86, "mcpu": "x86-64-v4", "num-cores": 2},
+    "avx2": {**_X86, "mcpu": "x86-64-v3", "num-cores": 2},
+    "sse": {**_X86, "mcpu": "x86-64"},
+    "i8mm": {**_ARM, "mcpu": "neoverse-v2", "num-cores": 2},
+    "dotprod": {**_ARM, "mcpu": "neoverse-n1", "num-cores": 2},
+    "neon": {**_ARM, "mcpu": "cortex-a72"},
     "c": {"kind": "c"},
 }
 
 
+# Expressions that find vector instructions, and calls, in assembly.
+VECTOR_INSTRUCTION = {
+    "avx512": r"%zmm",
+    "avx2": r"%ymm",
+    "sse": r"(mul|div)ps",
+    **dict.fromkeys(("i8mm", "dotprod", "neon"), r"v\d+\.4s"),
+}
+CALL = r"\b(?:callq?|bl)\s+(\w+)"
+
+# Architecture of the CPU that runs kernels for named CPUs: this one's, or the emulated one's.
+IS_EMULATED = VARIABLE in os.environ
+HOST_ARCH = "aarch64" if IS_EMULATED else str(tvm.target.codegen.llvm_get_system_triple()).partition("-")[0]
+if IS_EMULATED:
+    install()
+
 # Machines whose instructions multiply bytes or halves.
 LOW_PRECISION_TARGETS = {
-    "vnni": {"kind": "llvm", "mcpu": "znver5", "num-cores": 2},
-    "avxvnni": {"kind": "llvm", "mcpu": "alderlake", "num-cores": 2},
+    "vnni": {**_X86, "mcpu": "znver5", "num-cores": 2},
+    "avxvnni": {**_X86, "mcpu": "alderlake", "num-cores": 2},
+    "sse4": {**_X86, "mcpu": "x86-64-v2", "num-cores": 2},
     # Dot products of bytes without other instructions for bytes.
-    "early_vnni": {"kind": "llvm", "mcpu": "cascadelake", "num-cores": 2},
+    "early_vnni": {**_X86, "mcpu": "cascadelake", "num-cores": 2},
 }
-_EXTENSIONS = {"vnni": {"avx512vnni", "avx512bf16"}, "avxvnni": {"avxvnni"}, "early_vnni": {"avx512vnni"}}
+_EXTENSIONS = {
+    "vnni": {"avx512vnni", "avx512bf16"},
+    "avxvnni": {"avxvnni"},
+    "sse4": {"sse4.2"},
+    "early_vnni": {"avx512vnni"},
+    "i8mm": {"i8mm", "bf16", "sve2"},
+    "dotprod": {"dotprod", "fullfp16"},
+}
 
 
 def target_of(name: str) -> tvm.target.Target:
@@ -46,9 +76,11 @@ def cpu_named(name: str) -> CpuTarget:
 
 def runs_here(name: str) -> bool:
     if target_of(name).kind.name == "c":
-        return True
-    if not str(tvm.target.codegen.llvm_get_system_triple()).startswith("x86_64"):
+        return not IS_EMULATED
+    if not str(target_of(name).attrs["mtriple"]).startswith(HOST_ARCH):
         return False
+    if IS_EMULATED:
+        return True
     host = tvm_ffi.get_global_func("tvm.codegen.llvm.GetHostCPUFeatures")()
     present = {str(feature) for feature, has in host.items() if has}
     return set(cpu_named(name).isa.features) | _EXTENSIONS.get(name, set()) <= present

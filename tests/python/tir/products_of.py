@@ -16,10 +16,14 @@ from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.dot_instructions import dot_instruction_for
 from relax_hetero.target.tiles import tile_columns
 from relax_hetero.tir.matmul.matmul import matmul_kernel
+from tir.kernel_runs import HOST_ARCH, target_of
 
-AVX512 = tvm.target.Target({"kind": "llvm", "mcpu": "znver5", "num-cores": 2})
-AVX2 = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64-v3", "num-cores": 2})
-SSE = tvm.target.Target({"kind": "llvm", "mcpu": "x86-64"})
+# On AArch64, levels of its own stand in for those of x86.
+AVX512, AVX2, SSE = (
+    (target_of("vnni"), target_of("avx2"), target_of("sse"))
+    if HOST_ARCH == "x86_64"
+    else (target_of("i8mm"), target_of("dotprod"), target_of("neon"))
+)
 C = tvm.target.Target("c")
 
 SYMBOLS = {"b0": "s0", "b1": "s1", "m": "s2", "n": "s3", "k": "s4"}

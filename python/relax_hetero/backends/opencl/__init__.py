@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,19 +17,8 @@ if TYPE_CHECKING:
     from ...artifact.device_code import DeviceCode, KernelLaunch
     from .devices import OpenClMemory
 
-_MARK = "unrolled"
-"""Begin of the names of variables of unrolled loops, by which they are found in the text."""
-_MAX_LOCAL_BYTES, _CPU_LOCAL_BYTES = 64 << 10, 16 << 10
-"""Maximum local memory of targets of GPUs, and of CPUs, on which plain loops are faster than tiles (`SimtResolver`)."""
-
-# Functions of C that TVM calls for float32, of which OpenCL C has the name without the suffix.
-_SUFFIXED = re.compile(
-    r"\b((?:a?(?:cos|sin|tan)h?|atan2|exp(?:2|10|m1)?|log(?:2|10|1p)?|erfc?|sqrt|cbrt|pow|fmod|hypot|ldexp"
-    r"|floor|ceil|round|trunc|rint|fabs|copysign|nextafter))f\("
-)
-_SELECT = re.compile(r"\bselect\(")  # ambiguous for short integers, whose sums are ints
-_CHOOSE = "#define choose(other, value, condition) ((condition) ? (value) : (other))\n"
-_UNROLLED = re.compile(rf"^( *)for \(int {_MARK}", re.MULTILINE)
+_MAX_LOCAL_BYTES = 48 << 10
+"""Maximum local memory of a group: more would leave a compute unit with few groups."""
 
 
 class OpenClBackend(ManagedBackend, GpuBackend):
@@ -48,8 +36,10 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         memory = self.memory()
         if memory is None or not 0 <= index < memory.count():
             return self.default_target()
-        local_bytes = min(memory.local_bytes(index), _CPU_LOCAL_BYTES if memory.is_cpu(index) else _MAX_LOCAL_BYTES)
-        return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes})
+        local_bytes = min(memory.local_bytes(index), _MAX_LOCAL_BYTES)
+        units = f"{memory.num_units(index)}{' CPU' if memory.is_cpu(index) else ''} units"
+        model = f"{units} in host memory" if memory.host_reads(index) else units
+        return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes, "model": model})
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
         """The native target, unless `target` differs from TVM's default."""
@@ -59,8 +49,20 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
         """Peaks of a plain GPU, or of OpenCL on a CPU."""
-        is_gpu = int(target.attrs.get("max_shared_memory_per_block", 0)) > _CPU_LOCAL_BYTES
-        return super().peaks(target) if is_gpu else (1e10, 1e10, 1.0)
+        from ...target.gpu_target import UNITS
+
+        units = UNITS.fullmatch(str(target.attrs.get("model", "")))
+        return (1e10 * int(units[1]), 1e10, 1.0) if units and units[2] else super().peaks(target)
+
+    def may_share_memory(self, target: tvm.target.Target) -> bool:
+        """Return whether the target is of a device in the host's memory."""
+        return str(target.attrs.get("model", "")).endswith(" in host memory")
+
+    def computes(self, dtype: str, index: int) -> bool:
+        """Ask the device for the type's extension."""
+        from .devices import opencl_memory
+
+        return opencl_memory().computes(index, dtype)
 
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
         """Require the local memory that kernels were written for."""
@@ -80,14 +82,17 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
         return ((SimtResolver(), ()),)
 
+    def build(self, kernels: tvm.IRModule, target: tvm.target.Target) -> Any:
+        """Compile the host code, and generate the kernels' text."""
+        from .text import with_own_functions
+
+        return super().build(with_own_functions(kernels), target)
+
     def generate(self, kernel: tvm.IRModule, target: tvm.target.Target) -> str:
         """OpenCL C of a kernel."""
-        text = _SUFFIXED.sub(r"\1(", super().generate(_with_marked_loops(kernel), target))
-        text = _UNROLLED.sub(r"\1#pragma unroll\n\g<0>", text)
-        if _SELECT.search(text):
-            text = _CHOOSE + _SELECT.sub("choose(", text)
-        # Kernels exchange values in global memory, too, as CUDA's barriers allow.
-        return text.replace("barrier(CLK_LOCAL_MEM_FENCE)", "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE)")
+        from .text import generate
+
+        return generate(kernel, super().generate, target)
 
     def memory(self) -> OpenClMemory | None:
         """Memory of all devices that can be used; None without pyopencl."""
@@ -118,19 +123,3 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         for index in indices:
             opencl_memory().opened(index).program(code.text)
         super().load_code(code, indices)
-
-
-def _with_marked_loops(kernel: tvm.IRModule) -> tvm.IRModule:
-    """Name the variables of unrolled loops by `_MARK`: TVM's generator of OpenCL C writes them as plain loops."""
-    import tvm
-    from tvm import tirx
-    from tvm_ffi import structural_map
-
-    def mark(loop: tirx.For) -> tirx.For:
-        if loop.kind != tirx.ForKind.UNROLLED:
-            return loop
-        var = tirx.Var(f"{_MARK}_{loop.loop_var.name}", loop.loop_var.ty)
-        body = structural_map(loop.body, (tvm.ir.Var, lambda each: var if each.same_as(loop.loop_var) else each))
-        return tirx.For(var, loop.min, loop.extent, loop.kind, body)
-
-    return tvm.IRModule({gv: structural_map(func, (tirx.For, mark)) for gv, func in kernel.functions.items()})

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import warnings
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 from ...artifact.cache_folder import resolve_cache_folder
 from ...artifact.device_code import DeviceCode, KernelLaunch
-from ...errors import BuildError, MemoryLimitError
+from ...errors import BuildError, HeteroError, MemoryLimitError
 from ...target.backend import DeviceMemory, Location
 
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
@@ -32,7 +33,8 @@ class _Device:
     def __init__(self, index: int, device: Any) -> None:
         import pyopencl
 
-        self._cl, self._device = pyopencl, device
+        warnings.filterwarnings("ignore", category=pyopencl.CompilerWarning)  # drivers report success, too
+        self.cl, self._device = pyopencl, device
         self.name = f"opencl:{index} ({device.name.strip()})"
         self.context = pyopencl.Context([device])
         self.queue = pyopencl.CommandQueue(self.context)
@@ -40,6 +42,8 @@ class _Device:
         self._changing = threading.RLock()  # a garbage collection within may free
         self._allocations: dict[int, Any] = {}
         self._freed: list[Any] = []  # later work of the queue may use them at once
+        self.releases = 0
+        """Number of times that memory was returned to the driver."""
         self.program = lru_cache(256)(self._built)
 
     def allocate(self, nbytes: int, alignment: int) -> int:
@@ -64,15 +68,15 @@ class _Device:
     def _new(self, nbytes: int, alignment: int) -> Any:
         try:
             return self._shared_memory(nbytes, alignment)
-        except self._cl.Error:
+        except self.cl.Error:
             self._release()
         try:
             return self._shared_memory(nbytes, alignment)
-        except self._cl.Error as error:
+        except self.cl.Error as error:
             raise MemoryLimitError(f"{self.name} has no {nbytes:,} bytes left: {error}") from error
 
     def _shared_memory(self, nbytes: int, alignment: int) -> Any:
-        return self._cl.SVMAllocation(self.context, nbytes, alignment, self._cl.svm_mem_flags.READ_WRITE)
+        return self.cl.SVMAllocation(self.context, nbytes, alignment, self.cl.svm_mem_flags.READ_WRITE)
 
     def free(self, address: int) -> None:
         """Keep memory for later allocations: PoCL 3 frees other memory if it is to be freed in the queue."""
@@ -87,6 +91,7 @@ class _Device:
         """Wait for the queue, and return freed memory to the driver."""
         with self._changing:
             freed, self._freed = self._freed, []
+            self.releases += 1
         self.synchronize()
         for memory in freed:
             memory.release()
@@ -106,10 +111,11 @@ class _Device:
         folder = resolve_cache_folder()
         cache_dir = False if folder is None else str(folder.path.parent / "opencl")
         try:
-            if self._device.type & self._cl.device_type.CPU:  # PoCL takes long for unrolled loops with barriers
-                text = text.replace("#pragma unroll\n", "")
-            return self._cl.Program(self.context, text).build(cache_dir=cache_dir)
-        except self._cl.RuntimeError as error:
+            if self._device.type & self.cl.device_type.CPU:
+                # Unrolled, a product of 256 takes 18 instead of 3 s to compile (Intel's driver), and as long to run.
+                text = text.replace("#pragma unroll\n", "#pragma nounroll\n")
+            return self.cl.Program(self.context, text).build(cache_dir=cache_dir)
+        except self.cl.RuntimeError as error:
             raise BuildError(f"{self.name} cannot compile the model's kernels: {error}") from error
 
 
@@ -156,6 +162,17 @@ class OpenClMemory(DeviceMemory):
     def is_cpu(self, index: int) -> bool:
         """Return whether a device is a CPU."""
         return bool(self._devices[index].type & self._cl.device_type.CPU)
+
+    def computes(self, index: int, dtype: str) -> bool:
+        """Return whether a device computes with an element type."""
+        extension = next((name for name, use in _EXTENSIONS.items() if use.startswith(dtype)), "")
+        return not extension or extension in self._devices[index].extensions.split()
+
+    def host_reads(self, index: int) -> bool:
+        """Return whether memory is the host's, and fine-grained: readable without calls of the driver."""
+        device, flags = self._devices[index], self._cl.device_svm_capabilities
+        is_fine = device.svm_capabilities & (flags.FINE_GRAIN_BUFFER | flags.FINE_GRAIN_SYSTEM)
+        return bool(is_fine and (device.host_unified_memory or self.is_cpu(index)))
 
     def memory_bytes(self, index: int) -> int:
         """Global memory of a device."""
@@ -204,57 +221,124 @@ def _usable_devices(cl: Any) -> tuple[list[Any], str]:
         (device for platform in platforms for device in platform.get_devices()),
         key=lambda device: bool(device.type & cl.device_type.CPU),
     )
-    usable = [device for device in devices if _has_shared_memory(cl, device)]
-    others = [device.name.strip() for device in devices if device not in usable]
+    reasons = {device: _why_unusable(cl, device) for device in devices}
+    usable = [device for device in devices if not reasons[device]]
+    others = [f"{device.name.strip()} {reason}" for device, reason in reasons.items() if reason]
     if others:
-        return usable, f"{', '.join(others)} without shared virtual memory, expected that of OpenCL 2.0"
+        return usable, "; ".join(others)
     return usable, "" if usable else f"no device of {', '.join(platform.name for platform in platforms)}"
 
 
-def _has_shared_memory(cl: Any, device: Any) -> bool:
+def _why_unusable(cl: Any, device: Any) -> str:
+    """Reason why kernels cannot use a device; empty if they can."""
     try:
-        return bool(device.svm_capabilities)
+        has_shared_memory = bool(device.svm_capabilities)
     except cl.Error:  # devices of OpenCL 1.2 do not know the question
-        return False
+        has_shared_memory = False
+    if not has_shared_memory:
+        return "lacks shared virtual memory, expected that of OpenCL 2.0"
+    if not device.type & cl.device_type.CPU:
+        return ""
+    try:  # PoCL lists CPUs that its LLVM does not know, and compiles nothing for them
+        cl.Program(cl.Context([device]), "__kernel void nothing() {}").build(cache_dir=False)
+    except cl.Error as error:
+        lines = str(error).strip().splitlines()
+        reason = next((line for line in lines if line.startswith("error")), lines[0] if lines else "no message")
+        return f"cannot compile kernels ({reason}), expected a newer driver"
+    return ""
 
 
 class Launcher:
-    """Launches a kernel of a text."""
+    """Launches a kernel of a text.
+
+    It calls the driver through ctypes: a launch takes a few microseconds of the host's time, of which pyopencl's
+    objects for arguments and events would be most.
+    """
 
     def __init__(self, memory: OpenClMemory, code: DeviceCode, kernel: KernelLaunch) -> None:
         import numpy as np
 
         self._memory, self._text, self._name = memory, code.text, kernel.name
-        self._types = [np.dtype(param).type if param else None for param in kernel.params]
+        self._types = [np.dtype(param) if param else None for param in kernel.params]
         self._axes = [(axis.startswith("thread"), "xyz".index(axis[-1])) for axis in kernel.axes]
-        self._kernel = cache(self._built)
+        self._launches: dict[int, _Launch] = {}
+        self._sizes = lru_cache(256)(self._sizes_of)
 
     def __call__(self, index: int, values: Sequence[Any], extents: Sequence[int]) -> None:
         """Put a launch into the queue of a device."""
+        sizes = self._sizes(tuple(extents))
+        if sizes is None:
+            return
+        launch = self._launches.get(index)
+        if launch is None:
+            device = self._memory.opened(index)
+            launch = self._launches.setdefault(index, _Launch(device, self._text, self._name, self._types))
+        launch(values, *sizes)
+
+    def _sizes_of(self, extents: tuple[int, ...]) -> tuple[Any, Any] | None:
+        """Sizes of the grid and of a group in work-items; None for an empty grid."""
         groups, items = [1, 1, 1], [1, 1, 1]
         for (is_item, axis), extent in zip(self._axes, extents, strict=True):
             (items if is_item else groups)[axis] = extent
-        if 0 in groups:
-            return
-        device, kernel = self._kernel(index)
-        with device.launching:  # a kernel has one set of arguments, which belongs to the queue after the launch
-            for position, (dtype, value) in enumerate(zip(self._types, values, strict=True)):
-                kernel.set_arg(position, _address(value) if dtype is None else dtype(value))
-            sizes = [count * size for count, size in zip(groups, items, strict=True)]
-            self._memory._cl.enqueue_nd_range_kernel(device.queue, kernel, sizes, items)
-
-    def _built(self, index: int) -> tuple[_Device, Any]:
-        device = self._memory.opened(index)
-        return device, self._memory._cl.Kernel(device.program(self._text), self._name)
+        vector = ctypes.c_size_t * 3
+        grid = vector(*(count * size for count, size in zip(groups, items, strict=True)))
+        return (grid, vector(*items)) if 0 not in groups else None
 
 
-def _address(value: Any) -> Any:
-    """An argument for an address, which the FFI passes as None if it is 0."""
-    return _shared(value.value) if value is not None and value.value else None
+class _Launch:
+    """A kernel of a device, with the arguments of its last launch."""
+
+    def __init__(self, device: _Device, text: str, name: str, types: Sequence[Any]) -> None:
+        import numpy as np
+
+        self._cl, self._device = device.cl, device
+        self._kernel = device.cl.Kernel(device.program(text), name)
+        self._queue, self._handle = device.queue.int_ptr, self._kernel.int_ptr
+        # Numbers are passed by the address of their bytes.
+        self._numbers = [None if dtype is None else np.zeros(1, dtype) for dtype in types]
+        self._last: list[Any] = [_UNSET] * len(types)
+        self._releases = device.releases
+        self._driver = _driver()
+
+    def __call__(self, values: Sequence[Any], grid: Any, group: Any) -> None:
+        driver, last, handle = self._driver, self._last, self._handle
+        with self._device.launching:  # a kernel has one set of arguments, which belongs to the queue after the launch
+            if self._releases != self._device.releases:  # an equal address may be of other memory
+                self._releases = self._device.releases
+                last[:] = [_UNSET] * len(last)
+            for position, (number, value) in enumerate(zip(self._numbers, values, strict=True)):
+                if number is None:
+                    value = value and value.value  # the FFI passes the address 0 as None
+                if value == last[position]:
+                    continue
+                last[position] = _UNSET
+                if number is None:
+                    status = driver.clSetKernelArgSVMPointer(handle, position, value)
+                else:
+                    number[0] = value
+                    status = driver.clSetKernelArg(handle, position, number.itemsize, number.ctypes.data)
+                self._check(status, "clSetKernelArg")
+                last[position] = value
+            status = driver.clEnqueueNDRangeKernel(self._queue, handle, 3, None, grid, group, 0, None, None)
+        self._check(status, "clEnqueueNDRangeKernel")
+
+    def _check(self, status: int, call: str) -> None:
+        if status:
+            reason = self._cl.status_code.to_string(status, "status %d")
+            raise HeteroError(f"{self._device.name}: {call} of the kernel {self._kernel.function_name}: {reason}")
 
 
-@lru_cache(4096)
-def _shared(address: int) -> Any:
+_UNSET = object()
+
+
+@cache
+def _driver() -> Any:
+    """Functions of the OpenCL library that pyopencl uses."""
     import pyopencl
 
-    return pyopencl.SVM(ctypes.c_char.from_address(address))
+    library = ctypes.CDLL(pyopencl._cl.__file__)
+    handle, count, pointer = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p
+    library.clSetKernelArg.argtypes = [handle, count, ctypes.c_size_t, pointer]
+    library.clSetKernelArgSVMPointer.argtypes = [handle, count, pointer]
+    library.clEnqueueNDRangeKernel.argtypes = [handle, handle, count, *[pointer] * 3, count, pointer, pointer]
+    return library

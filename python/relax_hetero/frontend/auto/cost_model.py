@@ -46,6 +46,7 @@ _SOCKET_BYTES_PER_SECOND = 200e9  # of all cores together
 _LANES = {"avx512f": 16, "avx": 8, "sse2": 4, "neon": 4, "v": 4}
 
 _TWO_BYTE_TYPES = ("float16", "bfloat16")
+_ABSENT_TYPE_RATE = 1.0  # operations per second of a type that the device lacks: another device computes it
 
 _GPU_LAUNCH_SECONDS = 2.5e-6  # seconds per kernel of a graph
 _CPU_LAUNCH_SECONDS = 0.5e-6
@@ -264,6 +265,7 @@ def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
     devices = []
     for cost, measured in zip(model.devices, figures.devices, strict=True):
         products = {dtype: rate * _LAYER_EFFICIENCY for dtype, rate in measured.products.items()}
+        products = {**dict.fromkeys(_TWO_BYTE_TYPES, _ABSENT_TYPE_RATE), **products}
         if QUANTIZED not in products:  # weights become floats
             products[QUANTIZED] = products["float32"]
         devices.append(replace(cost, bandwidth=measured.bandwidth, launch=measured.launch, products=products))

@@ -53,6 +53,7 @@ _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
 _SMALL_EXTENT = 64
+_LARGE_DEVICE_FLOPS = 1e12  # from which on a device that is not a CPU computes large products at once
 _LINK_BYTES = 64 << 20
 _WEIGHTS = "q4_k"  # format of quantized weights
 _MIN_MEASURE_SECONDS = 0.06  # per figure, unless one call takes longer
@@ -67,8 +68,8 @@ class DeviceFigures:
     Attributes
     ----------
     products : dict of str to float
-        Operations per second of large matrix products, by element type, and with weights of 4 bits (`QUANTIZED`) if the
-        device keeps these.
+        Operations per second of large matrix products, by element type that the device computes with, and with weights
+        of 4 bits (`QUANTIZED`) if the device keeps these.
     bandwidth : float
         Bytes per second to and from its memory.
     launch : float
@@ -230,12 +231,15 @@ def _cache_key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
 
 
 def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
-    extent, stream = (1024, 16 << 20) if is_cpu(vdevice) else (4096, 128 << 20)
+    backend = backend_of(vdevice.target)
+    is_large = not is_cpu(vdevice) and backend.peaks(vdevice.target)[0] > _LARGE_DEVICE_FLOPS
+    extent, stream = (4096, 128 << 20) if is_large else (1024 if is_cpu(vdevice) else 256, 16 << 20)
     builder = relax.BlockBuilder()
-    for dtype in TYPES:
+    types = [dtype for dtype in TYPES if backend.computes(dtype, int(vdevice.vdevice_id))]
+    for dtype in types:
         _add_products(builder, dtype, vdevice, dtype, extent, _CHAINED_PRODUCTS)
     if resolver_or_default(vdevice.target).block_layout(vdevice.target) is not None:
-        _add_quantized_products(builder, vdevice, extent)
+        _add_quantized_products(builder, vdevice, extent, "float16" in types and not is_cpu(vdevice))
     _add_products(builder, "one", vdevice, "float32", _SMALL_EXTENT, 1, rows=1)
     _add_products(builder, "many", vdevice, "float32", _SMALL_EXTENT, 1 + _SMALL_KERNELS, rows=1)
     x = relax.Var("x", relax.TensorType((stream,), "float32", vdevice))
@@ -252,7 +256,7 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
         return _time_call(lambda: vm[name](tensor), [device])
 
     operations = 2.0 * extent**3 * _CHAINED_PRODUCTS
-    products = {dtype: operations / time_function(dtype, (extent, extent), dtype) for dtype in TYPES}
+    products = {dtype: operations / time_function(dtype, (extent, extent), dtype) for dtype in types}
     if QUANTIZED in {gvar.name_hint for gvar in builder.get().get_global_vars()}:
         products[QUANTIZED] = operations / time_function(QUANTIZED, (extent, extent))
     one, many = (time_function(name, (1, _SMALL_EXTENT)) for name in ("one", "many"))
@@ -281,7 +285,7 @@ def _add_products(
         builder.emit_func_output(result)
 
 
-def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice, extent: int) -> None:
+def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice, extent: int, has_halves: bool) -> None:
     """Add a chain of products with weights of 4 bits, as in a language model; activations of GPUs have 16 bits."""
     x = relax.Var("x", relax.TensorType((extent, extent), "float32", vdevice))
     block_bytes = np.zeros((extent, block_format(_WEIGHTS).row_bytes(extent)), "uint8")
@@ -290,7 +294,7 @@ def _add_quantized_products(builder: relax.BlockBuilder, vdevice: relax.VDevice,
         with builder.dataflow():
             value: relax.Expr = x
             for _ in range(_CHAINED_PRODUCTS):
-                if not is_cpu(vdevice):
+                if has_halves:
                     value = builder.emit(relax.op.astype(builder.emit(relax.op.astype(value, "float16")), "float32"))
                 matrix = dequantize_blocks(weight, depth=extent, format=_WEIGHTS, activation_bits=8, rows="chunk")
                 transposed = builder.emit(relax.op.permute_dims(builder.emit(matrix), [1, 0]))
@@ -366,7 +370,7 @@ def _time_call(call: Callable[[], Any], devices: Sequence[tvm.runtime.Device]) -
 def _read_device(data: Any) -> DeviceFigures:
     figures = DeviceFigures(**data)
     _check_positive([*figures.products.values(), figures.bandwidth, figures.launch, figures.call])
-    if set(figures.products) - {QUANTIZED} != set(TYPES):
+    if not {"float32"} <= set(figures.products) <= {*TYPES, QUANTIZED}:
         raise ValueError("products of unexpected types")
     return figures
 

@@ -18,7 +18,7 @@ from ...target.amx_instructions import amx_instruction_for
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import DotInstruction, dot_instruction_for
 from ...target.element_types import bytes_of
-from ...target.tiles import MAX_PIXELS, conv_pixels
+from ...target.tiles import MAX_PIXELS, conv_pixels, tile_sizes
 from ..core.builder import (
     CACHE_LINE_BYTES,
     Expr,
@@ -28,6 +28,7 @@ from ..core.builder import (
     ceil_div,
     lane_indices,
     lane_mask,
+    lane_of,
     let,
     loop,
     materialize,
@@ -42,7 +43,7 @@ from ..core.work_split import part
 from ..matmul.matmul import matmul_kernel
 from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
 from ..microkernel.fp16_partial_sums import Fp16PartialSums, mark_fp16_partial_sums
-from ..microkernel.k_step import lhs_group, llvm_import, rhs_groups, zero
+from ..microkernel.k_step import lhs_group, lhs_groups, llvm_import, rhs_groups, zero
 from ..microkernel.microkernel import VectorTile
 from .amx_conv import amx_convolution, emit_amx_conv
 from .conv_geometry import Segment, Taps
@@ -277,7 +278,11 @@ def _accumulate(
     is_padded = conv.data.layout.tile(1) > 1
     steps, tail = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
 
-    def emit_step(tile: VectorTile, tap: Expr, number: Expr, existing: int = dot.k0) -> None:
+    block = _steps_per_load(conv)
+    if steps % block:
+        block = 1
+
+    def emit_step(tile: VectorTile, tap: Expr, number: Expr, existing: int = dot.k0, count: int = 1) -> None:
         data, weight = start
         data = data + (run.first + tap) * (window.dilation * pixel_stride) + number * (dot.k0 * channel_stride)
         weight = weight + (run.first + tap) * tap_stride + number * step_size
@@ -285,12 +290,24 @@ def _accumulate(
             steps_before = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
             _prefetch(conv, panel_prefetch.start + steps_before * panel_prefetch.elements, panel_prefetch.elements)
 
+        rows = range(run.begin // dot.rows * dot.rows, run.end, dot.rows)
+        if count > 1:
+            index = {t: lane_indices(data + t * window.stride * pixel_stride, count * dot.k0) for t in rows}
+            loads = {t: let(lhs_groups(dot, conv.data.data[index[t]], count)) for t in rows}
+
+            def emit_lane(s: int) -> None:
+                at = weight + s * step_size
+                tile.step(lambda t: lane_of(loads[t], s), lambda j: _right_factors(conv, at, j), rows=rows)
+
+            for s in range(count):
+                emit_lane(s)
+            return
+
         def left(t: int) -> Expr:
             # A pixel without the tap adds zeros if a step multiplies it together with its neighbour.
-            count = existing if run.begin <= t < run.end else 0
-            return lhs_group(dot, _left_factors(conv, data + t * window.stride * pixel_stride, count))
+            channels = existing if run.begin <= t < run.end else 0
+            return lhs_group(dot, _left_factors(conv, data + t * window.stride * pixel_stride, channels))
 
-        rows = range(run.begin // dot.rows * dot.rows, run.end, dot.rows)
         tile.step(left, lambda j: _right_factors(conv, weight, j), rows=rows)
 
     is_dense = pixel_stride * window.dilation == steps * dot.k0 * channel_stride and tap_stride == steps * step_size
@@ -298,8 +315,8 @@ def _accumulate(
 
         def emit_steps(first: Expr, count: Expr, tile: VectorTile) -> None:
             # The channels of neighbouring taps are contiguous.
-            with loop(count) as s:
-                emit_step(tile, 0, first + s)
+            with loop(count // block) as s:
+                emit_step(tile, 0, first + s * block, count=block)
 
         sums.add(run.count * steps, sums.chain_steps, emit_steps)
         return
@@ -308,11 +325,11 @@ def _accumulate(
         number, rest = divmod(count, dot.k0)
         begin = materialize(first // dot.k0)
         if number <= MAX_UNROLLED_STEPS:
-            for s in range(number):
-                emit_step(tile, tap, begin + s)
+            for s in range(0, number, block):
+                emit_step(tile, tap, begin + s, count=block)
         else:
-            with loop(number) as s:
-                emit_step(tile, tap, begin + s)
+            with loop(number // block) as s:
+                emit_step(tile, tap, begin + s * block, count=block)
         if rest:
             emit_step(tile, tap, begin + number, rest)
 
@@ -326,6 +343,13 @@ def _accumulate(
         return
     with loop(run.count) as tap:
         sums.add(channels, sums.chain_steps * dot.k0, lambda first, count, tile: emit_channels(tap, first, count, tile))
+
+
+def _steps_per_load(conv: Convolution) -> int:
+    """Steps whose left factors one load fetches, for instructions that multiply by a lane of a register."""
+    dot = conv.dot
+    is_by_lane = dot.form in ("fma", "dot") and dot.k0 * bytes_of(dot.types[0]) == 4
+    return tile_sizes(conv.cpu).left_steps if is_by_lane and conv.data.stride("c") == 1 else 1
 
 
 def _left_factors(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:
@@ -439,7 +463,7 @@ def _panel_elements(conv: Convolution) -> int:
 
 def _max_pixels(conv: Convolution, vectors: int) -> int:
     """Maximum width of a tile: limited by registers, and by cache sets if pixels map to the same one."""
-    pixels = conv_pixels(conv.cpu, conv.dot, vectors)
+    pixels = conv_pixels(conv.cpu, conv.dot, vectors, _steps_per_load(conv) > 1)
     distance = conv.data.stride(f"x{len(conv.windows) - 1}") * conv.windows[-1].stride * bytes_of(conv.data.dtype)
     return min(pixels, MAX_PIXELS_IN_ONE_SET) if distance % CACHE_WAY_BYTES == 0 else pixels
 

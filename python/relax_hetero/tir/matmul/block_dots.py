@@ -13,7 +13,7 @@ In the loops of `block_loops`, blocks of rows are quantized first, and panels ar
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import gcd
 from typing import Any
@@ -22,7 +22,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import ZEN4, CpuTarget
-from ...target.dot_instructions import DotInstruction, dot_instruction_for
+from ...target.dot_instructions import DotInstruction, block_dot_instruction
 from ..core.builder import (
     Expr,
     Masks,
@@ -44,9 +44,10 @@ from ..core.builder import (
 )
 from ..core.view import Coordinates, OperandView
 from ..math.vector_math import ROUNDER, ROUNDER_BITS
+from ..microkernel.k_step import widen_int16_sums
 from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
 from .block_spec import ROW_BLOCK_BYTES, BlockSpec, BlockTile, PanelProduct, RowBlock, for_columns, store_row
-from .weight_bytes import ByteReader, byte_order
+from .weight_bytes import ByteReader, byte_order, max_code
 
 # A panel of weights is unpacked to scratch once for all rows of a block, as bytes and float32 scales, in the order in
 # which a tile reads it. (Measured on a Zen 5, prefill of 512 tokens of Gemma 3 270M, prefetch of epilogues included:
@@ -308,17 +309,20 @@ _FEW_ROWS = 4
 def byte_dot_instruction(spec: BlockSpec, cpu: CpuTarget) -> DotInstruction | None:
     """The instruction that multiplies weights as bytes; None if the CPU or the format lacks it."""
     form, lanes = spec.plan.form, spec.lanes
-    if cpu.isa.name != "avx512" or form.is_plain or spec.problem.panel != 2 * lanes:
+    if form.is_plain or spec.problem.panel != 2 * lanes:
         return None
     if 0 in (spec.m, spec.problem.columns, spec.problem.depth) or _chain_length(spec) % max(lanes, spec.plan.group):
         return None
-    dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
-    return dot if dot is not None and dot.form == "dot" else None
+    return block_dot_instruction(cpu, max_code(form), _unrolled_weights(spec) // 4, _activation_bytes(spec) == 1)
 
 
 def _chain_length(spec: BlockSpec) -> int:
     block, max_chain = spec.plan.block, MAX_INTEGER_CHAIN[_activation_bytes(spec)]
     return block if block <= max_chain else gcd(block, max_chain)
+
+
+def _unrolled_weights(spec: BlockSpec) -> int:
+    return gcd(_chain_length(spec), _UNROLLED_WEIGHTS)
 
 
 def _activation_bytes(spec: BlockSpec) -> int:
@@ -339,10 +343,10 @@ class DotProduct(PanelProduct):
         self.spec, self.dot, self.terms = spec, dot, _activation_bytes(spec)
         is_zen4 = ZEN4 in cpu.features
         self.min_unpacked_rows = ZEN4_MIN_UNPACKED_ROWS if is_zen4 else MIN_UNPACKED_ROWS[self.terms]
-        self.reader = ByteReader.of(spec.reader, cpu)
+        self.reader = ByteReader.of(spec.reader, cpu, is_signed=dot.types[1] == "int8")
         self.chain = _chain_length(spec)
         self.chains = ceil_div(spec.problem.depth, self.chain)
-        self.unrolled_weights = gcd(self.chain, _UNROLLED_WEIGHTS)
+        self.unrolled_weights = _unrolled_weights(spec)
         self.tile_rows = min(_ROWS, spec.max_rows) if isinstance(spec.max_rows, int) else _ROWS
         self.row_bytes, self.block_bytes = self.terms * self.chains * self.chain, ROW_BLOCK_BYTES
         self.work = spec.problem.depth
@@ -357,12 +361,13 @@ class DotProduct(PanelProduct):
             self._allocate_row_sums(count),
             self.chain,
             self.chains,
-            0 if form.minimum else form.min_code,
+            0 if form.minimum else self.reader.min_code,
             byte_order(form.bits),
         )
         size = max(self.tile_rows, min(self.tile_rows, _FEW_ROWS) * spec.vectors)
         self.sums = Registers(max(size * self.terms, FMAS_IN_FLIGHT), "int32", spec.lanes)
         self.chain_totals = Registers(size, "float32", spec.lanes)
+        self.partial_sums = Registers(len(self.sums), "int32", spec.lanes) if self.dot.short else self.sums
         self.totals = scratch(self.tile_rows * spec.vectors * spec.lanes, "float32")
         may_unpack = not isinstance(spec.m, int) or spec.m >= self.min_unpacked_rows
         self.panel = UnpackedPanel.allocate(self.reader, self.chain) if may_unpack else None
@@ -371,7 +376,7 @@ class DotProduct(PanelProduct):
         form = self.spec.plan.form
         if form.minimum:
             return scratch(count, "float32")
-        return scratch(count, "int32") if form.min_code else None
+        return scratch(count, "int32") if self.reader.min_code else None
 
     def prepare(self, row: Expr, number: Expr) -> None:
         """Quantize a row."""
@@ -515,7 +520,17 @@ class DotProduct(PanelProduct):
                 return self.codes.words[code_at[i] + (term * self.chain // 4 + quad)]
 
             for quad, quad_lanes in enumerate(quads(first)):
-                sums.step(partial(left, quad), quad_lanes.__getitem__, quad % banks)
+                bank = quad % banks
+                if not self.dot.short:
+                    sums.step(partial(left, quad), quad_lanes.__getitem__, bank)
+                    continue
+                partial_sums = replace(sums, sums=self.partial_sums)
+                if quad % self.dot.short == 0:
+                    partial_sums.clear()
+                partial_sums.step(partial(left, quad), quad_lanes.__getitem__)
+                if (quad + 1) % self.dot.short == 0:
+                    for number in range(sums.count):
+                        self.sums[number] = self.sums[number] + widen_int16_sums(self.partial_sums[number], lanes)
 
         if iterations == 1:
             add_unrolled(0, code_at)
@@ -528,7 +543,7 @@ class DotProduct(PanelProduct):
         self, tile: BlockTile, j: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, scale_at: list[Expr]
     ) -> None:
         """Scale the sums of vector j of the tile, and add them to its totals."""
-        lanes, codes, min_code = self.spec.lanes, self.codes, self.spec.plan.form.min_code
+        lanes, codes, min_code = self.spec.lanes, self.codes, self.reader.min_code
         if minimum is not None and min_code:
             minimum = let(minimum + scale * constant(float(min_code), "float32", lanes))
         sums, banks = self._sums_of(tile, tile_vectors)

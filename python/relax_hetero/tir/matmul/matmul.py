@@ -31,11 +31,13 @@ from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
 from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
 from ..microkernel.k_step import llvm_import
 from ..microkernel.microkernel import FMAS_IN_FLIGHT
+from ..microkernel.neon_panels import COLUMNS
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
 from .amx_matmul import emit_amx_product, supports_amx
-from .matmul_spec import Case, KRange, MatmulSpec, Sweep, emit_cases, make_tile, row_cases
+from .matmul_spec import Case, KRange, MatmulSpec, PanelProducts, Sweep, emit_cases, make_tile, row_cases
 from .matmul_tile import accumulator_count, emit_tile, k_blocks
+from .panels import Panels, panel_kernels
 
 # Approximate rows of a block (mc): with one block of k, they fill half of the L2 cache. Blocks have equal sizes,
 # because each reads the whole right operand, however few its rows (measured for 128 rows and weights in memory: one
@@ -85,7 +87,10 @@ def matmul_kernel(problem: MatmulProblem, cpu: CpuTarget) -> tirx.PrimFunc:
             instruction = amx_instruction_for(cpu, *types)
             if instruction is not None and not supports_amx(spec, instruction):
                 instruction = None
+            panel_rows = Panels.rows_of(spec, cpu, _loop_k_blocks(spec)[0])
             texts = [text for text in (llvm_import(dot, lanes), LLVM_TEXT if instruction else None) if text is not None]
+            if panel_rows:
+                texts += panel_kernels(spec, panel_rows, [size for _, size, _ in _cases_along_m(spec, 0, panel_rows)])
             with T.attr(0, "pragma_import_llvm", "".join(texts)) if texts else nullcontext():
                 _emit_product(spec, cpu, batch, rows, instruction)
     return mark_fp16_partial_sums(_with_ties(function.result, problem, spec), dot)
@@ -143,33 +148,48 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
     if 0 in (spec.m, spec.n):
         T.evaluate(0)
         return
-    rows, vectors = _tile_size(spec, cpu)
+    k_block_count, k_block_size = _loop_k_blocks(spec)
+    panel_rows = Panels.rows_of(spec, cpu, k_block_count)
+    rows, vectors = (panel_rows, COLUMNS // spec.lanes) if panel_rows else _tile_size(spec, cpu)
     tiles, panels = ceil_div(spec.m, rows), ceil_div(spec.n, vectors * spec.lanes)
     extents = {name: extent_of([spec.result], name) for name in batch}
     batch_count = prod(extents.values())
-    k_block_count, k_block_size = _loop_k_blocks(spec)
     batch_count, tiles, panels, k_block_count = (
         materialize(value) for value in (batch_count, tiles, panels, k_block_count)
     )
     split = split_work(cpu.cores, batch_count, tiles, panels, (rows, vectors * spec.lanes), spec.k)
-    prefetches = _prefetches_panels(spec, cpu, split)
+    prefetches = not panel_rows and _prefetches_panels(spec, cpu, split)
     tasks_have_whole_rows = isinstance(split.columns, int) and split.columns == 1
     with loop(split.tasks, parallel=split.tasks > 1) as task:
         accs = Registers(accumulator_count(spec.dot, rows, vectors), spec.dot.types[2], spec.lanes)
         (first_b, last_b), (first_m, last_m), (first_n, last_n) = split.ranges(task, batch_count, tiles, panels)
-        block_tiles = _tiles_per_block(tiles, split, rows)
+        block_tiles, panel_scratch = _tiles_per_block(tiles, split, rows), None
+        if panel_rows:
+            max_k = spec.k if isinstance(k_block_count, int) and k_block_count == 1 else k_block_size
+            block_tiles = min(block_tiles, Panels.max_tiles(spec, rows, max_k))
+            panel_scratch = Panels.of(spec, rows, block_tiles, max_k)
         row_writer = RowWriter(rows_code) if rows_code is not None and tasks_have_whole_rows else None
         with loop(last_b - first_b) as b, loop(materialize(ceil_div(last_m - first_m, block_tiles))) as block:
             batch_at = dict(zip(extents, unravel(first_b + b, list(extents.values()), place=materialize), strict=True))
             begin_m = materialize(first_m + block * block_tiles)
             end_m = materialize(minimum(begin_m + block_tiles, last_m))
             sweep_tiles = min(ceil_div(tiles, split.rows), block_tiles) if isinstance(tiles, int) else end_m - begin_m
-            with loop(k_block_count) as k_block, loop(last_n - first_n) as panel, loop(end_m - begin_m) as tile:
+            with loop(k_block_count) as k_block:
                 k_range = KRange.of(spec.k, k_block_count, k_block_size, k_block)
-                first_row = materialize(begin_m + tile) * rows
-                column = materialize(first_n + panel) * (vectors * spec.lanes)
-                sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
-                _emit_tile_cases(spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep)
+                if panel_scratch is not None:
+                    with loop(end_m - begin_m) as tile:
+                        panel_scratch.pack_left(batch_at, materialize(begin_m + tile) * rows, tile, k_range)
+                with loop(last_n - first_n) as panel:
+                    column = materialize(first_n + panel) * (vectors * spec.lanes)
+                    if panel_scratch is not None:
+                        panel_scratch.widen_right(batch_at, column, k_range)
+                    with loop(end_m - begin_m) as tile:
+                        first_row = materialize(begin_m + tile) * rows
+                        sweep = Sweep(tile, sweep_tiles, column + vectors * spec.lanes) if prefetches else None
+                        multiply = panel_scratch.products(tile, k_range.begin) if panel_scratch is not None else None
+                        _emit_tile_cases(
+                            spec, batch_at, (first_row, column), (rows, vectors), k_range, accs, sweep, multiply
+                        )
             if row_writer is not None:
                 first_row = materialize(begin_m * rows)
                 with loop(materialize(minimum(end_m * rows, spec.m)) - first_row) as r:
@@ -275,13 +295,14 @@ def _emit_tile_cases(
     k_range: KRange,
     accs: Registers,
     sweep: Sweep | None,
+    multiply: PanelProducts | None,
 ) -> None:
     """Write the cases of the tile at (row, column)."""
 
     def emit_columns(rows: int, rows_end: Expr) -> None:
         def emit_one_tile(vectors: int, columns_end: Expr) -> None:
             tile_sweep = None if rows < PREFETCH_ROWS and not isinstance(spec.m, int) else sweep
-            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep)
+            tile = make_tile(spec, batch, origin, (rows, vectors), (rows_end, columns_end), tile_sweep, multiply)
             emit_tile(spec, tile, k_range, accs)
 
         emit_cases(_cases_along_n(spec, origin[1], size[1]), emit_one_tile)

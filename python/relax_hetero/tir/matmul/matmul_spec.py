@@ -9,9 +9,21 @@ from tvm import sym, tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.dot_instructions import DotInstruction
-from ..core.builder import Expr, either, lane_mask, materialize, minimum, plain_extent
+from ..core.builder import (
+    Expr,
+    broadcast,
+    either,
+    lane_mask,
+    let,
+    materialize,
+    minimum,
+    plain_extent,
+    vector_type,
+    zeros,
+)
 from ..core.view import Coordinates, OperandView
 from ..elementwise.expression_code import EpilogueCode
+from ..microkernel.microkernel import VectorTile
 
 # K-steps between prefetches: maximum, maximum in fp16 chains, and the number for a symbolic number of tiles.
 MAX_PREFETCH_STEPS = 8
@@ -78,6 +90,9 @@ class Sweep:
         return materialize(tirx.floordiv(self.tiles + (steps * vectors - 1), self.tiles))
 
 
+PanelProducts = Callable[[VectorTile, "KRange", Coordinates], None]
+
+
 @dataclass(frozen=True)
 class Tile:
     """A register tile at a position that is known at run time.
@@ -98,6 +113,9 @@ class Tile:
         First row that does not exist.
     sweep : Sweep or None
         Prefetching of the next panel, if any.
+    multiply : callable or None
+        Function of accumulators, a range of k and a position, which adds the products of the range's whole k-steps
+        from packed panels; None: operands are read in place.
     """
 
     batch: Coordinates
@@ -109,6 +127,7 @@ class Tile:
     masks: tuple[Expr | None, ...]
     rows_end: Expr | None
     sweep: Sweep | None
+    multiply: PanelProducts | None = None
 
 
 def make_tile(
@@ -118,6 +137,7 @@ def make_tile(
     size: tuple[int, int],
     ends: tuple[Expr, Expr],
     sweep: Sweep | None,
+    multiply: PanelProducts | None = None,
 ) -> Tile:
     """The tile of `size` (rows, vectors) at `place` (row, column).
 
@@ -134,7 +154,7 @@ def make_tile(
     masks = tuple(
         None if columns_end is None else lane_mask(columns_end - j * spec.lanes, spec.lanes) for j in range(size[1])
     )
-    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep)
+    return Tile(batch, row, column, *size, rows, masks, rows_end, sweep, multiply)
 
 
 @dataclass(frozen=True)
@@ -202,7 +222,7 @@ def row_cases(m: Expr, row: Expr, rows: int) -> list[Case]:
     if isinstance(m, int):
         left = m % rows
         return [(None, rows, None)] if left == 0 else [(row + rows <= m, rows, None), (None, left, None)]
-    tail_sizes = [size for size in (4, 2, 1) if size < rows]
+    tail_sizes = [size for size in (8, 4, 2, 1) if size < rows]
     cases: list[Case] = [
         (row + fewer < m, size, m) for size, fewer in zip([rows, *tail_sizes], tail_sizes, strict=False)
     ]
@@ -213,3 +233,29 @@ def emit_cases(cases: Sequence[Case], emit: Callable[[int, Expr], None]) -> None
     """Write branches for all cases; `emit` takes the rows or vectors of a case, and where existing ones end."""
     condition, size, end = cases[0]
     either(True if condition is None else condition, lambda: emit(size, end), lambda: emit_cases(cases[1:], emit))
+
+
+def left_factors(spec: MatmulSpec, at: Coordinates, k_left: Expr | None, k0: int | None = None) -> Expr | list[Expr]:
+    """The k0 left factors from a position on; zeros after the first `k_left` ones (None: all remain)."""
+    k0 = spec.dot.k0 if k0 is None else k0
+    if k_left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
+        return spec.lhs.load(at, "k", k0)
+    return [element_or_zero(spec.lhs, at, i, k_left, 1) for i in range(k0)]
+
+
+def element_or_zero(
+    view: OperandView, at: Coordinates, i: int, k_left: Expr | None, lanes: int, mask: Expr | None = None
+) -> Expr:
+    """The element at k + i of every lane, or zero from i = `k_left` on."""
+    if k_left is None or i == 0:
+        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask)
+    if isinstance(k_left, int):
+        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask) if i < k_left else zeros(view.dtype, lanes)
+    # Without a branch: the last existing element is read in place of a missing one.
+    value = view.load({**at, "k": at["k"] + T.min(k_left - 1, i)}, "n", lanes, mask)
+    if view.dtype != "bfloat16":
+        return tirx.Select(broadcast(k_left > i, lanes), let(value), zeros(view.dtype, lanes))
+    # Selected as bits: TVM's legalization would select between float32 values.
+    bits = let(tirx.reinterpret(vector_type("uint16", lanes), value))
+    selected = tirx.Select(broadcast(k_left > i, lanes), bits, zeros("uint16", lanes))
+    return tirx.reinterpret(vector_type(view.dtype, lanes), selected)

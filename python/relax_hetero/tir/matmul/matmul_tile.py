@@ -14,23 +14,30 @@ from ..core.builder import (
     CACHE_LINE_BYTES,
     Expr,
     Registers,
-    broadcast,
     ceil_div,
     either,
-    let,
     loop,
     materialize,
     minimum,
     prefetch,
     vector_type,
     when,
-    zeros,
 )
-from ..core.view import Coordinates, OperandView
+from ..core.view import OperandView
 from ..microkernel.fp16_partial_sums import Fp16PartialSums
 from ..microkernel.k_step import lhs_group, rhs_groups, zero
 from ..microkernel.microkernel import FMAS_IN_FLIGHT, VectorTile
-from .matmul_spec import KRange, MatmulSpec, Sweep, Tile, mask_in, position_in, row_in
+from .matmul_spec import (
+    KRange,
+    MatmulSpec,
+    Sweep,
+    Tile,
+    element_or_zero,
+    left_factors,
+    mask_in,
+    position_in,
+    row_in,
+)
 
 # Bytes of a row of the left operand in a block of k (kc): 32 columns of that length are a fraction of the L2 cache. The
 # error of a sum of random numbers grows with their count, that of a sum of block sums with its square root.
@@ -83,7 +90,7 @@ def _bank_count(spec: MatmulSpec, tile: Tile, rows: int) -> int:
     Packed columns and static m have one bank, else the order of additions would depend on m; their tiles are wide.
     """
     packed = spec.rhs.layout.tile(spec.rhs.index_map.index("n")) // spec.lanes
-    if spec.lanes == 1 or (packed and isinstance(spec.m, int)):
+    if spec.lanes == 1 or tile.multiply is not None or (packed and isinstance(spec.m, int)):
         return 1
     # The same number for all tiles of a panel, so that equal columns have bitwise equal sums.
     panel = max(tile.vectors, packed)
@@ -167,7 +174,7 @@ def _accumulate(spec: MatmulSpec, tile: Tile, sums: VectorTile, k: KRange, banks
 
     def left(i: int, at_k: Expr, k_left: Expr | None) -> Expr:
         coordinates = {**tile.batch, "m": row_in(tile, spec.lhs, min(i, tile.rows - 1)), "k": at_k}
-        return lhs_group(dot, _left_factors(spec, coordinates, k_left))
+        return lhs_group(dot, left_factors(spec, coordinates, k_left))
 
     def right(j: int, at_k: Expr, k_left: Expr | None) -> Expr:
         return rhs_groups(dot, _right_factors(spec, tile, at_k, j, k_left), spec.lanes)
@@ -177,16 +184,19 @@ def _accumulate(spec: MatmulSpec, tile: Tile, sums: VectorTile, k: KRange, banks
 
     size = k.size
     steps = materialize(size // k0)
-    unroll = banks if tile.sweep is None else tile.sweep.prefetch_steps(banks, tile.vectors, spec.dot.short > 0)
-    iterations = materialize(steps // unroll)
-    with loop(iterations) as iteration:
-        if tile.sweep is not None:
-            _prefetch_panel(spec, tile, tile.sweep, k, iterations, iteration, unroll)
-        for number in range(unroll):
-            emit_step(k.begin + iteration * (k0 * unroll) + number * k0, number % banks)
-    if unroll > 1 and not (isinstance(steps, int) and steps % unroll == 0):
-        with loop(materialize(steps % unroll)) as iteration:
-            emit_step(k.begin + (iterations * unroll + iteration) * k0, 0)
+    if tile.multiply is not None:
+        tile.multiply(sums, k, {**tile.batch, "n": tile.column})
+    else:
+        unroll = banks if tile.sweep is None else tile.sweep.prefetch_steps(banks, tile.vectors, spec.dot.short > 0)
+        iterations = materialize(steps // unroll)
+        with loop(iterations) as iteration:
+            if tile.sweep is not None:
+                _prefetch_panel(spec, tile, tile.sweep, k, iterations, iteration, unroll)
+            for number in range(unroll):
+                emit_step(k.begin + iteration * (k0 * unroll) + number * k0, number % banks)
+        if unroll > 1 and not (isinstance(steps, int) and steps % unroll == 0):
+            with loop(materialize(steps % unroll)) as iteration:
+                emit_step(k.begin + (iterations * unroll + iteration) * k0, 0)
     if k0 > 1 and not (isinstance(size, int) and size % k0 == 0):
         k_left = materialize(size % k0)
         with when(True if isinstance(k_left, int) else k_left > 0):
@@ -213,34 +223,8 @@ def _prefetch_panel(
             prefetch_line(line)
 
 
-def _left_factors(spec: MatmulSpec, at: Coordinates, k_left: Expr | None) -> Expr | list[Expr]:
-    """The k0 left factors from a position on; zeros after the first `k_left` ones (None: all remain)."""
-    k0 = spec.dot.k0
-    if k_left is None and spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) in (1, k0):
-        return spec.lhs.load(at, "k", k0)
-    return [_element_or_zero(spec.lhs, at, i, k_left, 1) for i in range(k0)]
-
-
-def _element_or_zero(
-    view: OperandView, at: Coordinates, i: int, k_left: Expr | None, lanes: int, mask: Expr | None = None
-) -> Expr:
-    """The element at k + i of every lane, or zero from i = `k_left` on."""
-    if k_left is None or i == 0:
-        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask)
-    if isinstance(k_left, int):
-        return view.load({**at, "k": at["k"] + i}, "n", lanes, mask) if i < k_left else zeros(view.dtype, lanes)
-    # Without a branch: the last existing element is read in place of a missing one.
-    value = view.load({**at, "k": at["k"] + T.min(k_left - 1, i)}, "n", lanes, mask)
-    if view.dtype != "bfloat16":
-        return tirx.Select(broadcast(k_left > i, lanes), let(value), zeros(view.dtype, lanes))
-    # Selected as bits: TVM's legalization would select between float32 values.
-    bits = let(tirx.reinterpret(vector_type("uint16", lanes), value))
-    selected = tirx.Select(broadcast(k_left > i, lanes), bits, zeros("uint16", lanes))
-    return tirx.reinterpret(vector_type(view.dtype, lanes), selected)
-
-
 def _right_factors(spec: MatmulSpec, tile: Tile, k: Expr, j: int, k_left: Expr | None) -> Expr:
-    """The right factors of vector j, the k0 of a column adjacent; for `k_left` see `_left_factors`."""
+    """The right factors of vector j, the k0 of a column adjacent; for `k_left` see `left_factors`."""
     k0, lanes = spec.dot.k0, spec.lanes
     at = {**tile.batch, "k": k, "n": tile.column + j * lanes}
     mask = mask_in(spec, tile, spec.rhs, j)
@@ -248,7 +232,7 @@ def _right_factors(spec: MatmulSpec, tile: Tile, k: Expr, j: int, k_left: Expr |
         return spec.rhs.load(at, "n", lanes, mask)
     if spec.rhs.layout.tile(spec.rhs.index_map.index("k")) == k0 and spec.rhs.stride("n") == k0:
         return spec.rhs.load_run(at, lanes * k0)
-    rows = [_element_or_zero(spec.rhs, at, i, k_left, lanes, mask) for i in range(k0)]
+    rows = [element_or_zero(spec.rhs, at, i, k_left, lanes, mask) for i in range(k0)]
     if spec.rhs.dtype == "bfloat16":  # as bits: TVM's legalization would widen shuffled values
         rows = [tirx.reinterpret(vector_type("uint16", lanes), row) for row in rows]
     return T.Shuffle(rows, [i * lanes + lane for lane in range(lanes) for i in range(k0)])

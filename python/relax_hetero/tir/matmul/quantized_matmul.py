@@ -55,6 +55,10 @@ from .weight_unpacking import Numbers, PanelReader
 PREFETCH_ROWS = 16
 """Maximum number of rows for which weights are prefetched: reading them takes most of the time."""
 
+MAX_NARROW_CHAINS = 2
+"""Maximum number of parallel chains with vectors of 16 bytes, whose weights take many instructions: for four, LLVM
+needs 418 instructions for 64 multiply-adds on Neoverse N1, and spills; for two, 314."""
+
 MAX_PREFETCHED_CHAIN = 64
 """Maximum number of weights of a chain that is prefetched as a whole."""
 
@@ -124,6 +128,8 @@ def emit_tile(spec: BlockSpec, tile: BlockTile, sums: BlockSums) -> None:
     left_rows = list(map(tile.block.lhs_row, tile.row_numbers))
     whole_chains, tail = divmod(spec.problem.depth, spec.chain)
     parallel_chains = max(1, min(min(FMAS_IN_FLIGHT, spec.free) // count, whole_chains))
+    if spec.lanes <= 4:
+        parallel_chains = min(parallel_chains, MAX_NARROW_CHAINS)
     for index in range(count):
         sums.totals[index] = zeros("float32", spec.lanes)
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
+from ...encoding.block_formats import BlockFormat
 from ...encoding.block_panels import GROUPS
 from ...target.cpu_target import CpuTarget
 from ..core.builder import Expr, constant, lane_indices, let, vector_type
@@ -20,8 +21,9 @@ from .weight_unpacking import PanelReader
 _PICK = "llvm.x86.avx512.pmultishift.qb.512"
 """Eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)."""
 
-_LOOKUP = "llvm.x86.avx512.pshuf.b.512"
-"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: VPSHUFB)."""
+_LOOKUP = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b", 4: "llvm.x86.ssse3.pshuf.b.128"}
+"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: PSHUFB), by lanes of
+32 bits."""
 
 _OFFSET = 128
 """8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""
@@ -49,6 +51,11 @@ def byte_order(bits: int) -> list[int]:
     return [*(5 * word + at for word in range(3) for at in range(4)), 4, 9, 14, 15]
 
 
+def max_code(form: BlockFormat) -> int:
+    """The largest of the unsigned bytes of a format's weights."""
+    return max(form.codes) - form.min_code if form.codes else (1 << form.bits) - 1
+
+
 @dataclass(frozen=True)
 class ByteReader:
     """Reads a panel's weights as bytes.
@@ -58,15 +65,23 @@ class ByteReader:
     panel : PanelReader
     picks : bool
         Whether the CPU moves four quants of a lane with one instruction.
+    is_signed : bool
+        Whether bytes are signed codes, of formats of 8 bits or with a table; else they are codes less `min_code`.
     """
 
     panel: PanelReader
     picks: bool
+    is_signed: bool = False
 
     @staticmethod
-    def of(panel: PanelReader, cpu: CpuTarget) -> ByteReader:
+    def of(panel: PanelReader, cpu: CpuTarget, is_signed: bool = False) -> ByteReader:
         """The reader for a CPU."""
-        return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16)
+        return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16, is_signed)
+
+    @property
+    def min_code(self) -> int:
+        """Code of a byte of zero."""
+        return 0 if self.is_signed else self.panel.plan.form.min_code
 
     def group(self, superblock: Expr, number: Expr, vector: Expr) -> Iterator[Expr]:
         """The bytes of a group of a superblock for a vector of columns, four of each column at a time."""
@@ -105,14 +120,15 @@ class ByteReader:
 
     def _codes(self, quants: Expr) -> Expr:
         """Codes of quants less the smallest one, where codes are from a table."""
-        form, kind = self.panel.plan.form, "int8x64"
+        form, lanes = self.panel.plan.form, self.panel.lanes
+        kind = f"int8x{4 * lanes}"
         if not form.codes:
             return quants
-        table = bytes(code - form.min_code for code in form.codes) * (16 // len(form.codes))
+        table = bytes(code - self.min_code & 255 for code in form.codes) * (16 // len(form.codes))
         halves = [tirx.const(int.from_bytes(table[i : i + 8], "little", signed=True), "int64") for i in (0, 8)]
-        table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * 4, list(range(8))))
-        picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP, table_vector, tirx.reinterpret(kind, quants))
-        return let(tirx.reinterpret("int32x16", picked))
+        table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * (lanes // 4), list(range(lanes // 2))))
+        picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP[lanes], table_vector, tirx.reinterpret(kind, quants))
+        return let(tirx.reinterpret(f"int32x{lanes}", picked))
 
     def _unpack_5_bits(self, words: list[Expr]) -> Iterator[Expr]:
         for word in words:
@@ -160,7 +176,7 @@ class ByteReader:
         for quad in range(plan.group // 4):
             halves = [memory[lane_indices(first + (4 * quad + row) * columns, run)] for row in (0, 2)]
             mixed = tirx.reinterpret(vector_type("int32", lanes), tirx.Shuffle(halves, order))
-            yield let(tirx.bitwise_xor(mixed, self._splat_byte(_OFFSET)))
+            yield let(mixed if self.is_signed else tirx.bitwise_xor(mixed, self._splat_byte(_OFFSET)))
 
     def _splat_byte(self, value: int) -> Expr:
         """A constant in each byte."""

@@ -29,7 +29,7 @@ from tvm import tirx
 from tvm.ir import Expr
 from tvm.script.ir_builder import tirx as T
 
-from ...target.dot_instructions import DotInstruction
+from ...target.dot_instructions import ADD_INT16_PAIRS, MOVE_SIGN, DotInstruction
 from ...target.element_types import bytes_of
 from ..core.builder import Registers, broadcast, constant, let, vector_type, zeros
 from ..math.casts import cast
@@ -66,9 +66,18 @@ def lhs_group(dot: DotInstruction, values: Expr | Sequence[Expr]) -> Expr:
                 continue
             wide = tirx.Cast(word, tirx.reinterpret(f"uint{bits}", value))
             group = tirx.bitwise_or(group, tirx.shift_left(wide, tirx.const(bits * position, word)))
-    if dot.flip:
-        group = tirx.bitwise_xor(group, tirx.const(_FLIP, "int32"))
-    return group
+    return _flipped(dot, group, 1)
+
+
+def lhs_groups(dot: DotInstruction, values: Expr, count: int) -> Expr:
+    """The left factors of `count` steps, contiguous elements of a row, in the type of `lhs_group`, before it widens."""
+    if dot.k0 == 1:
+        return values
+    return _flipped(dot, tirx.reinterpret(vector_type(_group_dtype(dot), count), values), count)
+
+
+def _flipped(dot: DotInstruction, groups: Expr, count: int) -> Expr:
+    return tirx.bitwise_xor(groups, constant(_FLIP, "int32", count)) if dot.flip else groups
 
 
 def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
@@ -88,6 +97,8 @@ def rhs_groups(dot: DotInstruction, values: Expr, lanes: int) -> Expr:
     """
     if dot.k0 == 1:
         return _widen(dot, values, lanes)
+    if dot.form == "i16_words":
+        values = tirx.Cast(vector_type("int16", lanes * dot.k0), values)
     return tirx.reinterpret(vector_type(_group_dtype(dot), lanes), values)
 
 
@@ -286,6 +297,37 @@ def _i16_pairs(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
     return acc
 
 
+def _i16_words(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Two int16 by two bytes, which `rhs_groups` has widened."""
+    left, right = (tirx.reinterpret(f"int16x{2 * lanes}", value) for value in (tirx.Broadcast(lhs, lanes), rhs))
+    return acc + tirx.call_llvm_pure_intrin(f"int32x{lanes}", dot.instruction, left, right)
+
+
+def _int16_sums(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Four bytes by four bytes, added to two int16 sums in each accumulator; see `widen_int16_sums`."""
+    left, right = (tirx.reinterpret(f"int8x{4 * lanes}", value) for value in (tirx.Broadcast(lhs, lanes), rhs))
+    first, second = (right, left) if dot.swapped else (left, right)
+    kind = f"int16x{2 * lanes}"
+    pairs = tirx.call_llvm_pure_intrin(kind, dot.instruction, first, second)
+    return tirx.reinterpret(f"int32x{lanes}", tirx.reinterpret(kind, acc) + pairs)
+
+
+def widen_int16_sums(acc: Expr, lanes: int) -> Expr:
+    """The int32 sums of accumulators of the form ``int16_sums``."""
+    kind = f"int16x{2 * lanes}"
+    ones = constant(1, "int16", 2 * lanes)
+    return tirx.call_llvm_pure_intrin(f"int32x{lanes}", ADD_INT16_PAIRS[lanes], tirx.reinterpret(kind, acc), ones)
+
+
+def _sign_dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
+    """Four signed bytes by four, with sums of pairs of at most 2 * 127 * 128 in int16."""
+    kind = f"int8x{4 * lanes}"
+    left, right = tirx.reinterpret(kind, tirx.Broadcast(lhs, lanes)), let(tirx.reinterpret(kind, rhs))
+    magnitude, signed = (tirx.call_llvm_pure_intrin(kind, MOVE_SIGN[lanes], value, right) for value in (right, left))
+    pairs = tirx.call_llvm_pure_intrin(f"int16x{2 * lanes}", dot.instruction, magnitude, signed)
+    return acc + widen_int16_sums(tirx.reinterpret(f"int32x{lanes}", pairs), lanes)
+
+
 def _even_bytes(pairs: Expr, dtype: str, count: int) -> Expr:
     if dtype == "uint8":
         return tirx.bitwise_and(pairs, constant(0xFF, "int16", count))
@@ -331,5 +373,8 @@ FORMS: dict[str, Callable[[DotInstruction, Expr, Expr, Expr, int], Expr]] = {
     "f16_pairs": _f16_pairs,
     "i16_pairs": _i16_pairs,
     "i32_bytes": _i32_bytes,
+    "i16_words": _i16_words,
+    "int16_sums": _int16_sums,
+    "sign_dot": _sign_dot,
 }
 """Emitters of k-steps by `DotInstruction.form`."""

@@ -42,6 +42,7 @@ _ACCUMULATORS = {
     ("bfloat16", "bfloat16"): "float32",
     ("uint8", "int8"): "int32",
     ("int8", "int8"): "int32",
+    ("int16", "int8"): "int32",
 }
 """Type of the sums by types of data and weight. Halves are summed in float32, and rounded once at the end."""
 

@@ -21,6 +21,8 @@ from tvm import relax
 
 from ...encoding.encoding import LHS, RESULT, RHS, Encoding
 from ...op import encoded as op
+from ...target.cpu_target import cpu_target_of
+from ...target.dot_instructions import multiplies_int16
 from ..ir.blocks import Block, broadcast, shape_of, tensor_type
 from ..ir.constant_values import constant_on_device_of
 from ..ir.relax_expressions import scalar_of
@@ -66,6 +68,14 @@ def emit_quantized_product(
     return True
 
 
+def widened(writer: ProductWriter, data: relax.Expr, name: str) -> relax.Expr:
+    """Bytes of a left operand as int16, if its device multiplies those faster; the kernel before can store them."""
+    vdevice = data.ty.vdevice
+    if vdevice is None or not multiplies_int16(cpu_target_of(vdevice.target)):
+        return data
+    return writer.cast(data, "int16", name)
+
+
 def fits_int32(num_terms: int, *operands: Quantized) -> bool:
     """Return whether sums of so many products (negative: unknown) cannot overflow int32."""
     return 0 <= num_terms <= MAX_INT32_TERMS and all(x.zero is None or x.zero.is_narrow for x in operands)
@@ -83,6 +93,8 @@ def _emit_integers(
         )
         for index, prefix, x in ((LHS, f"{name}_lhs", lhs), (RHS, f"{name}_rhs", rhs))
     )
+    left = widened(writer, a, f"{name}_lhs_int16")
+    encoding = replace(encoding, element_types=(str(left.ty.dtype), *encoding.element_types[1:]))
     result = encoding.of(RESULT)
     init = columns = rows = None
     if lhs.zero is not None:
@@ -91,7 +103,7 @@ def _emit_integers(
         rows = _sum(writer, writer.cast(a, _ACCUMULATOR, f"{name}_lhs_wide"), -1, f"{name}_rows")
     if lhs.zero is not None and lhs.zero.is_scalar:
         init, columns = _multiply_negated(writer, columns, lhs.zero, f"{name}_init"), None
-    out = writer.product(a, b, encoding, name, init)
+    out = writer.product(left, b, encoding, name, init)
     if columns is not None and lhs.zero is not None:
         zero = emitted_parameter(writer, lhs.zero, f"{name}_lhs_zero")
         zero = writer.reshape(zero, [*(shape_of(zero) or []), 1], f"{name}_lhs_zero_column")

@@ -79,7 +79,7 @@ def _bytes_per_second(vdevice: relax.VDevice) -> float:
     if _is_gpu(vdevice):
         return GPU_BYTES_PER_SECOND
     cpu = cpu_target_of(vdevice.target)
-    return cpu.cores * (VECTOR_BYTES_PER_SECOND if cpu.isa.vector_bytes else SCALAR_BYTES_PER_SECOND)
+    return cpu.threads * (VECTOR_BYTES_PER_SECOND if cpu.isa.vector_bytes else SCALAR_BYTES_PER_SECOND)
 
 
 def _is_gpu(vdevice: relax.VDevice) -> bool:

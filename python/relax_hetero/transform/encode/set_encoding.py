@@ -48,7 +48,7 @@ from ..quantize.quantized_operands import (
 from .accuracies import Accuracies
 from .encoded_convolutions import CONV_OPS, emit_convolution
 from .encoded_products import ProductWriter, as_matrix, product_encoding, with_one_k
-from .quantized_products import binary, emit_quantized_product, emitted_parameter, fits_int32
+from .quantized_products import binary, emit_quantized_product, emitted_parameter, fits_int32, widened
 
 # Quantized convolutions: convolutions of 8-bit integers that models write with wider types.
 #
@@ -200,6 +200,8 @@ class _QuantizedConvolution:
         """Write an encoded convolution of bytes and return its unpacked result; None if it cannot be encoded."""
         stock_conv = getattr(relax.op.nn, f"conv{self.num_spatial}d")
         attrs = self.attrs
+        if int((shape_of(weight) or [])[1]) > 1:  # depthwise convolutions do not use dot products
+            data = widened(self.writer, data, f"{name}_data_int16")
         call = stock_conv(
             data,
             weight,

@@ -13,9 +13,10 @@ The operands are the value, the destination's index in the module's device list 
 physical device), and whether the result must be a new tensor even if the value is on that device already. It must be
 in a module that writes in place, since the source may have other readers, and where the program asks
 for a copy (`relax_hetero.op.copy`). A tensor of known shape gets a receive buffer from the machine's pool, whose pages
-are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, a result that
-need not be new gets no buffer: it is an alias of its operand. A constant that is copied to a GPU in each call
-(`R.hetero.stream`) becomes a call of ``relax_hetero.stream_to_device``, which `OrderStreams` completes.
+are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, and to a CPU from
+a device in the host's memory, a result that need not be new gets no buffer: it is an alias of its operand. A constant
+that is copied to a GPU in each call (`R.hetero.stream`) becomes a call of ``relax_hetero.stream_to_device``, which
+`OrderStreams` completes.
 
 Assumes no dataflow blocks, purity checks removed, and memory that is not planned yet, so that receive buffers share
 storage with other tensors. A second run changes nothing.
@@ -72,7 +73,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
             buffer = _receive_buffer(binding.var, index, STREAMED)
             operands = [value.args[0], relax.prim_value(index), relax.prim_value(0), *(b.var for b in buffer)]
             return [*buffer, _call(STREAM_TO_DEVICE, operands, binding)]
-        is_alias = not must_be_new and all(_is_on_cpu(ty) for ty in (value.args[0].ty, binding.var.ty))
+        is_alias = not must_be_new and _is_on_cpu(binding.var.ty) and _host_may_read(value.args[0].ty)
         buffer = [] if is_alias else _receive_buffer(binding.var, index)
         operands = [
             value.args[0],
@@ -120,6 +121,14 @@ def _is_on_cpu(ty: tvm.ir.Type) -> bool:
     """Return whether a type is a tensor in the "global" memory of a CPU."""
     vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
     return vdevice is not None and vdevice.memory_scope == "global" and is_cpu(vdevice)
+
+
+def _host_may_read(ty: tvm.ir.Type) -> bool:
+    """Return whether a tensor may be in memory that the host reads in place."""
+    vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
+    if vdevice is None or vdevice.memory_scope != "global":
+        return False
+    return is_cpu(vdevice) or backend_of(vdevice.target).may_share_memory(vdevice.target)
 
 
 def is_lowered_transfer(value: relax.Expr) -> bool:

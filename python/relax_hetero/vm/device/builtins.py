@@ -77,7 +77,8 @@ def _needs_file(*_: Any) -> None:
 def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
 
-    Works between any two devices, and on nested tuples. Between two CPUs the copy is an alias. `must_copy` forces a
+    Works between any two devices, and on nested tuples. Between two CPUs the copy is an alias, as it is of a device in
+    the host's memory. `must_copy` forces a
     copy, because the module writes in place and the value may have other readers (LowerTransfers). The target is
     `buffer`, if the compiler allocated one from the machine's pool, else new memory; large tensors from a GPU go into
     pinned memory.
@@ -92,12 +93,20 @@ def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) ->
             return value
         if is_host(device) and is_host(value.device):
             return alias(value, device)
+        if is_host(device) and _host_reads(value.device):
+            value.device.sync()
+            return alias(value, device)
     pinned = receive_buffer(value, device, buffer) if scope == "global" else None
     target = buffer if pinned is None else pinned
     if target is None:
         target = empty(value.shape, value.dtype, device, None if scope == "global" else scope)
     copy_into(value, target, wait=False)
     return target
+
+
+def _host_reads(device: runtime.Device) -> bool:
+    memory = backend_of_device(device).memory()
+    return memory is not None and memory.host_reads(device.index)
 
 
 @tvm_ffi.register_global_func("relax_hetero.stream_to_device", override=True)

@@ -15,7 +15,7 @@ from tvm import runtime
 from tvm_ffi import libinfo
 
 from ...artifact import worker_threads as names
-from ...target.cpu_cores import cpus_of_cores, num_cores
+from ...target.cpu_cores import cpus_of_cores, num_cores, tasks_per_thread
 
 SPIN_NANOSECONDS = 50_000
 """Time that a caller spins before it sleeps, about the time to wake a thread.
@@ -99,7 +99,8 @@ def _start(module: runtime.Module) -> bool:
     cores = core_numbers(cpus_of_cores())
     table = (ctypes.c_int32 * len(cores))(*cores)
     width = min(num_cores(), names.MAX_THREADS)
-    if functions[names.START](*addresses, width, SPIN_NANOSECONDS, ctypes.addressof(table), len(cores)) != 0:
+    settings = (width, SPIN_NANOSECONDS, ctypes.addressof(table), len(cores), tasks_per_thread())
+    if functions[names.START](*addresses, *settings) != 0:
         return False
     # Threads run this code until the process ends, so it must never be unloaded.
     for permanent in (functions, table):

@@ -19,10 +19,9 @@ from relax_hetero.driver.link.link import build_group
 from relax_hetero.driver.link.llvm_kernels import LowerVectorMath
 from relax_hetero.tir.core.builder import Function, lane_indices, loop
 from seeds import fresh_rng
-from tir.kernel_runs import VECTOR_NAMES, poisoned, target_of
+from tir.kernel_runs import CALL, VECTOR_INSTRUCTION, VECTOR_NAMES, cpu_named, poisoned, target_of
 
 SIZE = 1 << 15
-LANES = {"avx512": 16, "avx2": 8, "sse": 4}
 SPECIAL = np.array(
     [0.0, -0.0, np.inf, -np.inf, np.nan, 1e-45, -1e-45, 1.1e-38, -1.1e-38, 3.4028235e38, -3.4028235e38, 1.0, -1.0]
     + [88.72, 88.73, -87.4, -103.9, -104.5, 0.70710677, 0.625, 0.92, 3.93, 127.99, 128.0, -126.5, -149.5, -150.5]
@@ -117,7 +116,7 @@ def _kernel(name: str, lanes: int, dtype: str = "float32") -> tirx.PrimFunc:
 
 
 def _built(target: str, dtype: str = "float32") -> runtime.Module:
-    functions = {name: _kernel(name, LANES[target], dtype) for name in FUNCTIONS}
+    functions = {name: _kernel(name, cpu_named(target).lanes("float32"), dtype) for name in FUNCTIONS}
     return build_group(target_of(target), tvm.IRModule(functions), target_of(target))
 
 
@@ -242,6 +241,6 @@ def test_no_calls(target):
     for name in FUNCTIONS:
         body = text[text.index(f"\n{name}_compute_:") :]
         body = body[: body.index(".cfi_endproc")]
-        called = set(re.findall(r"\bcallq?\s+(\w+)", body))
+        called = set(re.findall(CALL, body))
         assert called <= {f"{name}f"} if name in PERIODIC else not called, name
-        assert re.search({"avx512": r"%zmm", "avx2": r"%ymm", "sse": r"(mul|div)ps"}[target], body), name
+        assert re.search(VECTOR_INSTRUCTION[target], body), name

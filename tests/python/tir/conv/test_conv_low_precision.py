@@ -26,6 +26,7 @@ pytestmark = pytest.mark.sampled(4)
 TYPES = {
     "u8s8": ("uint8", "int8", "int32"),
     "s8s8": ("int8", "int8", "int32"),
+    "s16s8": ("int16", "int8", "int32"),
     "bf16": ("bfloat16", "bfloat16", "float32"),
     "f16": ("float16", "float16", "float32"),
 }

@@ -15,7 +15,7 @@ from seeds import fresh_rng
 from tir.kernel_runs import assembly, cpu_named, kernel, runs_here
 from tir.matmul.block_problems import Weights, as_bytes, assert_close, call, integers, of_file, problem_of
 
-NAMES = [name for name in ("vnni", "early_vnni") if runs_here(name)]
+NAMES = [name for name in ("vnni", "early_vnni", "avxvnni", "avx2", "sse4") if runs_here(name)]
 PLAIN = ("f16", "bf16")
 MANY = max(MIN_UNPACKED_ROWS.values())
 
@@ -44,7 +44,7 @@ def check(weights: Weights, rows: int, name: str, folder, bits: int = 16) -> Non
 @pytest.mark.parametrize(("rows", "columns", "superblocks"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
 @pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(30)
 def test_formats_of_files(name, form, rows, columns, superblocks, tmp_path):
     check(of_file(form, columns, superblocks * FILE_FORMATS[form].superblock_size), rows, name, tmp_path)
 
@@ -52,7 +52,7 @@ def test_formats_of_files(name, form, rows, columns, superblocks, tmp_path):
 @pytest.mark.parametrize(("rows", "columns", "superblocks"), [(1, 37, 3), (MANY + 3, 70, 2), (13, 5, 2)])
 @pytest.mark.parametrize("form", [form for form in FILE_FORMATS if form not in PLAIN])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(30)
 def test_activations_of_bytes(name, form, rows, columns, superblocks, tmp_path):
     check(of_file(form, columns, superblocks * FILE_FORMATS[form].superblock_size), rows, name, tmp_path, bits=8)
 
@@ -71,7 +71,7 @@ def test_activations_of_bytes(name, form, rows, columns, superblocks, tmp_path):
 )
 @pytest.mark.parametrize("activation_bits", [8, 16])
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(30)
 def test_integers(name, activation_bits, rows, columns, depth, block, bits, zeros, tmp_path):
     """Ragged ends of rows, columns and blocks; blocks longer than what is added up at once; panels unpacked first."""
     check(integers(fresh_rng(), columns, depth, block, zeros, bits), rows, name, tmp_path, activation_bits)
@@ -127,8 +127,9 @@ def test_machine_code(name):
     """A chain of 32 weights: for each row eight steps, for each byte of a number and each vector of columns."""
     cpu = cpu_named(name)
     weights = of_file("q5_0", 64, 512)
+    step = "vpdpbusd" if "vnni" in name else "pmaddubsw"
     text = assembly(quantized_matmul_kernel(problem_of(weights, 1, panel_columns(cpu)), cpu), name)
-    assert text.count("vpdpbusd") == 8 * 2 * 2
+    assert text.count(step) == 8 * 2 * 2
     bytes_alone = assembly(quantized_matmul_kernel(problem_of(weights, 1, panel_columns(cpu), 8), cpu), name)
-    assert bytes_alone.count("vpdpbusd") == 8 * 2
+    assert bytes_alone.count(step) == 8 * 2
     assert ("vpmultishiftqb" in text) == (name == "vnni")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import ConvProblem, Epilogue, MatmulProblem, Window
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.dot_instructions import dot_instruction_for
+from relax_hetero.target.tiles import TILE_SIZES
 from relax_hetero.tir.conv.convolution import conv_kernel
 from relax_hetero.tir.matmul.matmul import matmul_kernel
 from seeds import fresh_rng
@@ -32,6 +34,12 @@ TYPES = {
     "s8s8": ("int8", "int8", "int32"),
     "u8u8": ("uint8", "uint8", "int32"),
 }
+
+
+@pytest.fixture(autouse=True)
+def operands_in_place(monkeypatch):
+    """Micro-kernels of packed panels are assembly, which qemu emulates in `tests/python/arm`."""
+    monkeypatch.setitem(TILE_SIZES, "neon", replace(TILE_SIZES["neon"], panel_rows=0))
 
 
 def test_all_low_types_have_one():

@@ -299,3 +299,37 @@ vm = rh.vm.VirtualMachine(rh.load(FOLDER + "/product.so"))
 found = vm["main"](arrays["x"], arrays["w"]).numpy()
 print(vm._threads.use_tvm_pool, np.abs(found - arrays["x"] @ arrays["w"]).max() < 1e-4)
 """
+
+
+UNLIKE_CORES_PROGRAM = """
+import ctypes
+from unittest import mock
+import numpy as np
+from relax_hetero.target import cpu_cores, native_target
+from relax_hetero.vm.device import workers
+with mock.patch.object(cpu_cores, "_kind_of", str), mock.patch.object(cpu_cores, "cpus_of_cores", lambda: [[0], [1]]):
+    import relax_hetero as rh
+    from vm.device.test_workers import CPU, LAUNCH, TASK, Product, W, X, names
+    assert cpu_cores.UNLIKE_CORES in native_target.native_llvm().keys
+    assert cpu_cores.UNLIKE_CORES in native_target.completed_llvm(native_target.default_target("llvm")).keys
+    cpu = rh.VDevice({**CPU, "keys": ["cpu", cpu_cores.UNLIKE_CORES]})
+    machine = rh.vm.VirtualMachine(rh.compile(rh.transform.UpdateVDevice(cpu, 0)(Product), cache=False))
+    for _ in range(20):
+        np.testing.assert_allclose(machine["main"](X, W).numpy(), X @ W, rtol=1e-4, atol=1e-5)
+    seen = []
+    @TASK
+    def task(number, environment, data):
+        seen.append((number, ctypes.cast(environment + 8, ctypes.POINTER(ctypes.c_int))[0]))
+        return 0
+    workers.configure(2, 2)
+    assert machine._threads.use_tvm_pool or LAUNCH(workers._functions[names.LAUNCH]())(task, None, 0) == 0
+    assert machine._threads.use_tvm_pool or sorted(seen) == [(number, 8) for number in range(8)]
+"""
+
+
+def test_threads_on_unlike_cores_share_tasks(tmp_path):
+    """In a process that believes so: several tasks for each thread, each once, whoever takes it."""
+    script = tmp_path / "unlike_cores.py"
+    script.write_text(UNLIKE_CORES_PROGRAM)
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr

@@ -43,7 +43,7 @@ _INT = "int64"
 _SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "ppp", "help": "pp"}
 # Functions that Python calls, with their number of integer parameters. They return an integer.
 _PACKED = {
-    names.START: 7,
+    names.START: 8,
     names.CONFIGURE: 2,
     names.SPIN: 1,
     names.FORGET: 0,

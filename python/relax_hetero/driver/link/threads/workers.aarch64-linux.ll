@@ -1,4 +1,4 @@
-; Made from workers.c by `make workers`, SHA-256 b314731ba2cdfdd63b38b2fc2dcc75f86d8faf54d426d04daa09f548fef2e515
+; Made from workers.c by `make workers`, SHA-256 2d583a5d1ce5ad6a51f010092d88888e5b8570265336b790145a86fae2be25c5
 
 %struct.worker = type { i64, ptr, i64, i64, i64, i64, i64, i64, [64 x i8] }
 %struct.timespec = type { i64, i64 }
@@ -10,6 +10,7 @@
 @spin_ns = internal unnamed_addr global i64 0, align 8
 @key = internal global i32 0, align 4
 @default_width = internal unnamed_addr global i32 1, align 4
+@thread_tasks = internal unnamed_addr global i32 1, align 4
 @raise_error = internal unnamed_addr global ptr null, align 8
 @drop_error = internal unnamed_addr global ptr null, align 8
 @take_error = internal unnamed_addr global ptr null, align 8
@@ -140,10 +141,10 @@ entry:
   %3 = load i32, ptr @key, align 4
   %call = tail call i32 @pthread_setspecific(i32 noundef %3, ptr noundef nonnull inttoptr (i64 1 to ptr))
   %sleepers = getelementptr inbounds nuw i8, ptr %0, i64 68
-  %call558 = tail call fastcc i1 @await(ptr noundef %0, i64 noundef 0, i64 noundef %mul, i32 noundef %shl, ptr noundef nonnull %sleepers)
+  %call559 = tail call fastcc i1 @await(ptr noundef %0, i64 noundef 0, i64 noundef %mul, i32 noundef %shl, ptr noundef nonnull %sleepers)
   %4 = load atomic i64, ptr %0 acquire, align 128
-  %cmp859 = icmp eq i64 %4, -1
-  br i1 %cmp859, label %cleanup31, label %if.end.lr.ph
+  %cmp860 = icmp eq i64 %4, -1
+  br i1 %cmp860, label %cleanup31, label %if.end.lr.ph
 
 if.end.lr.ph:
   %cpu = getelementptr inbounds nuw i8, ptr %self, i64 32
@@ -153,7 +154,7 @@ if.end.lr.ph:
 
 if.end:
   %5 = phi i64 [ %4, %if.end.lr.ph ], [ %13, %cleanup30 ]
-  %call560 = phi i1 [ %call558, %if.end.lr.ph ], [ %call5, %cleanup30 ]
+  %call561 = phi i1 [ %call559, %if.end.lr.ph ], [ %call5, %cleanup30 ]
   %call.i = tail call i32 @sched_getcpu()
   %conv.i = sext i32 %call.i to i64
   %add.i = add nsw i64 %conv.i, 1
@@ -166,7 +167,7 @@ if.end:
   br i1 %cmp13.not, label %if.end16, label %cleanup30
 
 if.end16:
-  br i1 %call560, label %if.then17, label %if.end18
+  br i1 %call561, label %if.then17, label %if.end18
 
 if.then17:
   tail call fastcc void @wake_some(ptr noundef nonnull %0, i32 noundef %conv12)
@@ -184,6 +185,7 @@ claim.exit:
 
 if.end21:
   tail call fastcc void @run_task(ptr noundef nonnull %0, i32 noundef %conv)
+  tail call fastcc void @run_free_tasks(ptr noundef nonnull %0)
   %or = or i64 %5, 1
   %11 = atomicrmw xchg ptr %self, i64 %or seq_cst, align 128
   %12 = load atomic i32, ptr %caller_sleeps seq_cst, align 64
@@ -191,7 +193,7 @@ if.end21:
   br i1 %cmp25.not, label %cleanup30, label %if.then27
 
 if.then27:
-  %call.i56 = tail call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %self, i32 noundef 138, i32 noundef 1, ptr noundef null, ptr noundef null, i32 noundef -1)
+  %call.i57 = tail call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %self, i32 noundef 138, i32 noundef 1, ptr noundef null, ptr noundef null, i32 noundef -1)
   br label %cleanup30
 
 cleanup30:
@@ -283,6 +285,32 @@ if.end5:
   br label %return
 
 return:
+  ret void
+}
+
+define internal fastcc void @run_free_tasks(ptr noundef %pool) unnamed_addr {
+entry:
+  %tasks1 = getelementptr inbounds nuw i8, ptr %pool, i64 32
+  %0 = load i32, ptr %tasks1, align 8
+  %used = getelementptr inbounds nuw i8, ptr %pool, i64 136
+  %1 = load i32, ptr %used, align 8
+  %cmp = icmp eq i32 %0, %1
+  br i1 %cmp, label %cleanup, label %for.cond.preheader
+
+for.cond.preheader:
+  %next_task = getelementptr inbounds nuw i8, ptr %pool, i64 72
+  %2 = atomicrmw add ptr %next_task, i32 1 seq_cst, align 8
+  %cmp28 = icmp ult i32 %2, %0
+  br i1 %cmp28, label %for.body, label %cleanup
+
+for.body:
+  %3 = phi i32 [ %4, %for.body ], [ %2, %for.cond.preheader ]
+  tail call fastcc void @run_task(ptr noundef nonnull %pool, i32 noundef %3)
+  %4 = atomicrmw add ptr %next_task, i32 1 seq_cst, align 8
+  %cmp2 = icmp ult i32 %4, %0
+  br i1 %cmp2, label %for.body, label %cleanup
+
+cleanup:
   ret void
 }
 
@@ -388,7 +416,7 @@ run_alone.exit:
   %status.0.lcssa.i = phi i32 [ 0, %if.then9 ], [ %call.i, %for.body.i ]
   call void @llvm.lifetime.end.p0(ptr nonnull %group.i)
   call void @llvm.lifetime.end.p0(ptr nonnull %counter.i)
-  br label %cleanup65
+  br label %cleanup66
 
 if.end11:
   %begun = getelementptr inbounds nuw i8, ptr %pool.0, i64 140
@@ -399,34 +427,34 @@ if.end11:
 if.then14:
   call void @llvm.lifetime.start.p0(ptr nonnull %all.i)
   call void @llvm.lifetime.start.p0(ptr nonnull %before.i)
-  %call.i115 = call i32 @sigfillset(ptr noundef nonnull %all.i)
+  %call.i119 = call i32 @sigfillset(ptr noundef nonnull %all.i)
   %call1.i = call i32 @pthread_sigmask(i32 noundef 2, ptr noundef nonnull %all.i, ptr noundef nonnull %before.i)
   %workers.i = getelementptr inbounds nuw i8, ptr %pool.0, i64 256
   %9 = load i32, ptr %begun, align 4
   %10 = load i32, ptr %used, align 8
   %cmp19.i = icmp ult i32 %9, %10
-  br i1 %cmp19.i, label %for.body.i116, label %begin_workers.exit
+  br i1 %cmp19.i, label %for.body.i120, label %begin_workers.exit
 
-for.body.i116:
-  %11 = phi i32 [ %inc.i118, %for.inc.i ], [ %9, %if.then14 ]
+for.body.i120:
+  %11 = phi i32 [ %inc.i122, %for.inc.i ], [ %9, %if.then14 ]
   %idxprom.i = zext i32 %11 to i64
-  %arrayidx.i117 = getelementptr inbounds nuw %struct.worker, ptr %workers.i, i64 %idxprom.i
-  %pool3.i = getelementptr inbounds nuw i8, ptr %arrayidx.i117, i64 8
+  %arrayidx.i121 = getelementptr inbounds nuw %struct.worker, ptr %workers.i, i64 %idxprom.i
+  %pool3.i = getelementptr inbounds nuw i8, ptr %arrayidx.i121, i64 8
   store ptr %pool.0, ptr %pool3.i, align 8
-  %number.i = getelementptr inbounds nuw i8, ptr %arrayidx.i117, i64 16
+  %number.i = getelementptr inbounds nuw i8, ptr %arrayidx.i121, i64 16
   store i64 %idxprom.i, ptr %number.i, align 16
-  %thread.i = getelementptr inbounds nuw i8, ptr %arrayidx.i117, i64 24
-  %call5.i = call i32 @pthread_create(ptr noundef nonnull %thread.i, ptr noundef null, ptr noundef nonnull @relax_hetero_workers_work, ptr noundef nonnull %arrayidx.i117)
+  %thread.i = getelementptr inbounds nuw i8, ptr %arrayidx.i121, i64 24
+  %call5.i = call i32 @pthread_create(ptr noundef nonnull %thread.i, ptr noundef null, ptr noundef nonnull @relax_hetero_workers_work, ptr noundef nonnull %arrayidx.i121)
   %cmp6.not.i = icmp eq i32 %call5.i, 0
   br i1 %cmp6.not.i, label %for.inc.i, label %begin_workers.exit
 
 for.inc.i:
   %12 = load i32, ptr %begun, align 4
-  %inc.i118 = add i32 %12, 1
-  store i32 %inc.i118, ptr %begun, align 4
+  %inc.i122 = add i32 %12, 1
+  store i32 %inc.i122, ptr %begun, align 4
   %13 = load i32, ptr %used, align 8
-  %cmp.i = icmp ult i32 %inc.i118, %13
-  br i1 %cmp.i, label %for.body.i116, label %begin_workers.exit
+  %cmp.i = icmp ult i32 %inc.i122, %13
+  br i1 %cmp.i, label %for.body.i120, label %begin_workers.exit
 
 begin_workers.exit:
   %call9.i = call i32 @pthread_sigmask(i32 noundef 2, ptr noundef nonnull %before.i, ptr noundef null)
@@ -442,24 +470,29 @@ if.end15:
   store ptr %function, ptr %function19, align 8
   %data20 = getelementptr inbounds nuw i8, ptr %pool.0, i64 16
   store ptr %data, ptr %data20, align 16
+  %15 = load i32, ptr @thread_tasks, align 4
+  %mul = mul i32 %15, %14
   %tasks = getelementptr inbounds nuw i8, ptr %pool.0, i64 32
-  store i32 %14, ptr %tasks, align 16
-  %15 = load atomic i64, ptr %pool.0 monotonic, align 128
-  %shr = and i64 %15, -2048
+  store i32 %mul, ptr %tasks, align 16
+  %next_task = getelementptr inbounds nuw i8, ptr %pool.0, i64 72
+  store atomic i32 %14, ptr %next_task monotonic, align 8
+  %16 = load atomic i64, ptr %pool.0 monotonic, align 128
+  %shr = and i64 %16, -2048
   %shl = add i64 %shr, 2048
   %conv = zext i32 %14 to i64
   %shl22 = shl nuw nsw i64 %conv, 1
   %or = or i64 %shl, %shl22
   %or23 = or disjoint i64 %or, 1
-  %16 = atomicrmw xchg ptr %pool.0, i64 %or seq_cst, align 128
+  %17 = atomicrmw xchg ptr %pool.0, i64 %or seq_cst, align 128
   call fastcc void @wake_some(ptr noundef nonnull %pool.0, i32 noundef %14)
   call fastcc void @run_task(ptr noundef nonnull %pool.0, i32 noundef 0)
-  %cmp26129 = icmp ugt i32 %14, 1
-  br i1 %cmp26129, label %for.body.lr.ph, label %for.cond.cleanup.thread
+  call fastcc void @run_free_tasks(ptr noundef nonnull %pool.0)
+  %cmp27133 = icmp ugt i32 %14, 1
+  br i1 %cmp27133, label %for.body.lr.ph, label %for.cond.cleanup.thread
 
 for.cond.cleanup.thread:
-  %call.i119143 = call i32 @sched_getcpu()
-  br label %for.cond.cleanup36
+  %call.i123147 = call i32 @sched_getcpu()
+  br label %for.cond.cleanup37
 
 for.body.lr.ph:
   %workers = getelementptr inbounds nuw i8, ptr %pool.0, i64 256
@@ -467,45 +500,45 @@ for.body.lr.ph:
   br label %for.body
 
 for.cond.cleanup:
-  %call.i119 = call i32 @sched_getcpu()
-  %conv.i = sext i32 %call.i119 to i64
+  %call.i123 = call i32 @sched_getcpu()
+  %conv.i = sext i32 %call.i123 to i64
   %add.i = add nsw i64 %conv.i, 1
-  %workers39 = getelementptr inbounds nuw i8, ptr %pool.0, i64 256
+  %workers40 = getelementptr inbounds nuw i8, ptr %pool.0, i64 256
   %caller_sleeps.i = getelementptr inbounds nuw i8, ptr %pool.0, i64 64
   %conv.i15.i = trunc i64 %or to i32
-  br label %for.body37
+  br label %for.body38
 
 for.body:
-  %indvars.iv = phi i64 [ 1, %for.body.lr.ph ], [ %indvars.iv.next, %if.end30 ]
+  %indvars.iv = phi i64 [ 1, %for.body.lr.ph ], [ %indvars.iv.next, %if.end31 ]
   %arrayidx = getelementptr inbounds nuw %struct.worker, ptr %workers, i64 %indvars.iv
-  %17 = load atomic i64, ptr %arrayidx acquire, align 128
-  %cmp.i120 = icmp ult i64 %17, %or
-  br i1 %cmp.i120, label %claim.exit, label %if.end30
+  %18 = load atomic i64, ptr %arrayidx acquire, align 128
+  %cmp.i124 = icmp ult i64 %18, %or
+  br i1 %cmp.i124, label %claim.exit, label %if.end31
 
 claim.exit:
-  %18 = cmpxchg ptr %arrayidx, i64 %17, i64 %or23 seq_cst seq_cst, align 128
-  %19 = extractvalue { i64, i1 } %18, 1
-  br i1 %19, label %if.then29, label %if.end30
+  %19 = cmpxchg ptr %arrayidx, i64 %18, i64 %or23 seq_cst seq_cst, align 128
+  %20 = extractvalue { i64, i1 } %19, 1
+  br i1 %20, label %if.then30, label %if.end31
 
-if.then29:
+if.then30:
   %late_since.i = getelementptr inbounds nuw i8, ptr %arrayidx, i64 40
-  %20 = load atomic i64, ptr %late_since.i monotonic, align 8
+  %21 = load atomic i64, ptr %late_since.i monotonic, align 8
   call void @llvm.lifetime.start.p0(ptr nonnull %time.i.i)
   %call.i.i = call i32 @clock_gettime(i32 noundef 1, ptr noundef nonnull %time.i.i)
-  %21 = load i64, ptr %time.i.i, align 8
-  %mul.i.i = mul nsw i64 %21, 1000000000
-  %22 = load i64, ptr %tv_nsec.i.i, align 8
-  %add.i.i = add nsw i64 %mul.i.i, %22
+  %22 = load i64, ptr %time.i.i, align 8
+  %mul.i.i = mul nsw i64 %22, 1000000000
+  %23 = load i64, ptr %tv_nsec.i.i, align 8
+  %add.i.i = add nsw i64 %mul.i.i, %23
   call void @llvm.lifetime.end.p0(ptr nonnull %time.i.i)
-  %cmp.i121 = icmp eq i64 %20, 0
-  br i1 %cmp.i121, label %if.then.i, label %if.else.i
+  %cmp.i125 = icmp eq i64 %21, 0
+  br i1 %cmp.i125, label %if.then.i, label %if.else.i
 
 if.then.i:
   store atomic i64 %add.i.i, ptr %late_since.i monotonic, align 8
   br label %note_late.exit
 
 if.else.i:
-  %sub.i = sub nsw i64 %add.i.i, %20
+  %sub.i = sub nsw i64 %add.i.i, %21
   %cmp2.i = icmp sgt i64 %sub.i, 200000
   br i1 %cmp2.i, label %if.then3.i, label %note_late.exit
 
@@ -514,87 +547,87 @@ if.then3.i:
   br label %note_late.exit
 
 note_late.exit:
-  %23 = trunc nuw i64 %indvars.iv to i32
-  call fastcc void @run_task(ptr noundef nonnull %pool.0, i32 noundef %23)
-  br label %if.end30
+  %24 = trunc nuw i64 %indvars.iv to i32
+  call fastcc void @run_task(ptr noundef nonnull %pool.0, i32 noundef %24)
+  br label %if.end31
 
-if.end30:
+if.end31:
   %indvars.iv.next = add nuw nsw i64 %indvars.iv, 1
   %exitcond.not = icmp eq i64 %indvars.iv.next, %conv
   br i1 %exitcond.not, label %for.cond.cleanup, label %for.body
 
-for.cond.cleanup36:
+for.cond.cleanup37:
   store i8 0, ptr %is_running, align 4
-  %error51 = getelementptr inbounds nuw i8, ptr %pool.0, i64 128
-  %24 = load atomic i64, ptr %error51 monotonic, align 128
-  %cmp53 = icmp eq i64 %24, 0
-  br i1 %cmp53, label %cleanup65, label %if.end56
+  %error52 = getelementptr inbounds nuw i8, ptr %pool.0, i64 128
+  %25 = load atomic i64, ptr %error52 monotonic, align 128
+  %cmp54 = icmp eq i64 %25, 0
+  br i1 %cmp54, label %cleanup66, label %if.end57
 
-for.body37:
-  %indvars.iv134 = phi i64 [ 1, %for.cond.cleanup ], [ %indvars.iv.next135, %part_from.exit ]
-  %arrayidx41 = getelementptr inbounds nuw %struct.worker, ptr %workers39, i64 %indvars.iv134
-  %25 = load atomic i64, ptr %arrayidx41 acquire, align 128
-  %cmp43.not = icmp eq i64 %25, %or23
-  br i1 %cmp43.not, label %if.end46, label %if.then45
+for.body38:
+  %indvars.iv138 = phi i64 [ 1, %for.cond.cleanup ], [ %indvars.iv.next139, %part_from.exit ]
+  %arrayidx42 = getelementptr inbounds nuw %struct.worker, ptr %workers40, i64 %indvars.iv138
+  %26 = load atomic i64, ptr %arrayidx42 acquire, align 128
+  %cmp44.not = icmp eq i64 %26, %or23
+  br i1 %cmp44.not, label %if.end47, label %if.then46
 
-if.then45:
-  %26 = load atomic i64, ptr @spin_ns monotonic, align 8
-  %call.i122 = call fastcc i1 @spin_while(ptr noundef nonnull %arrayidx41, i64 noundef %or, i64 noundef %26)
-  br i1 %call.i122, label %if.end46, label %if.end.i
+if.then46:
+  %27 = load atomic i64, ptr @spin_ns monotonic, align 8
+  %call.i126 = call fastcc i1 @spin_while(ptr noundef nonnull %arrayidx42, i64 noundef %or, i64 noundef %27)
+  br i1 %call.i126, label %if.end47, label %if.end.i
 
 if.end.i:
-  %call.i.i123 = call i32 @sched_getcpu()
-  %conv.i.i = sext i32 %call.i.i123 to i64
-  %add.i.i124 = add nsw i64 %conv.i.i, 1
-  %cpu1.i.i = getelementptr inbounds nuw i8, ptr %arrayidx41, i64 32
-  %27 = load atomic i64, ptr %cpu1.i.i monotonic, align 32
-  %cmp.i.i = icmp eq i64 %27, %add.i.i124
+  %call.i.i127 = call i32 @sched_getcpu()
+  %conv.i.i = sext i32 %call.i.i127 to i64
+  %add.i.i128 = add nsw i64 %conv.i.i, 1
+  %cpu1.i.i = getelementptr inbounds nuw i8, ptr %arrayidx42, i64 32
+  %28 = load atomic i64, ptr %cpu1.i.i monotonic, align 32
+  %cmp.i.i = icmp eq i64 %28, %add.i.i128
   br i1 %cmp.i.i, label %if.then.i.i, label %part_from.exit.i
 
 if.then.i.i:
-  call fastcc void @keep_apart(ptr noundef nonnull readonly %pool.0, ptr noundef nonnull %arrayidx41)
+  call fastcc void @keep_apart(ptr noundef nonnull readonly %pool.0, ptr noundef nonnull %arrayidx42)
   br label %part_from.exit.i
 
 part_from.exit.i:
-  %28 = atomicrmw xchg ptr %caller_sleeps.i, i32 1 seq_cst, align 64
+  %29 = atomicrmw xchg ptr %caller_sleeps.i, i32 1 seq_cst, align 64
   br label %do.body.i
 
 do.body.i:
-  %call.i16.i = call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %arrayidx41, i32 noundef 137, i32 noundef %conv.i15.i, ptr noundef null, ptr noundef null, i32 noundef -1)
-  %29 = load atomic i64, ptr %arrayidx41 seq_cst, align 128
-  %cmp.i125 = icmp eq i64 %29, %or
-  br i1 %cmp.i125, label %do.body.i, label %do.end.i
+  %call.i16.i = call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %arrayidx42, i32 noundef 137, i32 noundef %conv.i15.i, ptr noundef null, ptr noundef null, i32 noundef -1)
+  %30 = load atomic i64, ptr %arrayidx42 seq_cst, align 128
+  %cmp.i129 = icmp eq i64 %30, %or
+  br i1 %cmp.i129, label %do.body.i, label %do.end.i
 
 do.end.i:
   store atomic i32 0, ptr %caller_sleeps.i seq_cst, align 64
-  br label %if.end46
+  br label %if.end47
 
-if.end46:
-  %cpu1.i = getelementptr inbounds nuw i8, ptr %arrayidx41, i64 32
-  %30 = load atomic i64, ptr %cpu1.i monotonic, align 32
-  %cmp.i126 = icmp eq i64 %30, %add.i
-  br i1 %cmp.i126, label %if.then.i128, label %part_from.exit
+if.end47:
+  %cpu1.i = getelementptr inbounds nuw i8, ptr %arrayidx42, i64 32
+  %31 = load atomic i64, ptr %cpu1.i monotonic, align 32
+  %cmp.i130 = icmp eq i64 %31, %add.i
+  br i1 %cmp.i130, label %if.then.i132, label %part_from.exit
 
-if.then.i128:
-  call fastcc void @keep_apart(ptr noundef nonnull readonly %pool.0, ptr noundef nonnull %arrayidx41)
+if.then.i132:
+  call fastcc void @keep_apart(ptr noundef nonnull readonly %pool.0, ptr noundef nonnull %arrayidx42)
   br label %part_from.exit
 
 part_from.exit:
-  %indvars.iv.next135 = add nuw nsw i64 %indvars.iv134, 1
-  %exitcond138.not = icmp eq i64 %indvars.iv.next135, %conv
-  br i1 %exitcond138.not, label %for.cond.cleanup36, label %for.body37
+  %indvars.iv.next139 = add nuw nsw i64 %indvars.iv138, 1
+  %exitcond142.not = icmp eq i64 %indvars.iv.next139, %conv
+  br i1 %exitcond142.not, label %for.cond.cleanup37, label %for.body38
 
-if.end56:
-  %31 = inttoptr i64 %24 to ptr
-  store atomic i64 0, ptr %error51 monotonic, align 128
-  %32 = load ptr, ptr @raise_error, align 8
-  call void %32(ptr noundef nonnull %31)
-  %33 = load ptr, ptr @drop_error, align 8
-  %call59 = call i32 %33(ptr noundef nonnull %31)
-  br label %cleanup65
+if.end57:
+  %32 = inttoptr i64 %25 to ptr
+  store atomic i64 0, ptr %error52 monotonic, align 128
+  %33 = load ptr, ptr @raise_error, align 8
+  call void %33(ptr noundef nonnull %32)
+  %34 = load ptr, ptr @drop_error, align 8
+  %call60 = call i32 %34(ptr noundef nonnull %32)
+  br label %cleanup66
 
-cleanup65:
-  %retval.1 = phi i32 [ %status.0.lcssa.i, %run_alone.exit ], [ -1, %if.end56 ], [ 0, %for.cond.cleanup36 ]
+cleanup66:
+  %retval.1 = phi i32 [ %status.0.lcssa.i, %run_alone.exit ], [ -1, %if.end57 ], [ 0, %for.cond.cleanup37 ]
   ret i32 %retval.1
 }
 
@@ -625,7 +658,7 @@ if.end:
   ret ptr %call
 }
 
-define range(i64 -2147483648, 2147483648) i64 @start_body(i64 noundef %take, i64 noundef %raise, i64 noundef %drop, i64 noundef %width, i64 noundef %spin, i64 noundef %cores, i64 noundef %cpus) local_unnamed_addr {
+define range(i64 -2147483648, 2147483648) i64 @start_body(i64 noundef %take, i64 noundef %raise, i64 noundef %drop, i64 noundef %width, i64 noundef %spin, i64 noundef %cores, i64 noundef %cpus, i64 noundef %tasks) local_unnamed_addr {
 entry:
   %0 = inttoptr i64 %take to ptr
   store ptr %0, ptr @take_error, align 8
@@ -639,9 +672,11 @@ entry:
   %3 = inttoptr i64 %cores to ptr
   store ptr %3, ptr @cpu_cores, align 8
   store i64 %cpus, ptr @num_cpus, align 8
+  %conv1 = trunc i64 %tasks to i32
+  store i32 %conv1, ptr @thread_tasks, align 4
   %call = tail call i32 @pthread_key_create(ptr noundef nonnull @key, ptr noundef nonnull @relax_hetero_workers_end)
-  %conv1 = sext i32 %call to i64
-  ret i64 %conv1
+  %conv2 = sext i32 %call to i64
+  ret i64 %conv2
 }
 
 declare i32 @pthread_key_create(ptr noundef, ptr noundef) local_unnamed_addr

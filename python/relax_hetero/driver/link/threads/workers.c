@@ -11,6 +11,9 @@
  * worker or by the caller, by exchanging an older state for the job. A worker that comes too late finds a state that is
  * not older, whatever it had read before: function and data of a job stay as they are until its tasks have ended.
  * Nobody depends on a wake-up: if one is lost, the caller does the work.
+ *
+ * On CPUs whose cores differ in speed a job has several tasks for each thread. Those behind the first ones belong to
+ * nobody: whoever is done with a task takes the next one, so faster cores do more of them.
  */
 #define _GNU_SOURCE
 #include <linux/futex.h>
@@ -61,6 +64,7 @@ struct pool {
     struct group group;
     alignas(64) _Atomic uint32_t caller_sleeps;
     _Atomic uint32_t sleepers;
+    _Atomic uint32_t next_task; /* the first that nobody has taken; read only by threads that are at a task */
     alignas(64) void *_Atomic error; /* of a task that failed */
     uint32_t used;                   /* threads of a loop, the caller's among them */
     uint32_t begun;
@@ -83,6 +87,7 @@ static void (*take_error)(void **error);
 static void (*raise_error)(void *error);
 static int (*drop_error)(void *error);
 static uint32_t default_width = 1;
+static uint32_t thread_tasks = 1; /* tasks of a job for each of its threads */
 static _Atomic int64_t spin_ns;
 static const int32_t *cpu_cores; /* for every CPU the lowest CPU of its core */
 static int64_t num_cpus;
@@ -263,6 +268,15 @@ static void run_task(struct pool *pool, uint32_t task) {
         drop_error(other);
 }
 
+/* Run tasks that belong to nobody, until none is left. */
+static void run_free_tasks(struct pool *pool) {
+    uint32_t tasks = (uint32_t)pool->group.tasks;
+    if (tasks == pool->used)
+        return;
+    for (uint32_t task; (task = atomic_fetch_add(&pool->next_task, 1)) < tasks;)
+        run_task(pool, task);
+}
+
 /* A worker's life. */
 int32_t work_body(struct worker *self) {
     struct pool *pool = self->pool;
@@ -288,6 +302,7 @@ int32_t work_body(struct worker *self) {
         if (!claim(self, job, job))
             continue;
         run_task(pool, number);
+        run_free_tasks(pool);
         atomic_exchange(&self->state, job | 1);
         if (atomic_load(&pool->caller_sleeps) != 0)
             futex_wake(&self->state, 1, ALL_BITS);
@@ -372,13 +387,15 @@ int32_t launch_body(task_function function, void *data, int32_t asked) {
     pool->is_running = true;
     pool->function = function;
     pool->data = data;
-    pool->group.tasks = (int32_t)used;
+    pool->group.tasks = (int32_t)(used * thread_tasks);
+    atomic_store_explicit(&pool->next_task, used, memory_order_relaxed);
     uint64_t before = atomic_load_explicit(&pool->job, memory_order_relaxed);
     uint64_t job = ((before >> 11) + 1) << 11 | (uint64_t)used << 1;
     uint64_t ended = job | 1;
     atomic_exchange(&pool->job, job);
     wake_some(pool, used);
     run_task(pool, 0);
+    run_free_tasks(pool);
     for (uint32_t i = 1; i < used; i++) {
         struct worker *worker = &pool->workers[i];
         if (claim(worker, job, ended)) {
@@ -405,7 +422,8 @@ int32_t launch_body(task_function function, void *data, int32_t asked) {
 
 /* Functions that Python calls by the names of artifact/worker_threads.py, which says what each does. */
 
-int64_t start_body(int64_t take, int64_t raise, int64_t drop, int64_t width, int64_t spin, int64_t cores, int64_t cpus) {
+int64_t start_body(int64_t take, int64_t raise, int64_t drop, int64_t width, int64_t spin, int64_t cores, int64_t cpus,
+                   int64_t tasks) {
     take_error = (void (*)(void **))take;
     raise_error = (void (*)(void *))raise;
     drop_error = (int (*)(void *))drop;
@@ -413,6 +431,7 @@ int64_t start_body(int64_t take, int64_t raise, int64_t drop, int64_t width, int
     atomic_store_explicit(&spin_ns, spin, memory_order_relaxed);
     cpu_cores = (const int32_t *)cores;
     num_cpus = cpus;
+    thread_tasks = (uint32_t)tasks;
     return pthread_key_create(&key, (void (*)(void *))relax_hetero_workers_end);
 }
 

@@ -13,6 +13,7 @@ from .mma_attention import mma_attention_kernel
 from .page_append import page_append_kernel
 from .shared_values_attention import shared_values_kernel
 from .simt_attention import simt_attention_kernel
+from .simt_cached_attention import simt_cached_attention_kernel
 from .wgmma_attention import wgmma_attention_kernel
 
 
@@ -43,6 +44,8 @@ def cuda_cached_attention_kernel(problem: CachedAttentionProblem, gpu: GpuTarget
     """
     if problem.rows == APPEND:
         return page_append_kernel(problem, gpu)
+    if not gpu.has_ptx:
+        return simt_cached_attention_kernel(problem, gpu)
     if problem.shared_values:
         return shared_values_kernel(problem, gpu)
     if problem.is_decode:

@@ -12,13 +12,16 @@ from tvm.script.ir_builder import tirx as T
 
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, ceil_div, when
+from ...core.view import raw_type
+from ...math.casts import cast
 from ..core import ptx
+from ..core.dialect import has_ptx
 from ..core.launch import local, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from .attention_tensors import PagedTensors
 
 Store = Callable[[Expr, Expr], None]
-"""Callback that stores an element, given its index and its bits (uint16)."""
+"""Callback that stores an element, given its index and its bits (an unsigned integer), or its value in float32."""
 
 
 class HeadVector:
@@ -67,8 +70,8 @@ class HeadVector:
     def _rotary(self, kind: str) -> str:
         return "" if kind == "value" else self.problem.rotary
 
-    def finish(self, kind: str, store: Store) -> None:
-        """Normalize, rotate and store the loaded head, of the `kind` of `load`."""
+    def finish(self, kind: str, store: Store, in_float32: bool = False) -> None:
+        """Normalize, rotate and store the loaded head, of the `kind` of `load`, as bits of pages or `in_float32`."""
         norm = {"query": self.tensors.q_norm, "key": self.tensors.k_norm}.get(kind)
         rotary = self._rotary(kind)
         if norm is not None:
@@ -78,11 +81,21 @@ class HeadVector:
         with unrolled(self._num_pairs) as index:
             pair = index * WARP + self.lane
             first, second = self._pair_elements(pair, rotary)
-            ptx.pack_pair(self._packed[0], self._values[index * 2], self._values[index * 2 + 1], self.problem.page_type)
             inside = self._is_pair(pair)
+            if in_float32 or not has_ptx():
+                bits = (lambda value: value) if in_float32 else self._page_bits
+                with when(True if inside is None else inside):
+                    store(first, bits(self._values[index * 2]))
+                    store(second, bits(self._values[index * 2 + 1]))
+                return
+            ptx.pack_pair(self._packed[0], self._values[index * 2], self._values[index * 2 + 1], self.problem.page_type)
             with when(True if inside is None else inside):
                 store(first, T.Cast("uint16", self._packed[0] & T.uint32(0xFFFF)))
                 store(second, T.Cast("uint16", self._packed[0] >> T.uint32(16)))
+
+    def _page_bits(self, value: Expr) -> Expr:
+        dtype = self.problem.page_type
+        return T.reinterpret(raw_type(dtype), cast(value, dtype))
 
     def _is_pair(self, pair: Expr) -> Expr | None:
         half = self.problem.size // 2
@@ -130,3 +143,8 @@ class HeadVector:
             rotated = T.bind(first * cosine - second * sine)
             T.buffer_store(elements, first * sine + second * cosine, [index * 2 + 1])
             T.buffer_store(elements, rotated, [index * 2])
+
+
+def from_page(bits: Expr, dtype: str) -> Expr:
+    """Number in float32 of the bits of a page."""
+    return cast(T.reinterpret(dtype, bits), "float32")

@@ -10,12 +10,12 @@ from ....encoding.problem import CachedAttentionProblem
 from ....target.gpu_target import WARP, GpuTarget
 from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
+from ..core.dialect import has_ptx
 from ..core.launch import launch
 from .attention_plan import paged_plan
 from .attention_tensors import PagedTensors, in_tile, kernel_of, require_supported, unsupported_reason
 from .head_vector import HeadVector
-
-_WARPS = 4
+from .simt_cached_attention import simt_paged_unsupported_reason
 
 
 def page_append_kernel(problem: CachedAttentionProblem, gpu: GpuTarget) -> tirx.PrimFunc:
@@ -28,7 +28,8 @@ def page_append_kernel(problem: CachedAttentionProblem, gpu: GpuTarget) -> tirx.
     EncodingError
         If the kernel does not support the problem (`unsupported_reason`).
     """
-    require_supported(problem, gpu, unsupported_reason(problem, gpu))
+    reason = unsupported_reason(problem, gpu) if gpu.has_ptx else simt_paged_unsupported_reason(problem)
+    require_supported(problem, gpu, reason)
     return kernel_of("page_append", problem, paged_plan(problem, 1, 1), gpu, _emit)
 
 
@@ -36,13 +37,15 @@ def _emit(tensors: PagedTensors) -> None:
     kv_heads = tensors.problem.kv_heads
     heads = len(tensors.kinds) * kv_heads
     items = tensors.num_rows * heads
-    with launch(ceil_div(items, _WARPS), _WARPS * WARP) as place:
-        ptx.griddepcontrol_wait()
-        ptx.launch_dependents()
+    warps = 4 if has_ptx() else 1  # all threads of a block take part in shuffles
+    with launch(ceil_div(items, warps), warps * WARP) as place:
+        if tensors.uses_pdl:
+            ptx.griddepcontrol_wait()
+            ptx.launch_dependents()
         lane, warp = T.bind(tirx.floormod(place.thread, WARP)), T.bind(tirx.floordiv(place.thread, WARP))
         vector = HeadVector(tensors, lane)
-        item = T.bind(T.Cast("int32", place.block) * _WARPS + warp)
-        with when(True if items % _WARPS == 0 else item < items):
+        item = T.bind(T.Cast("int32", place.block) * warps + warp)
+        with when(True if items % warps == 0 else item < items):
             row, head = T.bind(T.truncdiv(item, heads)), T.bind(T.truncmod(item, heads))
             sequence = T.bind(tensors.sequences[row])
             with when(sequence >= 0):

@@ -22,9 +22,10 @@ def dialect_of(gpu: GpuTarget) -> Iterator[None]:
 
 
 def has_ptx() -> bool:
-    """Return whether kernels may use PTX, shuffles, dynamic shared memory, and arrays as words of 32 bits.
+    """Return whether kernels may use PTX, dynamic shared memory, and arrays as words of 32 bits.
 
-    Accesses of an array by two types are undefined in C, which other languages of GPUs follow.
+    In other languages all threads of a block take part in shuffles, in blocks of whole warps. Accesses of an array by
+    two types are undefined in C, which other languages of GPUs follow.
     """
     return _has_ptx.get()
 

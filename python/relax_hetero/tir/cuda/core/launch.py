@@ -12,7 +12,9 @@ from tvm.script.ir_builder import tirx as T
 
 from ...core.builder import Expr, int64
 from ...core.raw_kernel import LAUNCH_BOUNDS
+from .dialect import has_ptx
 
+_WORD_BYTES = 4
 SWIZZLED_ALIGN = 1024
 """Alignment of swizzled tiles in bytes: the swizzle XORs address bits, with a period of eight rows of 128 bytes."""
 
@@ -109,13 +111,19 @@ class SharedMemory:
     def open(self) -> None:
         """Allocate all regions, within `launch`."""
         size = max(self.size, 16)
+        if not has_ptx():
+            self._bytes = T.alloc_buffer((size // _WORD_BYTES,), "float32", scope="shared")
+            return
         self._bytes = T.alloc_buffer((size,), "uint8", scope="shared.dyn")
         # TVM shrinks an allocation to the bytes whose addresses are taken, and copies name only their first byte.
         for end in (0, size - 1):
             T.evaluate(T.address_of(self._bytes[end]))
 
     def at(self, offset: Expr) -> Expr:
-        """Pointer to the byte at an offset."""
+        """Pointer to the byte at an offset, which is of a float32 in other languages than CUDA."""
+        if not has_ptx():
+            words = offset // _WORD_BYTES if isinstance(offset, int) else tirx.floordiv(offset, _WORD_BYTES)
+            return T.address_of(self._bytes[words])
         return T.address_of(self._bytes[offset])
 
 

@@ -5,6 +5,8 @@ Addresses of shared and global memory are pointers (``T.address_of(buffer[index]
 blocks of a cluster has 32-bit addresses (`remote_address`). Registers that an instruction writes are elements of local
 buffers.
 
+Barriers of a block and accesses of four-byte values are plain code in other languages than CUDA (`core.dialect`).
+
 Shared memory accessed by these functions must not be accessed as a buffer: TVM would insert block barriers, which
 specialized warps do not all reach.
 
@@ -20,7 +22,8 @@ from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
 
-from ...core.builder import Expr
+from ...core.builder import Expr, lane_indices
+from .dialect import has_ptx
 
 _PTX = _instructions.ptx
 _CUDA = _instructions.cuda
@@ -50,7 +53,7 @@ def _u32(value: Expr) -> Expr:
 
 def block_barrier() -> None:
     """Synchronize the threads of the block and their shared and global writes."""
-    T.evaluate(_CUDA.cta_sync())
+    T.evaluate(_CUDA.cta_sync() if has_ptx() else T.tvm_storage_sync("shared"))
 
 
 def warp_barrier() -> None:
@@ -170,11 +173,18 @@ def async_proxy_fence() -> None:
 
 def load_shared(registers: Sequence[Expr], address: Expr, dtype: str = "u32") -> None:
     """Load one, two or four neighbouring values of 32 bits (or one of 8 or 16: "u8", "u16")."""
+    if not has_ptx():
+        _load(registers, address)
+        return
     _emit(f"ld.shared.{_vector(len(registers))}{dtype}", *registers, address)
 
 
 def store_shared(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
     """Store one, two or four neighbouring values of 32 bits (or one of 8 or 16)."""
+    if not has_ptx():
+        (element,) = address.args
+        T.buffer_store(element.source, _vector_of(values), [lane_indices(element.indices[0], len(values))])
+        return
     _emit(f"st.shared.{_vector(len(values))}{dtype}", address, *values)
 
 
@@ -185,6 +195,9 @@ def add_shared(address: Expr, value: Expr) -> None:
 
 def add_global(address: Expr, value: Expr) -> None:
     """Add to a uint32, or an int32, that other threads may add to, too."""
+    if not has_ptx():
+        T.evaluate(tirx.call_extern("uint32", "atomic_add", address, value))
+        return
     _emit("red.global.add.u32", address, value)
 
 
@@ -202,6 +215,9 @@ def load_global(registers: Sequence[Expr], address: Expr, dtype: str = "u32", is
         Whether nothing writes them while this kernel, or the previous launch, may still run: the compiler may move such
         a load before `griddepcontrol_wait`.
     """
+    if not has_ptx():
+        _load(registers, address)
+        return
     _emit(f"ld.global.{'nc.' if is_constant else ''}{_vector(len(registers))}{dtype}", *registers, address)
 
 
@@ -213,6 +229,19 @@ def store_global(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> N
 def store_for_host(address: Expr, value: Expr) -> None:
     """Store a 32-bit value to pinned memory; the host that reads it also sees all earlier writes of the block."""
     _emit("st.release.sys.global.u32", address, value)
+
+
+def _load(registers: Sequence[Expr], address: Expr) -> None:
+    """Load neighbouring elements of a buffer, whose type is that of the registers."""
+    (element,) = address.args
+    value = tirx.BufferLoad(element.source, [lane_indices(element.indices[0], len(registers))])
+    T.buffer_store(registers[0].source, value, [lane_indices(registers[0].indices[0], len(registers))])
+
+
+def _vector_of(values: Sequence[Expr]) -> Expr:
+    """Neighbouring registers as one vector."""
+    first = values[0]
+    return first if len(values) == 1 else tirx.BufferLoad(first.source, [lane_indices(first.indices[0], len(values))])
 
 
 def _vector(count: int) -> str:

@@ -12,23 +12,24 @@ from ....target.gpu_target import ALL_LANES, WARP
 from ...core.builder import Expr, Function, ceil_div, materialize, when
 from ...routing import RoutingProblem, RoutingTensors
 from ..core import ptx
+from ..core.dialect import has_ptx
 from ..core.launch import local, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from .launch import launch, scheduled_as
 
-_WARPS = 4
 _LOWEST = tirx.const(-math.inf, "float32")
 
 
 def routing_kernel(func: tirx.PrimFunc) -> tirx.PrimFunc:
     """GPU kernel of a PrimFunc with the attribute `ROUTING`."""
     problem = RoutingProblem.of(func)
+    warps = 4 if has_ptx() else 1  # all threads of a block take part in shuffles
     function = Function("routing", registers="local")
     with function:
         tensors = RoutingTensors(function, problem)
-        with function.body(), launch(ceil_div(tensors.rows, _WARPS), _WARPS * WARP) as (block, thread):
+        with function.body(), launch(ceil_div(tensors.rows, warps), warps * WARP) as (block, thread):
             tensors.open()
-            row = materialize(block * _WARPS + thread // WARP)
+            row = materialize(block * warps + thread // WARP)
             with when(row < tensors.rows):
                 _route(tensors, problem, row, T.bind(T.Cast("int32", thread % WARP)))
     return scheduled_as(func, function.result)

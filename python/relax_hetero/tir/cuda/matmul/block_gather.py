@@ -19,12 +19,15 @@ from ..core.launch import enable_pdl, launch
 from ..core.operand import GpuOperand
 from .block_fragments import WeightFragments
 from .block_plan import BlockPlan, BlockWork
+from .simt_quantized_matmul import simt_block_rows_kernel
 
 _THREADS, _LANES = 128, 4
 
 
 def block_rows_kernel(problem: BlockRowsProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     """Kernel that gathers rows, one launch; `BlockRowsProblem` documents its parameters."""
+    if not gpu.has_ptx:
+        return simt_block_rows_kernel(problem)
     function = Function("block_rows", registers="local")
     with function:
         packed = [

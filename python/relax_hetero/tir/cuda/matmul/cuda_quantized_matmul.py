@@ -30,6 +30,7 @@ from .block_body import BlockBody
 from .block_plan import PARTS, STEP, BlockPlan, block_plans
 from .expert_body import expert_body
 from .ring_body import RingBody, RingPlan, ring_plan
+from .simt_quantized_matmul import simt_quantized_matmul_kernel
 from .staged_body import StagedBody, StagedPlan, staged_plan
 from .wgmma_experts import ExpertProduct, ExpertTiling, expert_tiling
 
@@ -48,6 +49,8 @@ def quantized_matmul_kernel(
         If the GPU lacks tensor cores for 16-bit floats, blocks are not a multiple of 16, or 16-bit floats as weights do
         not fit the left operand.
     """
+    if not gpu.has_ptx:
+        return simt_quantized_matmul_kernel(problem)
     dtype = problem.lhs_type
     if gpu.tensor == "" or dtype not in PARTS:
         raise EncodingError(f"block_matmul: found a left operand of {dtype} on {gpu.arch}, which no kernel multiplies")

@@ -17,7 +17,7 @@ from ....target.element_types import HALF_TYPES, bytes_of
 from ....target.gpu_target import ALL_LANES, VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, lane_indices
 from ...core.view import Coordinates
-from ..core.dialect import has_ptx, shared_scope
+from ..core.dialect import shared_scope
 from ..core.launch import at_least_one, launch, local, unrolled
 from ..core.operand import GpuOperand, divides
 from ..tile.batches import Batches
@@ -180,7 +180,7 @@ def _plan(product: Gemv, gpu: GpuTarget) -> _Plan:
             if count * -(-columns // (lanes * vector)) >= gpu.multiprocessors:
                 break
             lanes //= 2
-    warps = 16
+    warps = min(16, gpu.block_threads // WARP)
     k = product.k if isinstance(product.k, int) else 1 << 12
     k_lanes = WARP // lanes * (vector if along_k else 1)
     while warps > 1 and k_lanes * warps > max(k, 1):
@@ -383,7 +383,7 @@ def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) 
     dtype = "float32" if acc in HALF_TYPES or acc.startswith("float8") else acc
     sides = [(known(m), "m", "n", lhs, rhs, n), (known(n), "n", "m", rhs, lhs, m)]
     for rows, row, column, few, weight, columns in sides:
-        if plan is not None or rows is None or not has_ptx():  # lanes of a GEMV exchange values by shuffles
+        if plan is not None or rows is None:
             continue
         tile = _gemv_rows(rows, columns, k, few.nominal)
         if tile is not None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ....target.element_types import bytes_of
-from ....target.gpu_target import MAX_BLOCK_THREADS, VECTOR_BYTES, WARP, GpuTarget
+from ....target.gpu_target import VECTOR_BYTES, WARP, GpuTarget
 from ...core.builder import Expr
 from ..core.vectors import MAX_LANES
 
@@ -98,7 +98,7 @@ def register_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget
     def own(threads: int) -> int:
         return -(-vectors // threads) * lanes
 
-    while own(threads) > MIN_THREAD_ELEMENTS and threads < MAX_BLOCK_THREADS:
+    while own(threads) > MIN_THREAD_ELEMENTS and threads < gpu.block_threads:
         if own(threads) <= MAX_THREAD_ELEMENTS and (
             threads >= BLOCK_THREADS or own(threads) * words <= TARGET_REGISTERS
         ):
@@ -107,13 +107,13 @@ def register_shape(n: int, lanes: int, total: Expr, words: float, gpu: GpuTarget
     cluster = 1
     if own(threads) > MAX_THREAD_ELEMENTS:
         # Many small blocks: while some on a multiprocessor load, others compute.
-        if not gpu.bulk_copies or own(MAX_CLUSTER_BLOCKS * MAX_BLOCK_THREADS) > MAX_THREAD_ELEMENTS:
+        if not gpu.bulk_copies or own(MAX_CLUSTER_BLOCKS * gpu.block_threads) > MAX_THREAD_ELEMENTS:
             return None
         cluster = MAX_CLUSTER_BLOCKS
         while own(threads) > MAX_THREAD_ELEMENTS:
             threads *= 2
     if isinstance(total, int):
-        while threads < MAX_BLOCK_THREADS and own(threads) > max(lanes, MIN_THREAD_ELEMENTS):
+        while threads < gpu.block_threads and own(threads) > max(lanes, MIN_THREAD_ELEMENTS):
             if not is_idle(RowShape(threads, 1, lanes, 0), total, gpu):
                 break
             threads *= 2
@@ -139,7 +139,7 @@ def looped_shape(n: Expr, lanes: int, total: Expr, gpu: GpuTarget) -> RowShape:
         return RowShape(BLOCK_THREADS, 1, lanes, 0)
     cluster = _cluster(n, total, gpu) if isinstance(total, int) else 1
     # With few rows, blocks are as large as possible.
-    block = MAX_BLOCK_THREADS if cluster == MAX_CLUSTER_BLOCKS else LONG_ROW_THREADS
+    block = gpu.block_threads if cluster == MAX_CLUSTER_BLOCKS else min(LONG_ROW_THREADS, gpu.block_threads)
     return RowShape(block * cluster, 1, lanes, 0, cluster)
 
 

@@ -64,6 +64,8 @@ static void raise_it(void *error) {
 
 /* Loops. */
 
+enum { TASKS = 3 }; /* of a loop for each thread */
+
 struct loop {
     int64_t input;
     int64_t results[64];
@@ -95,7 +97,7 @@ static int32_t outer(int32_t task, void *group, void *data) {
 static void run_loop(struct loop *loop, int64_t input) {
     struct loop before = *loop;
     loop->input = input;
-    loop->tasks = (int)width_body();
+    loop->tasks = width_body() < 2 ? 1 : (int)(width_body() * TASKS);
     int32_t status = launch_body(outer, loop, 0);
     EXPECT((status != 0) == (loop->failing > 0) && (raised != NULL) == (status != 0));
     for (int i = loop->failing; i < loop->tasks; i++)
@@ -103,6 +105,24 @@ static void run_loop(struct loop *loop, int64_t input) {
     if (raised != NULL) {
         drop((void *)raised);
         raised = NULL;
+    }
+}
+
+/* The first task of the worker, which is slow, waits for all others: its thread takes none of those behind. */
+static int32_t slow_in_worker(int32_t task, void *group, void *data) {
+    _Atomic int *done = data;
+    while (task == 1 && atomic_load(done) < ((struct group *)group)->tasks - 1)
+        usleep(50);
+    atomic_fetch_add(done, 1);
+    return 0;
+}
+
+static void check_slow_worker(void) {
+    _Atomic int done;
+    configure_body(2, 2);
+    for (int i = 0; i < 20; i++) {
+        atomic_init(&done, 0);
+        EXPECT(launch_body(slow_in_worker, (void *)&done, 0) == 0 && atomic_load(&done) == 2 * TASKS);
     }
 }
 
@@ -224,13 +244,14 @@ int main(void) {
     enum { CALLERS = 4 };
     static const int32_t cores[4] = {0, 0, 2, 2};
     pthread_t callers[CALLERS];
-    EXPECT(start_body((intptr_t)take, (intptr_t)raise_it, (intptr_t)drop, 2, 20000, (intptr_t)cores, 4) == 0);
+    EXPECT(start_body((intptr_t)take, (intptr_t)raise_it, (intptr_t)drop, 2, 20000, (intptr_t)cores, 4, TASKS) == 0);
     pthread_t forker; /* alone: a process with other threads cannot fork under ThreadSanitizer */
     EXPECT(pthread_create(&forker, NULL, fork_between_loops, NULL) == 0);
     pthread_join(forker, NULL);
     for (intptr_t i = 0; i < CALLERS; i++)
         EXPECT(pthread_create(&callers[i], NULL, call_loops, (void *)(i + 1)) == 0);
     check_copies();
+    check_slow_worker();
     for (int i = 0; i < CALLERS; i++)
         pthread_join(callers[i], NULL);
     EXPECT(live_errors == 0);

@@ -1,0 +1,254 @@
+"""Panels of operands, for micro-kernels that read both operands packed (`neon_panels`).
+
+A task packs its block of rows once for all panels of columns: a copy of M by K elements besides M by N by K products.
+Where a CPU lacks products of float16, bfloat16 or bytes, rows are widened to float32 or int32 as they are packed, and
+every panel of columns before the tiles of the block of rows use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+
+from ...target.cpu_target import CpuTarget
+from ...target.dot_instructions import FLOAT32_FMA, INT32_MLA, DotInstruction
+from ...target.tiles import tile_sizes
+from ..core.builder import Expr, constant, int64, lane_indices, let, loop, materialize, scratch, vector_type
+from ..core.view import Coordinates
+from ..microkernel.k_step import lhs_group, lhs_groups
+from ..microkernel.microkernel import VectorTile
+from ..microkernel.neon_panels import COLUMNS, PanelKernel, group_bytes, has_panel_step
+from .matmul_spec import KRange, MatmulSpec, PanelProducts, left_factors
+
+MIN_ROWS = 4
+"""Minimum number of rows: the panel of fewer would be read once or twice only."""
+
+MAX_LEFT_BYTES = 1 << 21
+"""Maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB."""
+
+_VECTOR_BYTES = 16
+
+
+@dataclass(frozen=True)
+class Panels:
+    """Scratch of a task: the left panels of a block of rows, ``[tile, step, row, k0]``, and a widened right one.
+
+    Attributes
+    ----------
+    rows : int
+        Rows of a panel, a multiple of 4.
+    steps : int
+        Maximum number of k-steps of a panel.
+    words : Buffer
+        Groups of k0 elements, as unsigned integers.
+    sums : Buffer
+        Accumulators of a tile.
+    right : Buffer or None
+        The widened right panel; None: it is read where it is.
+    """
+
+    spec: MatmulSpec
+    rows: int
+    steps: int
+    words: Any
+    sums: Any
+    right: Any
+
+    @staticmethod
+    def rows_of(spec: MatmulSpec, cpu: CpuTarget, k_blocks: Expr) -> int:
+        """Rows of a tile with packed panels, 0 if the product reads its left operand in place.
+
+        `k_blocks` is the number of ranges of k with separate panels.
+        """
+        rhs, dot = spec.rhs, spec.dot
+        rows = tile_sizes(cpu).panel_rows
+        n, k = (rhs.index_map.index(name) for name in "nk")
+        tiles = (rhs.layout.tile(n), rhs.layout.tile(k))
+        is_packed = tiles == (COLUMNS, dot.k0) and rhs.stride("n") == dot.k0 and rhs.layout.outer_perm[-1] == k
+        is_bounded = isinstance(spec.k, int) or not isinstance(k_blocks, int)
+        if not rows or not has_panel_step(_panel_dot(dot)) or not is_packed or not is_bounded or spec.k == 0:
+            return 0
+        if not isinstance(spec.m, int):
+            return rows
+        return 0 if spec.m < MIN_ROWS else min(rows, spec.m)
+
+    @staticmethod
+    def max_tiles(spec: MatmulSpec, tile_rows: int, max_k: int) -> int:
+        """Maximum number of tiles of a block of rows, by the size of their panels."""
+        bytes_of_tile = tile_rows * max_k * group_bytes(_panel_dot(spec.dot)) // _panel_dot(spec.dot).k0
+        return max(1, MAX_LEFT_BYTES // max(1, bytes_of_tile))
+
+    @staticmethod
+    def of(spec: MatmulSpec, tile_rows: int, tiles: int, max_k: int) -> Panels:
+        """Scratch for `tiles` tiles of `tile_rows` rows by at most `max_k`; called inside of a task."""
+        dot = _panel_dot(spec.dot)
+        rows, steps = _panel_rows(tile_rows), max(1, max_k // dot.k0)
+        words, sums = scratch(tiles * steps * rows, _word(dot)), scratch(rows * COLUMNS, dot.types[2])
+        right = scratch(steps * COLUMNS, dot.types[1]) if _is_widened(spec.dot) else None
+        return Panels(spec, rows, steps, words, sums, right)
+
+    @property
+    def dot(self) -> DotInstruction:
+        """The instruction of the micro-kernel."""
+        return _panel_dot(self.spec.dot)
+
+    def _steps_in(self, size: Expr) -> Expr:
+        """Steps of the micro-kernel in whole steps of the product."""
+        k0 = self.spec.dot.k0
+        return size // k0 * (k0 // self.dot.k0)
+
+    @property
+    def size(self) -> int:
+        """Words of a panel."""
+        return self.steps * self.rows
+
+    def pack_left(self, batch: Coordinates, first_row: Expr, tile: Expr, k: KRange) -> None:
+        """Pack the whole k-steps of a panel: `rows` rows from `first_row` on, the last existing one repeated."""
+        spec, k0 = self.spec, self.dot.k0
+        start = materialize(tile * self.size)
+        rows = [materialize(T.min(first_row + i, spec.m - 1)) for i in range(self.rows)]
+        width = _VECTOR_BYTES // group_bytes(self.dot)  # steps that a vector load of a row reads
+        is_contiguous = spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) == 1
+        whole = materialize(self._steps_in(k.size))
+        vectors = materialize(whole // width) if is_contiguous else 0
+        if not (isinstance(vectors, int) and vectors == 0):
+            with loop(vectors) as number:
+                step = materialize(number * width)
+                self._pack_steps(batch, rows, materialize(k.begin + step * k0), start + step * self.rows, width)
+        with loop(materialize(whole - vectors * width)) as number:
+            step = materialize(vectors * width + number)
+            for row, at_row in enumerate(rows):
+                at = {**batch, "m": at_row, "k": k.begin + step * k0}
+                word = tirx.reinterpret(
+                    _word(self.dot), lhs_group(self.dot, self._widen_left(left_factors(spec, at, None, k0)))
+                )
+                T.buffer_store(self.words, word, [start + step * self.rows + row])
+
+    def _pack_steps(self, batch: Coordinates, rows: list[Expr], at_k: Expr, start: Expr, width: int) -> None:
+        """Pack `width` steps: vectors of groups of rows are transposed."""
+        for first in range(0, self.rows, 4):
+            loads = [
+                self.spec.lhs.load({**batch, "m": row, "k": at_k}, "k", width * self.dot.k0)
+                for row in rows[first : first + 4]
+            ]
+            word = vector_type(_word(self.dot), width)
+            vectors = [
+                let(tirx.reinterpret(word, lhs_groups(self.dot, self._widen_left(values), width))) for values in loads
+            ]
+            for number in range(width):
+                column = T.Shuffle(vectors, [row * width + number for row in range(4)])
+                T.buffer_store(self.words, column, [lane_indices(start + number * self.rows + first, 4)])
+
+    def _widen_left(self, values: Any) -> Any:
+        """Factors in the type of the micro-kernel."""
+        if self.right is None:
+            return values
+        return _widened(values[0] if isinstance(values, list) else values)
+
+    def widen_right(self, batch: Coordinates, column: Expr, k: KRange) -> None:
+        """Widen the whole k-steps of the right panel at a column, unless it is read where it is."""
+        if self.right is None:
+            return
+        k0 = self.spec.dot.k0
+        with loop(materialize(k.size // k0)) as step:
+            start = materialize(step * (COLUMNS * k0))
+            loaded = self.spec.rhs.load_run({**batch, "k": k.begin + step * k0, "n": column}, COLUMNS * k0)
+            # Pairs are moved as bits: TVM's legalization would widen values of bfloat16.
+            values = let(_bits(loaded) if self.spec.rhs.dtype == "bfloat16" else loaded)
+            for i in range(k0):
+                factors = values if k0 == 1 else T.Shuffle([values], list(range(i, COLUMNS * k0, k0)))
+                index = lane_indices(start + i * COLUMNS, COLUMNS)
+                T.buffer_store(self.right, _widened(factors), [index])
+
+    def products(self, tile: Expr, first_k: Expr) -> PanelProducts:
+        """The products of the panel of a tile, from `first_k` on."""
+        return lambda sums, k, at: self._multiply(sums, tile, k, first_k, at)
+
+    def _multiply(self, sums: VectorTile, tile: Expr, k: KRange, first_k: Expr, at: Coordinates) -> None:
+        """Add the products of the whole k-steps of a range to accumulators.
+
+        Parameters
+        ----------
+        tile : PrimExpr
+            Number of the panel.
+        first_k : PrimExpr or int
+            First k of the panel.
+        at : Coordinates
+            Position of the tile.
+        """
+        rhs, kernel = self.spec.rhs, PanelKernel(self.dot, sums.rows, self.rows)
+
+        def slots() -> list[tuple[int, Any]]:
+            places = [(i * sums.vectors + j, 2 * i + j) for i in range(sums.rows) for j in range(sums.vectors)]
+            return [
+                (number, lane_indices(tirx.const(slot * sums.lanes, "int64"), sums.lanes)) for number, slot in places
+            ]
+
+        for number, index in slots():
+            T.buffer_store(self.sums, sums.sums[number], [index])
+        first_step = (k.begin - first_k) // self.dot.k0
+        left = self.words[tile * self.size + first_step * self.rows]
+        right = (
+            rhs.data[rhs.address({**at, "k": int64(k.begin)})]
+            if self.right is None
+            else self.right[int64(first_step * COLUMNS)]
+        )
+        steps = materialize(self._steps_in(k.size))
+        T.evaluate(
+            tirx.call_extern(
+                "void",
+                kernel.name,
+                T.address_of(self.sums[0]),
+                T.address_of(left),
+                T.address_of(right),
+                int64(steps),
+            )
+        )
+        for number, index in slots():
+            sums.sums[number] = self.sums[index]
+
+
+def _panel_rows(tile_rows: int) -> int:
+    """Rows of a panel of tiles: whole registers."""
+    return -(-tile_rows // 4) * 4
+
+
+def _is_widened(dot: DotInstruction) -> bool:
+    return dot.name in ("cvtph", "bf16") or dot.form == "i32_bytes"
+
+
+def _panel_dot(dot: DotInstruction) -> DotInstruction:
+    """The instruction that multiplies panels for another one."""
+    if not _is_widened(dot):
+        return dot
+    return INT32_MLA if dot.types[2] == "int32" else FLOAT32_FMA
+
+
+def _word(dot: DotInstruction) -> str:
+    return f"uint{8 * group_bytes(dot)}"
+
+
+def _bits(values: Expr) -> Expr:
+    return tirx.reinterpret(vector_type("uint16", values.ty.dtype.lanes), values)
+
+
+def _widened(values: Expr) -> Expr:
+    """Bytes as int32; float16, bfloat16 or its bits as float32, of which a bfloat16 is the upper half."""
+    lanes = values.ty.dtype.lanes
+    if values.ty.dtype.bits == 8:
+        return tirx.Cast(vector_type("int32", lanes), values)
+    if str(values.ty.dtype).startswith("float16"):
+        return tirx.Cast(vector_type("float32", lanes), values)
+    bits = values if str(values.ty.dtype).startswith("uint16") else _bits(values)
+    wide = tirx.Cast(vector_type("uint32", lanes), bits)
+    return tirx.reinterpret(vector_type("float32", lanes), tirx.shift_left(wide, constant(16, "uint32", lanes)))
+
+
+def panel_kernels(spec: MatmulSpec, tile_rows: int, sizes: Iterable[int]) -> list[str]:
+    """The micro-kernels, in LLVM IR, of tiles of `sizes` rows in panels of `tile_rows`."""
+    rows = {spec.dot.whole_rows(size) for size in sizes}
+    return [PanelKernel(_panel_dot(spec.dot), size, _panel_rows(tile_rows)).text() for size in sorted(rows)]
