@@ -1,6 +1,7 @@
 from . import cluster as cluster
 from . import compat as compat
 from . import encoding as encoding
+from . import frontend as frontend
 from . import llm as llm
 from . import op as op
 from . import transform as transform

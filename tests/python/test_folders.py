@@ -9,7 +9,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE, TESTS = ROOT / "python" / "relax_hetero", ROOT / "tests" / "python"
 # Tests outside of the package's folders: programs, emulated CPUs, whole models, machines with GPUs, their interpreter,
 # and types.
-OTHERS = {"apps", "arm", "fuzz", "gpu", "gpu_interpreter", "models", "user_types"}
+OTHERS = {"apps", "arm", "fuzz", "gpu", "gpu_interpreter", "models", "runtime", "user_types"}
 
 
 def folders_with_python(top: Path) -> Counter[Path]:

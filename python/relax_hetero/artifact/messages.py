@@ -52,6 +52,9 @@ def without_internals(text: str) -> str:
     return text
 
 
+NUMPY_OP = "numpy_op:"
+"""Prefix of the packed functions of `vm.numpy_ops`, before domain, op type and version, separated by ``::``."""
+
 _MISSING = re.compile(r"Cannot find ffi::Function (\S+)")
 
 
@@ -62,6 +65,13 @@ def explain_failure(what: str, error: BaseException, metadata: Metadata) -> Hete
     if refused is not None:
         return HeteroError(f"{what}: {refused}")
     missing = _MISSING.search(text)
+    if missing and missing.group(1).startswith(NUMPY_OP):
+        domain, op_type, version = missing.group(1).removeprefix(NUMPY_OP).rsplit("::", 2)
+        return HeteroError(
+            f"{what}: the model calls the numpy function of op {op_type!r} of domain {domain!r}, which this process "
+            f"has not registered; expected rh.vm.register_numpy_op({domain!r}, {op_type!r}, function, "
+            f"{version}), or @rh.frontend.register_op, before, in a module that is imported (relax-hetero --ops MODULE)"
+        )
     if missing:
         return HeteroError(
             f"{what}: the code calls {missing.group(1)!r}, which this process has not registered; expected the library "

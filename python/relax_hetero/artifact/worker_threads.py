@@ -17,7 +17,8 @@ of threads of a caller, nanoseconds to spin, address and length of an int32 tabl
 tasks of a loop for each thread. Returns 0 unless the system refuses."""
 
 CONFIGURE = f"{_PREFIX}.configure"
-"""Set the calling thread's maximum number of threads, including itself, and the number that it uses."""
+"""Set the calling thread's maximum number of threads, including itself, the number that it uses, and the nanoseconds
+that it spins; -1 for those of the process."""
 
 SPIN = f"{_PREFIX}.spin"
 """Set the nanoseconds that callers spin; workers spin 16 times as long."""

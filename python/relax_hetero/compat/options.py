@@ -80,6 +80,8 @@ _REFUSED_ENTRIES = {
     "session.disable_cpu_ep_fallback": "1",
 }
 """Configuration entries that change results, or what a program may rely on, and the value that is refused."""
+_SPINNING = "session.intra_op.allow_spinning"
+"""Configuration entry of whether waiting threads spin before they sleep; "1" is the default."""
 PER_SHAPE = "relax_hetero.compile_per_shape"
 """Configuration entry of this library: "1" compiles a program for each shape of inputs instead of a symbolic one."""
 
@@ -159,7 +161,14 @@ class SessionOptions(_Entries):
 
     def register_custom_ops_library(self, path: str) -> None:
         """Refused: such libraries are ONNX Runtime's own."""
-        raise NotImplemented.of(f"{path}: libraries of custom ops need ONNX Runtime; expected a model of known ops")
+        raise NotImplemented.of(
+            f"{path}: libraries of custom ops need ONNX Runtime; expected each op as a Python function before the "
+            "session is made: @rh.frontend.register_op(domain, op_type), with infer= for a numpy function"
+        )
+
+    def _threads(self) -> dict[str, Any]:
+        """Threads of the session's machines, as `VirtualMachine` takes them."""
+        return {"threads": self.intra_op_num_threads or None, "spin": self._entries.get(_SPINNING) != "0"}
 
     def has_providers(self) -> bool:
         """False: providers are arguments of the session."""
@@ -171,7 +180,7 @@ class SessionOptions(_Entries):
             value = getattr(self, name)
             if value != DEFAULTS[name]:
                 warn_once(f"SessionOptions.{name} = {value!r} has no effect: {reason}", self.log_severity_level)
-        for key in self._entries.keys() - {PER_SHAPE} - _REFUSED_ENTRIES.keys():
+        for key in self._entries.keys() - {PER_SHAPE, _SPINNING} - _REFUSED_ENTRIES.keys():
             warn_once(f"session config entry {key!r} has no effect here", self.log_severity_level)
 
 

@@ -37,10 +37,13 @@ class Programs:
         Devices, the first being the default.
     per_shape : bool
         Whether each shape of inputs gets a program of its own.
+    threads : dict of str to object
+        Threads of the machines: `threads` and `spin` of `VirtualMachine`.
     """
 
-    def __init__(self, graph: Graph, vdevices: list[Any], per_shape: bool) -> None:
+    def __init__(self, graph: Graph, vdevices: list[Any], per_shape: bool, threads: dict[str, Any]) -> None:
         self._graph = graph
+        self._threads = threads
         self._vdevices = None if vdevices == ["llvm"] else vdevices
         self._machines: OrderedDict[_Key, VirtualMachine] = OrderedDict()
         self._lock = threading.Lock()
@@ -86,7 +89,7 @@ class Programs:
             mod = from_onnx(self._graph.source, vdevices=self._vdevices, shapes=shapes)
             overrides = key[0]
             defaults = None if overrides else dict((mod["main"].attrs or {}).get(DEFAULTS, {}))
-            machine = VirtualMachine(compile(mod, params=defaults or None))
+            machine = VirtualMachine(compile(mod, params=defaults or None), **self._threads)
             self._machines[key] = machine
             if len(self._machines) > _MAX_PROGRAMS:
                 self._machines.popitem(last=False)

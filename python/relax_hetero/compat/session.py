@@ -136,7 +136,8 @@ class InferenceSession:
         options = self._options
         per_shape = options._entries.get(PER_SHAPE) == "1"
         with as_errors_of_onnxruntime(NotImplemented):
-            return Programs(self._graph, vdevices_of(chosen, options.intra_op_num_threads), per_shape)
+            vdevices = vdevices_of(chosen, options.intra_op_num_threads)
+            return Programs(self._graph, vdevices, per_shape, options._threads())
 
     def _direct_machine(self) -> VirtualMachine | None:
         """The machine that takes and returns tensors as they are, if there is one for all calls."""

@@ -6,4 +6,6 @@ from .auto.cost_model import LinkCost as LinkCost
 from .import_limits import ImportLimits as ImportLimits
 from .onnx_report import NodeReport as NodeReport
 from .onnx_report import OnnxReport as OnnxReport
+from .ops.custom import register_op as register_op
+from .ops.custom import unregister_op as unregister_op
 from .paged_cache import PagedCache as PagedCache

@@ -21,7 +21,7 @@ from .onnx.inputs import Shapes, graph_inputs
 from .onnx.node_names import NodeInfo, name_nodes, variable_name, walk_nodes
 from .onnx.onnx_model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.support import has_converter, opset_of
-from .onnx.survey import NO_CONVERTER, Survey, survey_nodes
+from .onnx.survey import Survey, no_converter, survey_nodes
 from .placed_import import ImportSource, node_of_variable, placed_module
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def _rows(
 def _status(node: NodeInfo, owner: NodeInfo, survey: Survey, has_own_converter: bool) -> tuple[Status, str]:
     """Status and reason of a node; `owner` is the node of the main graph that it is or is nested in."""
     if not has_own_converter:
-        return "refused", NO_CONVERTER
+        return "refused", no_converter(node)
     if survey.graph is None and owner not in survey.rejected and owner not in survey.unknown:
         return "not looked at", "the import ends before it"
     if node is owner:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +133,21 @@ class LanguageModelOptions:
         return ChatTemplate.from_tokenizer(tokenizer, source)
 
 
+def _set_threads(ctx: click.Context, param: click.Parameter, threads: int | None) -> None:
+    """Set the threads of this process, and of replicas; the model is compiled for as many."""
+    if threads is not None:
+        os.environ["TVM_NUM_THREADS"] = str(threads)
+
+
 _OPTIONS = (
+    click.option(
+        "--threads",
+        type=click.IntRange(min=1),
+        is_eager=True,
+        expose_value=False,
+        callback=_set_threads,
+        help="Number of threads of CPU kernels; the default is the cores that this process may use.",
+    ),
     click.option(
         "--chat-template",
         "template",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
@@ -161,7 +163,33 @@ class PlacementOptions:
         return options if self.objective is None else {**options, "objective": self.objective}
 
 
+def _import_ops(ctx: click.Context, param: click.Parameter, modules: tuple[str, ...]) -> None:
+    """Import modules that register ops; those of files have the file's name."""
+    for name in modules:
+        path = Path(name)
+        try:
+            if path.suffix != ".py":
+                importlib.import_module(name)
+                continue
+            spec = importlib.util.spec_from_file_location(path.stem, path)
+            assert spec is not None and spec.loader is not None
+            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+        except Exception as error:  # the module is the user's
+            raise click.UsageError(
+                f"--ops {name}: {type(error).__name__}: {error}; expected the name of a module, or a .py file, that "
+                "calls rh.frontend.register_op"
+            ) from error
+
+
 _OPTIONS = (
+    click.option(
+        "--ops",
+        multiple=True,
+        metavar="MODULE",
+        expose_value=False,
+        callback=_import_ops,
+        help="Import a Python module, or a .py file, that registers ops with rh.frontend.register_op. Repeatable.",
+    ),
     click.option(
         "--max-computed",
         type=BytesParam(),

@@ -14,6 +14,7 @@ from .device.tensor_arrays import add_array_methods
 from .file.executable import Executable
 from .file.load import load
 from .machine import BoundFunction, VirtualMachine
+from .numpy_ops import register_numpy_op
 from .profile import Profile, ProfileRow
 from .queue.fence import Fence
 from .queue.trace import Trace
@@ -44,6 +45,7 @@ __all__ = [
     "VirtualMachine",
     "load",
     "pinned_array",
+    "register_numpy_op",
 ]
 
 add_array_methods()

@@ -33,7 +33,7 @@ from .device.memory_limit import MemoryLimits, PoolWatch
 from .device.peer_memory import free_peer_memory, run_over_peers, waiting_for_kernels
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
-from .device.threads import attach_threads, enter_call, leave_call
+from .device.threads import attach_threads, choose_threads, enter_call, leave_call
 from .file.executable import Executable
 from .file.export import generate_machine_code
 from .file.versions import version_for_devices
@@ -108,6 +108,15 @@ class VirtualMachine:
     memory_limit : None, int, str or mapping
         Maximum memory of weights, results and transient tensors on each device, according to `memory_plan`: bytes or
         text (``"512MB"``), or a mapping from entries to these. Each call checks its symbolic sizes.
+    threads : int, optional
+        Number of threads of a call's kernels, at most the ``num-cores`` that the code was compiled for. By default so
+        many as these, or as the process may use cores, or as ``TVM_NUM_THREADS`` says; concurrent calls share them.
+    cores : sequence of int, optional
+        CPUs, as numbered by the system, that the machine's calls and their workers run on, in threads of the machine;
+        several CPU devices share them. `threads` is then at most, and by default, the number of these cores.
+    spin : bool
+        Whether waiting threads spin for a while before they sleep. Without it, other processes have the CPUs between
+        kernels, and each parallel loop wakes its workers, which takes tens of microseconds.
 
     Attributes
     ----------
@@ -119,7 +128,8 @@ class VirtualMachine:
     Raises
     ------
     BindingError
-        A wrong number of devices, an unknown entry, an absent device, or a device of another type than the entry's.
+        A wrong number of devices, an unknown entry, an absent device, or a device of another type than the entry's;
+        `threads`, `cores` or `spin` that the code, the process or the system does not allow.
     HeteroError
         Code that this process cannot load.
     MemoryLimitError
@@ -132,6 +142,10 @@ class VirtualMachine:
         devices: object = None,
         max_in_flight: int = MAX_IN_FLIGHT,
         memory_limit: object = None,
+        *,
+        threads: int | None = None,
+        cores: Sequence[int] | None = None,
+        spin: bool = True,
     ) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(
@@ -140,6 +154,7 @@ class VirtualMachine:
         executable, devices, memory_limit = version_for_devices(executable, devices, memory_limit)
         metadata = executable.metadata
         bound = bind_devices(metadata, devices)
+        chosen_threads = choose_threads(metadata.devices, threads, cores, spin)
         limits = None if memory_limit is None else MemoryLimits(metadata, memory_limit, max_in_flight)
         self.executable = executable
         self._devices = (*bound, host_device(metadata, bound))
@@ -157,7 +172,7 @@ class VirtualMachine:
             backend_of(code.kind).load_code(code, sorted(indices))
         try:
             generate_machine_code(module)
-            self._threads = attach_threads(executable.devices, module)
+            self._threads = attach_threads(chosen_threads, executable.devices, module)
             use_compiled_copy_loop(module)
             register_checks(metadata.checks)
             self._constants = executable.constants_on(self._devices)
@@ -170,9 +185,9 @@ class VirtualMachine:
             raise explain_failure("making the machine", error, metadata) from error
         self._unchecked = {call.function: self._module[call.repeated] for call in metadata.repeated}
         self._shared_value_symbols = {call.function: call.shares for call in metadata.repeated}
-        load, use_tvm_pool = partial(_load, module, self._devices), self._threads.use_tvm_pool
+        load = partial(_load, module, self._devices)
         make_queues = partial(
-            Queues, metadata, self._devices, self._scopes, self._constants_and_graphs, load, use_tvm_pool,
+            Queues, metadata, self._devices, self._scopes, self._constants_and_graphs, load, self._threads,
             self._mailboxes,
         )  # fmt: skip
         self._submitter = Submitter(

@@ -150,7 +150,8 @@ def test_a_file_and_a_proto(tmp_path, sessions):
     options = compat.SessionOptions()
     options.intra_op_num_threads = 1
     session = compat.InferenceSession(tmp_path / "m.onnx", options, CPU)
-    assert session._programs.machine_for({"x": X}).executable.devices[0].num_cores == 1
+    machine = session._programs.machine_for({"x": X})
+    assert (machine.executable.devices[0].num_cores, machine._threads.width, machine._threads.is_fixed) == (1, 1, True)
     assert_same(session.run(None, {"x": X}), sessions[1].run(None, {"x": X}))
     assert session.get_session_options() is options
 

@@ -41,11 +41,11 @@ def test_all_refused_nodes_are_in_one_report(broken):
     assert not report and not report.supported
     refused = {node.name: node.reason for node in report.refused}
     assert refused == {
-        "nobodys": "no converter takes this op",
+        "nobodys": "no converter takes this op; @rh.frontend.register_op('acme', 'Spin') adds one",
         "form": "LpPool node 'form': p is 0, expected 1 or more",
         "branches": "it holds node 'inner' (acme.Turn), which cannot be imported",
-        "inner": "no converter takes this op",
-        "untyped": "no converter takes this op",
+        "inner": "no converter takes this op; @rh.frontend.register_op('acme', 'Turn') adds one",
+        "untyped": "no converter takes this op; @rh.frontend.register_op('acme', 'Untyped') adds one",
     }
     unknown = {node.name: node.reason for node in report.nodes if node.status == "not looked at"}
     assert set(unknown) == {"other", "behind"} and "'untyped'" in unknown["behind"]

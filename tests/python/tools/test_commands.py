@@ -343,3 +343,22 @@ def test_check_reports_unsupported_nodes(invoke: Invoke, model: Path, tmp_path: 
     assert result.exit_code == 1 and not report["supported"]
     assert [node["domain"] for node in report["nodes"] if node["status"] == "refused"] == ["acme"]
     assert invoke("check", path, *TWO, "--place", "*=llvm:1").exit_code == 2
+
+    (tmp_path / "ops.py").write_text(
+        "import relax_hetero as rh\n"
+        "rh.frontend.register_op('acme', 'Relu', infer=lambda node: node.tensor(0).ty)(lambda x: x * (x > 0))\n"
+    )
+    with_ops = ("--ops", tmp_path / "ops.py")
+    try:
+        assert invoke("check", path, *with_ops).exit_code == 0
+        library = tmp_path / "bad.so"
+        assert invoke("compile", path, "-o", library, *with_ops).exit_code == 0
+        rh.frontend.unregister_op("acme", "Relu")
+        failed = invoke("run", library)
+        assert failed.exit_code == 1 and "register_numpy_op('acme', 'Relu'" in failed.stderr
+        assert invoke("run", library, *with_ops).exit_code == 0
+    finally:
+        rh.frontend.unregister_op("acme", "Relu")
+    for name in ("nobodys.module", tmp_path / "none.py"):
+        wrong = invoke("check", path, "--ops", name)
+        assert wrong.exit_code == 2 and f"--ops {name}" in wrong.stderr

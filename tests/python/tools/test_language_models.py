@@ -18,6 +18,7 @@ from relax_hetero.errors import EncoderError
 from relax_hetero.llm import ChatTemplate, TokenizerError
 from relax_hetero.llm.expert_counts import ExpertCounts
 from relax_hetero.report.page import data_of
+from relax_hetero.target.cpu_cores import num_threads
 from relax_hetero.tools.cli import cli
 from relax_hetero.tools.loading_parts import LoadingParts
 from relax_hetero.transform.pipeline import pipeline_steps
@@ -156,6 +157,17 @@ def test_options_reach_the_model(loaded):
         {"vdevices": None, "placement": "auto"},
         {"vdevices": None, "placement": "auto", "memory_limit": {"cuda": "24GiB"}},
     ]
+
+
+def test_threads_are_set_before_the_model_is_loaded(loaded, monkeypatch):
+    path, calls = loaded
+    monkeypatch.setenv("TVM_NUM_THREADS", "7")
+    seen = []
+    loading = llm.load
+    monkeypatch.setattr(llm, "load", lambda *args, **options: seen.append(num_threads()) or loading(*args, **options))
+    assert invoke("chat", path, "--threads", 1, "-p", "Hi", "--max-tokens", 1).exit_code == 0
+    assert seen == [1] and len(calls) == 1
+    assert invoke("chat", path, "--threads", 0, "-p", "Hi").exit_code == 2
 
 
 def test_options_reach_the_draft_model(loaded):

@@ -40,8 +40,10 @@ from ...vm.file.export import SYMBOL_PREFIX
 #     B[i * 16 : i * 16 + 16] = T.call_pure_extern("relax_hetero.exp.16", A[i * 16 : i * 16 + 16], "float32x16")
 #
 # Rounding of vectors to bfloat16 (`tir.math.casts`) becomes an instruction if the CPU has one. Vectors of float16 and
-# bfloat16 are computed in float32. Scalars and float64 use the C library, vectors of float64 lane by lane where LLVM
-# does not split them itself. The pass assumes vectorized loops and kernels of the kind llvm, before LowerIntrin.
+# bfloat16 are computed in float32. Scalars are computed as vectors are: a remainder of a vectorized loop has the bits
+# that its elements have elsewhere, and results do not depend on the system's C library. float64 uses the C library,
+# vectors of it lane by lane where LLVM does not split them itself. The pass assumes vectorized loops and kernels of the
+# kind llvm, before LowerIntrin.
 
 _FUNCTION_NAMES: dict[Any, str] = {
     vector_math: "exp log tanh erf sigmoid",
@@ -60,6 +62,8 @@ _EXPANDED_TYPES = ("float32", "float16", "bfloat16")
 # Functions without LLVM vector intrinsics, so TVM cannot generate code for vectors of float64.
 _SCALAR_ONLY = frozenset(f"tirx.{name}" for name in "erf log1p sinh cosh asinh acosh asin acos atan".split())
 _POWERS_AS_PRODUCTS = {2.0: "square", 3.0: "cube"}
+_LANES_OF_SCALARS = 4
+"""Lanes of the vector that a scalar is computed in, of which LLVM keeps one."""
 _IMPORT_LLVM = "pragma_import_llvm"
 
 
@@ -89,13 +93,16 @@ def lower_vector_math(func: tirx.PrimFunc) -> tirx.PrimFunc:
             return T.call_pure_extern(str(call.ty.dtype), _symbol(BITS, int(lanes)), *call.args)
         if lanes and element == "float64" and call.op.name in _SCALAR_ONLY:
             return _lane_by_lane(call, int(lanes))
-        if not lanes or element not in _EXPANDED_TYPES:
+        if element not in _EXPANDED_TYPES:
             return call
-        name, operands = _simplify_power(call.op.name, list(call.args))
-        used.add((name, int(lanes)))
-        float32s = f"float32x{lanes}"
+        operands = list(call.args) if lanes else [tirx.Broadcast(operand, _LANES_OF_SCALARS) for operand in call.args]
+        name, operands = _simplify_power(call.op.name, operands)
+        count = int(lanes) if lanes else _LANES_OF_SCALARS
+        used.add((name, count))
+        float32s = f"float32x{count}"
         operands = [operand if element == "float32" else T.cast(operand, float32s) for operand in operands]
-        result = T.call_pure_extern(float32s, _symbol(name, int(lanes)), *operands)
+        result = T.call_pure_extern(float32s, _symbol(name, count), *operands)
+        result = result if lanes else lane_of(result, 0)
         return result if element == "float32" else T.cast(result, str(call.ty.dtype))
 
     body = structural_map(func.body, (tvm.ir.Call, on_call))

@@ -15,11 +15,9 @@ import onnx
 
 from ...errors import FrontendError
 from ..import_limits import MAX_LIST, MAX_NESTING, MAX_RANK, Budget
+from ..ops.node import STANDARD_DOMAINS
 from ..ops.table import CLASSICAL
 from .functions import FunctionTable, function_of, function_table
-
-STANDARD_DOMAINS = ("", "ai.onnx")
-"""Domains of operators whose name means "the ONNX standard"."""
 
 # Converters take ops that an opset deprecates; the checker refuses them with this message.
 _DEPRECATED = re.compile(r"Op registered for (\w+) is deprecated")

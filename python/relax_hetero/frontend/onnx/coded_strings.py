@@ -15,8 +15,8 @@ import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from ...errors import FrontendError
+from ..ops.node import STANDARD_DOMAINS
 from ..ops.table import CLASSICAL
-from .check_model import STANDARD_DOMAINS
 from .onnx_model import OnnxModel
 
 _ALL_INPUTS = -1

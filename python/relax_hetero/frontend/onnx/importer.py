@@ -21,10 +21,10 @@ from ...target.element_types import bytes_for, numpy_dtype
 from ...transform.ir.reasons import reason
 from ..import_limits import MAX_RANK, Budget, ImportLimits, budget, spending
 from ..joined_sizes import Bounds, JoinedSizes, SizeIsBounded, joining_sizes
-from ..ops.node import Node, array_of
+from ..ops.custom import CustomOp, custom_op
+from ..ops.node import STANDARD_DOMAINS, Node, array_of, as_dim, dtype_of, onnx_dtype
 from ..ops.required_sizes import computed_sizes
 from ..ops.table import expansion_with_graphs, takes_size
-from .check_model import STANDARD_DOMAINS
 from .control_flow.branches import convert_if
 from .control_flow.loop_nodes import convert_loop, convert_scan
 from .control_flow.open_sequences import convert_sequence_map, is_sequence
@@ -177,6 +177,24 @@ def require_outputs(node: onnx.NodeProto, info: NodeInfo, count: int) -> None:
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but makes {count}")
 
 
+def _check_declared(value: Any, declared: onnx.TypeProto, what: str) -> None:
+    """Raise FrontendError if a tensor contradicts the type that the model declares for it."""
+    ty = value.ty if isinstance(value, relax.Expr) else None
+    if not isinstance(ty, relax.TensorType) or not declared.HasField("tensor_type"):
+        return
+    tensor = declared.tensor_type
+    dtype = onnx_dtype(tensor.elem_type) if tensor.elem_type else ""
+    if dtype and dtype_of(value) != dtype:
+        raise FrontendError(f"{what} is {dtype_of(value)}, but the model declares {dtype}")
+    if not tensor.HasField("shape") or ty.ndim < 0:
+        return
+    expected = [dim.dim_value if dim.HasField("dim_value") else dim.dim_param or "?" for dim in tensor.shape.dim]
+    shape = list(map(as_dim, ty.shape.values)) if isinstance(ty.shape, relax.ShapeExpr) else expected
+    is_other = (isinstance(a, int) and isinstance(b, int) and a != b for a, b in zip(shape, expected, strict=False))
+    if ty.ndim != len(expected) or any(is_other):
+        raise FrontendError(f"{what} has the shape {shape}, but the model declares {expected}")
+
+
 def _variables_in(value: Any) -> list[relax.Var]:
     return list(relax.analysis.free_vars(value)) if isinstance(value, relax.Expr) else []
 
@@ -202,6 +220,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         self.opset = model.opset
         self._nodes: dict[str, Any] = {}
         self._graph = model.proto.graph
+        self._imports = self._imports_of_model = model.proto.opset_import
         self._tensors = model.tensors
         self._functions = function_table(model.proto)
         self._producers: dict[str, NodeInfo] = {}
@@ -308,6 +327,10 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
     def _convert_node(self, node: onnx.NodeProto, info: NodeInfo) -> None:
         self._producers.update(dict.fromkeys(node.output, info))
         operands = stock.onnx_input(self._read(name, info) for name in node.input)
+        custom = custom_op(node.domain, node.op_type, self._version_of(node.domain), f"node {info}")
+        if custom is not None:
+            self._convert_custom(custom, node, info, operands)
+            return
         folded = self._fold(node, info, operands)
         if folded is not None:
             self._nodes.update(zip(node.output, folded, strict=False))
@@ -320,14 +343,34 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
         if control is not None:
             require_outputs(node, info, len(control))
             values = {name: self._bind(result) for name, result in zip(node.output, control, strict=False) if name}
-            self._results[info] = [result for result in values.values() if isinstance(result, relax.Var)]
-            self._nodes.update(values)
+            self._set_results(info, values)
             return
         expanded = self._expanded(node, info, operands) if node.domain in STANDARD_DOMAINS else None
         value = self._convert(node, info, operands) if expanded is None else expanded
-        results = self._results_of(node, info, value, operands)
+        self._set_results(info, self._results_of(node, info, value, operands))
+
+    def _set_results(self, info: NodeInfo, results: dict[str, Any]) -> None:
         self._results[info] = [result for result in results.values() if isinstance(result, relax.Var)]
         self._nodes.update(results)
+
+    def _version_of(self, domain: str) -> int | None:
+        """Version of a domain that the graph, or the function of the model, imports; None if it does not."""
+        if domain in STANDARD_DOMAINS:
+            return self.opset
+        return next((int(entry.version) for entry in self._imports if entry.domain == domain), None)
+
+    def _convert_custom(self, op: CustomOp, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> None:
+        """Convert a node of a registered op."""
+        attributes, outputs = self._parse_attr(node.attribute), len(node.output)
+        as_read = Node(
+            node.op_type, info.name, self.opset, self.bb, list(operands), attributes, outputs, domain=node.domain
+        )
+        results = self._results_of(node, info, op.convert(as_read), operands)
+        if self._imports is self._imports_of_model:  # names in functions of the model are others
+            declared = {value.name: value.type for value in (*self._graph.value_info, *self._graph.output)}
+            for name in results.keys() & declared.keys():
+                _check_declared(results[name], declared[name], f"{as_read.title}: output {name!r}")
+        self._set_results(info, results)
 
     def _read(self, name: str, info: NodeInfo) -> Any:
         if name == "":
@@ -356,16 +399,16 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
     def _call_function(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> dict[str, Any]:
         """Inline the body of a function of the model; only its arguments are in scope."""
         function = self._functions[(node.domain, node.op_type, node.overload)]
-        outer, outer_opset = self._nodes, self.opset
+        outer = self._nodes, self.opset, self._imports
         self._nodes = {name: operands[index] for index, name in enumerate(function.input)}
-        self.opset = opset_in(function.opset_import)
+        self.opset, self._imports = opset_in(function.opset_import), function.opset_import
         try:
             self._convert_nodes(body_of_call(function, node), info.subgraphs["body"])
             results = [self._nodes[name] for name in function.output]
         except KeyError as error:
             raise FrontendError(f"function {info}: nothing in its body makes its output {error.args[0]!r}") from error
         finally:
-            self._nodes, self.opset = outer, outer_opset
+            self._nodes, self.opset, self._imports = outer
         return {name: result for name, result in zip(node.output, results, strict=False) if name}
 
     def _expanded(self, node: onnx.NodeProto, info: NodeInfo, operands: list[Any]) -> relax.Expr | None:
@@ -377,14 +420,14 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
             return None
         body, call = expansion
         nodes = body_of_call(body, call)
-        outer, outer_opset, owners = self._nodes, self.opset, len(self._owners)
+        outer, owners = (self._nodes, self.opset, self._imports), len(self._owners)
         self._nodes = dict(zip(body.input, (*operands, *[None] * len(body.input)), strict=False))
-        self.opset = opset_in(body.opset_import)
+        self.opset, self._imports = opset_in(body.opset_import), body.opset_import
         try:
             self._convert_nodes(nodes, inner_names(nodes, f"{info.name}/"))
             values = [self.as_tensor(self._nodes[name]) for name in body.output[: len(node.output)]]
         finally:
-            self._nodes, self.opset = outer, outer_opset
+            self._nodes, self.opset, self._imports = outer
         for var in list(self._owners)[owners:]:
             self._owners[var] = info
         return relax.Tuple(values) if len(values) > 1 else values[0]

@@ -19,7 +19,7 @@ from ...errors import FrontendError
 from ...vm.device.tensors import ALIGNMENT, empty, from_numpy, view_bytes
 from ..import_limits import MAX_RANK, budget
 from ..ops.fold import evaluate, result_bytes
-from .check_model import STANDARD_DOMAINS
+from ..ops.node import STANDARD_DOMAINS
 from .external_data import ExternalData, is_external
 from .inputs import dtype_name
 

@@ -17,7 +17,8 @@ from ...artifact.file_hints import describe_value, hint_of, near_file
 from ...artifact.regular_files import read_regular
 from ...errors import FrontendError, HeteroError
 from ..import_limits import Budget, ImportLimits
-from .check_model import STANDARD_DOMAINS, all_tensors, check_by_onnx, check_form, check_size
+from ..ops.node import STANDARD_DOMAINS
+from .check_model import all_tensors, check_by_onnx, check_form, check_size
 from .external_data import ExternalData, is_external
 from .node_names import subgraphs_of
 from .onnx_constants import Tensors

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from ...errors import FrontendError
 from ..ops import CONVERTERS
-from ..ops.node import STANDARD
+from ..ops.custom import IMPORTER_OPS, is_registered, registration
+from ..ops.node import STANDARD, STANDARD_DOMAINS
 from ..ops.table import Converter
-from .check_model import STANDARD_DOMAINS
 from .functions import FunctionTable, function_of
 from .node_names import NodeInfo, walk_nodes
 from .onnx_model import OnnxModel
-
-# Ops that the importer converts itself.
-_IMPORTER_OPS = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
 
 # Ops whose converters return a sequence as a tuple: one value, not several outputs.
 SEQUENCE_OPS = frozenset(
@@ -41,7 +38,10 @@ def check_supported(nodes: list[NodeInfo], model: OnnxModel, functions: Function
             f"opset {opset_of(node.domain, model) or 'unknown'}"
             for node in missing
         )
-        raise FrontendError(f"{model.source} has ops that TVM cannot import: {lines}")
+        raise FrontendError(
+            f"{model.source} has ops that TVM cannot import: {lines}; "
+            f"{registration(missing[0].domain, missing[0].op_type)} registers a converter, or a numpy function"
+        )
 
 
 def opset_of(domain: str, model: OnnxModel) -> int | None:
@@ -53,7 +53,7 @@ def opset_of(domain: str, model: OnnxModel) -> int | None:
 
 def has_converter(node: NodeInfo, functions: FunctionTable) -> bool:
     """Return whether a node is an op that can be imported in some form, or calls a function of the model."""
-    if function_of(node, functions) is not None:
+    if function_of(node, functions) is not None or is_registered(node.domain, node.op_type):
         return True
-    is_importer_op = node.domain in STANDARD_DOMAINS and node.op_type in _IMPORTER_OPS
+    is_importer_op = node.domain in STANDARD_DOMAINS and node.op_type in IMPORTER_OPS
     return is_importer_op or find_converter(node.domain, node.op_type) is not None

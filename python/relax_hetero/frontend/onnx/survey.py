@@ -16,7 +16,8 @@ from tvm import relax, tirx
 from ...errors import FrontendError
 from ..import_limits import MAX_RANK
 from ..joined_sizes import Bounds, SizeIsBounded
-from .check_model import STANDARD_DOMAINS
+from ..ops.custom import registration
+from ..ops.node import STANDARD_DOMAINS
 from .external_data import is_external
 from .importer import GraphImporter, ImportedGraph, import_graph
 from .inputs import dim_name, dtype_name
@@ -124,7 +125,12 @@ def _shape_of(param: relax.Var | None) -> list[tirx.PrimExpr] | None:
 
 
 NO_CONVERTER = "no converter takes this op"
-"""Reason for nodes whose op cannot be imported in any form."""
+"""Beginning of the reason for nodes whose op cannot be imported in any form."""
+
+
+def no_converter(node: NodeInfo) -> str:
+    """The reason for a node whose op cannot be imported in any form."""
+    return f"{NO_CONVERTER}; {registration(node.domain, node.op_type)} adds one"
 
 
 @dataclass
@@ -216,7 +222,7 @@ class _Surveyor(GraphImporter):
             return ""
         self._producers.update(dict.fromkeys(node.output, info))
         nested = [inner for inner in missing if inner is not info]
-        return f"it holds node {nested[0]}, which cannot be imported" if nested else NO_CONVERTER
+        return f"it holds node {nested[0]}, which cannot be imported" if nested else no_converter(info)
 
     def _refusal(self, node: onnx.NodeProto, info: NodeInfo, vague: NodeInfo | None) -> str:
         """Convert a node; return the reason if its form is refused, else an empty string."""

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import tvm
 from tvm import relax, te, tirx
+from tvm.tirx.buffer import is_buffer_var
 
 from ...errors import FrontendError
 from ...op.require import MET, as_condition, requirement
@@ -28,6 +29,9 @@ Position: TypeAlias = "tuple[tirx.Expr, ...]"
 
 STANDARD = ""
 """Domain of standard ops."""
+
+STANDARD_DOMAINS = (STANDARD, "ai.onnx")
+"""Domains of operators whose name means "the ONNX standard"."""
 
 
 @dataclass
@@ -177,6 +181,55 @@ class Node:
 
         attributes = None if ranges is None else {RANGE: list(ranges)}
         return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name, primfunc_attrs=attributes)
+
+    def call_tir(
+        self, func: tirx.PrimFunc, *inputs: relax.Expr, out: relax.TensorType | Sequence[relax.TensorType]
+    ) -> relax.Var:
+        """Bind the result of a PrimFunc, whose last parameters are its outputs.
+
+        Loops without a schedule are compiled for the node's device.
+
+        Parameters
+        ----------
+        func : tirx.PrimFunc
+            Kernel. Equal ones become one.
+        *inputs : relax.Expr
+            Tensors, in the order of its parameters.
+        out : relax.TensorType or sequence of relax.TensorType
+            Types of its outputs; several make a tuple.
+
+        Raises
+        ------
+        FrontendError
+            If a tensor does not fit its parameter.
+        """
+        types = [out] if isinstance(out, relax.TensorType) else list(out)
+        func = self._with_sizes(func, [*(value.ty for value in inputs), *types])
+        gv = self.builder.add_func(func.without_attr("global_symbol"), self.op_type)
+        return self.emit(relax.op.call_tir(gv, list(inputs), types if len(types) > 1 else types[0]))
+
+    def _with_sizes(self, func: tirx.PrimFunc, types: Sequence[relax.TensorType]) -> tirx.PrimFunc:
+        """A PrimFunc for tensors of these types: stock fusion needs the sizes that are known."""
+        if len(types) != len(func.params):
+            raise self.refusal(f"its kernel has {len(func.params)} parameters, but gets {len(types)} tensors")
+        buffers = {}
+        for param, ty in zip(func.params, types, strict=True):
+            is_buffer = is_buffer_var(param)
+            known = list(ty.shape.values) if isinstance(ty.shape, relax.ShapeExpr) else [None] * ty.ndim
+            shape = list(param.shape) if is_buffer else []
+            pairs = [(as_dim(a), as_dim(b)) for a, b in zip(shape, known, strict=False)]
+            differs = any(isinstance(a, int) and isinstance(b, int) and a != b for a, b in pairs)
+            if not is_buffer or len(shape) != len(known) or differs or str(param.dtype) != str(ty.dtype):
+                expected = (
+                    f"{param.dtype}[{', '.join(str(as_dim(dim)) for dim in shape)}]" if is_buffer else "no buffer"
+                )
+                raise self.refusal(f"parameter {param.name!r} of its kernel is {expected}, but gets {ty}")
+            sizes = [
+                tirx.const(b, str(dim.ty)) if isinstance(b, int) and isinstance(dim, tirx.Var) else dim
+                for dim, (_, b) in zip(shape, pairs, strict=True)
+            ]
+            buffers[param] = tirx.decl_buffer(sizes, param.dtype, param.name)
+        return func.specialize(buffers)
 
     def per_channel(self, vector: relax.Expr, rank: int) -> relax.Expr:
         """Reshape a vector to broadcast along axis 1 of tensors of this rank."""

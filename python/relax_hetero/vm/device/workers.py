@@ -31,6 +31,9 @@ The GPU part of a decode step takes about as long as workers spin by default: th
 woken one after the other while the CPU part runs on few threads.
 """
 
+DEFAULT_SPIN = -1
+"""Nanoseconds that stand for those of the process."""
+
 _lock = threading.Lock()
 _functions: dict[str, Callable[..., int]] = {}
 
@@ -55,11 +58,14 @@ def use_workers(module: runtime.Module, has_accelerators: bool = False) -> bool:
     return number > 0
 
 
-def configure(limit: int, used: int) -> None:
-    """Set the threads of the calling thread's loops to `used`, including itself, out of a pool of `limit`."""
+def configure(limit: int, used: int, spin_ns: int = DEFAULT_SPIN) -> None:
+    """Set the threads of the calling thread's loops to `used`, including itself, out of a pool of `limit`.
+
+    `spin_ns` is the time in nanoseconds that this thread spins; its workers spin 16 times as long.
+    """
     if _functions:
         limit = max(1, min(limit, names.MAX_THREADS))
-        _functions[names.CONFIGURE](limit, max(1, min(used, limit)))
+        _functions[names.CONFIGURE](limit, max(1, min(used, limit)), spin_ns)
 
 
 def width() -> int:

@@ -412,6 +412,44 @@ static int32_t core_of(int32_t cpu) {
     return first;
 }
 
+/* Whether a file with Linux' notation of a set of CPUs, such as 0-3,8, has one. */
+static bool lists_cpu(const char *name, int32_t cpu) {
+    FILE *file = fopen(name, "re");
+    int first, last, next = ',';
+    bool found = false;
+    while (file != NULL && next == ',' && fscanf(file, "%d", &first) == 1) {
+        last = first;
+        next = fgetc(file);
+        if (next == '-') {
+            if (fscanf(file, "%d", &last) != 1)
+                break;
+            next = fgetc(file);
+        }
+        found = found || (first <= cpu && cpu <= last);
+    }
+    if (file != NULL)
+        fclose(file);
+    return found;
+}
+
+/* A key that cores of one speed share (target/cpu_cores.py). */
+static int kind_of(int32_t cpu) {
+    char name[96];
+    int capacity = 0;
+    if (lists_cpu("/sys/devices/cpu_core/cpus", cpu))
+        return -1;
+    if (lists_cpu("/sys/devices/cpu_atom/cpus", cpu))
+        return -2;
+    snprintf(name, sizeof name, "/sys/devices/system/cpu/cpu%d/cpu_capacity", cpu);
+    FILE *file = fopen(name, "re");
+    if (file == NULL)
+        return 0;
+    if (fscanf(file, "%d", &capacity) != 1)
+        capacity = 0;
+    fclose(file);
+    return capacity;
+}
+
 /* CPUs that a container may use; 0 without a quota. */
 static int32_t cpu_quota(void) {
     double quota = 0, period = 0;
@@ -434,7 +472,7 @@ static bool start_workers(void) {
         return true;
     cpu_set_t allowed;
     bool is_counted[CPU_SETSIZE] = {false};
-    int32_t num_cpus = 0, num_cores = 0;
+    int32_t num_cpus = 0, num_cores = 0, tasks = 1, first_kind = 0;
     if (sched_getaffinity(0, sizeof allowed, &allowed) != 0)
         return true;
     for (int32_t cpu = 0; cpu < CPU_SETSIZE; cpu++) {
@@ -443,6 +481,10 @@ static bool start_workers(void) {
             continue;
         num_cpus = cpu + 1;
         cores[cpu] = core_of(cpu);
+        if (num_cores == 0)
+            first_kind = kind_of(cpu);
+        else if (kind_of(cpu) != first_kind)
+            tasks = RH_TASKS_OF_UNLIKE_CORES;
         num_cores += !is_counted[cores[cpu]];
         is_counted[cores[cpu]] = true;
     }
@@ -459,9 +501,9 @@ static bool start_workers(void) {
         threads = RH_MAX_THREADS;
     TVMFFIAny args[] = {integer((intptr_t)ffi.ErrorMoveFromRaised), integer((intptr_t)ffi.ErrorSetRaised),
                         integer((intptr_t)ffi.ObjectDecRef), integer(threads > 0 ? threads : 1),
-                        integer(RH_SPIN_NANOSECONDS), integer((intptr_t)cores), integer(num_cpus)};
+                        integer(RH_SPIN_NANOSECONDS), integer((intptr_t)cores), integer(num_cpus), integer(tasks)};
     TVMFFIAny result = none();
-    if (start(NULL, args, 7, &result) != 0 || result.v_int64 != 0)
+    if (start(NULL, args, 8, &result) != 0 || result.v_int64 != 0)
         return true;
     TVMFFIAny address = integer(call_own(RH_LAUNCH, ""));
     for (int32_t i = 0;; i++) {

@@ -23,6 +23,7 @@ from ...artifact.signature import FunctionSignature, PrimSpec, ShapeSpec, Tensor
 from ...artifact.signing import TRAILER_BYTES
 from ...errors import BuildError
 from ...target.c_options import compile_options
+from ...target.cpu_cores import TASKS_OF_UNLIKE_CORES
 from ...target.element_types import bytes_for
 from ..device.workers import SPIN_NANOSECONDS
 
@@ -94,6 +95,7 @@ def _definitions() -> list[str]:
         "RH_TRAILER_BYTES": TRAILER_BYTES,
         "RH_MAX_THREADS": worker_threads.MAX_THREADS,
         "RH_SPIN_NANOSECONDS": SPIN_NANOSECONDS,
+        "RH_TASKS_OF_UNLIKE_CORES": TASKS_OF_UNLIKE_CORES,
         "RH_START": _text(worker_threads.START),
         "RH_LAUNCH": _text(worker_threads.LAUNCH),
         "RH_LAUNCH_SETTER": _text(worker_threads.launch_setter(0).removesuffix("0")),

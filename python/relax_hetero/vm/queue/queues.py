@@ -7,6 +7,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -27,7 +28,7 @@ from ..device.machine_lock import hold_all
 from ..device.mailboxes import Mailboxes
 from ..device.peer_memory import run_over_peers
 from ..device.tensors import alias, is_host, map_tensors, same_device
-from ..device.threads import Threads, threads_of_queues
+from ..device.threads import SHARED_THREADS, Threads, threads_of_queues
 from .device_queue import DeviceQueue
 from .stream_queue import Point, StreamQueue, follow_callers_streams
 
@@ -59,8 +60,8 @@ class Queues:
         Constants, as functions take them.
     load : callable
         Function that makes a TVM virtual machine; each queue's thread has its own.
-    are_threads_stock : bool
-        Whether kernels run on TVM's thread pool instead of the library's workers.
+    threads : Threads, optional
+        Threads of the machine, which its CPU devices share.
     mailboxes : Mailboxes, optional
         Mailboxes of the machine.
 
@@ -79,7 +80,7 @@ class Queues:
         scopes: Sequence[str],
         constants: Any,
         load: Callable[[], runtime.Module],
-        are_threads_stock: bool = False,
+        threads: Threads = SHARED_THREADS,
         mailboxes: Mailboxes | None = None,
     ) -> None:
         self._mailboxes = mailboxes
@@ -96,8 +97,8 @@ class Queues:
                     nodes[key] = spec.numa_node
         if not cores:
             cores[keys[-1]] = 0
-        threads = dict(zip(cores, threads_of_queues(list(cores.values())), strict=True))
-        cpus = cpus_of_queues(threads, nodes)
+        widths = dict(zip(cores, threads_of_queues(list(cores.values()), threads), strict=True))
+        cpus = shares_of(threads.cpus, list(widths)) if threads.cpus else cpus_of_queues(widths, nodes)
         names: dict[tuple[int, int], list[str]] = {}
         for key, name in zip(keys, device_names(metadata.devices), strict=False):
             names.setdefault(key, []).append(name)
@@ -108,7 +109,7 @@ class Queues:
                 name = f"queue of {', '.join(names[key])}"
                 queue = backend_of_device(device).queue(device, name)
                 if queue is None:
-                    pool = Threads(threads.get(key, 1), are_threads_stock)
+                    pool = replace(threads, width=widths.get(key, 1))
                     queue = DeviceQueue(name, cpus.get(key, ()), pool, nodes.get(key))
                 queues[key] = queue
         self._copy_queues = _copy_queues(keys)
@@ -249,14 +250,14 @@ def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
     return [queues for queues in copy_queues if queues is not None]
 
 
-def functions_to_queue(metadata: Metadata) -> set[str]:
+def functions_to_queue(metadata: Metadata, is_bound: bool = False) -> set[str]:
     """The functions whose plain calls (not only submitted ones) go through queues.
 
     These are functions with large work to overlap on devices that share no cores. Work of several GPUs overlaps anyway,
-    as launches do not wait. If a device is bound to a NUMA node,
-    all functions go through queues, which have threads on that node: a plain call would run on the caller's node.
+    as launches do not wait. If a device is bound to a NUMA node, or the machine to cores (`is_bound`), all functions go
+    through queues, whose threads are there: a plain call would run where its caller runs.
     """
-    if any(spec.numa_node is not None for spec in metadata.devices):
+    if is_bound or any(spec.numa_node is not None for spec in metadata.devices):
         return set(metadata.signatures)
     cores = {
         (spec.device_type, spec.vdevice_id): spec.num_cores or num_cores()
@@ -298,6 +299,14 @@ def cpus_of_queues(
     if nodes:
         return {key: [cpu for core in cpus_of_nodes()[node] for cpu in core] for key, node in nodes.items()}
     return own_cpus(threads)
+
+
+def shares_of(cpus: Sequence[int], keys: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Sequence[int]]:
+    """The CPUs of a machine, distributed over its CPU devices; each has all if there are fewer CPUs than devices."""
+    if len(cpus) < len(keys):
+        return dict.fromkeys(keys, cpus)
+    bounds = [len(cpus) * number // len(keys) for number in range(len(keys) + 1)]
+    return {key: cpus[begin:end] for key, begin, end in zip(keys, bounds, bounds[1:], strict=False)}
 
 
 def own_cpus(threads: Mapping[tuple[int, int], int]) -> dict[tuple[int, int], list[int]]:

@@ -84,7 +84,9 @@ class Submitter:
         metadata = executable.metadata
         self.calls = QueuedCalls(machine, lock, max_in_flight, make_queues)
         self.queued_functions = (
-            set(executable.function_names) if has_lost_threads(threads) else functions_to_queue(metadata)
+            set(executable.function_names)
+            if has_lost_threads(threads)
+            else functions_to_queue(metadata, is_bound=bool(threads.cpus))
         )
         self.is_cpu_only = all(map(is_host, devices))
         self._devices = devices

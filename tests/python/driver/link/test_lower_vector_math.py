@@ -82,10 +82,10 @@ def _lowered() -> tuple[str, str]:
     return after["main"].script(), after["halves"].script()
 
 
-def test_calls_of_vectors_become_one_imported_function():
+def test_calls_of_vectors_and_scalars_become_one_imported_function_each():
     main, _ = _lowered()
-    assert main.count("pragma_import_llvm") == 1
-    assert main.count("T.exp(") == 1  # the scalar's
+    assert main.count("pragma_import_llvm") == 2
+    assert 'T.Shuffle([T.call_pure_extern("float32x4", "relax_hetero.exp.4", T.Broadcast(a[1], 4))], [0])' in main
     calls = re.findall(r'T\.call_pure_extern\("float32x16", "relax_hetero\.exp\.16", (\w)\[T\.Ramp\(i \* 16', main)
     assert calls == ["a", "b"]
 

@@ -342,6 +342,7 @@ def test_paths_that_cannot_be_written(lifted, tmp_path):
 def test_exporting_without_a_c_compiler(lifted, tmp_path, monkeypatch, environment, message):
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setitem(sys.modules, "ziglang", None)  # as where it is not installed
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(rh.BuildError, match=f"needs a C compiler: found {message}"):

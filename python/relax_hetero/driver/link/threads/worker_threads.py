@@ -44,7 +44,7 @@ _SHELLS = {"launch": "ppi", "work": "p", "end": "p", "stage": "ppp", "help": "pp
 # Functions that Python calls, with their number of integer parameters. They return an integer.
 _PACKED = {
     names.START: 8,
-    names.CONFIGURE: 2,
+    names.CONFIGURE: 3,
     names.SPIN: 1,
     names.FORGET: 0,
     names.WIDTH: 0,

@@ -1,4 +1,4 @@
-; Made from workers.c by `make workers`, SHA-256 2d583a5d1ce5ad6a51f010092d88888e5b8570265336b790145a86fae2be25c5
+; Made from workers.c by `make workers`, SHA-256 3b9cbc1aa19aa0a710d8686d62f62af1da580092c2c160d75cfe8b056a9f662b
 
 %struct.worker = type { i64, ptr, i64, i64, i64, i64, i64, i64, [64 x i8] }
 %struct.timespec = type { i64, i64 }
@@ -7,13 +7,13 @@
 %struct.buffer = type { ptr, ptr, i64, i64 }
 %struct.cpu_set_t = type { [16 x i64] }
 
-@spin_ns = internal unnamed_addr global i64 0, align 8
 @key = internal global i32 0, align 4
 @default_width = internal unnamed_addr global i32 1, align 4
 @thread_tasks = internal unnamed_addr global i32 1, align 4
 @raise_error = internal unnamed_addr global ptr null, align 8
 @drop_error = internal unnamed_addr global ptr null, align 8
 @take_error = internal unnamed_addr global ptr null, align 8
+@spin_ns = internal unnamed_addr global i64 0, align 8
 @cpu_cores = internal unnamed_addr global ptr null, align 8
 @num_cpus = internal unnamed_addr global i64 0, align 8
 
@@ -136,25 +136,34 @@ entry:
   %conv = trunc i64 %1 to i32
   %cond = tail call i32 @llvm.umin.i32(i32 %conv, i32 31)
   %shl = shl nuw i32 1, %cond
-  %2 = load atomic i64, ptr @spin_ns monotonic, align 8
-  %mul = shl nsw i64 %2, 4
-  %3 = load i32, ptr @key, align 4
-  %call = tail call i32 @pthread_setspecific(i32 noundef %3, ptr noundef nonnull inttoptr (i64 1 to ptr))
+  %2 = load i32, ptr @key, align 4
+  %call = tail call i32 @pthread_setspecific(i32 noundef %2, ptr noundef nonnull inttoptr (i64 1 to ptr))
+  %spin_ns.i = getelementptr inbounds nuw i8, ptr %0, i64 152
   %sleepers = getelementptr inbounds nuw i8, ptr %0, i64 68
-  %call559 = tail call fastcc i1 @await(ptr noundef %0, i64 noundef 0, i64 noundef %mul, i32 noundef %shl, ptr noundef nonnull %sleepers)
-  %4 = load atomic i64, ptr %0 acquire, align 128
-  %cmp860 = icmp eq i64 %4, -1
-  br i1 %cmp860, label %cleanup31, label %if.end.lr.ph
-
-if.end.lr.ph:
   %cpu = getelementptr inbounds nuw i8, ptr %self, i64 32
   %late_since = getelementptr inbounds nuw i8, ptr %self, i64 40
   %caller_sleeps = getelementptr inbounds nuw i8, ptr %0, i64 64
-  br label %if.end
+  br label %for.cond
+
+for.cond:
+  %job.0 = phi i64 [ 0, %entry ], [ %5, %for.cond.backedge ]
+  %3 = load atomic i64, ptr %spin_ns.i monotonic, align 8
+  %cmp.i = icmp slt i64 %3, 0
+  br i1 %cmp.i, label %cond.true.i, label %spin_of.exit
+
+cond.true.i:
+  %4 = load atomic i64, ptr @spin_ns monotonic, align 8
+  br label %spin_of.exit
+
+spin_of.exit:
+  %cond.i = phi i64 [ %4, %cond.true.i ], [ %3, %for.cond ]
+  %mul = shl nsw i64 %cond.i, 4
+  %call6 = tail call fastcc i1 @await(ptr noundef nonnull %0, i64 noundef %job.0, i64 noundef %mul, i32 noundef %shl, ptr noundef nonnull %sleepers)
+  %5 = load atomic i64, ptr %0 acquire, align 128
+  %cmp8 = icmp eq i64 %5, -1
+  br i1 %cmp8, label %cleanup31, label %if.end
 
 if.end:
-  %5 = phi i64 [ %4, %if.end.lr.ph ], [ %13, %cleanup30 ]
-  %call561 = phi i1 [ %call559, %if.end.lr.ph ], [ %call5, %cleanup30 ]
   %call.i = tail call i32 @sched_getcpu()
   %conv.i = sext i32 %call.i to i64
   %add.i = add nsw i64 %conv.i, 1
@@ -164,10 +173,10 @@ if.end:
   %7 = lshr i32 %6, 1
   %conv12 = and i32 %7, 1023
   %cmp13.not = icmp ugt i32 %conv12, %conv
-  br i1 %cmp13.not, label %if.end16, label %cleanup30
+  br i1 %cmp13.not, label %if.end16, label %for.cond.backedge
 
 if.end16:
-  br i1 %call561, label %if.then17, label %if.end18
+  br i1 %call6, label %if.then17, label %if.end18
 
 if.then17:
   tail call fastcc void @wake_some(ptr noundef nonnull %0, i32 noundef %conv12)
@@ -175,13 +184,16 @@ if.then17:
 
 if.end18:
   %8 = load atomic i64, ptr %self acquire, align 128
-  %cmp.i = icmp ult i64 %8, %5
-  br i1 %cmp.i, label %claim.exit, label %cleanup30
+  %cmp.i57 = icmp ult i64 %8, %5
+  br i1 %cmp.i57, label %claim.exit, label %for.cond.backedge
+
+for.cond.backedge:
+  br label %for.cond
 
 claim.exit:
   %9 = cmpxchg ptr %self, i64 %8, i64 %5 seq_cst seq_cst, align 128
   %10 = extractvalue { i64, i1 } %9, 1
-  br i1 %10, label %if.end21, label %cleanup30
+  br i1 %10, label %if.end21, label %for.cond.backedge
 
 if.end21:
   tail call fastcc void @run_task(ptr noundef nonnull %0, i32 noundef %conv)
@@ -190,17 +202,11 @@ if.end21:
   %11 = atomicrmw xchg ptr %self, i64 %or seq_cst, align 128
   %12 = load atomic i32, ptr %caller_sleeps seq_cst, align 64
   %cmp25.not = icmp eq i32 %12, 0
-  br i1 %cmp25.not, label %cleanup30, label %if.then27
+  br i1 %cmp25.not, label %for.cond.backedge, label %if.then27
 
 if.then27:
-  %call.i57 = tail call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %self, i32 noundef 138, i32 noundef 1, ptr noundef null, ptr noundef null, i32 noundef -1)
-  br label %cleanup30
-
-cleanup30:
-  %call5 = tail call fastcc i1 @await(ptr noundef nonnull %0, i64 noundef %5, i64 noundef %mul, i32 noundef %shl, ptr noundef nonnull %sleepers)
-  %13 = load atomic i64, ptr %0 acquire, align 128
-  %cmp8 = icmp eq i64 %13, -1
-  br i1 %cmp8, label %cleanup31, label %if.end
+  %call.i58 = tail call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %self, i32 noundef 138, i32 noundef 1, ptr noundef null, ptr noundef null, i32 noundef -1)
+  br label %for.cond.backedge
 
 cleanup31:
   ret i32 0
@@ -378,8 +384,8 @@ if.end:
   br i1 %or.cond, label %if.then9, label %lor.lhs.false6
 
 lor.lhs.false6:
-  %is_running = getelementptr inbounds nuw i8, ptr %pool.0, i64 148
-  %3 = load i8, ptr %is_running, align 4
+  %is_running = getelementptr inbounds nuw i8, ptr %pool.0, i64 160
+  %3 = load i8, ptr %is_running, align 32
   %loadedv = trunc nuw i8 %3 to i1
   br i1 %loadedv, label %if.then9, label %lor.lhs.false7
 
@@ -465,7 +471,7 @@ begin_workers.exit:
 
 if.end15:
   %14 = phi i32 [ %.pre, %begin_workers.exit ], [ %4, %if.end11 ]
-  store i8 1, ptr %is_running, align 4
+  store i8 1, ptr %is_running, align 32
   %function19 = getelementptr inbounds nuw i8, ptr %pool.0, i64 8
   store ptr %function, ptr %function19, align 8
   %data20 = getelementptr inbounds nuw i8, ptr %pool.0, i64 16
@@ -473,7 +479,7 @@ if.end15:
   %15 = load i32, ptr @thread_tasks, align 4
   %mul = mul i32 %15, %14
   %tasks = getelementptr inbounds nuw i8, ptr %pool.0, i64 32
-  store i32 %mul, ptr %tasks, align 16
+  store i32 %mul, ptr %tasks, align 32
   %next_task = getelementptr inbounds nuw i8, ptr %pool.0, i64 72
   store atomic i32 %14, ptr %next_task monotonic, align 8
   %16 = load atomic i64, ptr %pool.0 monotonic, align 128
@@ -491,7 +497,7 @@ if.end15:
   br i1 %cmp27133, label %for.body.lr.ph, label %for.cond.cleanup.thread
 
 for.cond.cleanup.thread:
-  %call.i123147 = call i32 @sched_getcpu()
+  %call.i123148 = call i32 @sched_getcpu()
   br label %for.cond.cleanup37
 
 for.body.lr.ph:
@@ -504,8 +510,9 @@ for.cond.cleanup:
   %conv.i = sext i32 %call.i123 to i64
   %add.i = add nsw i64 %conv.i, 1
   %workers40 = getelementptr inbounds nuw i8, ptr %pool.0, i64 256
+  %spin_ns.i.i = getelementptr inbounds nuw i8, ptr %pool.0, i64 152
   %caller_sleeps.i = getelementptr inbounds nuw i8, ptr %pool.0, i64 64
-  %conv.i15.i = trunc i64 %or to i32
+  %conv.i17.i = trunc i64 %or to i32
   br label %for.body38
 
 for.body:
@@ -557,7 +564,7 @@ if.end31:
   br i1 %exitcond.not, label %for.cond.cleanup, label %for.body
 
 for.cond.cleanup37:
-  store i8 0, ptr %is_running, align 4
+  store i8 0, ptr %is_running, align 32
   %error52 = getelementptr inbounds nuw i8, ptr %pool.0, i64 128
   %25 = load atomic i64, ptr %error52 monotonic, align 128
   %cmp54 = icmp eq i64 %25, 0
@@ -571,31 +578,40 @@ for.body38:
   br i1 %cmp44.not, label %if.end47, label %if.then46
 
 if.then46:
-  %27 = load atomic i64, ptr @spin_ns monotonic, align 8
-  %call.i126 = call fastcc i1 @spin_while(ptr noundef nonnull %arrayidx42, i64 noundef %or, i64 noundef %27)
-  br i1 %call.i126, label %if.end47, label %if.end.i
+  %27 = load atomic i64, ptr %spin_ns.i.i monotonic, align 8
+  %cmp.i.i = icmp slt i64 %27, 0
+  br i1 %cmp.i.i, label %cond.true.i.i, label %spin_of.exit.i
+
+cond.true.i.i:
+  %28 = load atomic i64, ptr @spin_ns monotonic, align 8
+  br label %spin_of.exit.i
+
+spin_of.exit.i:
+  %cond.i.i = phi i64 [ %28, %cond.true.i.i ], [ %27, %if.then46 ]
+  %call1.i126 = call fastcc i1 @spin_while(ptr noundef nonnull %arrayidx42, i64 noundef %or, i64 noundef %cond.i.i)
+  br i1 %call1.i126, label %if.end47, label %if.end.i
 
 if.end.i:
   %call.i.i127 = call i32 @sched_getcpu()
   %conv.i.i = sext i32 %call.i.i127 to i64
   %add.i.i128 = add nsw i64 %conv.i.i, 1
   %cpu1.i.i = getelementptr inbounds nuw i8, ptr %arrayidx42, i64 32
-  %28 = load atomic i64, ptr %cpu1.i.i monotonic, align 32
-  %cmp.i.i = icmp eq i64 %28, %add.i.i128
-  br i1 %cmp.i.i, label %if.then.i.i, label %part_from.exit.i
+  %29 = load atomic i64, ptr %cpu1.i.i monotonic, align 32
+  %cmp.i16.i = icmp eq i64 %29, %add.i.i128
+  br i1 %cmp.i16.i, label %if.then.i.i, label %part_from.exit.i
 
 if.then.i.i:
   call fastcc void @keep_apart(ptr noundef nonnull readonly %pool.0, ptr noundef nonnull %arrayidx42)
   br label %part_from.exit.i
 
 part_from.exit.i:
-  %29 = atomicrmw xchg ptr %caller_sleeps.i, i32 1 seq_cst, align 64
+  %30 = atomicrmw xchg ptr %caller_sleeps.i, i32 1 seq_cst, align 64
   br label %do.body.i
 
 do.body.i:
-  %call.i16.i = call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %arrayidx42, i32 noundef 137, i32 noundef %conv.i15.i, ptr noundef null, ptr noundef null, i32 noundef -1)
-  %30 = load atomic i64, ptr %arrayidx42 seq_cst, align 128
-  %cmp.i129 = icmp eq i64 %30, %or
+  %call.i18.i = call i64 (i64, ...) @syscall(i64 noundef 98, ptr noundef nonnull %arrayidx42, i32 noundef 137, i32 noundef %conv.i17.i, ptr noundef null, ptr noundef null, i32 noundef -1)
+  %31 = load atomic i64, ptr %arrayidx42 seq_cst, align 128
+  %cmp.i129 = icmp eq i64 %31, %or
   br i1 %cmp.i129, label %do.body.i, label %do.end.i
 
 do.end.i:
@@ -604,8 +620,8 @@ do.end.i:
 
 if.end47:
   %cpu1.i = getelementptr inbounds nuw i8, ptr %arrayidx42, i64 32
-  %31 = load atomic i64, ptr %cpu1.i monotonic, align 32
-  %cmp.i130 = icmp eq i64 %31, %add.i
+  %32 = load atomic i64, ptr %cpu1.i monotonic, align 32
+  %cmp.i130 = icmp eq i64 %32, %add.i
   br i1 %cmp.i130, label %if.then.i132, label %part_from.exit
 
 if.then.i132:
@@ -618,12 +634,12 @@ part_from.exit:
   br i1 %exitcond142.not, label %for.cond.cleanup37, label %for.body38
 
 if.end57:
-  %32 = inttoptr i64 %25 to ptr
+  %33 = inttoptr i64 %25 to ptr
   store atomic i64 0, ptr %error52 monotonic, align 128
-  %33 = load ptr, ptr @raise_error, align 8
-  call void %33(ptr noundef nonnull %32)
-  %34 = load ptr, ptr @drop_error, align 8
-  %call60 = call i32 %34(ptr noundef nonnull %32)
+  %34 = load ptr, ptr @raise_error, align 8
+  call void %34(ptr noundef nonnull %33)
+  %35 = load ptr, ptr @drop_error, align 8
+  %call60 = call i32 %35(ptr noundef nonnull %33)
   br label %cleanup66
 
 cleanup66:
@@ -650,6 +666,8 @@ if.then:
   store i32 1, ptr %begun, align 4
   %capacity3 = getelementptr inbounds nuw i8, ptr %call, i64 144
   store i32 %capacity, ptr %capacity3, align 16
+  %spin_ns = getelementptr inbounds nuw i8, ptr %call, i64 152
+  store i64 -1, ptr %spin_ns, align 8
   br label %if.end
 
 if.end:
@@ -683,23 +701,23 @@ declare i32 @pthread_key_create(ptr noundef, ptr noundef) local_unnamed_addr
 
 declare i32 @relax_hetero_workers_end(ptr noundef)
 
-define noundef i64 @configure_body(i64 noundef %capacity, i64 noundef %used) local_unnamed_addr {
+define noundef i64 @configure_body(i64 noundef %capacity, i64 noundef %used, i64 noundef %spin) local_unnamed_addr {
 entry:
   %0 = load i32, ptr @key, align 4
   %call = tail call ptr @pthread_getspecific(i32 noundef %0)
   %magicptr = ptrtoint ptr %call to i64
   switch i64 %magicptr, label %land.lhs.true [
     i64 1, label %cleanup
-    i64 0, label %entry.if.end15_crit_edge
+    i64 0, label %entry.if.end16_crit_edge
   ]
 
-entry.if.end15_crit_edge:
+entry.if.end16_crit_edge:
   %.pre = trunc i64 %capacity to i32
-  br label %if.end15
+  br label %if.end16
 
 land.lhs.true:
-  %is_running = getelementptr inbounds nuw i8, ptr %call, i64 148
-  %1 = load i8, ptr %is_running, align 4
+  %is_running = getelementptr inbounds nuw i8, ptr %call, i64 160
+  %1 = load i8, ptr %is_running, align 32
   %loadedv = trunc nuw i8 %1 to i1
   br i1 %loadedv, label %cleanup, label %land.lhs.true3
 
@@ -707,23 +725,31 @@ land.lhs.true3:
   %capacity4 = getelementptr inbounds nuw i8, ptr %call, i64 144
   %2 = load i32, ptr %capacity4, align 16
   %conv = trunc i64 %capacity to i32
-  %cmp5.not = icmp ult i32 %2, %conv
-  br i1 %cmp5.not, label %if.then13, label %if.then7
+  %cmp5 = icmp ult i32 %2, %conv
+  br i1 %cmp5, label %if.then7, label %land.lhs.true3.if.then19_crit_edge
+
+land.lhs.true3.if.then19_crit_edge:
+  %.pre39 = trunc i64 %used to i32
+  br label %if.then19
 
 if.then7:
-  %conv8 = trunc i64 %used to i32
-  %used9 = getelementptr inbounds nuw i8, ptr %call, i64 136
-  store i32 %conv8, ptr %used9, align 8
-  br label %cleanup
+  %call8 = tail call i32 @end_body(ptr noundef nonnull %call)
+  br label %if.end16
 
-if.then13:
-  %call14 = tail call i32 @end_body(ptr noundef nonnull %call)
-  br label %if.end15
+if.end16:
+  %conv13.pre-phi = phi i32 [ %.pre, %entry.if.end16_crit_edge ], [ %conv, %if.then7 ]
+  %conv14 = trunc i64 %used to i32
+  %call15 = tail call fastcc ptr @make_pool(i32 noundef %conv13.pre-phi, i32 noundef %conv14)
+  %cmp17.not = icmp eq ptr %call15, null
+  br i1 %cmp17.not, label %cleanup, label %if.then19
 
-if.end15:
-  %conv16.pre-phi = phi i32 [ %.pre, %entry.if.end15_crit_edge ], [ %conv, %if.then13 ]
-  %conv17 = trunc i64 %used to i32
-  %call18 = tail call fastcc ptr @make_pool(i32 noundef %conv16.pre-phi, i32 noundef %conv17)
+if.then19:
+  %conv20.pre-phi = phi i32 [ %.pre39, %land.lhs.true3.if.then19_crit_edge ], [ %conv14, %if.end16 ]
+  %pool.138 = phi ptr [ %call, %land.lhs.true3.if.then19_crit_edge ], [ %call15, %if.end16 ]
+  %used21 = getelementptr inbounds nuw i8, ptr %pool.138, i64 136
+  store i32 %conv20.pre-phi, ptr %used21, align 8
+  %spin_ns = getelementptr inbounds nuw i8, ptr %pool.138, i64 152
+  store atomic i64 %spin, ptr %spin_ns monotonic, align 8
   br label %cleanup
 
 cleanup:

@@ -69,6 +69,7 @@ struct pool {
     uint32_t used;                   /* threads of a loop, the caller's among them */
     uint32_t begun;
     uint32_t capacity;
+    _Atomic int64_t spin_ns; /* of its threads; -1 for the process' */
     bool is_running;
     struct worker workers[]; /* the entry 0, the caller's, is unused */
 };
@@ -156,6 +157,12 @@ static void dismiss(word *address) {
 static void wake_some(struct pool *pool, uint32_t tasks) {
     if (atomic_load(&pool->sleepers) != 0)
         futex_wake(&pool->job, 8, tasks < 32 ? (1u << tasks) - 1 : ALL_BITS);
+}
+
+/* Nanoseconds that a pool's caller spins; workers spin 16 times as long. */
+static int64_t spin_of(struct pool *pool) {
+    int64_t own = atomic_load_explicit(&pool->spin_ns, memory_order_relaxed);
+    return own < 0 ? atomic_load_explicit(&spin_ns, memory_order_relaxed) : own;
 }
 
 /* ---- Core affinity: each worker on a core that neither its caller nor another worker uses. ----
@@ -282,13 +289,12 @@ int32_t work_body(struct worker *self) {
     struct pool *pool = self->pool;
     uint32_t number = (uint32_t)self->number;
     uint32_t mask = 1u << (number < 31 ? number : 31);
-    /* A worker that was done first waits for the others before there is a next job: it spins longer than a caller, for
-     * whom a worker that has been put away may come back when the caller sleeps. */
-    int64_t limit = atomic_load_explicit(&spin_ns, memory_order_relaxed) * 16;
     uint64_t job = 0;
     pthread_setspecific(key, WORKER);
     for (;;) {
-        bool has_slept = await(&pool->job, job, limit, mask, &pool->sleepers);
+        /* A worker that was done first waits for the others before there is a next job: it spins longer than a caller,
+         * for whom a worker that has been put away may come back when the caller sleeps. */
+        bool has_slept = await(&pool->job, job, spin_of(pool) * 16, mask, &pool->sleepers);
         job = atomic_load_explicit(&pool->job, memory_order_acquire);
         if (job == CLOSED)
             return 0;
@@ -329,6 +335,7 @@ static struct pool *make_pool(uint32_t capacity, uint32_t used) {
         pool->used = used;
         pool->begun = 1;
         pool->capacity = capacity;
+        atomic_init(&pool->spin_ns, -1);
     }
     pthread_setspecific(key, pool);
     return pool;
@@ -363,7 +370,7 @@ static int32_t run_alone(task_function function, void *data, int32_t asked) {
 
 /* Wait for a task that its worker has begun. */
 static void join_task(struct pool *pool, struct worker *worker, uint64_t job) {
-    if (spin_while(&worker->state, job, atomic_load_explicit(&spin_ns, memory_order_relaxed)))
+    if (spin_while(&worker->state, job, spin_of(pool)))
         return;
     /* Its thread may wait for this one on the same CPU: it would run only when this one sleeps. */
     part_from(pool, worker, this_cpu());
@@ -435,17 +442,20 @@ int64_t start_body(int64_t take, int64_t raise, int64_t drop, int64_t width, int
     return pthread_key_create(&key, (void (*)(void *))relax_hetero_workers_end);
 }
 
-int64_t configure_body(int64_t capacity, int64_t used) {
+int64_t configure_body(int64_t capacity, int64_t used, int64_t spin) {
     struct pool *pool = pthread_getspecific(key);
     if (pool == WORKER || (pool != NULL && pool->is_running))
         return 0;
-    if (pool != NULL && pool->capacity >= (uint32_t)capacity) {
-        pool->used = (uint32_t)used;
-        return 0;
-    }
-    if (pool != NULL)
+    if (pool != NULL && pool->capacity < (uint32_t)capacity) {
         end_body(pool);
-    make_pool((uint32_t)capacity, (uint32_t)used);
+        pool = NULL;
+    }
+    if (pool == NULL)
+        pool = make_pool((uint32_t)capacity, (uint32_t)used);
+    if (pool != NULL) {
+        pool->used = (uint32_t)used;
+        atomic_store_explicit(&pool->spin_ns, spin, memory_order_relaxed);
+    }
     return 0;
 }
 

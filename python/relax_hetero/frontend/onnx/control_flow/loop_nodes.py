@@ -37,9 +37,8 @@ from ....target.element_types import bytes_for
 from ....transform.ir.rewriting import typed
 from ...import_limits import budget
 from ...joined_sizes import analyzer_for
-from ...ops.node import Node
+from ...ops.node import STANDARD_DOMAINS, Node
 from ...symbolic_sizes import common_shape
-from ..check_model import STANDARD_DOMAINS
 from ..node_names import NodeInfo, variable_name
 from .loop import Loop, Trip
 from .open_sequences import is_sequence, with_rows_for_sequences

@@ -119,7 +119,7 @@ static int32_t slow_in_worker(int32_t task, void *group, void *data) {
 
 static void check_slow_worker(void) {
     _Atomic int done;
-    configure_body(2, 2);
+    configure_body(2, 2, -1);
     for (int i = 0; i < 20; i++) {
         atomic_init(&done, 0);
         EXPECT(launch_body(slow_in_worker, (void *)&done, 0) == 0 && atomic_load(&done) == 2 * TASKS);
@@ -129,7 +129,7 @@ static void check_slow_worker(void) {
 static void *call_loops(void *argument) {
     uint32_t random = (uint32_t)(intptr_t)argument;
     struct loop loop = {0};
-    configure_body(4, 4);
+    configure_body(4, 4, -1);
     for (int64_t i = 0; i < 400; i++) {
         random = random * 1664525u + 1013904223u;
         uint32_t choice = random >> 16;
@@ -137,7 +137,7 @@ static void *call_loops(void *argument) {
         loop.nested = choice % 5 == 0;
         loop.microseconds = choice % 40 == 0 ? 500 : 0;
         if (choice % 16 == 1)
-            configure_body(3 + choice % 7, 3 + choice % 5 % (1 + choice % 7)); /* wider pools, and others as wide */
+            configure_body(3 + choice % 7, 3 + choice % 5 % (1 + choice % 7), choice % 3 - 1); /* wider pools, and others as wide */
         if (choice % 25 == 0)
             usleep(1500); /* workers fall asleep */
         if (choice % 64 == 2)
@@ -149,13 +149,13 @@ static void *call_loops(void *argument) {
 
 static void *fork_between_loops(void *argument) {
     struct loop loop = {0};
-    configure_body(4, 4);
+    configure_body(4, 4, -1);
     for (int i = 0; i < 4; i++) {
         run_loop(&loop, i);
         pid_t child = fork();
         if (child == 0) {
             EXPECT(forget_body() == 0);
-            configure_body(3, 3);
+            configure_body(3, 3, 0);
             run_loop(&loop, 1);
             run_loop(&loop, 2);
             _exit(0);
