@@ -101,7 +101,10 @@ class Schedule:
         return replace(self, steps=steps)
 
     def overlaps(
-        self, queues: Mapping[int, Hashable] | None = None, is_large: Callable[[Step], bool] = lambda step: True
+        self,
+        queues: Mapping[int, Hashable] | None = None,
+        is_large: Callable[[Step], bool] = lambda step: True,
+        occupies_host: Callable[[Step], bool] = lambda step: True,
     ) -> bool:
         """Return whether two large compute steps of a call can run at the same time.
 
@@ -111,13 +114,18 @@ class Schedule:
             Key of the physical device by manifest index; by default all entries are different devices.
         is_large : callable, optional
             Whether a step is worth overlapping; by default every step is.
+        occupies_host : callable, optional
+            Whether a thread works until the end of a step, unlike that of a GPU. Two steps that do not occupy the host
+            overlap without queues, and do not count.
         """
         keys = queues or {}
         devices = [{keys.get(device, device) for device in step.devices} for step in self.steps]
         predecessors = self._predecessors()
         work = [index for index, step in enumerate(self.steps) if not step.is_transfer and is_large(step)]
         return any(
-            devices[a].isdisjoint(devices[b]) and not predecessors[b] >> a & 1
+            devices[a].isdisjoint(devices[b])
+            and not predecessors[b] >> a & 1
+            and (occupies_host(self.steps[a]) or occupies_host(self.steps[b]))
             for position, b in enumerate(work)
             for a in work[:position]
         )

@@ -39,6 +39,7 @@ from ..target.vdevice import (
     vdevices_of,
     with_vdevices,
 )
+from ..tir.cuda.all_reduce import ALL_REDUCE
 from ..transform.dispatch.legalize import is_kept
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
@@ -57,6 +58,7 @@ from ..transform.placement.realize_vdevice import realize_targets
 from ..transform.placement.update_vdevice import succeed_vdevices
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
+from ..transform.shard.partition_by_mesh import partition_by_mesh
 from ..vm.file.executable import Executable
 from . import guard_tvm_compile
 from .bind_params import bind_params
@@ -109,6 +111,10 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
         if index in indices:
             raise VDeviceError(f"rh.compile: optional: {name} is given twice")
         indices.append(index)
+    if indices and any(ALL_REDUCE in (func.attrs or {}) for func in mod.functions.values()):
+        raise BuildError(
+            "rh.compile: optional: the module has a mesh of GPUs, whose kernels wait for each other; expected none"
+        )
     if indices and is_lowered(mod):
         raise BuildError("rh.compile: optional devices need a module before LowerToVM, found one that is lowered")
     return tuple(indices)
@@ -436,6 +442,7 @@ def prepare_module(
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     check_nesting(mod)
     check_module(mod)
+    mod = partition_by_mesh(mod)
     mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)

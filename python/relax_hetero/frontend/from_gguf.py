@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import tvm
 
 from ..errors import EncoderError, FrontendError
+from ..target.mesh import mesh_positions
+from ..target.vdevice import lookup
 from ..transform.ir.remarks import with_remarks
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
@@ -22,8 +24,10 @@ from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
 from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
+from .gguf.tensor_parallel import dealt_rules, parallel_devices, split_caches, with_split_parameters
 from .gguf.weights import Weights
 from .language_model_files import read_language_model
+from .onnx.placement_rules import rule_pairs
 from .paged_cache import PagedCache
 from .place import place
 from .placed_import import check_placement, with_rule_reasons
@@ -53,6 +57,7 @@ def from_gguf(
     stream_experts: int | Literal["auto"] | None = "auto",
     verify_rows: int = 0,
     masks_tokens: bool = False,
+    tensor_parallel: int = 1,
 ) -> tvm.IRModule:
     """Import a language model as a Relax module, placed over several devices if any are named.
 
@@ -67,7 +72,8 @@ def from_gguf(
         The cache of a layer is on the device of its ``blk.N.attn``. A list that ends a pattern selects experts:
         ``blk.*.ffn_*_exps[0-31]``, ``[3,7,12-15]``. ``"auto"`` chooses devices for attention, experts and the rest of
         each layer, for the least time per token within `memory_limit`, which also covers activations and a GPU's
-        context (`gguf.place_layers`).
+        context (`gguf.place_layers`). A mesh, ``"cuda[0:2]"``, shares the work of each layer: heads of attention with
+        their part of the cache, columns and rows of feed-forward networks, logits, and whole experts.
     batches : sequence of int
         Rows of the functions ``decode_B``: one token of each of B sequences.
     chunks : sequence of int
@@ -105,6 +111,9 @@ def from_gguf(
     masks_tokens : bool
         Whether there is a function ``masked_tokens`` that takes logits and bits of allowed tokens
         (`frontend.greedy_tokens.masked_tokens`), for structured output on GPUs.
+    tensor_parallel : int
+        Number of equal devices that share the work of every layer: ``placement={"*": mesh}`` of the first ones of
+        `vdevices`, which may be one kind that stands for all of them.
 
     Returns
     -------
@@ -114,6 +123,8 @@ def from_gguf(
         the pages of each layer's cache, ``pages_N``; all integers are int32. They return logits, (rows or 1,
         vocabulary) of float32, decode functions then ``greedy_tokens``, (rows,), which index the largest logits (-1 if
         one is not finite), and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
+        For layers over a mesh, ``pages_N`` are those of each layer's first device, then those of its second, and so on,
+        and GPUs after the first one take a copy of the integers (``tokens@1``).
         With `count_experts`, counters follow the pages, ``expert_counts_N``, (experts,) of int32 for each layer with
         experts; each call adds to them in place, and returns them last.
         Weights are views of the mapped file where possible, which must not change until the module is compiled.
@@ -131,6 +142,7 @@ def from_gguf(
     PlacementError
         If no split over the devices fits `memory_limit`.
     """
+    vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel)
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     check_activations(activations)
     check_stream_experts(stream_experts)
@@ -162,9 +174,14 @@ def from_gguf(
         placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
     elif expert_counts is not None:
         raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
-    split, streams = split_rules(placement or {}, model, devices), ExpertStreams()
+    has_mesh = devices is not None and any(
+        mesh_positions(lookup(device, devices)) for _, device in rule_pairs(placement or {})
+    )
+    if has_mesh and count_experts:
+        raise FrontendError("found count_experts and a mesh of devices in placement, expected one of them")
+    split, streams = split_rules(dealt_rules(placement or {}, model, devices), model, devices), ExpertStreams()
     types_of = partial(ActivationTypes, activations, trained_type(file, model), vdevices=devices or ())
-    if devices is not None:
+    if devices is not None and not has_mesh:
         streams = plan_streams(
             file, model, cache, types_of(split.rules), split.groups, devices, stream_experts,
             lambda: cost_model or CostModel.measured(devices, may_measure=False),
@@ -174,6 +191,9 @@ def from_gguf(
     mod = language_module(model, weights, cache, activation_bits, types_of(rules), split.groups, streams, count_experts)
     weights.check_all_read()
     if devices is not None:
+        if has_mesh:
+            split_caches(model, rules, devices)  # checks heads
+            mod = with_split_parameters(mod, model, types_of(rules), devices)
         mod = with_rule_reasons(place(mod, rules, devices), {**split.reasons(reasons), **dict(streams.reasons)})
     return mod if estimate is None else with_remarks(mod, placement_estimate=estimate)
 

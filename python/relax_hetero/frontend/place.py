@@ -13,6 +13,7 @@ from ..errors import FrontendError, PlacementError
 from ..op.placement import is_hint
 from ..target.vdevice import default_vdevice, parse_vdevices, vdevices_of, with_vdevices
 from ..transform.placement.realize_vdevice import realize_vdevice
+from ..transform.shard.partition_by_mesh import partition_by_mesh
 from .auto.auto_placement import place_graph
 from .onnx.importer import ImportedGraph
 from .onnx.name_bindings import annotated_function
@@ -77,7 +78,7 @@ def place(
     if not functions or (placement == "auto" and "main" not in {str(gvar.name_hint) for gvar in functions}):
         raise PlacementError('the module has no Relax function "main" to place')
     if any(_has_devices(func) for func in functions.values()):
-        mod = realize_vdevice(mod, insert_copies=True)[0]
+        mod = realize_vdevice(partition_by_mesh(mod), insert_copies=True)[0]
         functions = {gvar: func for gvar, func in mod.functions.items() if isinstance(func, relax.Function)}
     graphs = {gvar: _binding_graph(func) for gvar, func in functions.items()}
     nodes = [node for graph in graphs.values() for node in dict.fromkeys(graph.owners.values())]
@@ -102,7 +103,7 @@ def place(
     for gvar, func in functions.items():
         default = None if str(gvar.name_hint) in callees else default_vdevice(devices)
         out[gvar] = annotated_function(func, graphs[gvar], assigned, default)
-    placed, report = realize_vdevice(out, insert_copies=True)
+    placed, report = realize_vdevice(partition_by_mesh(out), insert_copies=True)
     return with_reasons(placed, report, nodes, plan or ({} if isinstance(placement, str) else placement))
 
 

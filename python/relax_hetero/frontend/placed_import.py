@@ -16,6 +16,7 @@ from ..transform.ir.module_attrs import DEFAULTS
 from ..transform.ir.remarks import remarks_of, with_remarks
 from ..transform.ir.reports import PlacementEntry, PlacementReport
 from ..transform.placement.realize_vdevice import realize_vdevice
+from ..transform.shard.partition_by_mesh import partition_by_mesh
 from .auto.auto_placement import AutoPlacement, place_graph
 from .auto.cost_model import check_objective
 from .narrow_storage import with_narrow_storage
@@ -104,7 +105,7 @@ def placed_module(
     plan = place_graph(graph, devices, cost_model, objective, memory_limit) if devices_by_node is None else None
     assigned = plan.vdevices if plan is not None else devices_by_node or {}
     mod = _module(source, lambda node: assigned[node.name])
-    placed, report = realize_vdevice(with_vdevices(mod, devices), insert_copies=True)
+    placed, report = realize_vdevice(partition_by_mesh(with_vdevices(mod, devices)), insert_copies=True)
     return with_reasons(placed, report, nodes, plan or rules or {})
 
 

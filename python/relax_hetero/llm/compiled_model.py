@@ -44,7 +44,8 @@ class IntegerInputs:
     Parameters
     ----------
     inputs : sequence of TensorSpec
-        Inputs of int32; their `device` is an index in `devices`, or -1 for the host.
+        Inputs of int32; their `device` is an index in `devices`, or -1 for the host. ``tokens@1`` is a copy of
+        ``tokens`` for another device of a mesh.
     devices : sequence of tvm.runtime.Device
         Physical device of each vdevice.
     alignment : int
@@ -66,33 +67,38 @@ class IntegerInputs:
         self._slots: list[int] | None = None
         self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         self._table_copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
+        self._sources: dict[tuple[str, ...], runtime.Tensor] = {}  # host memory by the names in it
         tensors: dict[str, runtime.Tensor] = {}
-        for index in {spec.device for spec in inputs}:
+        for index in sorted({spec.device for spec in inputs}):
             device = runtime.device("cpu", 0) if index < 0 else devices[index]
             tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
         self.tensors = [tensors[spec.name] for spec in inputs]
-        self._tokens = tensors["tokens"]
+        self._tokens = [tensor for name, tensor in tensors.items() if _plain_name(name) == "tokens"]
 
     def _allocate(
         self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
     ) -> dict[str, runtime.Tensor]:
-        in_order = sorted(inputs, key=lambda spec: spec.name in TABLES.values())
-        shapes = {spec.name: tuple(int(extent) for extent in spec.shape or ()) for spec in in_order}
+        in_order = sorted(inputs, key=lambda spec: _plain_name(spec.name) in TABLES.values())
+        shapes = {_plain_name(spec.name): tuple(int(extent) for extent in spec.shape or ()) for spec in in_order}
         alignment_elements, count, offsets = -(-alignment // 4), 0, {}
         for name, shape in shapes.items():
             offsets[name] = count
             count += -(-prod(shape) // alignment_elements) * alignment_elements
         target = empty((count,), "int32", device)
-        source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
+        source = self._sources.get(tuple(shapes))
+        if source is None:
+            source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
+            self._sources[tuple(shapes)] = source
+            host_array = np.from_dlpack(source)
+            host_array[:] = 0
+            for name, shape in shapes.items():
+                self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         if source is not target:
             tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
             self._copies += _small_copies(source, target, 0, tables)
             self._table_copies += _small_copies(source, target, tables, count)
-        host_array = np.from_dlpack(source)
-        host_array[:] = 0
-        for name, shape in shapes.items():
-            self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
-        return {name: part_of(target, shape, "int32", 4 * offsets[name]) for name, shape in shapes.items()}
+        names = [(spec.name, _plain_name(spec.name)) for spec in inputs]
+        return {name: part_of(target, shapes[plain], "int32", 4 * offsets[plain]) for name, plain in names}
 
     def write_rows(self, slots: Sequence[int], positions: _Integers) -> None:
         """Write the positions and sequences of rows; further rows are padding."""
@@ -116,10 +122,15 @@ class IntegerInputs:
 
     def copy_tokens(self, tokens: runtime.Tensor, count: int) -> None:
         """Copy the first `count` tokens from a device, in order with its work, after `send`."""
-        target = self._tokens
-        if count < len(self.arrays["tokens"]):
-            tokens, target = (part_of(tensor, (count,), "int32", 0) for tensor in (tokens, target))
-        copy_into(tokens, target, wait=False)
+        for target in self._tokens:
+            if count < len(self.arrays["tokens"]):
+                tokens, target = (part_of(tensor, (count,), "int32", 0) for tensor in (tokens, target))
+            copy_into(tokens, target, wait=False)
+
+
+def _plain_name(name: str) -> str:
+    """Name of an input without the number of the device that has a copy."""
+    return name.partition("@")[0]
 
 
 def _small_copies(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ..encoding.pages import LayerCache
 
@@ -18,7 +19,7 @@ class ModelDescription:
     vocabulary, context, slots : int
         Number of tokens; maximum length of a sequence in tokens; maximum number of sequences in the cache.
     layers : tuple of LayerCache
-        Cache of each layer that has one.
+        Cache of each layer that has one, or the parts of it that the devices of a mesh have.
     page_type : str
         Element type of the cache.
     experts, experts_used : int
@@ -27,6 +28,8 @@ class ModelDescription:
         Context length of training; 0 if unknown.
     decodes_like_prefill : bool
         See `Model`.
+    cache_parts : tuple of int
+        Number of parts of each layer's cache; () if all are whole.
     """
 
     name: str
@@ -39,11 +42,13 @@ class ModelDescription:
     experts_used: int = 0
     trained_context: int = 0
     decodes_like_prefill: bool = False
+    cache_parts: tuple[int, ...] = ()
 
     @property
     def windows(self) -> tuple[int, ...]:
         """Number of latest positions that each layer with a cache sees; 0: all."""
-        return tuple(layer.window for layer in self.layers)
+        firsts = accumulate(self.cache_parts[:-1], initial=0) if self.cache_parts else range(len(self.layers))
+        return tuple(self.layers[first].window for first in firsts)
 
     @property
     def has_states(self) -> bool:

@@ -148,6 +148,7 @@ def load(
     draft_vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None = None,
     draft_placement: PlacementRules | Literal["auto"] | None = None,
     verify_drafts: bool | None = None,
+    tensor_parallel: int = 1,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a language model and its tokenizer.
@@ -189,6 +190,8 @@ def load(
     verify_drafts : bool, optional
         Whether GPUs can verify drafts, those of prompt look-up, too, which takes a function more to compile; by default
         with a draft model. CPUs always can.
+    tensor_parallel : int
+        As for `rh.from_gguf`; not for a saved folder, nor for ONNX decoders.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -236,6 +239,14 @@ def load(
     else:
         drafted = draft
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
+    if tensor_parallel != 1 and load_kind is not _load_file:
+        raise BuildError(
+            f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face only"
+        )
+    if tensor_parallel != 1:
+        from ..frontend.gguf.tensor_parallel import parallel_devices
+
+        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel)
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
@@ -260,6 +271,7 @@ def _load_file(arguments: _Arguments) -> Loaded:
     """Import a GGUF file, or a folder as one, and compile it."""
     from ..driver.cached_executables import states_of
     from ..frontend.gguf.hyperparameters import hyperparameters_of
+    from ..frontend.gguf.tensor_parallel import split_caches
     from ..frontend.language_model_files import read_language_model
 
     path, devices = arguments.path, arguments.devices
@@ -271,7 +283,9 @@ def _load_file(arguments: _Arguments) -> Loaded:
     _check_draft_layers(path, model, arguments.drafted)
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
     options = _resolve_options(arguments, model, devices, context)
-    donated = [f"pages_{index}" for index in range(len(model.caches))]
+    rules = arguments.placement
+    caches, parts = split_caches(model, {} if rules is None or isinstance(rules, str) else rules, devices)
+    donated = [f"pages_{index}" for index in range(len(caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
     compilation = _Compilation(file, states, model.experts > 0, devices, arguments.placement, options, donated)
@@ -288,7 +302,8 @@ def _load_file(arguments: _Arguments) -> Loaded:
         vocabulary=model.vocabulary,
         context=context,
         slots=options["slots"],
-        layers=model.caches,
+        layers=caches,
+        cache_parts=parts if any(count > 1 for count in parts) else (),
         page_type=options["page_type"],
         experts=model.experts,
         experts_used=model.experts_used,
@@ -533,6 +548,7 @@ def _load_saved(folder: Path) -> Loaded:
             fields: dict[str, Any] = json.loads(file.read())
         digests = dict(fields.pop(_DIGESTS))
         fields["layers"] = tuple(LayerCache(**layer) for layer in fields["layers"])
+        fields["cache_parts"] = tuple(fields.get("cache_parts", ()))
         description = ModelDescription(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
         if not path.exists():

@@ -19,6 +19,7 @@ from .placement import encode_hint, hint_on_device, hinted_vdevice, is_hint, to_
 from .quantized_matmul import block_matmul, block_rows, dequantize_blocks
 from .require import require, requirement
 from .rows import rows
+from .sharding import shard
 from .streamed import panel_fragments, stream
 from .strict_tvmscript import make_tvmscript_strict
 
@@ -43,6 +44,7 @@ __all__ = [
     "requirement",
     "rows",
     "set_encoding",
+    "shard",
     "stream",
     "to_vdevice",
     "unset_encoding",

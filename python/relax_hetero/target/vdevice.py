@@ -18,6 +18,7 @@ from ..errors import VDeviceError
 from .device_words import device_hint
 from .hosts import host_of
 from .make_vdevice import VDevice, parse_vdevices, physical
+from .mesh import MESH_NAME, mesh_positions, mesh_vdevice
 from .native_target import device_kinds, native, with_hardware
 
 __all__ = [
@@ -117,7 +118,9 @@ def vdevice_index(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevi
 
 
 def device_name(vdevice: tvm.relax.VDevice, vdevices: Sequence[tvm.relax.VDevice]) -> str:
-    """The name of a vdevice, ``kind:i`` or ``host/kind:i``."""
+    """The name of a vdevice, ``kind:i`` or ``host/kind:i``, or of a mesh, ``kind:i+kind:j``."""
+    if positions := mesh_positions(vdevice):
+        return "+".join(_name_at(position, vdevices) for position in positions)
     return _name_at(vdevice_index(vdevice, vdevices), vdevices)
 
 
@@ -165,7 +168,8 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
     spec : str, tvm.runtime.Device or VDevice
         ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
         ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` count vdevices of host `b` only. TVMScript's printed form
-        ``"kind:i:scope"`` also requires that scope. A device matches the first entry of its device type whose
+        ``"kind:i:scope"`` also requires that scope. ``"kind[i:j]"`` is the mesh of ``kind:i`` to ``kind:j-1``
+        (`target.mesh`), which is in no list. A device matches the first entry of its device type whose
         ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal entry.
     vdevices : Sequence[VDevice]
         List to search, usually ``vdevices_of(mod)``.
@@ -173,7 +177,7 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
     Returns
     -------
     vdevice : VDevice
-        Entry of the list.
+        Entry of the list, or a mesh of entries.
 
     Raises
     ------
@@ -183,6 +187,10 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
     if isinstance(spec, str):
         return _lookup_name(spec, vdevices)
     if isinstance(spec, tvm.relax.VDevice):
+        if positions := mesh_positions(spec):
+            if max(positions) >= len(vdevices):
+                raise VDeviceError(f"a mesh has devices {list(positions)} of the list; {_available(vdevices)}")
+            return spec
         return vdevices[vdevice_index(spec, vdevices)]
     if isinstance(spec, tvm_ffi.core.Device):
         key = (int(spec.dlpack_device_type()), int(spec.index))
@@ -197,11 +205,17 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
 
 
 def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.VDevice:
+    if mesh := MESH_NAME.fullmatch(name):
+        numbers = range(int(mesh["begin"]), int(mesh["end"]))
+        if not numbers:
+            raise VDeviceError(f"{name!r} has no devices: expected a range whose end is above its begin, as in [0:2]")
+        members = [_lookup_name(f"{mesh['kind']}:{number}", vdevices) for number in numbers]
+        return mesh_vdevice([vdevice_index(member, vdevices) for member in members], vdevices)
     match = _NAME.fullmatch(name)
     if match is None:
         raise VDeviceError(
-            f"{name!r} is not a vdevice name, which is 'kind', 'kind:i' or 'vdevice:j' with a number from 0, after "
-            f"'host/' where there are several{_hint(name, vdevices)}; {_available(vdevices)}"
+            f"{name!r} is not a vdevice name, which is 'kind', 'kind:i', 'vdevice:j' or a mesh 'kind[i:j]' with "
+            f"numbers from 0, after 'host/' where there are several{_hint(name, vdevices)}; {_available(vdevices)}"
         )
     kind, index, host = match["kind"], int(match["index"] or 0), match["host"]
     if host is not None and all(host_of(entry) != host for entry in vdevices):

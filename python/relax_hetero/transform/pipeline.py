@@ -36,6 +36,7 @@ from .record.form_command_buffers import FormCommandBuffers
 from .record.form_cuda_graphs import FormCudaGraphs
 from .record.form_mailboxes import FormMailboxes
 from .record.update_donated import UpdateDonated
+from .shard.partition_by_mesh import PartitionByMesh
 from .simplify.isolate_writes import IsolateWrites
 from .simplify.simplify_convolutions import SimplifyConvolutions
 
@@ -94,6 +95,9 @@ def pipeline_steps(command_buffers: bool = True, stock: bool = False) -> list[Pi
         step("ir", RecordRemarks(), "remarks of the passes from here on stay with the module"),
         step("ir", KeepUnreadCalls(), "calls of callbacks and packed functions stay even if their results are unused"),
         step("simplify", IsolateWrites(), "in-place kernels overwrite nothing that other code reads"),
+        step(
+            "shard", PartitionByMesh(), "values over a mesh become a value of each device, and exchanges between them"
+        ),
         step("placement", RealizeTargets(), "a target that names a kind alone becomes this machine's CPU or GPU"),
         step("placement", RealizeVDevice(), "every value and op gets its device, transfers become explicit"),
         step("placement", AnnotateGraph(), "the graph of ops and their operands stays with the module, for reports"),

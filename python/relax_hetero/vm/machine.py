@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -29,6 +30,7 @@ from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
+from .device.peer_memory import free_peer_memory, run_over_peers, waiting_for_kernels
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into
 from .device.threads import attach_threads, choose_threads, enter_call, leave_call
@@ -163,6 +165,7 @@ class VirtualMachine:
         self._pool_watch = PoolWatch()
         self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._devices_and_scopes = (self._devices, self._scopes)
+        weakref.finalize(self, free_peer_memory, id(self._devices)).atexit = False
         module = executable.runnable_module()
         for code in metadata.device_code:
             indices = {each.index for each, spec in zip(bound, metadata.devices, strict=True) if spec.kind == code.kind}
@@ -499,7 +502,8 @@ class VirtualMachine:
             )
             self._module["set_instrument"](recorder.instrument)
             try:
-                self._run(signature, bound, None)
+                with waiting_for_kernels():
+                    self._run(signature, bound, None)
             finally:
                 self._module["set_instrument"](None)
             return recorder.profile(name)
@@ -513,7 +517,8 @@ class VirtualMachine:
         clock = BufferClock(self.executable.metadata, self._devices)
         self._module["set_instrument"](clock.instrument)
         try:
-            yield clock
+            with waiting_for_kernels():
+                yield clock
         finally:
             self._module["set_instrument"](None)
 
@@ -606,7 +611,7 @@ class VirtualMachine:
         current_machine.devices_and_scopes = self._devices_and_scopes
         thread_pool = enter_call(self._threads)
         try:
-            result = function(*values)
+            result = run_over_peers(function, values, self._devices)
             # TVM's machine refers to the result until another function ends. The caller's reference must be the last
             # one, so that the next call can use the same memory, which is in the caches.
             self._release_result()

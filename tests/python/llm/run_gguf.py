@@ -4,7 +4,9 @@ import numpy as np
 
 import relax_hetero as rh
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
+from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.frontend.language_model_files import read_language_model
+from relax_hetero.target.vdevice import parse_vdevices
 
 ROWS = 32
 
@@ -23,6 +25,8 @@ def run(
     """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves."""
     file = read_language_model(path)
     caches = hyperparameters_of(file).caches
+    if placement:  # devices of a mesh have a part each
+        caches, _ = split_caches(hyperparameters_of(file), placement, parse_vdevices(vdevices))
     mod = rh.from_gguf(
         file,
         vdevices,

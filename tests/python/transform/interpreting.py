@@ -5,6 +5,7 @@ Layouts are ignored: encoded values are their logical tensors. Products are summ
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from relax_hetero.encoding.encoding import Encoding
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.functions import FUNCTIONS
 from relax_hetero.op.encoded import CONV, ELEMENTWISE, MATMUL, SET, UNSET
+from relax_hetero.op.sharding import SHARD
 from relax_hetero.transform.encode.encoded_convolutions import CONV_OPS
 from relax_hetero.transform.ir.rewriting import op_name
 from transform.numpy_convolution import convolve
@@ -44,8 +46,10 @@ def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
         if isinstance(expr, tvm.ir.GenericConst):
             return expr.value.numpy()
         if isinstance(expr, relax.Call):
-            operands = [evaluate(arg) for arg in expr.args if isinstance(arg.ty, relax.TensorType)]
+            operands = [evaluate(arg) for arg in _tensors(expr.args)]
             return _call(expr, operands, sizes)
+        if isinstance(expr, relax.TupleGetItem):
+            return evaluate(expr.tuple_value)[expr.index]
         return values[expr]
 
     for block in func.body.blocks:
@@ -57,11 +61,45 @@ def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
     return evaluate(func.body.body)
 
 
+def _tensors(args: Sequence[relax.Expr]) -> list[relax.Expr]:
+    """Tensors among arguments, those of tuples among them."""
+    found: list[relax.Expr] = []
+    for arg in args:
+        found += _tensors(arg.fields) if isinstance(arg, relax.Tuple) else [arg] * isinstance(arg.ty, relax.TensorType)
+    return found
+
+
 def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np.ndarray:
     name = op_name(call) or ""
+    if name == "relax.split":
+        sections = call.attrs.indices_or_sections
+        return tuple(
+            np.split(args[0], sections if isinstance(sections, int) else list(map(int, sections)), call.attrs.axis)
+        )
     dtype = str(call.ty.dtype)
-    if name in (SET, UNSET, "relax.to_vdevice"):
+    if name in (SET, UNSET, SHARD, "relax.to_vdevice"):
         return args[0]
+    if name == "relax.concat":
+        return np.concatenate(args, int(call.attrs.axis))
+    if name == "relax.strided_slice":
+        axes, begins, ends = ([int(number.value) for number in arg.fields] for arg in call.args[1:4])
+        slices = [slice(None)] * args[0].ndim
+        for axis, begin, end in zip(axes, begins, ends, strict=True):
+            slices[axis] = slice(begin, end)
+        return args[0][tuple(slices)]
+    if name == "relax.take":
+        return np.take(args[0], args[1], int(call.attrs.axis))
+    if name == "relax.broadcast_to":
+        return np.broadcast_to(args[0], [int(extent) for extent in call.args[1].values])
+    if name == "relax.nn.layer_norm":
+        axes = tuple(map(int, call.attrs.axes))
+        centered = args[0] - args[0].mean(axes, keepdims=True)
+        scaled = centered / np.sqrt((centered**2).mean(axes, keepdims=True) + call.attrs.epsilon)
+        return (scaled * args[1] + args[2]).astype(dtype)
+    if name in ("relax.mean", "relax.max"):
+        axes = None if call.attrs.axis is None else tuple(int(axis) for axis in call.attrs.axis)
+        reduce = np.mean if name == "relax.mean" else np.max
+        return reduce(args[0], axis=axes, keepdims=bool(call.attrs.keepdims)).astype(dtype)
     if name == MATMUL:
         return _product(Encoding.parse(call.attrs.encoding), *args)
     if name == CONV:

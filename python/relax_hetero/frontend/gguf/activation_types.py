@@ -8,6 +8,7 @@ import tvm
 
 from ...encoding.resolver import resolver_or_default
 from ...errors import FrontendError
+from ...target.mesh import mesh_positions
 from ...target.vdevice import default_vdevice, lookup
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from .file import GgufFile
@@ -52,6 +53,9 @@ class ActivationTypes:
         self._types: dict[tvm.relax.VDevice | None, str] = {None: activations or "float32"}
         self._types |= {vdevice: activations or _default_type(vdevice, trained) for vdevice in vdevices}
         self._devices = [lookup(device, vdevices) for _, device in pairs]
+        for device in self._devices:  # a mesh has devices of one kind
+            for position in mesh_positions(device)[:1]:
+                self._types[device] = self._types[vdevices[position]]
         self._default = default_vdevice(vdevices) if vdevices else None
 
     def dtype_of(self, name: str) -> str:
@@ -59,7 +63,7 @@ class ActivationTypes:
         return self._types[self.device_of(name)]
 
     def device_of(self, name: str) -> tvm.relax.VDevice | None:
-        """The device of a variable's op; None if there are no devices."""
+        """The device or mesh of a variable's op; None if there are no devices."""
         matching = self._matching(name)
         return self._devices[min(matching)] if matching else self._default
 

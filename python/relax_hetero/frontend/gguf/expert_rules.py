@@ -16,6 +16,7 @@ from itertools import groupby
 import tvm
 
 from ...errors import FrontendError
+from ...target.mesh import mesh_positions
 from ...target.vdevice import VDeviceSpec, default_vdevice, device_identifier, device_name, lookup, vdevice_index
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from .activation_types import names_of
@@ -98,6 +99,9 @@ def split_rules(
     pairs = rule_pairs(placement)
     if not vdevices or not any("_exps[" in pattern for pattern, _ in pairs):
         return SplitRules(pairs, {}, {})
+    # Meshes, which are in no list, follow the devices.
+    meshes = [device for _, spec in pairs if mesh_positions(device := lookup(spec, vdevices))]
+    vdevices = [*vdevices, *meshes]
     rules = [_parse(pattern, vdevice_index(lookup(device, vdevices), vdevices), model) for pattern, device in pairs]
     _check_overlaps(rules, vdevices)
     default = _Rule("", "", None, vdevice_index(default_vdevice(vdevices), vdevices))

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tvm
 
+from ...errors import FrontendError
 from ...target.hosts import host_of
-from ...target.vdevice import is_cpu, vdevice_index
+from ...target.mesh import mesh_positions
+from ...target.vdevice import is_cpu, lookup, vdevice_index
 from ..auto.cost_model import CostModel
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from ..paged_cache import PagedCache
@@ -243,12 +245,18 @@ def plan_model(
     Raises
     ------
     FrontendError
-        If a list of experts is invalid.
+        If a list of experts is invalid, or a rule names a mesh.
     PlacementError
         If the model does not fit.
     VDeviceError
         If a device of a rule is not in the list.
     """
+    pairs = [] if isinstance(placement, str) else rule_pairs(placement)
+    for pattern, device in pairs:
+        if mesh_positions(lookup(device, vdevices)):
+            raise FrontendError(
+                f"placement puts {pattern!r} on {device!r}: meshes have no plan, expected single devices"
+            )
     problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
     is_auto = isinstance(placement, str)
     if isinstance(placement, str):

@@ -72,7 +72,7 @@ def reshaped(source: Sequence[Any], target: Sequence[Any], axes: Axes) -> Reshap
     neighbours and in order, which takes a real permutation if they are not. None if the dimensions of the two shapes
     do not provably correspond.
     """
-    groups = _groups(source, target)
+    groups = dimension_groups(source, target)
     if groups is None:
         return None
     groups.sort(key=lambda group: axes[group[0][0]])
@@ -88,7 +88,7 @@ def reshaped(source: Sequence[Any], target: Sequence[Any], axes: Axes) -> Reshap
     return Reshaped(axes, [target[dim] for dim in dims], inverse(tuple(dims)))
 
 
-def _groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
+def dimension_groups(source: Sequence[Any], target: Sequence[Any]) -> list[tuple[list[int], list[int]]] | None:
     """Minimal groups of dimensions of the two shapes with the same elements; dimensions of extent 1 are left out."""
     source_dims = [dim for dim in range(len(source)) if not is_one(source[dim])]
     target_dims = [dim for dim in range(len(target)) if not is_one(target[dim])]

@@ -24,7 +24,8 @@ other devices stay free.
 
 The first steps check the function's requirements on the sizes of its parameters. Functions with other checks of shapes,
 local functions or side effects, and those that overwrite tensors with other readers, or call a function that writes in
-place, have no schedule, as their order must not change. They enter the queues as a whole.
+place, have no schedule, as their order must not change. Neither do functions whose kernels on several GPUs wait for
+each other, which one thread has to launch. They enter the queues as a whole.
 
 Assumes FormDispatches, and FormCommandBuffers if command buffers are used. A lowered module is returned as it is,
 and so is a module with schedules.
@@ -38,6 +39,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ...artifact.peer_layout import PEER_MEMORY
 from ...artifact.schedule import Results, Schedule, Step
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import renamed, used_vars
@@ -49,6 +51,7 @@ from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
     global_vars_in,
+    op_name,
     relax_functions,
     typed,
     walk_bindings,
@@ -89,7 +92,17 @@ def _can_be_cut(func: relax.Function) -> bool:
     positions = requirement_positions(bindings)
     bindings = [binding for position, binding in enumerate(bindings) if position not in positions]
     is_plain = all(isinstance(b, relax.VarBinding) and not isinstance(b.value, relax.Function) for b in bindings)
-    return bool(func.is_pure) and is_plain and isinstance(func.body, relax.SeqExpr)
+    return bool(func.is_pure) and is_plain and isinstance(func.body, relax.SeqExpr) and not _uses_peers(bindings)
+
+
+def _uses_peers(bindings: Sequence[relax.Binding]) -> bool:
+    """Return whether kernels of several GPUs wait for each other, so that one thread has to launch them all."""
+    return any(
+        op_name(binding.value) == "relax.call_pure_packed"
+        and isinstance(binding.value.args[0], relax.ExternFunc)
+        and str(binding.value.args[0].global_symbol) == PEER_MEMORY
+        for binding in bindings
+    )
 
 
 class _Cutter:

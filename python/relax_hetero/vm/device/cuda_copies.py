@@ -65,6 +65,7 @@ def issue_copy(
         library.call(name, target.address, source.address, nbytes, stream.handle)
 
 
+_ALREADY_ENABLED = 704  # CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
 SENT_BYTES = 64 << 10
 """Maximum bytes of pageable memory that the driver reads before a copy to a GPU returns."""
 
@@ -77,6 +78,7 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
     from_device, to_device = source.device, target.device
     from_host, to_host = is_host(from_device), is_host(to_device)
     stream = Stream.current(library, to_device if from_host else from_device)
+    other = None
     if not from_host and not to_host and from_device.index != to_device.index:
         other = Stream.current(library, to_device)
         if not other.done():  # it may use the target
@@ -86,6 +88,9 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
     stays = not from_host and not to_host and from_device.index == to_device.index
     is_read = from_host and nbytes <= SENT_BYTES and not library.is_pinned(location.address)
     if not wait and (stays or is_read):
+        return True
+    if not wait and other is not None:  # later work of either GPU is after the copy
+        other.wait(stream.record())
         return True
     stream.synchronize()
     if to_host:
@@ -166,6 +171,12 @@ def enable_peer_access(devices: Sequence[runtime.Device]) -> None:
             _enable_peer(library, gpu, peer)
 
 
+def has_peer_access(gpu: int, peer: int) -> bool:
+    """Return whether a GPU can access the memory of another one, after `enable_peer_access`."""
+    library = cuda_library()
+    return library is not None and _enable_peer(library, gpu, peer)
+
+
 @functools.cache
 def _enable_peer(library: CudaLibrary, gpu: int, peer: int) -> bool:
     """Let `gpu` access memory of `peer`, once per process; returns whether it can."""
@@ -176,9 +187,11 @@ def _enable_peer(library: CudaLibrary, gpu: int, peer: int) -> bool:
             return False
         library.call("cuCtxPushCurrent_v2", library.context(gpu))
         try:
-            library.call("cuCtxEnablePeerAccess", library.context(peer), 0)
+            status = library.status("cuCtxEnablePeerAccess", library.context(peer), 0)
+            if status not in (0, _ALREADY_ENABLED):
+                raise library.error("cuCtxEnablePeerAccess", status)
         finally:
             library.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
-    except CudaError:  # a lost GPU, or access that other code has enabled
+    except CudaError:  # a lost GPU
         return False
     return True

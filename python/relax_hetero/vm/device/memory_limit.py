@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,7 +149,9 @@ class PoolWatch:
 
     def _add(self, extents: Hashable, values: Sequence[Any]) -> None:
         self.shapes.add(extents)
-        self.nbytes += sum(end - begin for begin, end in address_ranges(values))
+        # Donated arguments are results, too: caches of a language model, which no pool has.
+        uses = Counter(address_ranges(values))
+        self.nbytes += sum(end - begin for (begin, end), count in uses.items() if count == 1)
         if len(self.shapes) > MAX_SHAPES or self.nbytes > MAX_BYTES:
             clear_pools()
             self.shapes.clear()

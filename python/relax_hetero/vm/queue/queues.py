@@ -26,6 +26,7 @@ from ..device.cuda_driver import CudaError
 from ..device.device_api import cause_of
 from ..device.machine_lock import hold_all
 from ..device.mailboxes import Mailboxes
+from ..device.peer_memory import run_over_peers
 from ..device.tensors import alias, is_host, map_tensors, same_device
 from ..device.threads import SHARED_THREADS, Threads, threads_of_queues
 from .device_queue import DeviceQueue
@@ -200,7 +201,7 @@ class Queues:
             for queue in self.all:  # one order for all steps, so that they cannot deadlock
                 if queue in queues_of_step:
                     stack.enter_context(queue.lock)
-            return function(*reads)
+            return run_over_peers(function, reads, self._devices)
 
     def _on_streams(self, step: Step, function: Callable[..., Any], *reads: Any) -> Any:
         """Run kernels on the streams of their devices' queues; waits for them if the step has several devices."""
@@ -252,9 +253,9 @@ def _copy_queues(keys: Sequence[tuple[int, int]]) -> list[Any]:
 def functions_to_queue(metadata: Metadata, is_bound: bool = False) -> set[str]:
     """The functions whose plain calls (not only submitted ones) go through queues.
 
-    These are functions with large work to overlap on devices that share no cores. If a device is bound to a NUMA node,
-    or the machine to cores (`is_bound`), all functions go through queues, whose threads are there: a plain call would
-    run where its caller runs.
+    These are functions with large work to overlap on devices that share no cores. Work of several GPUs overlaps anyway,
+    as launches do not wait. If a device is bound to a NUMA node, or the machine to cores (`is_bound`), all functions go
+    through queues, whose threads are there: a plain call would run where its caller runs.
     """
     if is_bound or any(spec.numa_node is not None for spec in metadata.devices):
         return set(metadata.signatures)
@@ -267,7 +268,11 @@ def functions_to_queue(metadata: Metadata, is_bound: bool = False) -> set[str]:
         return set()
     devices = {index: (spec.device_type, spec.vdevice_id) for index, spec in enumerate(metadata.devices)}
     is_large = partial(_is_large, metadata, {region.name: region for region in metadata.regions})
-    return {schedule.function for schedule in metadata.schedules if schedule.overlaps(devices, is_large)}
+
+    def occupies_host(step: Step) -> bool:
+        return any(devices.get(device, (CPU, 0))[0] == CPU for device in step.devices)
+
+    return {each.function for each in metadata.schedules if each.overlaps(devices, is_large, occupies_host)}
 
 
 def _is_large(metadata: Metadata, regions: Mapping[str, RegionSpec], step: Step) -> bool:

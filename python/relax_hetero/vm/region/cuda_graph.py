@@ -31,6 +31,7 @@ from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import CACHED_GRAPHS, RING_ROWS, Layout
 from ...artifact.metadata import Metadata
 from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver, free_after_use
+from ..device.peer_memory import peer_call
 from ..device.tensors import alias, copy_into, empty, from_array
 
 _log = logging.getLogger("relax_hetero")
@@ -125,15 +126,20 @@ class CudaGraph:
         layout, words = self._layout, self._words
         bindings = words[layout.slow_bindings : layout.slow_bindings + layout.slots]
         values = tuple(map(int, words[layout.slow_parameters : layout.slow_parameters + layout.parameters]))
-        if self._has_mailboxes and values not in self._captured:
+        needs_graph = self._has_mailboxes or peer_call.uses_peers
+        if needs_graph and values not in self._captured:
             if self._driver is not None:
                 self._reserve_arena(values)
                 self._capture(values)
             if self._driver is None:
                 raise CudaError(
-                    f"command buffer {self._name!r} on {self._device} exchanges values with the CPU, and needs a CUDA "
-                    f"graph: {self._reason}"
+                    f"command buffer {self._name!r} on {self._device} exchanges values with other devices, and needs a "
+                    f"CUDA graph: {self._reason}"
                 )
+            if peer_call.uses_peers:
+                peer_call.is_incomplete = True
+        if peer_call.is_incomplete:
+            return  # the call is repeated
         graph = self._captured.get(values)
         if graph is None or self._driver is None:
             self._reserve_arena(values)

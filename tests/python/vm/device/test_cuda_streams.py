@@ -168,6 +168,20 @@ def test_copies_come_after_the_streams_of_both_gpus(cuda, library):
     assert ((100, 101), 100) in cuda.copies
 
 
+def test_the_host_does_not_wait_for_a_copy_between_gpus(cuda, library, monkeypatch):
+    """Later work of both GPUs comes after the copy."""
+    source, target = on_gpu(random(100), 0), on_gpu(np.zeros(100, "uint8"), 1)
+    seen = []
+    cuda.streams[0] = []
+    with tvm_stream(tvm.cuda(1), 55, cuda):
+        with monkeypatch.context() as patch:
+            patch.setattr(Stream, "synchronize", lambda stream: pytest.fail("the host waits"))
+            copy_into(source, target, wait=False)
+        cuda.streams[55].append(lambda: seen.append(values(target).copy()))
+        Stream(library, 1, 55).synchronize()
+    np.testing.assert_array_equal(seen, [values(source)])
+
+
 def tvm_stream(device, handle, cuda):
     cuda.current.context = 0
     cuda.streams[handle] = []

@@ -4,12 +4,14 @@ from functools import partial
 
 import numpy as np
 import pytest
+import tvm
 from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.vm.device.memory_limit import bytes_of_text
+from relax_hetero.vm.device.memory_limit import MAX_BYTES, PoolWatch, bytes_of_text
+from relax_hetero.vm.device.tensors import empty
 
 W = np.ones((64, 128), "float32")  # 32,768 bytes
 
@@ -142,3 +144,14 @@ def test_upper_bounds_plan_storage_and_arenas_and_are_kept_to(command_buffers):
             rh.BindingError, match=r"n is 101 by argument 'x' of 'main' dimension 0, expected at most 100"
         ):
             vm["main"](np.zeros((101, 64), "float32"))
+
+
+def test_donated_arguments_do_not_empty_the_pool():
+    """A cache of a language model, an argument and a result of each call, is larger than the pool may grow."""
+    watch = PoolWatch()
+    cache, logits = (empty((count,), "uint8", tvm.cpu(0)) for count in (MAX_BYTES + 1, 1000))
+    for extents in range(3):
+        watch.note(extents, ([cache], (logits, cache)))
+    assert watch.epoch == 0
+    watch.note(3, ([logits], cache))
+    assert watch.epoch == 1

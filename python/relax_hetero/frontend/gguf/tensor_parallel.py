@@ -1,0 +1,170 @@
+"""Language models over meshes of devices: ``{"*": "cuda[0:2]"}``, or ``tensor_parallel=2``.
+
+`PartitionByMesh` splits attention by heads, feed-forward networks by columns and rows, and logits by the vocabulary,
+which follows from the rules of ops. This module says what those rules cannot know: experts are dealt to the devices of
+their mesh, whole ones to each; a layer's cache is given in parts, one for the heads of each device; and GPUs get a
+copy each of the integer inputs, so that no call begins with transfers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import tvm
+from tvm.target import Target
+
+from ...encoding.pages import LayerCache
+from ...errors import FrontendError
+from ...target.mesh import mesh_positions
+from ...target.vdevice import device_name, is_cpu, lookup, parse_vdevices, vdevice_index
+from ...transform.ir.rewriting import copy_module
+from ...transform.shard.partition_by_mesh import SPLIT_PARAMETERS
+from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
+from .activation_types import ActivationTypes, names_of
+from .hyperparameters import Hyperparameters
+
+if TYPE_CHECKING:
+    from ...target.make_vdevice import VDeviceEntry
+    from ...target.vdevice import VDeviceSpec
+
+
+def parallel_devices(
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None, placement: Any, tensor_parallel: int
+) -> tuple[Any, Any]:
+    """Devices and placement rules of ``tensor_parallel=``.
+
+    Parameters
+    ----------
+    vdevices, placement, tensor_parallel
+        As for `from_gguf`.
+
+    Raises
+    ------
+    FrontendError
+        If the number is invalid, rules are given besides, or the devices are fewer.
+    """
+    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
+        raise FrontendError(f"tensor_parallel is {tensor_parallel!r}, expected a number of devices, 1 or more")
+    if tensor_parallel == 1:
+        return vdevices, placement
+    if placement is not None:
+        raise FrontendError(
+            f"found tensor_parallel={tensor_parallel} and placement, expected one of them; a mesh in rules, such as "
+            "{'*': 'cuda[0:2]'}, says the same"
+        )
+    is_single = vdevices is None or isinstance(vdevices, (str, dict, Target, tvm.relax.VDevice))
+    entries: list[Any] = [vdevices or "llvm"] if is_single else list(vdevices)  # type: ignore[arg-type]
+    if len(entries) == 1 and (isinstance(entries[0], (dict, Target)) or ":" not in str(entries[0])):
+        entries *= tensor_parallel
+    devices = parse_vdevices(entries)
+    if len(devices) < tensor_parallel:
+        raise FrontendError(
+            f"tensor_parallel is {tensor_parallel}, but vdevices has {len(devices)}; expected so many equal devices, "
+            "or one kind, such as 'cuda', that stands for all of them"
+        )
+    return devices, {"*": f"vdevice[0:{tensor_parallel}]"}
+
+
+def dealt_rules(
+    rules: PlacementRules, model: Hyperparameters, vdevices: Sequence[tvm.relax.VDevice] | None
+) -> list[tuple[str, VDeviceSpec]]:
+    """Rules in which a mesh has an equal share of a layer's experts on each of its devices."""
+    pairs = rule_pairs(rules)
+    meshes = [mesh_positions(lookup(device, vdevices)) if vdevices else () for _, device in pairs]
+    if not model.experts or not any(meshes):
+        return pairs
+    patterns, dealt = Patterns(pattern for pattern, _ in pairs), []
+    for layer in range(model.dense_layers, model.layers):
+        matching = patterns.matching(names_of(f"blk.{layer}.ffn_up_exps"))
+        if any("_exps[" in pattern for pattern, _ in pairs):
+            break  # the caller deals them
+        if not matching or not (mesh := meshes[min(matching)]):
+            continue
+        bounds = [model.experts * number // len(mesh) for number in range(len(mesh) + 1)]
+        if min(end - begin for begin, end in zip(bounds, bounds[1:], strict=False)) < 1:
+            continue
+        dealt += [
+            (f"blk.{layer}.ffn_*_exps[{begin}-{end - 1}]", vdevices[device])  # type: ignore[index]
+            for device, begin, end in zip(mesh, bounds, bounds[1:], strict=False)
+        ]
+    return [*dealt, *pairs]
+
+
+def cache_parts(model: Hyperparameters, types: ActivationTypes) -> list[tuple[int, ...]]:
+    """Positions of the devices that have a part of each cache; () for a cache that one device has.
+
+    The first layers have a cache each, which later ones share (`Hyperparameters.cache_index`).
+    """
+    return [mesh_positions(types.device_of(f"blk.{layer}.attn")) for layer in range(len(model.caches))]
+
+
+def split_caches(
+    model: Hyperparameters, rules: PlacementRules, vdevices: Sequence[tvm.relax.VDevice]
+) -> tuple[tuple[LayerCache, ...], tuple[int, ...]]:
+    """Caches as functions take them, and the number of parts of each layer's cache.
+
+    Parameters
+    ----------
+    model : Hyperparameters
+    rules, vdevices
+        Placement rules and devices.
+
+    Raises
+    ------
+    FrontendError
+        If the heads of a layer over a mesh cannot be split.
+    """
+    parts = cache_parts(model, ActivationTypes(None, "float32", rules, vdevices))
+    caches: list[LayerCache] = []
+    for index, (cache, mesh) in enumerate(zip(model.caches, parts, strict=True)):
+        count = len(mesh) or 1
+        if count > 1 and (cache.state or cache.shared or cache.kv_heads % count):
+            kind = (
+                "a state"
+                if cache.state
+                else "keys that are values"
+                if cache.shared
+                else f"{cache.kv_heads} heads of keys and values"
+            )
+            names = " and ".join(device_name(vdevices[device], vdevices) for device in mesh)
+            raise FrontendError(
+                f"cache {index} of {model.name} has {kind}, expected heads of keys and values that {names} divide; "
+                "place its layers on one device each"
+            )
+        caches += [replace(cache, kv_heads=cache.kv_heads // count)] * count
+    return tuple(caches), tuple(len(mesh) or 1 for mesh in parts)
+
+
+def with_split_parameters(
+    mod: tvm.IRModule, model: Hyperparameters, types: ActivationTypes, vdevices: Sequence[tvm.relax.VDevice]
+) -> tvm.IRModule:
+    """Say which parameters of a model's functions are given in parts; the module itself if there are none."""
+    parts = cache_parts(model, types)
+    if not any(parts):
+        return mod
+    split: dict[str, dict[str, Any]] = {}
+    number = 0
+    for index, mesh in enumerate(parts):
+        count = len(mesh) or 1
+        names = [f"pages_{number + part}" for part in range(count)]
+        number += count
+        device = types.device_of(f"blk.{index}.attn")
+        placed = list(mesh) or [0 if device is None else vdevice_index(device, vdevices)]
+        split[f"pages_{index}"] = {"placement": "S[1]" if mesh else "R", "names": names, "mesh": placed}
+    used = sorted({device for mesh in parts for device in mesh})
+    on_gpus = not any(is_cpu(vdevices[device]) for device in used)
+    functions = dict(mod.functions.items())
+    for gv, func in mod.functions.items():
+        names = [str(param.name) for param in func.params] if isinstance(func, tvm.relax.Function) else []
+        if not any(name.startswith("pages_") for name in names):
+            continue
+        copies = [name for name in names if on_gpus and not name.startswith("pages_")]
+        own = {name: split[name] for name in names if name in split}
+        for name in copies:
+            labels = [f"{name}@{device}" if device != used[0] else name for device in used]
+            own[name] = {"placement": "R", "names": labels, "mesh": used}
+        functions[gv] = func.with_attr(SPLIT_PARAMETERS, json.dumps(own))
+    return copy_module(mod, functions)

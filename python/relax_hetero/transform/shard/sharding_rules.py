@@ -1,0 +1,567 @@
+"""Rules of ops over a mesh: the sharding of the result, given those of operands, and what each device then computes.
+
+A rule takes an `OpCall` and returns an `OpPlan`. Ops without a rule, and calls that a rule does not cover, compute the
+whole result on every device from whole operands, which is always right.
+
+Weights (values that follow from constants) do not have a sharding of their own: rules choose it, and the compiler cuts
+them. A product of a whole operand with a weight splits the weight's columns; if its operand is split along the depth,
+it splits the weight's rows, and the result is a sum over devices. In a network of such products, each second one ends
+with an all-reduce (Megatron-LM, arXiv:1909.08053), which here follows from the rules of single ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tvm
+from tvm import relax
+
+from ...encoding.block_formats import block_format
+from ...op.cached_attention import CACHED_ATTENTION, PAGES, cached_attention, optional_operands
+from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, dequantize_blocks
+from ...op.traits import ELEMENTWISE, TRAITS
+from ..ir.axes import dimension_groups, permutation
+from .sharding import PARTIAL, REPLICATED, Sharding, known
+
+Local = Callable[[Sequence[relax.Expr], int], relax.Expr]
+"""Makes what a device computes from its operands, given the number of devices."""
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor operand of an op.
+
+    Attributes
+    ----------
+    expr : relax.Expr
+        Value in the program over the mesh.
+    shape : list
+        Whole shape.
+    sharding : Sharding or None
+        None for a weight.
+    can : callable
+        Test of whether the value can be had with a sharding.
+    """
+
+    expr: relax.Expr
+    shape: list[Any]
+    sharding: Sharding | None
+    can: Callable[[Sharding], bool]
+
+
+@dataclass(frozen=True)
+class OpCall:
+    """A call of an op over a mesh.
+
+    Attributes
+    ----------
+    call : relax.Call
+    operands : list of Operand
+        Tensor operands in order, those of tuples among them.
+    count : int
+        Number of devices.
+    shapes : list of list
+        Whole shape of each result.
+    segments : tuple of int
+        Segments along the result's last axis that its readers would like; () for any.
+    is_read_by_products : bool
+        True if a split of the result's last axis serves a reader: a product, attention, or the caller.
+    """
+
+    call: relax.Call
+    operands: list[Operand]
+    count: int
+    shapes: list[list[Any]]
+    segments: tuple[int, ...]
+    is_read_by_products: bool
+
+    def first_split(self) -> tuple[int, Sharding] | None:
+        """Index and sharding of the first operand that is split."""
+        for index, operand in enumerate(self.operands):
+            if operand.sharding is not None and operand.sharding.is_split:
+                return index, operand.sharding
+        return None
+
+
+@dataclass(frozen=True)
+class OpPlan:
+    """Plan of an op on all devices.
+
+    Attributes
+    ----------
+    operands, results : list of Sharding
+    local : callable or None
+        Maker of a device's call; None: the same call of its operands.
+    factor : float
+        Factor of a device's result, such as its share of a mean.
+    """
+
+    operands: list[Sharding]
+    results: list[Sharding]
+    local: Local | None = None
+    factor: float = 1.0
+
+
+def plan_op(op: OpCall) -> OpPlan:
+    """The plan of an op."""
+    name = op.call.op.name if isinstance(op.call.op, tvm.ir.Op) else ""
+    rule = _RULES.get(name) or (_elementwise if name in ELEMENTWISE else None)
+    plan = rule(op) if rule is not None else None
+    if plan is not None and all(
+        operand.can(sharding) for operand, sharding in zip(op.operands, plan.operands, strict=True)
+    ):
+        return plan
+    return OpPlan([REPLICATED] * len(op.operands), [REPLICATED] * len(op.shapes))
+
+
+def _elementwise(op: OpCall) -> OpPlan | None:
+    states = [operand.sharding for operand in op.operands]
+    if op.call.op.name in ("relax.add", "relax.subtract") and all(state == PARTIAL for state in states):
+        return OpPlan([PARTIAL, PARTIAL], [PARTIAL])
+    shape = op.shapes[0]
+    for operand, state in zip(op.operands, states, strict=True):
+        if state is None or state.axis is None:
+            continue
+        axis = state.axis + len(shape) - len(operand.shape)
+        if known(shape[axis]) == known(operand.shape[state.axis]) is not None:
+            result = state.moved_to(axis)
+            return OpPlan([_aligned(result, each.shape, len(shape)) for each in op.operands], [result])
+    return None
+
+
+def _aligned(result: Sharding, shape: Sequence[Any], rank: int) -> Sharding:
+    """The sharding of an operand that is broadcast to a result."""
+    assert result.axis is not None, "the result is split"
+    axis = result.axis - rank + len(shape)
+    return REPLICATED if axis < 0 or known(shape[axis]) == 1 else result.moved_to(axis)
+
+
+def _matmul(op: OpCall) -> OpPlan | None:
+    x, w = op.operands
+    rank = len(op.shapes[0])
+    if len(x.shape) < 2 or len(w.shape) < 2:
+        return None
+    found = op.first_split()
+    if found is None:
+        return _columns(op) if op.is_read_by_products else None
+    index, state = found
+    source = op.operands[index]
+    from_end = state.axis - len(source.shape)  # type: ignore[operator]
+    if from_end < -2:  # a batch
+        result = state.moved_to(from_end + rank)
+        operands = [_aligned(result, each.shape, rank) for each in op.operands]
+        return OpPlan(operands, [result])
+    if (index, from_end) in ((0, -1), (1, -2)):  # along the depth
+        operands = [state.moved_to(len(x.shape) - 1), state.moved_to(len(w.shape) - 2)]
+        if not all(each.can(sharding) for each, sharding in zip(op.operands, operands, strict=True)):
+            return _columns(op)
+        return OpPlan(operands, [PARTIAL])
+    result = state.moved_to(rank + from_end)
+    return OpPlan([state, REPLICATED] if index == 0 else [REPLICATED, state], [result])
+
+
+def _columns(op: OpCall) -> OpPlan | None:
+    """Split the columns of a weight."""
+    w, rank = op.operands[1], len(op.shapes[0])
+    if w.sharding is not None or op.operands[0].sharding is None:
+        return None
+    columns = Sharding(len(w.shape) - 1, op.segments)
+    if not columns.divides(w.shape, op.count) or not w.can(columns):
+        return None
+    return OpPlan([REPLICATED, columns], [columns.moved_to(rank - 1)])
+
+
+def _permute(op: OpCall) -> OpPlan | None:
+    state = op.operands[0].sharding
+    if state is None or state.axis is None:
+        return None
+    return OpPlan([state], [state.moved_to(list(permutation(op.call)).index(state.axis))])
+
+
+def reshaped_axis(source: Sequence[Any], target: Sequence[Any], axis: int, count: int) -> int | None:
+    """The axis of a reshape's result that is split if `axis` of its operand is; None if no axis is."""
+    for source_dims, target_dims in dimension_groups(source, target) or ():
+        if source_dims and source_dims[0] == axis and target_dims:
+            extent = known(target[target_dims[0]])
+            return target_dims[0] if extent is not None and extent % count == 0 else None
+    return None
+
+
+def _reshape(op: OpCall) -> OpPlan | None:
+    operand, shape = op.operands[0], op.shapes[0]
+    state = operand.sharding
+    if state is None or state.axis is None:
+        return None
+    axis = reshaped_axis(operand.shape, shape, state.axis, op.count)
+    if axis is None:
+        return None
+    segments = state.segments
+    if segments:
+        inner = int(operand.shape[state.axis]) // int(shape[axis])
+        if any(size % inner for size in segments):
+            return None
+        segments = tuple(size // inner for size in segments)
+    result = Sharding(axis, segments)
+    if not result.divides(shape, op.count):
+        return None
+    local = result.local_shape(shape, op.count)
+    return OpPlan([state], [result], lambda args, _: relax.op.reshape(args[0], local))
+
+
+def _broadcast_to(op: OpCall) -> OpPlan | None:
+    operand, shape = op.operands[0], op.shapes[0]
+    state = operand.sharding
+    if state is None or state.axis is None:
+        return None
+    axis = state.axis + len(shape) - len(operand.shape)
+    if known(shape[axis]) != known(operand.shape[state.axis]):
+        return None
+    result = state.moved_to(axis)
+    local = result.local_shape(shape, op.count)
+    return OpPlan([state], [result], lambda args, _: relax.op.broadcast_to(args[0], local))
+
+
+def _reduction(op: OpCall) -> OpPlan | None:
+    state, attrs, rank = op.operands[0].sharding, op.call.attrs, len(op.operands[0].shape)
+    if state is None or state.axis is None:
+        return None
+    axes = range(rank) if attrs.axis is None else [int(axis) % rank for axis in attrs.axis]
+    if state.axis in axes:
+        name = op.call.op.name
+        if name == "relax.sum":
+            return OpPlan([state], [PARTIAL])
+        if name == "relax.mean":
+            is_float = "float" in str(op.call.ty.dtype)
+            return OpPlan([state], [PARTIAL], factor=1.0 / op.count) if is_float else None
+        return None
+    axis = state.axis if attrs.keepdims else state.axis - sum(each < state.axis for each in axes)
+    return OpPlan([state], [state.moved_to(axis)])
+
+
+def _along(axes_of: Callable[[relax.Call, int], Sequence[int]]) -> Callable[[OpCall], OpPlan | None]:
+    """The rule of an op that combines elements along some axes; its other operands belong to these axes."""
+
+    def rule(op: OpCall) -> OpPlan | None:
+        state, rank = op.operands[0].sharding, len(op.operands[0].shape)
+        if state is None or state.axis is None or state.axis in axes_of(op.call, rank):
+            return None
+        return OpPlan([state, *[REPLICATED] * (len(op.operands) - 1)], [state])
+
+    return rule
+
+
+def _batch_norm(op: OpCall) -> OpPlan | None:
+    state, attrs = op.operands[0].sharding, op.call.attrs
+    if state is None or state.axis is None or bool(attrs.training):
+        return None
+    others = Sharding(0, state.segments) if state.axis == int(attrs.axis) % len(op.operands[0].shape) else REPLICATED
+    return OpPlan([state, *[others] * 4], [state, others, others])
+
+
+def _conv(op: OpCall) -> OpPlan | None:
+    x, w = op.operands
+    attrs = op.call.attrs
+    layout, kernel = str(attrs.data_layout), str(attrs.kernel_layout)
+    out_layout = str(attrs.out_layout) or layout
+    if any(not text.isalpha() for text in (layout, kernel, out_layout)):
+        return None
+    batch, channel = layout.index("N"), layout.index("C")
+    outputs, inputs, groups = Sharding(kernel.index("O")), Sharding(kernel.index("I")), int(attrs.groups)
+    result = Sharding(out_layout.index("C"))
+    state = x.sharding
+    if state is None or w.sharding is not None:
+        return None
+    if state.axis == batch:
+        return OpPlan([state, REPLICATED], [state.moved_to(out_layout.index("N"))])
+    if groups == 1:
+        if state.axis == channel and not state.segments and w.can(inputs):
+            return OpPlan([state, inputs], [PARTIAL])
+        if state.axis is None and not state.is_partial and op.is_read_by_products and w.can(outputs):
+            return OpPlan([REPLICATED, outputs], [result])
+        return None
+    if state.axis != channel or state.segments or groups % op.count or not w.can(outputs):
+        return None
+
+    def of_groups(args: Sequence[relax.Expr], count: int) -> relax.Expr:
+        fields = ("strides", "padding", "dilation")
+        options = {name: [int(number) for number in getattr(attrs, name)] for name in fields}
+        dtype = str(attrs.out_dtype) if attrs.out_dtype else ""
+        convolution = getattr(relax.op.nn, op.call.op.name.rpartition(".")[2])
+        return convolution(
+            *args,
+            **options,
+            groups=groups // count,
+            data_layout=layout,
+            kernel_layout=kernel,
+            out_layout=out_layout,
+            out_dtype=dtype or None,
+        )
+
+    return OpPlan([state, outputs], [result], of_groups)
+
+
+def _pool(op: OpCall) -> OpPlan | None:
+    state, layout = op.operands[0].sharding, str(op.call.attrs.layout)
+    if state is None or state.axis is None or not layout.isalpha() or layout[state.axis] not in "NC":
+        return None
+    out_layout = str(op.call.attrs.out_layout) or layout
+    return OpPlan([state], [state]) if out_layout == layout else None
+
+
+def _take(op: OpCall) -> OpPlan | None:
+    x, indices = op.operands
+    if x.sharding is None or x.sharding.axis is None or op.call.attrs.axis is None:
+        return None
+    axis = int(op.call.attrs.axis) % len(x.shape)
+    if x.sharding.axis == axis:
+        return None
+    shift = len(indices.shape) - 1 if x.sharding.axis > axis else 0
+    return OpPlan([x.sharding, REPLICATED], [x.sharding.moved_to(x.sharding.axis + shift)])
+
+
+def _concat(op: OpCall) -> OpPlan | None:
+    found = op.first_split()
+    if found is None:
+        return None
+    state, rank = found[1], len(op.shapes[0])
+    axis = int(op.call.attrs.axis or 0) % rank
+    if state.axis != axis:
+        return OpPlan([state] * len(op.operands), [state])
+    operands: list[Sharding] = []
+    segments: list[int] = []
+    for operand in op.operands:
+        own = operand.sharding.segments if operand.sharding is not None and operand.sharding.axis == axis else ()
+        operands.append(Sharding(axis, own))
+        segments += own or (known(operand.shape[axis]) or 0,)
+    result = Sharding(axis, tuple(segments))
+    if not result.divides(op.shapes[0], op.count):
+        return None
+    return OpPlan(operands, [result])
+
+
+def _split(op: OpCall) -> OpPlan | None:
+    state, rank = op.operands[0].sharding, len(op.operands[0].shape)
+    if state is None or state.axis is None:
+        return None
+    axis = int(op.call.attrs.axis) % rank
+    if state.axis != axis:
+        return OpPlan([state], [state] * len(op.shapes))
+    sizes = tuple(known(shape[axis]) or 0 for shape in op.shapes)
+    if state.segments != sizes:
+        return None
+    ends, end = [], 0
+    for size in sizes[:-1]:
+        end += size // op.count
+        ends.append(end)
+    return OpPlan([state], [Sharding(axis)] * len(sizes), lambda args, _: relax.op.split(args[0], ends, axis))
+
+
+def _strided_slice(op: OpCall) -> OpPlan | None:
+    state, call, rank = op.operands[0].sharding, op.call, len(op.operands[0].shape)
+    if state is None or state.axis is None:
+        return None
+    numbers = [_numbers(arg) for arg in call.args[1:]]
+    if any(each is None for each in numbers):
+        return None
+    axes = [axis % rank for axis in numbers[0] or ()]
+    if state.axis not in axes:
+        return OpPlan([state], [state])
+    strides = numbers[3] if len(numbers) > 3 else [1]
+    if len(axes) != 1 or strides != [1] or not state.segments:
+        return None
+    (begin,), (end,) = numbers[1] or (0,), numbers[2] or (0,)
+    at, kept = 0, []
+    for size in state.segments:
+        if begin <= at and at + size <= end:
+            kept.append(size)
+        elif at < end and begin < at + size:
+            return None
+        at += size
+    if sum(kept) != end - begin:
+        return None
+
+    def of_segments(args: Sequence[relax.Expr], count: int) -> relax.Expr:
+        return relax.op.strided_slice(args[0], [state.axis], [begin // count], [end // count])
+
+    return OpPlan([state], [Sharding(state.axis, tuple(kept) if len(kept) > 1 else ())], of_segments)
+
+
+def _numbers(expr: relax.Expr) -> list[int] | None:
+    """Integers of a tuple of constants; None for others."""
+    fields = list(expr.fields) if isinstance(expr, relax.Tuple) else None
+    values: list[Any] = [getattr(field, "value", None) for field in fields or ()]
+    return None if fields is None or None in values else [int(value) for value in values]
+
+
+def _cached_attention(op: OpCall) -> OpPlan | None:
+    attrs, count = op.call.attrs, op.count
+    heads, kv_heads = int(attrs.heads), int(attrs.kv_heads)
+    if heads % count or kv_heads % count or int(attrs.shared_values):
+        return None
+    size = int(attrs.size)
+    split = Sharding(1, (heads * size, kv_heads * size, kv_heads * size))
+    operands = [split, Sharding(1), *[REPLICATED] * 3]
+    operands += [Sharding(0) if name == "sinks" else REPLICATED for name in optional_operands(attrs)]
+
+    def of_heads(args: Sequence[relax.Expr], count: int) -> relax.Expr:
+        names = ("size", "window", "shared_values")
+        return cached_attention(
+            *args,
+            heads=heads // count,
+            kv_heads=kv_heads // count,
+            scale=float(attrs.scale),
+            softcap=float(attrs.softcap),
+            rotary=str(attrs.rotary),
+            norms=str(attrs.norms),
+            eps=float(attrs.eps),
+            rows=str(attrs.rows),
+            sinks=bool(attrs.sinks),
+            **{name: int(getattr(attrs, name)) for name in names},
+        )
+
+    return OpPlan(operands, [Sharding(1), Sharding(1)], of_heads)
+
+
+def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[int, ...]) -> tuple[int, ...]:
+    """Segments along the last axis of a call's first operand that serve it, given those that serve its result.
+
+    Parameters
+    ----------
+    call : relax.Call
+    shape : sequence
+        Shape of the operand.
+    result : tuple of int
+        Segments along the last axis of the result that its readers would like.
+    """
+    name = call.op.name if isinstance(call.op, tvm.ir.Op) else ""
+    if name == CACHED_ATTENTION and not int(call.attrs.shared_values):
+        size = int(call.attrs.size)
+        return tuple(int(count) * size for count in (call.attrs.heads, call.attrs.kv_heads, call.attrs.kv_heads))
+    if name == "relax.split" and int(call.attrs.axis) % len(shape) == len(shape) - 1:
+        return tuple(known(field.shape.values[-1]) or 0 for field in call.ty.fields)
+    if (name in ELEMENTWISE or name in RESHAPES) and sum(result) == known(shape[-1]):
+        return result
+    return ()
+
+
+# Weights: a sharding of the result follows from shardings of the operands, which in the end are cut from constants.
+
+
+def weight_operands(
+    call: relax.Call, shapes: Sequence[Sequence[Any]], sharding: Sharding, count: int
+) -> tuple[list[Sharding], Local | None] | None:
+    """Shardings of a weight's operands that give it a sharding, and what a device computes; None if there are none.
+
+    Parameters
+    ----------
+    call : relax.Call
+        Op of the weight.
+    shapes : sequence of sequence
+        Shapes of the operands.
+    sharding : Sharding
+        Sharding of the result, not replicated.
+    count : int
+        Number of devices.
+    """
+    name, axis = call.op.name, sharding.axis
+    assert axis is not None, "weights are split or whole"
+    rank = len(call.ty.shape.values)
+    if name == "relax.permute_dims":
+        return [sharding.moved_to(list(permutation(call))[axis])], None
+    if name == DEQUANTIZE_BLOCKS:
+        return _dequantized(call, shapes, sharding, count)
+    if name in ELEMENTWISE:
+        return [_aligned(sharding, shape, rank) for shape in shapes], None
+    if name in RESHAPES and not sharding.segments:
+        back = reshaped_axis(call.ty.shape.values, shapes[0], axis, count)
+        if back is None or reshaped_axis(shapes[0], call.ty.shape.values, back, count) != axis:
+            return None
+        local = sharding.local_shape(call.ty.shape.values, count)
+        return [Sharding(back)], lambda args, _: relax.op.reshape(args[0], local)
+    return None
+
+
+def _dequantized(
+    call: relax.Call, shapes: Sequence[Sequence[Any]], sharding: Sharding, count: int
+) -> tuple[list[Sharding], Local | None] | None:
+    if sharding.axis == 0:
+        return [sharding] * len(shapes), None
+    attrs = call.attrs
+    depth, block, form = int(attrs.depth), int(attrs.block), str(attrs.format)
+    if sharding.segments:
+        return None
+    if form:
+        if depth % (count * block_format(form).superblock_size):
+            return None
+    elif depth % (count * block):
+        return None
+    if any(int(shape[1]) % count for shape in shapes):
+        return None
+
+    def of_depth(args: Sequence[relax.Expr], count: int) -> relax.Expr:
+        return dequantize_blocks(
+            *args,
+            depth=depth // count,
+            block=block,
+            bits=int(attrs.bits),
+            format=form,
+            activation_bits=int(attrs.activation_bits),
+            rows=str(attrs.rows),
+        )
+
+    return [Sharding(1)] * len(shapes), of_depth
+
+
+RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.nn.batch_flatten")
+WEIGHT_OPS = ELEMENTWISE | {DEQUANTIZE_BLOCKS, "relax.permute_dims", *RESHAPES}
+"""Ops of constants whose results are weights."""
+
+PRODUCTS = frozenset(
+    {CACHED_ATTENTION} | {name for name, traits in TRAITS.items() if traits.kind in ("product", "conv", "attention")}
+)
+_PASSING = frozenset(
+    ELEMENTWISE
+    | {"relax.permute_dims", "relax.split", "relax.strided_slice", "relax.concat", "relax.nn.batch_norm", *RESHAPES}
+    | {name for name, traits in TRAITS.items() if traits.kind in ("softmax", "max_pool", "avg_pool")}
+)
+
+
+def passes_on(call: relax.Call) -> bool:
+    """Return whether a split of an operand may become one of the result."""
+    return isinstance(call.op, tvm.ir.Op) and call.op.name in _PASSING
+
+
+def written_operand(call: relax.Call) -> int | None:
+    """Index of an operand that a call overwrites, among the op's tensors; None without one."""
+    return PAGES if isinstance(call.op, tvm.ir.Op) and call.op.name == CACHED_ATTENTION else None
+
+
+def _last_axes(call: relax.Call, rank: int) -> list[int]:
+    return [int(axis) % rank for axis in call.attrs.axes]
+
+
+def _axis(call: relax.Call, rank: int) -> list[int]:
+    return [int(call.attrs.axis) % rank]
+
+
+_RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
+    "relax.matmul": _matmul,
+    "relax.permute_dims": _permute,
+    **dict.fromkeys(RESHAPES, _reshape),
+    "relax.broadcast_to": _broadcast_to,
+    **{name: _reduction for name, traits in TRAITS.items() if traits.kind == "reduction"},
+    "relax.nn.softmax": _along(_axis),
+    "relax.nn.log_softmax": _along(_axis),
+    "relax.nn.layer_norm": _along(_last_axes),
+    "relax.nn.rms_norm": _along(_last_axes),
+    "relax.nn.batch_norm": _batch_norm,
+    **{name: _conv for name, traits in TRAITS.items() if traits.kind == "conv"},
+    **{name: _pool for name, traits in TRAITS.items() if traits.kind in ("max_pool", "avg_pool")},
+    "relax.take": _take,
+    "relax.concat": _concat,
+    "relax.split": _split,
+    "relax.strided_slice": _strided_slice,
+    CACHED_ATTENTION: _cached_attention,
+}

@@ -1,0 +1,151 @@
+"""Memory of GPUs that the other GPUs of a mesh write to (`artifact.peer_layout`), one for each machine and mesh.
+
+A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait
+for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
+until all its command buffers are graphs (`run_over_peers`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.peer_layout import PEER_MEMORY, memory_bytes
+from ...errors import HeteroError
+from .builtins import current_machine
+from .cuda_copies import enable_peer_access, has_peer_access
+from .tensors import copy_into, empty, from_array
+
+
+class _PeerCall(threading.local):
+    """The call on this thread.
+
+    Attributes
+    ----------
+    uses_peers : bool
+        Whether it is one of a function over GPUs of a mesh.
+    is_incomplete : bool
+        Whether command buffers have become graphs that were not launched.
+    waits : bool
+        Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
+    """
+
+    uses_peers = False
+    is_incomplete = False
+    waits = False
+
+
+peer_call = _PeerCall()
+
+
+@contextmanager
+def waiting_for_kernels() -> Iterator[None]:
+    """Context of calls on this thread in which the host waits for each kernel: they refuse meshes of GPUs."""
+    peer_call.waits = True
+    try:
+        yield
+    finally:
+        peer_call.waits = False
+
+
+def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices: Sequence[runtime.Device]) -> Any:
+    """Call compiled code; a second time, if the first one only made graphs.
+
+    Parameters
+    ----------
+    function : callable
+        Compiled function.
+    values : sequence
+        Its arguments.
+    devices : sequence of runtime.Device
+        Devices of the machine.
+    """
+    try:
+        result = function(*values)
+        if peer_call.uses_peers and peer_call.is_incomplete:
+            peer_call.is_incomplete = False
+            del result
+            for device in devices:
+                device.sync()
+            result = function(*values)
+            if peer_call.is_incomplete:
+                raise HeteroError("a command buffer over GPUs of a mesh has no graph; expected one after a call")
+    except BaseException:
+        peer_call.uses_peers = peer_call.is_incomplete = False
+        raise
+    if peer_call.uses_peers:
+        peer_call.uses_peers = False
+    return result
+
+
+_memories: dict[tuple[int, int, tuple[int, ...]], _PeerMemory] = {}
+_lock = threading.Lock()
+
+
+class _PeerMemory:
+    """Memory of all devices of a mesh, and on each of them the addresses of all.
+
+    Parameters
+    ----------
+    devices : list of runtime.Device
+    slot_bytes : int
+
+    Raises
+    ------
+    HeteroError
+        If a GPU cannot access the memory of another one.
+    """
+
+    def __init__(self, devices: list[runtime.Device], slot_bytes: int) -> None:
+        if len({device.index for device in devices}) < len(devices):
+            raise HeteroError(f"a mesh runs on {', '.join(map(str, devices))}, expected different GPUs")
+        enable_peer_access(devices)
+        for device in devices:
+            for peer in devices:
+                if device.index != peer.index and not has_peer_access(device.index, peer.index):
+                    raise HeteroError(
+                        f"{device} cannot access the memory of {peer}, which GPUs of a mesh need; expected GPUs with "
+                        "NVLink, or PCIe peer access"
+                    )
+        nbytes = memory_bytes(len(devices), slot_bytes)
+        self.memory = [empty((nbytes,), "uint8", device) for device in devices]
+        zeros = from_array(np.zeros(nbytes, "uint8"))
+        for tensor in self.memory:
+            copy_into(zeros, tensor)
+        bases = np.array([tensor.data_ptr() for tensor in self.memory], "int64")
+        self.addresses = {device.index: empty((len(devices),), "int64", device) for device in devices}
+        for addresses in self.addresses.values():
+            copy_into(from_array(bases), addresses)
+
+
+@tvm_ffi.register_global_func(PEER_MEMORY, override=True)
+def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
+    """Addresses of the memory of a mesh's devices, on the device of manifest entry `index`."""
+    current = current_machine.devices_and_scopes
+    if current is None:
+        raise HeteroError("peer_memory is called outside of a machine")
+    if peer_call.waits:
+        raise HeteroError(
+            "this function's kernels wait for those of other GPUs, so that their times cannot be measured one by one; "
+            "expected a function over no mesh of GPUs"
+        )
+    peer_call.uses_peers = True
+    devices, key = current[0], (id(current[0]), slot_bytes, mesh)
+    with _lock:
+        memory = _memories.get(key)
+        if memory is None:
+            memory = _memories[key] = _PeerMemory([devices[position] for position in mesh], slot_bytes)
+    return memory.addresses[devices[index].index]
+
+
+def free_peer_memory(machine: int) -> None:
+    """Free the memory of a machine, given the identity of its list of devices."""
+    with _lock:
+        for key in [key for key in _memories if key[0] == machine]:
+            del _memories[key]

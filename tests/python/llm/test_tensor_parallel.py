@@ -1,0 +1,144 @@
+"""Language models over meshes of devices, against the float64 reference and the model on one device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+import numpy as np
+import pytest
+
+import relax_hetero as rh
+from llm.gguf_files import MODELS, write_gguf
+from llm.reference_model import ReferenceModel
+from llm.run_gguf import run
+from modules import calls_of
+from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
+from relax_hetero.frontend.gguf.tensor_parallel import dealt_rules, parallel_devices
+from relax_hetero.llm.description import ModelDescription
+from relax_hetero.op.cached_attention import CACHED_ATTENTION
+from relax_hetero.target.vdevice import parse_vdevices
+
+TOKENS = np.random.default_rng(1).integers(0, 320, 70)
+CORE = {"kind": "llvm", "num-cores": 1}
+MIXED = {"*exps*": "Q4_K", "*": "Q8_0"}
+PIPELINE = {"blk.1.*": "llvm[2:4]", "output*": "llvm[2:4]", "*": "llvm[0:2]"}
+ASIDE = {"blk.*.ffn_*_exps": "llvm:2", "*": "llvm[0:2]"}
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "devices", "placement"),
+    [  # slow: two models are compiled each; `models` below is the quick one
+        pytest.param("llama", "F16", 2, {"*": "llvm[0:2]"}, marks=pytest.mark.slow),
+        pytest.param("llama", "Q8_0", 2, {"*": "llvm[0:2]"}, marks=pytest.mark.slow),
+        # Biases, and heads whose depth of 256 is not two superblocks: rows are gathered instead.
+        pytest.param("qwen2", "Q4_K", 2, {"*": "llvm[0:2]"}, marks=pytest.mark.slow),
+        # Experts are dealt; then by lists; then on a device of their own. Sinks, windows.
+        pytest.param("qwen3moe", MIXED, 2, {"*": "llvm[0:2]"}, marks=pytest.mark.slow),
+        pytest.param("gpt-oss", {"*exps*": "MXFP4", "*": "Q8_0"}, 2, {"*": "llvm[0:2]"}, marks=pytest.mark.slow),
+        pytest.param("qwen3moe", MIXED, 3, ASIDE, marks=pytest.mark.slow),
+        # Layers on two meshes.
+        pytest.param("llama", "F16", 4, PIPELINE, marks=pytest.mark.slow),
+    ],
+)
+def test_logits_and_tokens(name, types, devices, placement, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
+    expected = ReferenceModel(path).logits(TOKENS)
+    actual = run(path, TOKENS, 9, [CORE] * devices, placement)
+    np.testing.assert_allclose(actual, expected, atol=5e-4 * np.abs(expected).max())
+    np.testing.assert_array_equal(actual.argmax(axis=1), run(path, TOKENS, 9).argmax(axis=1))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A model on one device, and over two."""
+    path = write_gguf(tmp_path_factory.mktemp("model") / "model.gguf", MODELS["llama"], "F16")
+    options = {"batches": (2,), "chunks": (16,), "context": 64, "background": False}
+    return path, *(rh.llm.load(path, CORE, tensor_parallel=count, **options)[0] for count in (1, 2))
+
+
+def test_a_loaded_model_has_the_tokens_of_one_device(models):
+    _, one, two = models
+    texts = []
+    for model in (one, two):
+        slots = [model.cache.add(), model.cache.add()]
+        logits = [model.prefill(slot, TOKENS[3 * slot : 3 * slot + 11]) for slot in slots]
+        rows = [[int(np.argmax(row))] for row in logits]
+        for _ in range(4):
+            for row, tokens in zip(model.decode(slots, [row[-1] for row in rows]), rows, strict=True):
+                tokens.append(int(row.argmax()))
+        for slot in slots:
+            model.cache.free(slot)
+        texts.append(rows)
+    assert texts[0] == texts[1]
+
+
+def test_each_device_has_half_of_the_cache_and_of_the_work(models):
+    _, one, two = models
+    whole = one.cache.bytes["cpu:0"]
+    assert two.cache.bytes == {"cpu:0": whole // 2, "cpu:1": whole // 2}
+    assert [layer.kv_heads * 2 for layer in two.cache.layers[::2]] == [layer.kv_heads for layer in one.cache.layers]
+    plan = two.executable.memory_plan
+    assert plan.weights(1) < 0.75 * one.executable.memory_plan.weights(0)  # embeddings are on both
+    assert {region.device for region in two.executable.metadata.regions} == {0, 1}
+    assert one.description.windows == two.description.windows
+    text = json.dumps(asdict(two.description))
+    assert ModelDescription(**json.loads(text)).cache_parts == [2, 2]
+
+
+def test_heads_of_each_device(models):
+    path, *_ = models
+    mod = rh.from_gguf(path, CORE, tensor_parallel=2, context=64)
+    calls = [call for call in calls_of(CACHED_ATTENTION, mod) if str(call.attrs.rows) == "decode"]
+    assert [(int(call.attrs.heads), int(call.attrs.kv_heads)) for call in calls] == [(2, 1)] * 4
+    assert [str(param.name) for param in mod["decode_1"].params][-4:] == [f"pages_{index}" for index in range(4)]
+
+
+def test_gpus_take_copies_of_integers(models):
+    path, *_ = models
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+    mod = rh.from_gguf(path, [gpu, gpu], {"*": "cuda[0:2]"}, context=64)
+    names = [str(param.name) for param in mod["decode_1"].params]
+    assert names[:4] == ["tokens", "tokens@1", "positions", "positions@1"]
+    # Two all-reduces for each layer and GPU, in each of the two functions.
+    kernels = [call for call in calls_of("relax.call_tir", mod) if call.args[0].name_hint.startswith("all_reduce")]
+    assert len(kernels) == 2 * 2 * 2 * 2
+
+
+def test_experts_are_dealt(tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], MIXED)
+    model, devices = hyperparameters_of(read_gguf(path)), parse_vdevices(["llvm"] * 3)
+    rules = dealt_rules({"blk.1.*": "llvm[0:3]", "*": "llvm"}, model, devices)
+    assert [pattern for pattern, _ in rules] == [
+        "blk.1.ffn_*_exps[0-1]",
+        "blk.1.ffn_*_exps[2-4]",
+        "blk.1.ffn_*_exps[5-7]",
+        "blk.1.*",
+        "*",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("llama", {"tensor_parallel": 0}, "expected a number of devices"),
+        ("llama", {"tensor_parallel": 2, "placement": {"*": "llvm"}}, "expected one of them"),
+        ("llama", {"tensor_parallel": 3, "vdevices": ["llvm", "llvm"]}, "vdevices has 2"),
+        ("llama", {"vdevices": ["llvm"] * 3, "placement": {"*": "llvm[0:3]"}}, "2 heads of keys and values, expected"),
+        ("deepseek2", {"tensor_parallel": 2}, "keys that are values"),
+        ("qwen3moe", {"tensor_parallel": 2, "count_experts": True}, "count_experts and a mesh"),
+    ],
+)
+def test_errors(name, arguments, message, tmp_path):
+    path = write_gguf(tmp_path / "model.gguf", MODELS[name], "F16")
+    with pytest.raises(rh.FrontendError, match=message):
+        rh.from_gguf(path, context=64, **arguments)
+
+
+def test_devices_of_a_number():
+    devices, placement = parallel_devices("llvm", None, 3)
+    assert len(devices) == 3
+    assert placement == {"*": "vdevice[0:3]"}
+    devices, _ = parallel_devices(["cuda:0", "cuda:1", "llvm"], None, 2)
+    assert len(devices) == 3

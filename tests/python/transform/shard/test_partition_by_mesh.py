@@ -1,0 +1,370 @@
+"""PartitionByMesh: modules before and after, errors, and random shardings of random graphs against the whole graph."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from tvm import relax
+from tvm.script import ir as I
+from tvm.script import relax as R
+
+import relax_hetero as rh
+from modules import calls_of, check_pass, ir_module, ops_of
+from relax_hetero.target.vdevice import parse_vdevices, with_vdevices
+from relax_hetero.tir.cuda.all_reduce import slots_of
+from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
+from relax_hetero.transform.shard.sharding import Sharding
+from seeds import fresh_rng
+from transform.interpreting import run
+
+W = np.random.default_rng(0).standard_normal((8, 16)).astype("float32")
+V = np.random.default_rng(1).standard_normal((16, 8)).astype("float32")
+CORE = {"kind": "llvm", "num-cores": 1}
+
+
+def test_products_split_columns_then_rows():
+    """The second product gives a sum over devices; a column of a sum is used by one device only."""
+
+    @ir_module("llvm", "llvm:1")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.matmul(x, R.const(W))
+            b = R.nn.relu(a)
+            c = R.matmul(b, R.const(V))
+            R.output(c)
+        return c
+
+    @ir_module("llvm", "llvm:1")
+    def expected(x: R.Tensor((4, 8), "float32", "llvm:0")):
+        with R.dataflow():
+            x1: R.Tensor((4, 8), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+            a: R.Tensor((4, 8), "float32", "llvm:0") = R.matmul(x, R.const(W[:, :8]))
+            a1: R.Tensor((4, 8), "float32", "llvm:1") = R.matmul(x1, R.const(W[:, 8:]))
+            b: R.Tensor((4, 8), "float32", "llvm:0") = R.nn.relu(a)
+            b1: R.Tensor((4, 8), "float32", "llvm:1") = R.nn.relu(a1)
+            c: R.Tensor((4, 8), "float32", "llvm:0") = R.matmul(b, R.const(V[:8]))
+            c1: R.Tensor((4, 8), "float32", "llvm:1") = R.matmul(b1, R.const(V[8:]))
+            sent: R.Tensor((4, 8), "float32", "llvm:0") = R.to_vdevice(c1, "llvm:0")
+            total: R.Tensor((4, 8), "float32", "llvm:0") = R.add(c, sent)
+            R.output(total)
+        return total
+
+    check_pass(partition_by_mesh, before, expected)
+
+
+def test_all_reduce_all_gather_and_reduce_scatter():
+    @ir_module("llvm", "llvm:1")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            s = R.hetero.shard(x, "S[1]")
+            a = R.matmul(s, R.const(V[:8]))
+            r = R.hetero.shard(a, "S[0]")
+            b = R.nn.relu(r)
+            R.output(b)
+        return b
+
+    @ir_module("llvm", "llvm:1")
+    def expected(x: R.Tensor((4, 8), "float32", "llvm:0")):
+        with R.dataflow():
+            x1: R.Tensor((4, 8), "float32", "llvm:1") = R.to_vdevice(x, "llvm:1")
+            s: R.Tensor((4, 4), "float32", "llvm:0") = R.strided_slice(x, [1], [0], [4])
+            s1: R.Tensor((4, 4), "float32", "llvm:1") = R.strided_slice(x1, [1], [4], [8])
+            a: R.Tensor((4, 8), "float32", "llvm:0") = R.matmul(s, R.const(V[:4]))
+            a1: R.Tensor((4, 8), "float32", "llvm:1") = R.matmul(s1, R.const(V[4:8]))
+            p00: R.Tensor((2, 8), "float32", "llvm:0") = R.strided_slice(a, [0], [0], [2])
+            p10: R.Tensor((2, 8), "float32", "llvm:1") = R.strided_slice(a1, [0], [0], [2])
+            t10: R.Tensor((2, 8), "float32", "llvm:0") = R.to_vdevice(p10, "llvm:0")
+            r0: R.Tensor((2, 8), "float32", "llvm:0") = R.add(p00, t10)
+            p01: R.Tensor((2, 8), "float32", "llvm:0") = R.strided_slice(a, [0], [2], [4])
+            t01: R.Tensor((2, 8), "float32", "llvm:1") = R.to_vdevice(p01, "llvm:1")
+            p11: R.Tensor((2, 8), "float32", "llvm:1") = R.strided_slice(a1, [0], [2], [4])
+            r1: R.Tensor((2, 8), "float32", "llvm:1") = R.add(t01, p11)
+            b0: R.Tensor((2, 8), "float32", "llvm:0") = R.nn.relu(r0)
+            b1: R.Tensor((2, 8), "float32", "llvm:1") = R.nn.relu(r1)
+            sent: R.Tensor((2, 8), "float32", "llvm:0") = R.to_vdevice(b1, "llvm:0")
+            whole: R.Tensor((4, 8), "float32", "llvm:0") = R.concat((b0, sent), axis=0)
+            R.output(whole)
+        return whole
+
+    check_pass(partition_by_mesh, before, expected)
+
+
+def test_a_module_without_meshes_stays():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm:1")):
+        with R.dataflow():
+            a = R.nn.relu(x)
+            R.output(a)
+        return a
+
+    assert partition_by_mesh(module).same_as(module)
+
+
+def test_a_residual_joins_the_sum_on_one_device():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            y = R.nn.softmax(x)
+            a = R.matmul(R.nn.relu(R.matmul(y, R.const(W))), R.const(V))
+            b = R.add(a, y)
+            c = R.nn.softmax(b)
+            d = R.matmul(c, R.const(W))
+            R.output(d)
+        return d
+
+    adds = calls_of("relax.add", partition_by_mesh(module))
+    # One for the residual, one on each device for the sum.
+    assert sorted(int(call.ty.vdevice.vdevice_id) for call in adds) == [0, 0, 1]
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    np.testing.assert_allclose(run(partition_by_mesh(module), x), run(module, x), rtol=1e-5, atol=1e-6)
+
+
+def test_gpus_sum_by_kernels_in_one_order():
+    @ir_module({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
+    def module(x: R.Tensor((4, 8), "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.nn.softmax(R.matmul(R.nn.relu(R.matmul(x, R.const(W))), R.const(V)))
+            b = R.nn.softmax(R.matmul(R.nn.relu(R.matmul(a, R.const(W))), R.const(V)))
+            c = R.matmul(b, R.const(W))
+            R.output(c)
+        return c
+
+    after = partition_by_mesh(module)
+    kernels = [call for call in calls_of("relax.call_tir", after) if "all_reduce" in call.args[0].name_hint]
+    assert [call.args[0].name_hint[:12] for call in kernels] == ["all_reduce_0", "all_reduce_1"] * 2
+    for rank in range(2):  # the second one reads the result of the first, which orders them
+        first, second = kernels[rank::2]
+        variables = [b.var for b in after["main"].body.blocks[0].bindings if b.value.same_as(first)]
+        assert second.args[1].fields[2].same_as(variables[0])
+    assert ops_of(after).count("relax.to_vdevice") == 2  # the argument, and the part of the result
+    exe = rh.compile(module)
+    assert [region.device for region in exe.metadata.regions] == [0, 1]
+    assert not exe.metadata.schedules
+
+
+def test_slots_of_neighbours_differ_between_calls_too():
+    for count in range(1, 9):
+        slots = slots_of(count)
+        assert len(slots) == count
+        assert count == 1 or all(a != b for a, b in zip(slots, [*slots[1:], slots[0]], strict=True)), slots
+
+
+def test_parameters_in_parts():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32"), state: R.Tensor((4, 16), "float32")):
+        with R.dataflow():
+            a: R.Tensor((4, 16), "float32", "llvm[0:2]") = R.matmul(x, R.const(W))
+            b: R.Tensor((4, 16), "float32", "llvm[0:2]") = R.add(a, state)
+            c: R.Tensor((4, 8), "float32", "llvm[0:2]") = R.matmul(b, R.const(V))
+            R.output(b, c)
+        return (c, b)
+
+    split = {"state": {"placement": "S[1]", "names": ["s0", "s1"], "mesh": [0, 1]}}
+    func = module["main"].with_attrs(
+        {SPLIT_PARAMETERS: json.dumps(split), "input_names": ["x", "state"], "output_names": ["c", "state"]}
+    )
+    module.update_func(module.get_global_var("main"), func)
+    main = partition_by_mesh(module)["main"]
+    assert [str(param.name) for param in main.params] == ["x", "s0", "s1"]
+    assert list(main.attrs["output_names"]) == ["c", "s0", "s1"]
+    assert [[int(extent) for extent in field.shape.values] for field in main.ret_ty.fields] == [[4, 8], [4, 8], [4, 8]]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("llvm[0:3]", "no vdevice 'llvm:2'"),
+        ("llvm[1:1]", "expected a range"),
+        ("llvm[0-2]", "a mesh 'kind"),
+        ("vdevice[0:3]", "equal targets"),
+    ],
+)
+def test_names_of_meshes(name, message):
+    devices = parse_vdevices(["llvm", "llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}][: 3 if "vdevice" in name else 2])
+    with pytest.raises(rh.VDeviceError, match=message):
+        rh.target.vdevice.lookup(name, devices)
+
+
+def test_shardings_that_cannot_be():
+    @ir_module("llvm", "llvm:1")
+    def uneven(x: R.Tensor((3, 8), "float32", "llvm[0:2]")):
+        y = R.hetero.shard(x, "S[0]")
+        return y
+
+    with pytest.raises(rh.PlacementError, match="an axis whose extent they divide"):
+        partition_by_mesh(uneven)
+
+    @ir_module("llvm", "llvm:1")
+    def single(x: R.Tensor((4, 8), "float32", "llvm[0:2]"), y: R.Tensor((4, 8), "float32", "llvm:0")):
+        z: R.Tensor((4, 8), "float32", "llvm:0") = R.hetero.shard(y, "S[0]")
+        return (x, z)
+
+    with pytest.raises(rh.PlacementError, match="expected a mesh of several devices"):
+        partition_by_mesh(single)
+
+
+def test_placements_are_checked():
+    for text in ("P", "S[-1]", "S", 1):
+        with pytest.raises(rh.PlacementError, match=r"expected 'R' or 'S\[a\]'"):
+            rh.op.shard(relax.Var("x", R.Tensor((4,), "float32")), text)
+
+
+def test_control_flow_and_calls_are_refused():
+    @I.ir_module
+    class Calls:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function
+        def inner(x: R.Tensor((4,), "float32", "llvm[0:2]")):
+            y = R.nn.relu(x)
+            return y
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm[0:2]")):
+            cls = Calls
+            y = cls.inner(x)
+            return y
+
+    with pytest.raises(rh.PlacementError, match="'main' calls 'inner', which has values over a mesh"):
+        partition_by_mesh(Calls)
+
+    @ir_module("llvm", "llvm:1")
+    def branches(x: R.Tensor((4,), "float32", "llvm[0:2]"), c: R.Tensor((), "bool")):
+        if c:
+            y = R.nn.relu(x)
+        else:
+            y = R.negative(x)
+        return y
+
+    with pytest.raises(rh.PlacementError, match="neither control flow nor match_cast"):
+        partition_by_mesh(branches)
+
+
+class RandomGraph:
+    """A random function over a mesh, whose values have random shardings."""
+
+    def __init__(self, generator: np.random.Generator, devices: int, ops: int) -> None:
+        self.generator, self.devices = generator, devices
+        self.vdevices = parse_vdevices([CORE] * devices)
+        self.mesh = rh.target.vdevice.lookup(f"llvm[0:{devices}]", self.vdevices)
+        self.bindings: list[relax.Binding] = []
+        self.builder = relax.BlockBuilder()
+        self.params = [relax.Var(f"x{i}", relax.TensorType([4, 8, 12], "float32")) for i in range(2)]
+        self.values: list[relax.Expr] = list(self.params)
+        for _ in range(ops):
+            self.add()
+
+    def emit(self, value: relax.Expr) -> relax.Var:
+        var = relax.DataflowVar(f"v{len(self.bindings)}", self.builder.normalize(value).ty)
+        self.bindings.append(relax.VarBinding(var, value))
+        return var
+
+    def weight(self, *shape: int) -> relax.Expr:
+        return relax.const(self.generator.standard_normal(shape).astype("float32"))
+
+    def add(self) -> None:
+        pick = self.generator
+        x = self.values[pick.integers(max(0, len(self.values) - 4), len(self.values))]
+        shape = [int(extent) for extent in x.ty.shape.values]
+        last, op = shape[-1], relax.op
+        choices = [
+            lambda: op.matmul(x, self.weight(last, int(pick.choice([8, 12, 6])))),
+            lambda: op.nn.relu(x),
+            lambda: op.multiply(x, self.weight(last)),
+            lambda: op.add(x, self.weight(*shape)),
+            lambda: op.nn.softmax(x, axis=int(pick.integers(len(shape)))),
+            lambda: op.nn.layer_norm(x, self.weight(last), self.weight(last), axes=[-1]),
+            lambda: op.permute_dims(x, [int(axis) for axis in pick.permutation(len(shape))]),
+            lambda: op.sum(x, [int(pick.integers(len(shape)))], keepdims=True) if max(shape) > 1 else op.nn.relu(x),
+            lambda: op.mean(x, [int(pick.integers(len(shape)))], keepdims=True),
+            lambda: op.max(x, [int(pick.integers(len(shape)))], keepdims=True),
+            lambda: op.concat([x, x], axis=int(pick.integers(len(shape)))) if np.prod(shape) < 4000 else op.nn.relu(x),
+            lambda: op.strided_slice(x, [len(shape) - 1], [last // 4], [last]) if last > 3 else op.nn.relu(x),
+            lambda: (
+                op.take(x, relax.const(np.array([0, shape[1] - 1, 0])), axis=1) if len(shape) > 1 else op.nn.relu(x)
+            ),
+            lambda: op.reshape(x, [shape[0] * shape[1], *shape[2:]] if len(shape) == 3 else [1, *shape]),
+            lambda: op.broadcast_to(x, [3, *shape]) if len(shape) == 2 else op.nn.relu(x),
+        ]
+        y = self.emit(choices[pick.integers(len(choices))]())
+        if pick.random() < 0.3:  # two halves of an axis
+            axis = int(pick.integers(len(shape)))
+            extent = int(y.ty.shape.values[axis]) if axis < y.ty.ndim else 1
+            if extent > 1:
+                parts = self.emit(op.split(y, [extent // 2], axis))
+                y = self.emit(relax.TupleGetItem(parts, int(pick.integers(2))))
+        axes = [i for i, extent in enumerate(y.ty.shape.values) if int(extent) % self.devices == 0]
+        if pick.random() < 0.5:
+            placement = f"S[{pick.choice(axes)}]" if axes and pick.random() < 0.8 else "R"
+            y = self.emit(rh.op.shard(y, placement))
+        self.values.append(y)
+
+    def module(self):
+        """The module, with all values on the mesh."""
+        names: dict[relax.Var, relax.Var] = {}
+        bindings = []
+        kept = self.values[-3:]
+        for binding in self.bindings:
+            ty = binding.var.ty
+            if isinstance(ty, relax.TensorType):
+                ty = relax.TensorType(ty.shape, ty.dtype, self.mesh)
+            is_output = any(binding.var.same_as(value) for value in kept)
+            var = (relax.Var if is_output else relax.DataflowVar)(binding.var.name, ty)
+            names[binding.var] = var
+            value = _with_variables(binding.value, names)
+            if isinstance(value, relax.Call):
+                relax.expr._update_type(value, ty)
+            bindings.append(relax.VarBinding(var, value))
+        result = relax.Tuple([names.get(value, value) for value in kept])
+        body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
+        func = relax.Function(self.params, body, result.ty).with_attr("global_symbol", "main")
+        mod = relax.BlockBuilder().get()
+        mod = with_vdevices(mod, self.vdevices)
+        mod["main"] = func
+        return mod
+
+
+def _with_variables(expr, names):
+    if isinstance(expr, relax.Tuple):
+        return relax.Tuple([_with_variables(field, names) for field in expr.fields])
+    if isinstance(expr, relax.TupleGetItem):
+        return relax.TupleGetItem(_with_variables(expr.tuple_value, names), expr.index)
+    if isinstance(expr, relax.Call):
+        return relax.Call(expr.op, [_with_variables(arg, names) for arg in expr.args], expr.attrs, expr.ty_args)
+    return names.get(expr, expr) if isinstance(expr, relax.Var) else expr
+
+
+@pytest.mark.parametrize("devices", [2, 3, 4])
+def test_any_sharding_of_a_random_graph_gives_the_same_numbers(devices):
+    generator = fresh_rng()
+    partitioned = 0
+    for _ in range(12):
+        mod = RandomGraph(generator, devices, 8).module()
+        after = partition_by_mesh(mod)
+        assert relax.analysis.check_well_formed(after)
+        arguments = [generator.standard_normal((4, 8, 12)).astype("float32") for _ in range(2)]
+        for actual, expected in zip(run(after, *arguments), run(mod, *arguments), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4 * max(1, np.abs(expected).max()))
+        local = {str(var.name) for block in after["main"].body.blocks for var in (b.var for b in block.bindings)}
+        partitioned += any("@1" in name for name in local)
+    assert partitioned > 6, "most graphs have work for the second device"
+
+
+def test_compiled_graphs_run_on_all_devices():
+    mod = RandomGraph(np.random.default_rng(5), 2, 12).module()
+    exe = rh.compile(mod)
+    x = np.random.default_rng(6).standard_normal((2, 4, 8, 12)).astype("float32")
+    for actual, expected in zip(rh.vm.VirtualMachine(exe)["main"](*x), run(mod, *x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=2e-4, atol=2e-4 * max(1, np.abs(expected).max()))
+    assert {region.device for region in exe.metadata.regions} == {0, 1}
+
+
+def test_parts_of_segments():
+    array = np.arange(12)
+    sharding = Sharding(0, (8, 4))
+    assert sharding.part(array, 0, 2).tolist() == [0, 1, 2, 3, 8, 9]
+    assert sharding.part(array, 1, 2).tolist() == [4, 5, 6, 7, 10, 11]
+    assert not Sharding(0, (8, 3)).divides([11], 2)
+    assert not Sharding(0, (8, 4)).divides([13], 2)
