@@ -13,6 +13,11 @@ from relax_hetero.encoding.block_formats import BlockFormat, block_format, dequa
 from relax_hetero.encoding.block_panels import BlockSource, Panels
 from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
+from relax_hetero.target.dot_instructions import block_dot_instruction
+from tir.kernel_runs import NAMES, cpu_named
+
+FLOAT_NAMES = [name for name in NAMES if block_dot_instruction(cpu_named(name), 15, 8, False) is None]
+"""Machines that multiply weights as float32; the others round activations, see test_block_dots."""
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,8 @@ from relax_hetero.target.cpu_target import ZEN4
 from relax_hetero.tir.matmul.block_dots import MIN_UNPACKED_ROWS
 from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import NAMES, cpu_named, kernel, runs_here
-from tir.matmul.block_problems import Weights, as_bytes, integers, of_file, plain
+from tir.kernel_runs import cpu_named, kernel, runs_here
+from tir.matmul.block_problems import FLOAT_NAMES, Weights, as_bytes, integers, of_file, plain
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -68,10 +68,10 @@ def check(weights, experts, tokens, used, shared, name, folder):
     np.testing.assert_array_less(np.abs(actual - want)[index >= 0], (1e-6 * size + 1e-30)[index >= 0])
 
 
-DOT_NAMES = [name for name in ("vnni", "early_vnni") if runs_here(name)]
+DOT_NAMES = [name for name in ("vnni", "early_vnni", "avxvnni", "avx2", "sse4") if runs_here(name)]
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("cores", [2, 14])
 @pytest.mark.parametrize("tokens", [1, 7, 2 * max(MIN_UNPACKED_ROWS.values())])
 @pytest.mark.parametrize(("form", "bits"), [("q4_k", 8), ("q4_0", 16), ("q6_k", 8)])
@@ -99,7 +99,7 @@ SIZES = [(1, 3, 5, 37, True), (4, 2, 3, 64, False), (23, 2, 4, 5, True)]
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("form", "case"), in_turns(FILE_FORMATS, itertools.product(NAMES, SIZES)), ids=str)
+@pytest.mark.parametrize(("form", "case"), in_turns(FILE_FORMATS, itertools.product(FLOAT_NAMES, SIZES)), ids=str)
 def test_formats_of_files(form, case, tmp_path):
     """Tokens, experts for each, experts in all, columns, and whether the experts of a token share a row."""
     name, (tokens, used, experts, columns, shared) = case
@@ -109,12 +109,12 @@ def test_formats_of_files(form, case, tmp_path):
 
 @pytest.mark.parametrize("zeros", ["", "uint8"])
 @pytest.mark.parametrize(("bits", "block", "depth"), [(2, 16, 100), (4, 32, 77), (8, 40, 100)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 def test_integers(name, bits, block, depth, zeros, tmp_path):
     check(integers(fresh_rng(), 3 * 41, depth, block, zeros, bits), 3, 9, 2, False, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 def test_one_symbolic_kernel_serves_all_tokens(name, tmp_path):
     """Fewer and more than are sorted at once; numbers above the last expert are the last, negative ones are none."""
     rng, panel = fresh_rng(), panel_columns(cpu_named(name))
@@ -131,7 +131,7 @@ def test_one_symbolic_kernel_serves_all_tokens(name, tmp_path):
 
 def test_epilogues(tmp_path):
     """A tensor of the result's shape, one number for each column, one for all."""
-    name, rng = NAMES[0], fresh_rng()
+    name, rng = FLOAT_NAMES[0], fresh_rng()
     panel, weights = panel_columns(cpu_named(name)), of_file("q4_0", 4 * 45, 64)
     expression = Expression.parse("multiply(multiply(silu(x0), x1), add(x2, x3))")
     extra = (

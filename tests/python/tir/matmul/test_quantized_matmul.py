@@ -16,8 +16,17 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue
 from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import NAMES, cpu_named, kernel
-from tir.matmul.block_problems import Weights, assert_close, call, integers, of_file, plain, problem_of
+from tir.kernel_runs import cpu_named, kernel
+from tir.matmul.block_problems import (
+    FLOAT_NAMES,
+    Weights,
+    assert_close,
+    call,
+    integers,
+    of_file,
+    plain,
+    problem_of,
+)
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -34,7 +43,7 @@ def check(weights: Weights, rows: int, name: str, folder) -> None:
     ("rows", "columns", "depth", "block"),
     [(1, 64, 128, 32), (1, 37, 100, 16), (11, 70, 77, 128), (3, 5, 3, 8), (9, 33, 2056, 4112), (2, 40, 2300, 1536)],
 )
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 def test_sizes(name, rows, columns, depth, block, zeros, tmp_path):
     """Ragged ends of rows, columns, groups and blocks; blocks longer than what is added up at once."""
     check(integers(fresh_rng(), columns, depth, block, zeros), rows, name, tmp_path)
@@ -42,7 +51,7 @@ def test_sizes(name, rows, columns, depth, block, zeros, tmp_path):
 
 @pytest.mark.parametrize("zeros", ["", "uint8"])
 @pytest.mark.parametrize(("bits", "block"), [(2, 16), (2, 64), (8, 16), (8, 40)])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 def test_integers_of_2_and_8_bits(name, bits, block, zeros, tmp_path):
     check(integers(fresh_rng(), 41, 100, block, zeros, bits), 5, name, tmp_path)
 
@@ -50,7 +59,7 @@ def test_integers_of_2_and_8_bits(name, bits, block, zeros, tmp_path):
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("form", "case"),
-    in_turns(FILE_FORMATS, itertools.product(NAMES, [(1, 37, 3), (4, 64, 1), (13, 5, 2)])),
+    in_turns(FILE_FORMATS, itertools.product(FLOAT_NAMES, [(1, 37, 3), (4, 64, 1), (13, 5, 2)])),
     ids=str,
 )
 def test_formats_of_files(form, case, tmp_path):
@@ -63,7 +72,7 @@ def test_formats_of_files(form, case, tmp_path):
     check(of_file(form, columns, depth), rows, name, tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", FLOAT_NAMES)
 def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
     """A row has the same bits in tiles of any height."""
     rng = fresh_rng()
@@ -79,7 +88,7 @@ def test_one_symbolic_kernel_serves_all_rows(name, tmp_path):
 
 def test_batches_and_epilogues(tmp_path):
     """A bias, a tensor of the result's shape and one number; the result in another type."""
-    name, rng = NAMES[0], fresh_rng()
+    name, rng = FLOAT_NAMES[0], fresh_rng()
     panel = panel_columns(cpu_named(name))
     weights = integers(rng, 45, 64, 32)
     plain_problem = problem_of(weights, 1, panel)
@@ -102,7 +111,7 @@ def test_batches_and_epilogues(tmp_path):
 
 def test_zero_points_and_weights_at_the_ends_are_exact(tmp_path):
     """Every weight with every zero point, times one: no rounding may show."""
-    for name in NAMES:
+    for name in FLOAT_NAMES:
         panel = panel_columns(cpu_named(name))
         codes = np.tile(np.arange(16, dtype=np.uint8), (256, 1))
         data = codes[:, 0::2] | codes[:, 1::2] << 4

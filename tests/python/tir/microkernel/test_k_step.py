@@ -15,6 +15,8 @@ from tvm.script.ir_builder import tirx as T
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.dot_instructions import (
     DOT_INSTRUCTIONS,
+    SIGN_INSTRUCTIONS,
+    SMALL_CODE_INSTRUCTIONS,
     DotInstruction,
     dot_instruction_for,
     widened_instruction,
@@ -244,5 +246,6 @@ def test_unknown_types_have_no_product():
 
 def test_every_row_names_a_form():
     wide = [widened_instruction(dot) for dot in DOT_INSTRUCTIONS if dot.short]
-    assert {dot.form for dot in (*DOT_INSTRUCTIONS, *wide)} == set(FORMS)
+    rows = (*DOT_INSTRUCTIONS, *SMALL_CODE_INSTRUCTIONS, *SIGN_INSTRUCTIONS, *wide)
+    assert {dot.form for dot in rows} == set(FORMS)
     assert all((dot.compensation != 0) == dot.flip for dot in DOT_INSTRUCTIONS)
