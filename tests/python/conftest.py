@@ -58,11 +58,11 @@ OPTIONAL = ("slow", "timing")
 # One in so many variants of a test runs by default, unless the test has a number of its own: kernels are compiled
 # for each, an interpreter runs those of GPUs here, and `-m slow` and `-m gpu` run the rest.
 ONE_OF = {
-    "tests/python/tir/matmul/": 12,
-    "tests/python/tir/": 6,
-    "tests/python/frontend/ops/": 4,
-    "tests/python/transform/": 3,
-    "tests/python/driver/": 3,
+    "tests/python/tir/matmul/": 16,
+    "tests/python/tir/": 8,
+    "tests/python/frontend/ops/": 5,
+    "tests/python/transform/": 4,
+    "tests/python/driver/": 4,
     "tests/python/llm/": 3,
     "tests/python/test_": 1,
     "tests/python/": 2,

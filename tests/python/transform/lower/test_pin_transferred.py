@@ -12,6 +12,7 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
+from relax_hetero.artifact.metadata import body_symbol
 from relax_hetero.driver.compile import memory_plan_of
 from relax_hetero.transform import FormSchedules, LowerToVM, PinTransferred
 from relax_hetero.vm.device import memory_pools
@@ -234,7 +235,7 @@ def test_with_a_gpu_it_is_pinned_and_given_back(doubled, monkeypatch):
     ):
         x = fresh_rng().random((nbytes // 16, 4), "float32")
         with running_on((tvm.cpu(0), tvm.cuda(0)), ("global", "global")):
-            y, z = machine["main"](tvm.runtime.tensor(x))
+            y, z = machine[body_symbol("main")](tvm.runtime.tensor(x))
         np.testing.assert_array_equal(y.numpy(), 4 * x)
         np.testing.assert_array_equal(z.numpy(), 4 * x)
         assert library.is_pinned(y.data_ptr()) == is_pinned and not library.is_pinned(z.data_ptr())
