@@ -54,6 +54,11 @@ class JoinedSizes:
         self._non_negative: set[StructuralKey] = set()
         self._is_top_level = True
 
+    @property
+    def has_symbolic_inputs(self) -> bool:
+        """True if an input has a symbolic size."""
+        return bool(self._inputs)
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Forget symbols and bounds that are defined inside on exit."""

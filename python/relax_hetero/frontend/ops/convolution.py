@@ -8,7 +8,7 @@ from tvm import relax, te, tirx
 
 from ..joined_sizes import simplified
 from .elementwise import HALF, cast
-from .node import Dim, Node, Position, dtype_of
+from .node import Dim, Node, Position, as_constant, dtype_of
 from .required_sizes import as_expr, require_equal, require_shape
 from .table import converts
 
@@ -81,22 +81,17 @@ def _convolve(node: Node, data: relax.Expr, weight: relax.Expr, out_dtype: str) 
     groups = node.attribute("group", 1)
     channels = node.static_shape(weight)[1] * groups
     require_equal(node, node.shape(data)[1], channels, "axis 1 of its input, the channels, has")
+    # Kernels compute tiles of the innermost axis, which exporters of one-dimensional networks often leave at 1.
+    is_column = count == 2 and node.shape(data)[3] == 1 and kernel[1] == 1 and not (fixed[1] or fixed[3])
+    is_column = is_column and kernel[0] > 1 and as_constant(weight) is not None
+    if is_column:
+        data, weight = (node.emit(relax.op.squeeze(value, [3])) for value in (data, weight))
+        strides, fixed, dilations, count = strides[:1], fixed[::2], dilations[:1], 1
     operation = (relax.op.nn.conv1d, relax.op.nn.conv2d, relax.op.nn.conv3d)[count - 1]
     layout, kernel_layout, _ = _LAYOUTS[count]
-    return node.emit(
-        operation(
-            data,
-            weight,
-            strides,
-            fixed,
-            dilations,
-            node.attribute("group", 1),
-            layout,
-            kernel_layout,
-            layout,
-            out_dtype,
-        )
-    )
+    call = operation(data, weight, strides, fixed, dilations, groups, layout, kernel_layout, layout, out_dtype)
+    result = node.emit(call)
+    return node.emit(relax.op.expand_dims(result, 3)) if is_column else result
 
 
 def _pad_dynamically(node: Node, data: relax.Expr, pads: list[Dim]) -> tuple[relax.Expr, list[int]]:

@@ -22,7 +22,7 @@ from tvm import relax, tirx
 
 from ...op.traits import traits_of
 from ..ir.blocks import Block, rewrite_function, same_extent
-from ..ir.kernels import called_prim_func
+from ..ir.kernels import OPS, called_prim_func
 from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import (
     copy_module,
@@ -96,10 +96,12 @@ class _ViewRewriter:
         operands = list(call.args[1].fields) if isinstance(call.args[1], relax.Tuple) else []
         if gv not in self._is_reshape:
             self._is_reshape[gv] = _only_reshapes(self._mod.functions[gv])
-        # A kernel that takes symbols besides its tensors has more arguments, or fewer operands than parameters.
-        if not self._is_reshape[gv] or len(call.args) != 2 or len(operands) != 1:
+        # Symbols may follow the tensor.
+        if not self._is_reshape[gv] or len(call.args) != 2 or not all(map(tvm.ir.is_prim_expr, operands[1:])):
             return binding
-        if not isinstance(call.ty, relax.TensorType) or not _same_size(operands[0].ty, call.ty):
+        if not isinstance(call.ty, relax.TensorType) or not operands:
+            return binding
+        if not (_is_reshape_op(self._mod.functions[gv]) or _same_size(operands[0].ty, call.ty)):
             return binding
         if not (isinstance(binding.var, relax.DataflowVar) or self._is_only_use(block, operands[0])):
             return binding
@@ -122,5 +124,15 @@ def _same_size(one: tvm.ir.Type, other: relax.TensorType) -> bool:
 
 def _only_reshapes(func: tirx.PrimFunc) -> bool:
     target = func.attrs.get("target")
-    is_unscheduled = target is not None and "tirx.is_scheduled" not in func.attrs
-    return is_unscheduled and len(func.params) == 2 and relax.analysis.has_reshape_pattern(func)
+    if target is None or "tirx.is_scheduled" in func.attrs:
+        return False
+    return _is_reshape_op(func) or (len(func.params) == 2 and relax.analysis.has_reshape_pattern(func))
+
+
+def _is_reshape_op(func: tirx.PrimFunc) -> bool:
+    """Return whether a kernel is one op that keeps all elements in order, whose sizes other passes have checked.
+
+    Products of quotients, as in the shapes of strided convolutions, are beyond what can be proven.
+    """
+    ops = [str(name) for name in func.attrs.get(OPS, [])]
+    return len(ops) == 1 and traits_of(f"relax.{ops[0]}").keeps_order

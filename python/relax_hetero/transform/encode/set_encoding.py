@@ -190,11 +190,11 @@ class _QuantizedConvolution:
         if zero is None or zero.value is not None:
             value = 0 if zero is None or zero.value is None else int(zero.value)
             return self.writer.emit(relax.op.nn.pad(data, widths, pad_value=value), ty, f"{self.name}_padded")
-        padded = self.writer.emit(relax.op.nn.pad(data, widths), ty, f"{self.name}_zeros")
-        spatial_shape = tuple(int(extent) for extent in (shape_of(data) or [])[2:])
-        is_data = constant_on_device_of(np.pad(np.ones((1, 1, *spatial_shape), "bool"), pairs), data)
-        fill = self.writer.cast(emitted_parameter(self.writer, zero, f"{self.name}_point"), dtype, f"{self.name}_fill")
-        return self.writer.emit(relax.op.where(is_data, padded, fill), ty, f"{self.name}_padded")
+        # Bytes wrap, so that padding with 0 between a subtraction and an addition of the zero point pads with it.
+        point = self.writer.cast(emitted_parameter(self.writer, zero, f"{self.name}_point"), dtype, f"{self.name}_fill")
+        shifted = binary(self.writer, relax.op.subtract, data, point, f"{self.name}_shifted")
+        zeros = self.writer.emit(relax.op.nn.pad(shifted, widths), ty, f"{self.name}_zeros")
+        return binary(self.writer, relax.op.add, zeros, point, f"{self.name}_padded")
 
     def _convolve(self, data: relax.Expr, weight: relax.Expr, groups: int, name: str) -> relax.Var | None:
         """Write an encoded convolution of bytes and return its unpacked result; None if it cannot be encoded."""

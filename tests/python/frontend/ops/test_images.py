@@ -24,6 +24,14 @@ def test_convolution_of_symbolic_batch_and_size():
     check("Conv", uniform(2, 3, 8, 7), uniform(4, 3, 3, 3), constant=[1], symbolic=[0], pads=[1, 1, 1, 1])
 
 
+def test_images_of_one_column_are_signals():
+    """Padding, strides and groups of the column stay."""
+    data, weight = uniform(2, 6, 21, 1), uniform(4, 3, 5, 1)
+    options = {"pads": [1, 0, 2, 0], "strides": [2, 3], "dilations": [3, 1], "group": 2}
+    check("Conv", data, weight, uniform(4), constant=[1, 2], **options)
+    check("Conv", data, uniform(4, 3, 5, 3), constant=[1], group=2, pads=[0, 1, 0, 1])
+
+
 def test_convolution_in_half_precision():
     data, weight = uniform(1, 64, 5, 5, dtype="float16"), uniform(2, 64, 3, 3, dtype="float16")
     check("Conv", data, weight, opset=22, reference="onnx", rtol=5e-3, atol=5e-2)

@@ -1,6 +1,8 @@
 """Reshapes on GPUs are views; results that would share memory, and kernels of CPUs, are left as they are."""
 
 import numpy as np
+import onnx.parser
+import onnxruntime
 from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
@@ -178,3 +180,21 @@ def test_a_slice_of_the_first_elements_is_not_a_view():
     x = np.arange(256, dtype="float32").reshape(1, 16, 16) / 99
     powers = np.exp(x[:, 0] - x[:, 0].max())
     np.testing.assert_allclose(model(x), powers / powers.sum(), rtol=1e-5)
+
+
+def test_reshapes_of_quotients_are_views():
+    """Sizes of a strided convolution, whose products nothing proves to be equal."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[n, 3, h, w] x, float[4, 3, 3, 3] k, float[4, 2, 2, 2] q) => (float[n, 2, a, b] y) {
+            c = Conv<pads = [1, 1, 1, 1], strides = [2, 2]>(x, k)
+            t = ConvTranspose<strides = [2, 2]>(c, q)
+            y = Relu(t)
+        }""")
+    random = np.random.default_rng(0)
+    shapes = {"x": (2, 3, 7, 10), "k": (4, 3, 3, 3), "q": (4, 2, 2, 2)}
+    arrays = {name: random.standard_normal(shape).astype("float32") for name, shape in shapes.items()}
+    vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model)))
+    session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    np.testing.assert_allclose(vm["main"](**arrays).numpy(), session.run(None, arrays)[0], rtol=1e-5, atol=1e-5)
+    assert not [row.symbol for row in vm.profile("main", **arrays).rows if "reshape" in row.symbol]

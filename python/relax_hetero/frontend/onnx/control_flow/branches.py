@@ -1,4 +1,8 @@
-"""`If`: both branches become a Relax `If`. Sizes in which their results differ become symbolic variables."""
+"""`If`: both branches become a Relax `If`. Sizes in which their results differ become symbolic variables.
+
+If all inputs have static shapes, a branch may not fit them, as a model for two sample rates, whose frames differ, does.
+The other branch is then the model, and calls that would take the one that does not fit are refused.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,11 @@ from typing import Any
 
 import onnx
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ....errors import FrontendError
+from ....op.require import MET, requirement
+from ...joined_sizes import known_sizes
 from ...symbolic_sizes import common_shape
 from ..node_names import NodeInfo
 from .subgraphs import Importer, OnnxImporter, inner_graph, known_number, scalar
@@ -23,7 +29,8 @@ def convert_if(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, con
     Raises
     ------
     FrontendError
-        If the branches differ in element types, ranks, numbers of outputs, or lengths of sequences.
+        If the branches differ in element types, ranks, numbers of outputs, or lengths of sequences, or if one cannot be
+        converted and inputs have symbolic sizes.
     """
     graphs = {name: inner_graph(node, name, info) for name in _BRANCHES}
     if condition is None:
@@ -34,15 +41,37 @@ def convert_if(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, con
         return importer.graph_values(graphs[branch], info.subgraphs[branch], {})
     condition = scalar(importer, condition, "bool", f"node {info}: its condition")
     branches: list[tuple[list[relax.Binding], list[Any]]] = []
+    misfits: dict[str, FrontendError] = {}
     for name in _BRANCHES:
-        with importer.block(info) as bindings:
-            values = [importer.as_tensor(v) for v in importer.graph_values(graphs[name], info.subgraphs[name], {})]
-        branches.append((bindings, values))
+        try:
+            with importer.trial() as keep:
+                with importer.block(info) as bindings:
+                    values = importer.graph_values(graphs[name], info.subgraphs[name], {})
+                    values = [importer.as_tensor(value) for value in values]
+                keep()
+            branches.append((bindings, values))
+        except FrontendError as misfit:
+            if known_sizes().has_symbolic_inputs or misfits:
+                raise
+            misfits[name] = misfit
+    if misfits:
+        (name, error), ((bindings, values),) = *misfits.items(), branches
+        _require(importer, condition, name != "then_branch", f"node {info}: its {name} does not fit: {error}")
+        importer.adopt(bindings, info)
+        return values
     if any(len(values) != len(node.output) for _, values in branches):
         counts = " and ".join(str(len(values)) for _, values in branches)
         raise FrontendError(f"node {info} has {len(node.output)} outputs, but its branches give {counts}")
     titles = [f"output {index} ({name!r}) of node {info}" for index, name in enumerate(node.output)]
     return join_branches(importer, condition, branches, titles)
+
+
+def _require(importer: Importer, condition: relax.Expr, expected: bool, message: str) -> None:
+    """Refuse calls in which a boolean scalar has not the expected value."""
+    flag = importer.bb.emit(relax.op.reshape(relax.op.astype(condition, "int64"), (1,)))
+    taken = tirx.Var("taken", "int64")
+    importer.bb.match_cast(importer.bb.emit(relax.op.tensor_to_shape(flag)), relax.ShapeType([taken]))
+    importer.bb.match_cast(requirement(tirx.EQ(taken, tirx.const(int(expected), "int64")), message), MET)
 
 
 def join_branches(

@@ -1,11 +1,12 @@
 """`If`: branches of different sizes, values from outside, known conditions."""
 
 import numpy as np
+import onnx
 import pytest
 from tvm import relax
 
 import relax_hetero as rh
-from frontend.onnx.control_flow.against_onnxruntime import check, parsed
+from frontend.onnx.control_flow.against_onnxruntime import check, compare, parsed
 
 
 def test_branches_of_different_sizes():
@@ -70,6 +71,28 @@ def test_branches_that_do_not_give_one_value_are_refused(then, message):
     with pytest.raises(rh.FrontendError, match="'choice'") as error:
         rh.from_onnx(model)
     assert message in str(error.value)
+
+
+TWO_RATES = parsed("""
+    g (bool p, float[n, k] x) => (float[n, m] y) <float[6, 2] a = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11},
+                                                  float[3, 2] b = {1, -1, 2, -2, 3, -3}> {
+        [rate] y = If(p) <then_branch = t () => (float[n, 2] t0) { t0 = MatMul(x, a) },
+                          else_branch = e () => (float[n, 2] e0) { e0 = MatMul(x, b) }>
+    }""")
+
+
+@pytest.mark.parametrize(("width", "fits", "other"), [(6, True, "else_branch"), (3, False, "then_branch")])
+def test_a_branch_that_fits_no_static_shape_is_refused_by_the_call(width, fits, other):
+    x = np.arange(2 * width, dtype="float32").reshape(2, width)
+    vm = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(TWO_RATES, shapes={"x": [2, width]})))
+    compare(vm["main"](np.array(fits), x), [x @ onnx.numpy_helper.to_array(TWO_RATES.graph.initializer[int(not fits)])])
+    with pytest.raises(rh.HeteroError, match=f"'rate'.*its {other} does not fit"):
+        vm["main"](np.array(not fits), x)
+
+
+def test_branches_that_both_fit_no_static_shape_are_refused():
+    with pytest.raises(rh.FrontendError, match="MatMul"):
+        rh.from_onnx(TWO_RATES, shapes={"x": [2, 4]})
 
 
 def test_sequences_of_branches():
