@@ -59,7 +59,7 @@ def chain_module(gpus: int, count: int, chain: int) -> tvm.IRModule:
         bases.append(emit(f"bases{rank}", relax.op.call_pure_packed(PEER_MEMORY, *numbers, ty_args=[ty]), ty))
     for number, slot in enumerate(slots_of(chain)):
         for rank, ty in enumerate(types):
-            kernel = opaque_kernel(all_reduce_kernel(shape, rank, gpus, slot, slot_bytes_of(count)))
+            kernel = opaque_kernel(all_reduce_kernel(shape, rank, gpus, slot, slot_bytes_of(count), shape))
             gv = builder.add_func(kernel, f"all_reduce_{rank}")
             operands = relax.Tuple([values[rank], bases[rank], values[rank]])
             values[rank] = emit(f"y{rank}_{number}", relax.op.call_tir(gv, operands, ty), ty)

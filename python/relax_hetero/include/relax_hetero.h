@@ -239,7 +239,7 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
         status = rh_call_method(model->machine, "vm_initialization", args, 3 * (info->num_devices + 1), &result, path);
     }
     free(args);
-    if (strstr(rh_error_text, "Cannot find ffi::Function") != NULL)
+    if (status != 0 && strstr(rh_error_text, "Cannot find ffi::Function") != NULL)
         strncat(rh_error_text, "; a function of relax_hetero or relax.run that files lack needs Python",
                 sizeof rh_error_text - strlen(rh_error_text) - 1);
     for (int32_t i = 0; status == 0 && i < info->num_functions; i++)

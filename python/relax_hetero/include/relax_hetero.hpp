@@ -28,7 +28,8 @@ class Error : public std::runtime_error {
 /// The element type of TVM for a type of C++.
 template <typename T>
 constexpr DLDataType dtype_of() {
-  static_assert(std::is_arithmetic_v<T>, "expected a number; other element types are given as DLDataType");
+  static_assert(std::is_arithmetic_v<T> && !std::is_same_v<T, long double>,
+                "expected a number of TVM; other element types are given as DLDataType");
   constexpr DLDataTypeCode integer = std::is_signed_v<T> ? kDLInt : kDLUInt;
   constexpr DLDataTypeCode number = std::is_floating_point_v<T> ? kDLFloat : integer;
   constexpr DLDataTypeCode code = std::is_same_v<T, bool> ? kDLBool : number;
@@ -53,6 +54,8 @@ class Tensor {
   /// A tensor with a copy of `values`.
   template <typename T>
   static Tensor of(const std::vector<int64_t>& shape, const std::vector<T>& values, DLDevice device = kCpu) {
+    static_assert(!std::is_same_v<T, bool>,
+                  "std::vector<bool> has no elements in memory; use empty() and data<bool>()");
     Tensor tensor = empty(dtype_of<T>(), shape, device);
     if (rh_tensor_write(tensor.get(), values.data(), values.size() * sizeof(T)) != 0) throw Error(rh_error());
     return tensor;
@@ -76,6 +79,7 @@ class Tensor {
   /// A copy of the elements.
   template <typename T>
   std::vector<T> read() const {
+    static_assert(!std::is_same_v<T, bool>, "std::vector<bool> has no elements in memory; use data<bool>()");
     check<T>();
     std::vector<T> values(bytes() / sizeof(T));
     if (rh_tensor_read(tensor_.get(), values.data(), bytes()) != 0) throw Error(rh_error());

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import json
+import sys
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,16 +165,18 @@ class PlacementOptions:
 
 
 def _import_ops(ctx: click.Context, param: click.Parameter, modules: tuple[str, ...]) -> None:
-    """Import modules that register ops; those of files have the file's name."""
+    """Import modules that register ops; those of files are named after the file."""
     for name in modules:
         path = Path(name)
         try:
             if path.suffix != ".py":
                 importlib.import_module(name)
                 continue
-            spec = importlib.util.spec_from_file_location(path.stem, path)
+            spec = importlib.util.spec_from_file_location(f"relax_hetero_ops_{path.stem}", path)
             assert spec is not None and spec.loader is not None
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module  # dataclasses look there for the module of a class
+            spec.loader.exec_module(module)
         except Exception as error:  # the module is the user's
             raise click.UsageError(
                 f"--ops {name}: {type(error).__name__}: {error}; expected the name of a module, or a .py file, that "

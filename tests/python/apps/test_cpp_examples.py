@@ -12,8 +12,9 @@ import onnx.parser
 import pytest
 
 import relax_hetero as rh
+from device_pairs import TWO_DEVICES
 from models.attention_graphs import bert
-from models.running import TWO_DEVICES, assert_both_devices_hold_ops, cut, outputs_of
+from models.running import assert_both_devices_hold_ops, cut, outputs_of
 from models.zoo import inputs_of, node_names, random_model
 from relax_hetero.target.c_options import CMAKE_FOLDER, compile_options, link_options
 

@@ -309,7 +309,7 @@ class _Launch:
             for position, (number, value) in enumerate(zip(self._numbers, values, strict=True)):
                 if number is None:
                     value = value and value.value  # the FFI passes the address 0 as None
-                if value == last[position]:
+                if value == last[position] and value != 0:  # 0.0 equals -0.0
                     continue
                 last[position] = _UNSET
                 if number is None:

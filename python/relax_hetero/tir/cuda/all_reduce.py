@@ -164,11 +164,13 @@ def supports(count: int, dtype: str) -> bool:
 
 
 def slots_of(count: int) -> list[int]:
-    """Slots of consecutive kernels of a function: neighbours differ, and the last is not the first."""
+    """Slots of two or more consecutive kernels of a function: neighbours differ, and the last is not the first."""
     return [2 if number and number == count - 1 and number % 2 == 0 else number % 2 for number in range(count)]
 
 
-def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_bytes: int) -> tirx.PrimFunc:
+def all_reduce_kernel(
+    shape: list[int], rank: int, ranks: int, slot: int, slot_bytes: int, after_shape: list[int]
+) -> tirx.PrimFunc:
     """Make the kernel of a GPU.
 
     Parameters
@@ -181,6 +183,8 @@ def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_b
         Slot that it uses, see `slots_of`.
     slot_bytes : int
         Bytes of a slot for each GPU, at least `slot_bytes_of` the operand.
+    after_shape : list of int
+        Shape of the last kernel's result, of float32.
 
     Returns
     -------
@@ -197,7 +201,7 @@ def all_reduce_kernel(shape: list[int], rank: int, ranks: int, slot: int, slot_b
     with function:
         x = function.argument("x", shape, "float32")
         bases = function.argument("bases", [ranks], "int64")
-        function.argument("after", shape, "float32")
+        function.argument("after", after_shape, "float32")
         out = function.argument("out", shape, "float32")
         with function.body(), launch(blocks, _THREADS) as (block, thread):
             first = [0] * len(shape)

@@ -6,7 +6,7 @@ instructions, whose left factors are pairs of rows). LLVM neither forms such loa
 moves them ahead of their use, so the loop is written as assembly: registers 0 to 3 hold left factors, 4 to 7 right
 ones, 8 to 31 the accumulators of 12 rows by 8 columns.
 
-Panels are ``[step, row, k0]`` and ``[step, column, k0]``, and steps after the end of k are zeros.
+Panels are ``[step, row, k0]`` and ``[step, column, k0]``, of whole steps.
 """
 
 from __future__ import annotations

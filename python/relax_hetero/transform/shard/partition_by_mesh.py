@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,6 +50,7 @@ from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axis
 from ...op.traits import ELEMENTWISE
+from ...target.backend import backend_of
 from ...target.mesh import mesh_positions
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
 from ...tir.cuda.all_reduce import all_reduce_kernel, slot_bytes_of, slots_of, supports
@@ -317,6 +319,9 @@ class _FunctionPartition:
     def _whole(self, var: relax.Var) -> relax.Expr:
         """The whole value on the first device of its mesh."""
         if var in self._tuples:
+            return relax.Tuple([self._whole(field) for field in self._tuples[var]])
+        if isinstance(var.ty, tvm.ir.TupleType) and var in self._values:
+            self._collect(var, [])
             return relax.Tuple([self._whole(field) for field in self._tuples[var]])
         mesh = self._values[var].mesh[:1] if var in self._values else (self._annotated(var.ty) or (0,))[:1]
         return self._get(var, mesh, REPLICATED)[0]
@@ -834,9 +839,10 @@ class _FunctionPartition:
         shape = [known(extent) for extent in shape_of(item.results[0]) or [None]]
         if None in shape or not all(result in used for result in item.results):
             return False
-        kinds = [str(self._vdevices[device].target.kind.name) for device in item.mesh]
+        targets = [self._vdevices[device].target for device in item.mesh]
         count = math.prod(extent or 0 for extent in shape)
-        return set(kinds) == {"cuda"} and supports(count, str(item.results[0].ty.dtype))
+        have_graphs = all(backend_of(target).records_graphs for target in targets)
+        return have_graphs and supports(count, str(item.results[0].ty.dtype))
 
 
 class _Reduction:
@@ -851,20 +857,28 @@ class _Reduction:
 
     def __init__(self, partition: _FunctionPartition, sums: list[_Sum]) -> None:
         self._partition, self._last = partition, dict[int, relax.Expr]()
-        self._slots = iter(slots_of(len(sums)))
+        # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
+        counts = Counter(each.mesh for each in sums)
+        self._slots = {mesh: iter(slots_of(max(2, count))) for mesh, count in counts.items()}
+        self._is_alone = {mesh: count == 1 for mesh, count in counts.items()}
         sizes = [slot_bytes_of(math.prod(map(int, shape_of(each.results[0]) or []))) for each in sums]
         self._slot_bytes = max(sizes, default=0)
         self._bases: dict[tuple[Mesh, int], relax.Var] = {}
 
     def add(self, item: _Sum) -> None:
         """Add the kernels of a sum, one for each device."""
-        partition, slot = self._partition, next(self._slots)
-        shape = [int(extent) for extent in shape_of(item.results[0]) or []]
-        for rank, (device, part, result) in enumerate(zip(item.mesh, item.parts, item.results, strict=True)):
-            kernel = all_reduce_kernel(shape, rank, len(item.mesh), slot, self._slot_bytes)
+        if self._is_alone[item.mesh]:
+            self._add_pass(item, [type(var)(f"{var.name}_first", var.ty) for var in item.results])
+        self._add_pass(item, item.results)
+
+    def _add_pass(self, item: _Sum, results: Sequence[relax.Var]) -> None:
+        partition, slot = self._partition, next(self._slots[item.mesh])
+        shape = _known_shape(item.results[0])
+        for rank, (device, part, result) in enumerate(zip(item.mesh, item.parts, results, strict=True)):
+            after = self._last.get(device, part)
+            kernel = all_reduce_kernel(shape, rank, len(item.mesh), slot, self._slot_bytes, _known_shape(after))
             name = f"all_reduce_{rank}_of_{len(item.mesh)}"
             function = partition.add_kernel(opaque_kernel(kernel), name)
-            after = self._last.get(device, part)
             operands = [part, self._addresses(item.mesh, device), after]
             call = relax.op.call_tir(function, relax.Tuple(operands), result.ty)
             partition.add_binding(result, call)
@@ -877,6 +891,10 @@ class _Reduction:
             numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *mesh)]
             self._bases[key] = self._partition.new_addresses(PEER_MEMORY, numbers, len(mesh), device)
         return self._bases[key]
+
+
+def _known_shape(tensor: relax.Expr) -> list[int]:
+    return [int(extent) for extent in shape_of(tensor) or []]
 
 
 def _sharding(placement: str) -> Sharding:

@@ -19,7 +19,7 @@ import tvm
 from tvm import relax
 
 from ...encoding.block_formats import block_format
-from ...op.cached_attention import CACHED_ATTENTION, PAGES, cached_attention, optional_operands
+from ...op.cached_attention import CACHED_ATTENTION, cached_attention, optional_operands
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, dequantize_blocks
 from ...op.traits import ELEMENTWISE, TRAITS
 from ..ir.axes import dimension_groups, permutation
@@ -199,10 +199,10 @@ def _reshape(op: OpCall) -> OpPlan | None:
         return None
     segments = state.segments
     if segments:
-        inner = int(operand.shape[state.axis]) // int(shape[axis])
-        if any(size % inner for size in segments):
+        source, target = int(operand.shape[state.axis]), int(shape[axis])
+        if any(size * target % source for size in segments):
             return None
-        segments = tuple(size // inner for size in segments)
+        segments = tuple(size * target // source for size in segments)
     result = Sharding(axis, segments)
     if not result.divides(shape, op.count):
         return None
@@ -311,14 +311,15 @@ def _pool(op: OpCall) -> OpPlan | None:
 
 
 def _take(op: OpCall) -> OpPlan | None:
-    x, indices = op.operands
+    x, *indices = op.operands  # a number is not among them
     if x.sharding is None or x.sharding.axis is None or op.call.attrs.axis is None:
         return None
     axis = int(op.call.attrs.axis) % len(x.shape)
     if x.sharding.axis == axis:
         return None
-    shift = len(indices.shape) - 1 if x.sharding.axis > axis else 0
-    return OpPlan([x.sharding, REPLICATED], [x.sharding.moved_to(x.sharding.axis + shift)])
+    rank = len(indices[0].shape) if indices else 0
+    shift = rank - 1 if x.sharding.axis > axis else 0
+    return OpPlan([x.sharding, *[REPLICATED] * len(indices)], [x.sharding.moved_to(x.sharding.axis + shift)])
 
 
 def _concat(op: OpCall) -> OpPlan | None:
@@ -531,11 +532,6 @@ _PASSING = frozenset(
 def passes_on(call: relax.Call) -> bool:
     """Return whether a split of an operand may become one of the result."""
     return isinstance(call.op, tvm.ir.Op) and call.op.name in _PASSING
-
-
-def written_operand(call: relax.Call) -> int | None:
-    """Index of an operand that a call overwrites, among the op's tensors; None without one."""
-    return PAGES if isinstance(call.op, tvm.ir.Op) and call.op.name == CACHED_ATTENTION else None
 
 
 def _last_axes(call: relax.Call, rank: int) -> list[int]:

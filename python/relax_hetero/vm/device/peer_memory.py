@@ -34,11 +34,14 @@ class _PeerCall(threading.local):
         Whether command buffers have become graphs that were not launched.
     waits : bool
         Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
+    has_lock : bool
+        Whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`).
     """
 
     uses_peers = False
     is_incomplete = False
     waits = False
+    has_lock = False
 
 
 peer_call = _PeerCall()
@@ -47,11 +50,11 @@ peer_call = _PeerCall()
 @contextmanager
 def waiting_for_kernels() -> Iterator[None]:
     """Context of calls on this thread in which the host waits for each kernel: they refuse meshes of GPUs."""
-    peer_call.waits = True
+    outer, peer_call.waits = peer_call.waits, True
     try:
         yield
     finally:
-        peer_call.waits = False
+        peer_call.waits = outer
 
 
 def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices: Sequence[runtime.Device]) -> Any:
@@ -66,6 +69,8 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
     devices : sequence of runtime.Device
         Devices of the machine.
     """
+    outer = peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock  # of a call that this one is nested in
+    peer_call.uses_peers = peer_call.is_incomplete = peer_call.has_lock = False
     try:
         result = function(*values)
         if peer_call.uses_peers and peer_call.is_incomplete:
@@ -76,16 +81,16 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
             result = function(*values)
             if peer_call.is_incomplete:
                 raise HeteroError("a command buffer over GPUs of a mesh has no graph; expected one after a call")
-    except BaseException:
-        peer_call.uses_peers = peer_call.is_incomplete = False
-        raise
-    if peer_call.uses_peers:
-        peer_call.uses_peers = False
+    finally:
+        if peer_call.has_lock:
+            _launching.release()
+        peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock = outer
     return result
 
 
+_launching = threading.RLock()  # kernels of two machines begin in the same order on all GPUs
 _memories: dict[tuple[int, int, tuple[int, ...]], _PeerMemory] = {}
-_lock = threading.Lock()
+_lock = threading.RLock()  # a garbage collection within may free memory
 
 
 class _PeerMemory:
@@ -135,7 +140,9 @@ def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
             "this function's kernels wait for those of other GPUs, so that their times cannot be measured one by one; "
             "expected a function over no mesh of GPUs"
         )
-    peer_call.uses_peers = True
+    if not peer_call.uses_peers:
+        _launching.acquire()
+        peer_call.uses_peers = peer_call.has_lock = True
     devices, key = current[0], (id(current[0]), slot_bytes, mesh)
     with _lock:
         memory = _memories.get(key)

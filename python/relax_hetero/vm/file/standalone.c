@@ -1,4 +1,4 @@
-/* What lets an exported file run without Python: constants, checks of arguments, transfers and worker threads.
+/* Run-time part of exported files, which need no Python: constants, checks of arguments, transfers, worker threads.
  *
  * `Executable.export_library` compiles this file with the description of an executable (standalone.py), and links both
  * with its kernels. TVM's virtual machine looks up packed functions in the file first, so the functions at the end
@@ -103,7 +103,7 @@ static void drop(TVMFFIAny value) {
         ffi.ObjectDecRef(value.v_obj);
 }
 
-/* What an object has after its header, if it is of a type; else null. */
+/* Fields after the header of an object, if it is of a type; else null. */
 static const void *content(TVMFFIAny value, int32_t type) {
     return value.type_index == type ? (const char *)value.v_obj + sizeof(TVMFFIObject) : NULL;
 }
@@ -581,7 +581,9 @@ static struct machine *machine_on(const DLDevice *devices) {
     pthread_mutex_lock(&lock);
     for (each = machines; each != NULL && memcmp(each->devices, devices, bytes) != 0;)
         each = each->next;
-    if (each == NULL && (each = calloc(1, sizeof *each + bytes)) != NULL) {
+    if (each == NULL && (each = calloc(1, sizeof *each + bytes)) == NULL) {
+        fail("MemoryError", "no memory for a machine");
+    } else if (each->constants.type_index == kTVMFFINone) {
         memcpy(each->devices, devices, bytes);
         if (map_weights() == 0 && (machines != NULL || (start_workers() && define_refusals())) &&
             place_constants(each) == 0) {
@@ -625,9 +627,31 @@ static bool fits(const rh_value_info *input, const DLTensor *tensor) {
     return true;
 }
 
+static int check_layout(const rh_function_info *function, const rh_value_info *input, const DLTensor *tensor) {
+    if (!is_contiguous(tensor))
+        FAIL("function '%s', argument '%s': found strides, expected a contiguous tensor", function->name, input->name);
+    if (is_host(tensor->device) && (tensor->byte_offset != 0 || (intptr_t)tensor->data % rh_alignment != 0))
+        FAIL("function '%s', argument '%s': found the address %p with offset %lld, expected a multiple of %lld "
+             "without an offset", function->name, input->name, tensor->data, (long long)tensor->byte_offset,
+             (long long)rh_alignment);
+    return 0;
+}
+
+/* Tensors in a tuple, whose types TVM checks. */
+static int check_fields(const rh_function_info *function, const rh_value_info *input, TVMFFIAny value) {
+    const TVMFFISeqCell *fields = fields_of(value);
+    const DLTensor *tensor = tensor_of(value);
+    int status = tensor == NULL ? 0 : check_layout(function, input, tensor);
+    for (int64_t i = 0; fields != NULL && i < fields->size && status == 0; i++)
+        status = check_fields(function, input, ((TVMFFIAny *)fields->data)[i]);
+    return status;
+}
+
 static int check_argument(const rh_function_info *function, int32_t index, const TVMFFIAny *args) {
     const rh_value_info *input = &function->inputs[index];
     const DLTensor *tensor = tensor_of(args[index]);
+    if (input->kind == RH_TUPLE)
+        return check_fields(function, input, args[index]);
     if (input->kind != RH_TENSOR || (args[index].type_index == kTVMFFINone && input->flags & RH_HAS_DEFAULT))
         return 0;
     DLDevice device = device_at(machine, input->device);
@@ -639,12 +663,8 @@ static int check_argument(const rh_function_info *function, int32_t index, const
         FAIL("function '%s', argument '%s': found %s, expected %s on device %d:%d", function->name, input->name, found,
              input->type, device.device_type, device.device_id);
     }
-    if (!is_contiguous(tensor))
-        FAIL("function '%s', argument '%s': found strides, expected a contiguous tensor", function->name, input->name);
-    if (is_host(device) && (tensor->byte_offset != 0 || (intptr_t)tensor->data % rh_alignment != 0))
-        FAIL("function '%s', argument '%s': found the address %p with offset %lld, expected a multiple of %lld "
-             "without an offset", function->name, input->name, tensor->data, (long long)tensor->byte_offset,
-             (long long)rh_alignment);
+    if (check_layout(function, input, tensor) != 0)
+        return -1;
     for (int32_t i = 0; input->flags & RH_DONATED && i < function->num_inputs; i++)
         if (i != index && tensor_of(args[i]) != NULL && overlaps(tensor, tensor_of(args[i])))
             FAIL("function '%s': arguments '%s', which the call overwrites, and '%s' share memory", function->name,
@@ -715,15 +735,40 @@ PACKED(argument, "argument") {
     return 0;
 }
 
+/* Results that were returned before. */
+struct returned {
+    const DLTensor *tensor;
+    struct returned *next;
+};
+
+static void free_returned(struct returned *each) {
+    for (struct returned *next; each != NULL; each = next) {
+        next = each->next;
+        free(each);
+    }
+}
+
+/* Whether a tensor on another device than the host shares memory with a constant. */
+static bool is_in_constants(const DLTensor *tensor) {
+    const TVMFFISeqCell *constants = fields_of(machine->constants);
+    for (int64_t i = 0; constants != NULL && i < constants->size; i++) {
+        const DLTensor *constant = tensor_of(((TVMFFIAny *)constants->data)[i]);
+        if (constant != NULL && overlaps(tensor, constant))
+            return true;
+    }
+    return false;
+}
+
 /* A result in memory of its own: callers may write to it. */
-static int detach(TVMFFIAny value, const rh_function_info *function, const TVMFFIAny *args, TVMFFIAny *result) {
+static int detach(TVMFFIAny value, const rh_function_info *function, const TVMFFIAny *args, struct returned **before,
+                  TVMFFIAny *result) {
     const TVMFFISeqCell *fields = fields_of(value);
     const DLTensor *tensor = tensor_of(value);
     if (fields != NULL) {
         TVMFFIAny *detached = calloc((size_t)fields->size + 1, sizeof *detached);
         int status = detached == NULL ? fail("MemoryError", "no memory for a result") : 0;
         for (int64_t i = 0; i < fields->size && status == 0; i++)
-            status = detach(((TVMFFIAny *)fields->data)[i], function, args, &detached[i]);
+            status = detach(((TVMFFIAny *)fields->data)[i], function, args, before, &detached[i]);
         if (status == 0)
             status = call_global("ffi.Array", detached, (int32_t)fields->size, result);
         for (int64_t i = 0; i < fields->size && detached != NULL; i++)
@@ -732,21 +777,35 @@ static int detach(TVMFFIAny value, const rh_function_info *function, const TVMFF
         return status;
     }
     bool is_shared = false;
-    if (tensor != NULL && is_host(tensor->device) && address_of(tensor) >= weights && address_of(tensor) < weights_end)
-        is_shared = true;
+    if (tensor != NULL && is_host(tensor->device))
+        is_shared = address_of(tensor) >= weights && address_of(tensor) < weights_end;
+    else if (tensor != NULL)
+        is_shared = is_in_constants(tensor);
+    for (struct returned *each = *before; tensor != NULL && !is_shared && each != NULL; each = each->next)
+        is_shared = overlaps(tensor, each->tensor);
     for (int32_t i = 0; tensor != NULL && !is_shared && i < function->num_inputs; i++)
         is_shared = !(function->inputs[i].flags & RH_DONATED) && tensor_of(args[i]) != NULL &&
                     overlaps(tensor, tensor_of(args[i]));
     if (is_shared)
         return new_copy(value, tensor->device, result);
+    if (tensor != NULL) {
+        struct returned *own = malloc(sizeof *own);
+        if (own == NULL)
+            return fail("MemoryError", "no memory for a result");
+        *own = (struct returned){tensor, *before};
+        *before = own;
+    }
     *result = shared(value);
     return 0;
 }
 
 /* The result of a call: a function's number, the result, and the arguments. */
 PACKED(leave, "leave") {
+    struct returned *before = NULL;
+    int status = detach(args[1], &rh_info.functions[args[0].v_int64], args + 2, &before, result);
+    free_returned(before);
     machine = NULL;
-    return detach(args[1], &rh_info.functions[args[0].v_int64], args + 2, result);
+    return status;
 }
 
 PACKED(to_device, "to_device") {

@@ -270,7 +270,7 @@ def functions_to_queue(metadata: Metadata, is_bound: bool = False) -> set[str]:
     is_large = partial(_is_large, metadata, {region.name: region for region in metadata.regions})
 
     def occupies_host(step: Step) -> bool:
-        return any(devices.get(device, (CPU, 0))[0] == CPU for device in step.devices)
+        return not all(backend_of_type(devices.get(device, (CPU, 0))[0]).is_gpu for device in step.devices)
 
     return {each.function for each in metadata.schedules if each.overlaps(devices, is_large, occupies_host)}
 

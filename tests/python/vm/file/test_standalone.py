@@ -132,6 +132,31 @@ def test_arguments_that_a_call_writes_to_are_copied(tmp_path):
     np.testing.assert_array_equal(x.numpy(), np.zeros(4))
 
 
+def test_results_share_no_memory_with_each_other(tmp_path):
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        net (float[2] x) => (float[2] y, float[2] z) { y = Exp(x) z = Identity(y) }""")
+    rh.compile(rh.from_onnx(model)).export_library(tmp_path / "model.so")
+    y, z = load(tmp_path / "model.so", 0)["main"](tensor(np.zeros(2, "float32")))
+    np.testing.assert_array_equal([y.numpy(), z.numpy()], np.ones((2, 2)))
+    assert y.data_ptr() != z.data_ptr()
+
+
+def test_tensors_in_tuples_are_checked(tmp_path):
+    @ir_module("llvm")
+    def module(pair: R.Tuple(R.Tensor((4,), "float32"), R.Tensor((4,), "float32"))):
+        with R.dataflow():
+            y = R.add(pair[0], pair[1])
+            R.output(y)
+        return y
+
+    rh.compile(module).export_library(tmp_path / "model.so")
+    machine, x = load(tmp_path / "model.so", 0), tensor(np.arange(4, dtype="float32"))
+    assert machine["main"]((x, x)).numpy().tolist() == [0, 2, 4, 6]
+    with pytest.raises(ValueError, match="'pair': found the address .* expected a multiple of 16"):
+        machine["main"]((x, tensor(np.zeros(5, "float32"))._create_view((4,), "float32", 4)))
+
+
 def test_default_values(tmp_path):
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>

@@ -301,13 +301,20 @@ def test_a_queue_alone_uses_the_cores_that_a_call_uses(failing):
         ((LARGE_BYTES, 0), (0, 0), True),  # sizes that only calls know
     ],
 )
-def test_plain_calls_are_queued_where_large_work_overlaps(nbytes, operations, is_queued):
+@pytest.mark.parametrize("kinds", [("cpu", "cuda"), ("cuda", "cuda")])
+def test_plain_calls_are_queued_where_large_work_overlaps(nbytes, operations, is_queued, kinds):
+    """Work of two GPUs overlaps without queues, as launches do not wait."""
     steps = tuple(Step(number, (number,), (2 + number,), f"step_{number}", calls=(f"k{number}",)) for number in (0, 1))
     work = zip(nbytes, operations, strict=True)
     metadata = SimpleNamespace(
-        devices=[SimpleNamespace(numa_node=None, device_type=4, vdevice_id=number) for number in (0, 1)],
+        devices=[
+            SimpleNamespace(
+                numa_node=None, device_type=tvm.device(kind).dlpack_device_type(), vdevice_id=i, num_cores=1
+            )
+            for i, kind in enumerate(kinds)
+        ],
         schedules=[Schedule("main", 2, 4, steps, (2, 3))],
         dispatches={f"k{number}": DispatchSpec(number, (), count, size) for number, (size, count) in enumerate(work)},
         regions=[],
     )
-    assert functions_to_queue(metadata) == ({"main"} if is_queued else set())
+    assert functions_to_queue(metadata) == ({"main"} if is_queued and "cpu" in kinds else set())
