@@ -34,7 +34,8 @@ help:
 	@echo "make format       let ruff fix and format the code"
 	@echo "make conformance  ONNX's backend suite, here and in stock TVM (long)"
 	@echo "make docs         build the site in build/site; broken links and outdated pages are errors"
-	@echo "make dist         build wheel and source distribution of the last commit in dist, twice with the same bytes"
+	@echo "make dist         build wheel and source distribution of the last commit in dist, twice with the same bytes,"
+	@echo "                  and the wheel relax-hetero-runtime of the working tree"
 	@echo "make workers      write the LLVM IR of the worker threads, after a change of their C code"
 	@echo "make clean        remove caches and build outputs; make distclean: also .cache and $(VENV)"
 

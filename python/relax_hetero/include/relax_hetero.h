@@ -112,6 +112,11 @@ static inline int rh_fail(const char *what, const char *why) {
     return -1;
 }
 
+static inline int rh_fail_numbers(const char *where, const char *what, long long found, long long expected) {
+    snprintf(rh_error_text, sizeof rh_error_text, "%s: found %lld %s, expected %lld", where, found, what, expected);
+    return -1;
+}
+
 /* Take the error of a failed function of TVM. */
 static inline int rh_take_error(const char *what) {
     TVMFFIObjectHandle error = NULL;
@@ -217,7 +222,7 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
         return rh_fail(path, "made by another version of relax_hetero than relax_hetero.h: export it again");
     model->info = info;
     if (count != 0 && count != info->num_devices)
-        return rh_fail(path, "found another number of devices than the file has: pass none, or one for each");
+        return rh_fail_numbers(path, "devices (0: those of the file)", count, info->num_devices);
     model->functions = (TVMFFIObjectHandle *)calloc((size_t)info->num_functions + 1, sizeof *model->functions);
     model->devices = (DLDevice *)calloc((size_t)info->num_devices, sizeof *model->devices);
     TVMFFIAny *args = (TVMFFIAny *)calloc((size_t)info->num_devices + 1, 3 * sizeof *args);
@@ -227,7 +232,8 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
         int32_t index = i < info->num_devices ? i : info->host;
         DLDevice device = count != 0 ? devices[index] : info->devices[index].device;
         if (device.device_type != info->devices[index].device.device_type)
-            return free(args), rh_fail(path, "a device has another type than the file's");
+            return free(args), rh_fail_numbers(path, "as the type of a device", device.device_type,
+                                               info->devices[index].device.device_type);
         model->devices[index] = device;
         args[3 * i] = rh_any(kTVMFFIInt, device.device_type);
         args[3 * i + 1] = rh_any(kTVMFFIInt, device.device_id);
@@ -266,7 +272,12 @@ static inline const rh_function_info *rh_find(const rh_model *model, const char 
     for (int32_t i = 0; i < model->info->num_functions; i++)
         if (strcmp(model->info->functions[i].name, name) == 0)
             return &model->info->functions[i];
-    return rh_fail(name, "no function of the model has this name"), (const rh_function_info *)NULL;
+    rh_fail(name, "no function of the model has this name, expected one of");
+    for (int32_t i = 0; i < model->info->num_functions; i++) {
+        strncat(rh_error_text, i ? ", " : " ", sizeof rh_error_text - strlen(rh_error_text) - 1);
+        strncat(rh_error_text, model->info->functions[i].name, sizeof rh_error_text - strlen(rh_error_text) - 1);
+    }
+    return NULL;
 }
 
 /* The device of an input or a result. */
@@ -355,7 +366,7 @@ static inline int rh_tensor_write(rh_tensor *tensor, const void *data, size_t by
     TVMFFIAny result, args[3] = {rh_object(tensor, kTVMFFITensor), rh_object(data, kTVMFFIOpaquePtr),
                                  rh_any(kTVMFFIInt, (int64_t)bytes)};
     if (bytes != rh_tensor_bytes(tensor))
-        return rh_fail("rh_tensor_write", "the tensor has another number of bytes");
+        return rh_fail_numbers("rh_tensor_write", "bytes", (long long)bytes, (long long)rh_tensor_bytes(tensor));
     return rh_call_global("runtime.TVMTensorCopyFromBytes", args, 3, &result, "rh_tensor_write");
 }
 
@@ -363,7 +374,7 @@ static inline int rh_tensor_read(const rh_tensor *tensor, void *data, size_t byt
     TVMFFIAny result, args[3] = {rh_object(tensor, kTVMFFITensor), rh_object(data, kTVMFFIOpaquePtr),
                                  rh_any(kTVMFFIInt, (int64_t)bytes)};
     if (bytes != rh_tensor_bytes(tensor))
-        return rh_fail("rh_tensor_read", "the tensor has another number of bytes");
+        return rh_fail_numbers("rh_tensor_read", "bytes", (long long)bytes, (long long)rh_tensor_bytes(tensor));
     return rh_call_global("runtime.TVMTensorCopyToBytes", args, 3, &result, "rh_tensor_read");
 }
 

@@ -199,7 +199,7 @@ def test_errors_say_what_is_wrong(programs, tmp_path):
     assert "expects 2 arguments (x, i), but 1 arguments" in output_of(*run, code=1)
     np.array([0, 5]).tofile(tmp_path / "i.bin")
     assert "index 5 is out of range, expected -5 to 4" in output_of(*run, tmp_path / "i.bin", code=1)
-    assert "i.bin: rh_tensor_write: the tensor has another number" in output_of(*run[:4], tmp_path / "i.bin", code=1)
+    assert "i.bin: rh_tensor_write: found 16 bytes, expected 80" in output_of(*run[:4], tmp_path / "i.bin", code=1)
     (tmp_path / "other.so").write_bytes(b"no library")
     assert "other.so" in output_of(programs / "run", tmp_path / "other.so", 0, tmp_path / "results", code=1)
 
@@ -245,4 +245,4 @@ def test_a_program_in_c(tmp_path):
     refusal, result, unknown = output_of(tmp_path / "program", tmp_path / "model.so").splitlines()
     assert refusal.startswith("function 'main': ") and refusal.endswith("expected k == l (k = 3, l = 4)")
     assert result == "float32[n, 4] on device 3: 3"
-    assert unknown == "other: no function of the model has this name"
+    assert unknown == "other: no function of the model has this name, expected one of main"
