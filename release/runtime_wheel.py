@@ -31,7 +31,7 @@ TVM_MODULES = (
     *("__init__", "_version", "backend", "base", "driver", "error", "ir", "libinfo", "runtime", "script", "support"),
     *("sym", "target", "te", "tirx"),
 )
-"""What ``import tvm`` imports without the compiler."""
+"""Modules that ``import tvm`` imports without the compiler."""
 TVM_LIBRARIES = ("libtvm_runtime.so", "libtvm_runtime_cuda.so", "libtvm_runtime_extra.so")
 COMPILER_ONLY = ("apache-tvm", "onnx")
 """Dependencies that only compiling needs."""

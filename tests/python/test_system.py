@@ -1,4 +1,4 @@
-"""What differs between systems: here, and as the package sees macOS and Windows."""
+"""The module of systems on this one, and as the package sees macOS and Windows."""
 
 import os
 import subprocess

@@ -44,7 +44,7 @@ def programs(tmp_path_factory):
 
 
 def output_of(*command: object, code: int = 0) -> str:
-    """What a program writes, run where it finds nothing of Python."""
+    """Output of a program that runs where it finds nothing of Python."""
     done = subprocess.run([str(word) for word in command], env={}, capture_output=True, text=True)
     assert done.returncode == code, done.stderr
     return done.stderr if code else done.stdout

@@ -32,7 +32,7 @@ PROGRAMS = [
 ]
 """Tests that run within the emulated Python."""
 
-# What `KERNELS` leaves out, and why.
+# Tests that `KERNELS` leaves out, and why.
 LEFT_OUT = {
     "tir/cuda": "kernels of GPUs",
     "tir/commands": "command lists of GPUs",

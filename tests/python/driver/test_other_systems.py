@@ -19,7 +19,7 @@ layers (float[N, 64] x, float[1, 3, 9, 11] image) => (float[N, 10] y, float[1, 4
     maps = Conv <pads = [1, 1, 1, 1]> (image, windows)
 }
 """
-# What the systems' libraries have not: TVM's function that raises errors, and a symbol that MSVC's C library has.
+# Symbols that the systems' libraries lack: TVM's function that raises errors, and a symbol that MSVC's C library has.
 STUB = "int TVMFFIErrorSetRaisedFromCStrParts(void) { return 0; }\nint _fltused = 0;\n"
 
 

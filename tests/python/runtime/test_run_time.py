@@ -1,4 +1,4 @@
-"""What relax-hetero-runtime does: load, run and look at files. test_runtime_wheel.py runs these tests there.
+"""Functions of relax-hetero-runtime: load, run and look at files. test_runtime_wheel.py runs these tests there.
 
 RELAX_HETERO_RUNTIME_FILES names a folder with the files of runtime_files.py; without it they are compiled.
 """

@@ -46,15 +46,13 @@ __device__ __forceinline__ void rh_end_epoch(unsigned* state, unsigned now, int 
   __syncthreads();
   if (thread == 0 && atomicAdd(state + 1, 1u) == blocks - 1) {{ state[1] = 0; state[0] = now; }}
 }}
-__device__ __forceinline__ void rh_check_time(unsigned long long begin) {{
-  unsigned long long time;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
-  if (time - begin > {_TIMEOUT_SECONDS}000000000ull) __trap();
-}}
 __device__ __forceinline__ unsigned long long rh_time() {{
   unsigned long long time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
   return time;
+}}
+__device__ __forceinline__ void rh_check_time(unsigned long long begin) {{
+  if (rh_time() - begin > {_TIMEOUT_SECONDS}000000000ull) __trap();
 }}
 __device__ __forceinline__ void rh_all_reduce_short(
     const float* x, float* out, const void* addresses, int count, int rank, int ranks, int blocks,

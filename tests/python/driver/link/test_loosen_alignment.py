@@ -10,6 +10,7 @@ from tvm.script import relax as R
 from tvm.script import tirx as T
 
 import relax_hetero as rh
+from in_place import InPlace
 from relax_hetero.driver.link.link import build_group
 from relax_hetero.driver.link.llvm_kernels import ARGUMENT_ALIGNMENT, loosen_alignment
 
@@ -99,21 +100,3 @@ def test_modules_that_may_write_to_arguments_say_so(product):
     for _ in range(3):
         np.testing.assert_array_equal(vm["main"](x).numpy(), np.arange(4) + 1)
     np.testing.assert_array_equal(x, np.arange(4))
-
-
-@I.ir_module
-class InPlace:
-    @T.prim_func(private=True, s_tir=True)
-    def increment(a: T.Buffer((4,), "float32")):
-        for i in range(4):
-            with T.sblock("increment"):
-                vi = T.axis.spatial(4, i)
-                a[vi] = a[vi] + T.float32(1)
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-        cls = InPlace
-        with R.dataflow():
-            y = R.call_tir_inplace(cls.increment, (x,), out_ty=R.Tensor((4,), "float32"), inplace_indices=[0])
-            R.output(y)
-        return y

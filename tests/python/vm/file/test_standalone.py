@@ -11,11 +11,10 @@ import onnx.parser
 import pytest
 import tvm
 import tvm_ffi
-from tvm.script import ir as I
 from tvm.script import relax as R
-from tvm.script import tirx as T
 
 import relax_hetero as rh
+from in_place import InPlace
 from modules import ir_module
 from relax_hetero.vm.file.standalone import description
 
@@ -38,24 +37,6 @@ def Decoder(
         result = R.exp(R.matmul(R.nn.relu(R.matmul(there, weight)), weight))
         R.output(new, result)
     return (new, result, weight, row)
-
-
-@I.ir_module
-class Increments:
-    @T.prim_func(private=True, s_tir=True)
-    def increment(a: T.Buffer((4,), "float32")):
-        for i in range(4):
-            with T.sblock("increment"):
-                vi = T.axis.spatial(4, i)
-                a[vi] = a[vi] + T.float32(1)
-
-    @R.function
-    def main(x: R.Tensor((4,), "float32")):
-        cls = Increments
-        with R.dataflow():
-            y = R.call_tir_inplace(cls.increment, (x,), out_ty=R.Tensor((4,), "float32"), inplace_indices=[0])
-            R.output(y)
-        return y
 
 
 def tensor(array, device=0):
@@ -125,7 +106,7 @@ def test_arguments_are_checked(decoder):
 
 
 def test_arguments_that_a_call_writes_to_are_copied(tmp_path):
-    rh.compile(Increments).export_library(tmp_path / "model.so")
+    rh.compile(InPlace).export_library(tmp_path / "model.so")
     machine, x = load(tmp_path / "model.so", 0), tensor(np.zeros(4, "float32"))
     for _ in range(2):
         np.testing.assert_array_equal(machine["main"](x).numpy(), np.ones(4))
@@ -177,7 +158,7 @@ def test_a_file_that_was_replaced_after_its_code_was_loaded(decoder, tmp_path):
 
 
 def test_an_executable_in_memory_needs_our_machine():
-    executable = rh.compile(Increments)
+    executable = rh.compile(InPlace)
     machine = executable.module["vm_load_executable"]()
     machine["vm_initialization"](1, 0, 2)
     with pytest.raises(rh.HeteroError, match=r"expected rh.vm.VirtualMachine, or a file of Executable.export_library"):
