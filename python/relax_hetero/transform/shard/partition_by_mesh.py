@@ -861,7 +861,7 @@ class _Reduction:
         counts = Counter(each.mesh for each in sums)
         self._slots = {mesh: iter(slots_of(max(2, count))) for mesh, count in counts.items()}
         self._is_alone = {mesh: count == 1 for mesh, count in counts.items()}
-        sizes = [slot_bytes_of(math.prod(map(int, shape_of(each.results[0]) or []))) for each in sums]
+        sizes = [slot_bytes_of(math.prod(_known_shape(each.results[0]))) for each in sums]
         self._slot_bytes = max(sizes, default=0)
         self._bases: dict[tuple[Mesh, int], relax.Var] = {}
 

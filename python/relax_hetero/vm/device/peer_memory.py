@@ -32,6 +32,8 @@ class _PeerCall(threading.local):
         Whether it is one of a function over GPUs of a mesh.
     is_incomplete : bool
         Whether command buffers have become graphs that were not launched.
+    missing : str
+        Command buffer that became a graph last, and its device.
     waits : bool
         Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
     has_lock : bool
@@ -40,6 +42,7 @@ class _PeerCall(threading.local):
 
     uses_peers = False
     is_incomplete = False
+    missing = ""
     waits = False
     has_lock = False
 
@@ -80,7 +83,10 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
                 device.sync()
             result = function(*values)
             if peer_call.is_incomplete:
-                raise HeteroError("a command buffer over GPUs of a mesh has no graph; expected one after a call")
+                raise HeteroError(
+                    f"command buffer {peer_call.missing} made its graph in a repeated call; expected the graphs of all "
+                    "GPUs of the mesh after the first"
+                )
     finally:
         if peer_call.has_lock:
             _launching.release()

@@ -137,7 +137,7 @@ class CudaGraph:
                     f"CUDA graph: {self._reason}"
                 )
             if peer_call.uses_peers:
-                peer_call.is_incomplete = True
+                peer_call.is_incomplete, peer_call.missing = True, f"{self._name!r} on {self._device}"
         if peer_call.is_incomplete:
             return  # the call is repeated
         graph = self._captured.get(values)
