@@ -52,12 +52,14 @@ _MAX_LL_PAIRS = 8
 _MAX_VECTORS = 4
 """Maximum registers of a thread for a row, in pairs (short operands) and fours (long ones) of numbers."""
 
-_SOURCE = f"""
+_SOURCE = (
+    f"""
 #define RH_FLAG_BLOCKS {FLAG_BLOCKS}
 #define RH_FLAG_STRIDE {_CHUNKS + 2}
 #define RH_CHUNKS {_CHUNKS}
 #define RH_TIMEOUT_SECONDS {_TIMEOUT_SECONDS}
-""" + r"""
+"""
+    + r"""
 __device__ __forceinline__ unsigned long long rh_time() {
   unsigned long long time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
@@ -108,10 +110,9 @@ __device__ __forceinline__ float4 rh_add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 __device__ __forceinline__ float rh_squares(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
-__device__ __forceinline__ uint2 rh_to_half(float4 v) {
-  uint2 h;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h.x) : "f"(v.y), "f"(v.x));
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h.y) : "f"(v.w), "f"(v.z));
+__device__ __forceinline__ unsigned rh_to_half(float2 v) {
+  unsigned h;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(v.y), "f"(v.x));
   return h;
 }
 // Sum over the threads of a block, which all get.
@@ -126,15 +127,16 @@ __device__ __forceinline__ float rh_block_sum(float value) {
   return total;
 }
 template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float4 v) {
-  if (HALF) ((uint2*)out)[i] = rh_to_half(v); else ((float4*)out)[i] = v;
+  if (HALF) ((uint2*)out)[i] = make_uint2(rh_to_half(make_float2(v.x, v.y)), rh_to_half(make_float2(v.z, v.w)));
+  else ((float4*)out)[i] = v;
 }
 template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float2 v) {
-  if (HALF) asm("{ .reg .b32 h; cvt.rn.f16x2.f32 h, %1, %2; st.global.b32 [%0], h; }" :: "l"((unsigned*)out + i), "f"(v.y), "f"(v.x) : "memory");
-  else ((float2*)out)[i] = v;
+  if (HALF) ((unsigned*)out)[i] = rh_to_half(v); else ((float2*)out)[i] = v;
 }
 
 // Short operands. A line has eight bytes and, twice, the epoch.
-template <int PAIRS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM> __device__ __forceinline__ void rh_all_reduce_short(
+template <int PAIRS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM>
+__device__ __forceinline__ void rh_all_reduce_short(
     const float* x, const float*, const float* weight, void* out, float* sum, const void* bases, long long data,
     long long slot_bytes, long long epochs, int pairs, int row, float eps) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, epochs};
@@ -222,8 +224,8 @@ __device__ __forceinline__ void rh_copy(const Vector* from, Vector* to, int begi
 // Long operands: GPU r adds part r, which the others send it, and sends them the result.
 template <int VECTORS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL>
 __device__ __forceinline__ void rh_all_reduce_long(
-    const float* x, const float* residual, const float* weight, void* out, float* sum, const void* bases, long long data,
-    long long slot_bytes, long long epochs, int vectors, int row, float eps) {
+    const float* x, const float* residual, const float* weight, void* out, float* sum, const void* bases,
+    long long data, long long slot_bytes, long long epochs, int vectors, int row, float eps) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, epochs};
   unsigned now = ex.begin_epoch();
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS;
@@ -295,6 +297,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
   ex.end_epoch(now);
 }
 """
+)
 
 
 @dataclass(frozen=True)
@@ -465,8 +468,9 @@ def all_reduce_kernel(
         with function.body(), launch(reduce.blocks, reduce.threads):
             T.evaluate(
                 T.cuda.func_call(
-                    f"rh_all_reduce_short<{arguments}>" if reduce.is_short else
-                    f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}>",
+                    f"rh_all_reduce_short<{arguments}>"
+                    if reduce.is_short
+                    else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}>",
                     *map(pointer, (x, residual, weight, out, total, bases)),
                     *(T.int64(number) for number in (data, slot_bytes, epoch_offset(reduce.ranks))),
                     *(T.int32(number) for number in (reduce.count // reduce.lanes, reduce.row)),
