@@ -62,6 +62,7 @@ from .gpu_sums import GpuSums, Mesh, Sum
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 from .sharding_rules import (
     PRODUCTS,
+    RESHAPES,
     WEIGHT_OPS,
     OpCall,
     Operand,
@@ -174,6 +175,7 @@ class _FunctionPartition:
         self._converted: dict[tuple[Any, Mesh, Sharding], list[relax.Expr]] = {}
         self._transferred: dict[tuple[relax.Expr, int], relax.Expr] = {}
         self._segments: dict[relax.Var, tuple[int, ...]] = {}
+        self._reshaped: dict[relax.Var, tuple[relax.Expr, relax.TensorType]] = {}
         self._read_by_products: set[relax.Var] = set()
         self._outputs = _leaves(func.body.body)
         self._find_readers()
@@ -368,6 +370,8 @@ class _FunctionPartition:
                 local = self._emit(_multiplied, operands, device, self._named(var, number))
             locals_.append(local)
         self._values[var] = _Value(mesh, plan.results if plan else [REPLICATED] * max(_tensors(call.ty), 1), locals_)
+        if name in RESHAPES:
+            self._reshaped[var] = tensors[0], call.ty
 
     def _local_call(self, call: relax.Call, plan: OpPlan | None, count: int) -> _Make:
         """Maker of what a device computes."""
@@ -612,7 +616,7 @@ class _FunctionPartition:
                 parts = [self._transfer(local, mesh[0]) for local in value.locals]
                 return [self._added(parts, mesh[0], name)]
             elif own.is_split and len(mesh) == 1:
-                return [self._gathered(value, mesh[0], own, f"{name}_whole")]
+                return [self._gathered(expr, value, mesh[0], own, f"{name}_whole")]
             else:
                 whole = self._get(expr, value.mesh, REPLICATED)
                 at, own = (
@@ -631,7 +635,7 @@ class _FunctionPartition:
             ]
         if sharding == REPLICATED:
             return [
-                self._gathered(value, device, own, f"{name}_whole@{number}" if number else f"{name}_whole")
+                self._gathered(expr, value, device, own, f"{name}_whole@{number}" if number else f"{name}_whole")
                 for number, device in enumerate(mesh)
             ]
         if sharding.axis != own.axis and not own.segments and not sharding.segments:
@@ -675,8 +679,11 @@ class _FunctionPartition:
             total = self._emit(lambda args: relax.op.add(*args), [total, part], device, f"{name}_sum")
         return total
 
-    def _gathered(self, value: _Value, device: int, own: Sharding, name: str) -> relax.Expr:
-        """All elements of a split value on a device."""
+    def _gathered(self, expr: relax.Expr, value: _Value, device: int, own: Sharding, name: str) -> relax.Expr:
+        """All elements of a split value on a device; what was gathered before a reshape is not gathered again."""
+        source, ty = self._reshaped.get(expr, (None, None))
+        if whole := self._converted.get((source, (device,), REPLICATED)):
+            return self._emit(lambda args: relax.op.reshape(args[0], ty.shape), whole, device, name)
         parts = [self._transfer(local, device) for local in value.locals]
         axis, count = own.axis, len(value.mesh)
         assert axis is not None, "the value is split"

@@ -418,3 +418,20 @@ def test_sums_on_gpus_of_any_shapes(layers):
     kernels = [gv for gv in partition_by_mesh(module).functions if gv.name_hint.startswith("all_reduce")]
     assert len(kernels) == 4  # two of each GPU, whose code differs by slots
     assert [region.device for region in rh.compile(module).metadata.regions][:2] == [0, 1]
+
+
+def test_what_is_gathered_before_a_reshape_is_not_gathered_again():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.matmul(x, R.const(W))
+            b = R.reshape(a, (4, 4, 4))
+            c = R.nn.softmax(R.to_vdevice(b, "llvm:0"), axis=1)
+            R.output(a, c)
+        return a, c
+
+    after = partition_by_mesh(module)
+    assert ops_of(after).count("relax.to_vdevice") == 2  # of the argument and `a`
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    for actual, expected in zip(run(after, x), run(module, x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
