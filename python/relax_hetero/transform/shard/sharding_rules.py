@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import tvm
@@ -353,10 +354,20 @@ def _pool(op: OpCall) -> OpPlan | None:
     return OpPlan([state], [state]) if out_layout == layout else None
 
 
+def _of_sum(op: OpCall) -> OpPlan | None:
+    """Take elements of a sum before it is added, if they are fewer."""
+    counts = [prod(known(extent) or 0 for extent in shape) for shape in (op.shapes[0], op.operands[0].shape)]
+    if op.operands[0].sharding != PARTIAL or not 0 < counts[0] < counts[1]:
+        return None
+    return OpPlan([PARTIAL, *[REPLICATED] * (len(op.operands) - 1)], [PARTIAL])
+
+
 def _take(op: OpCall) -> OpPlan | None:
     x, *indices = op.operands  # a number is not among them
     if op.call.attrs.axis is None:
         return None
+    if (plan := _of_sum(op)) is not None:
+        return plan
     axis = int(op.call.attrs.axis) % len(x.shape)
     if x.sharding is None or x.sharding.axis is None:
         state = indices[0].sharding if indices else None
@@ -410,7 +421,7 @@ def _split(op: OpCall) -> OpPlan | None:
 def _strided_slice(op: OpCall) -> OpPlan | None:
     state, call, rank = op.operands[0].sharding, op.call, len(op.operands[0].shape)
     if state is None or state.axis is None:
-        return None
+        return _of_sum(op)
     numbers = [_numbers(arg) for arg in call.args[1:]]
     if any(each is None for each in numbers):
         return None
