@@ -7,16 +7,18 @@ Each GPU has memory that the others write to (`artifact.peer_layout`). There are
   access of 16 bytes, so that whoever reads the epoch has the data (NCCL's LL). It takes twice the bytes, but neither
   fences nor flags.
 - Long operands: GPU r adds the r-th part of the rows, which the others send it, and sends them the result
-  ("two-shot": reduce-scatter, then all-gather). A block sends a chunk, sets a flag, and meanwhile adds the chunk before
-  and copies the results of the one before that. A flag is a multiple of the epoch plus the number of the chunk.
+  ("two-shot": reduce-scatter, then all-gather). A block that has sent its rows, or results, sets a flag, for which the
+  same block of the other GPU waits.
 
 An RMS norm of the rows, which follows most sums of language models, is a part of both: a row's threads have the whole
-row in registers. Long sums then send the norm's result, in half the bytes if it is float16; the sum itself stays where
-it was added, and the next long sum adds it there as its residual.
+row in registers. Long sums then send the norm's result; the sum itself stays where it was added, and the next long sum
+adds it there as its residual. If the result is float16, as the operands of the next products, so are the rows that are
+sent, each times a power of two, so that they cannot overflow.
 
-The epoch is the number of a mesh's kernels so far, so that nothing ever is reset. A slot may be written again when no
-GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the one
-before it. `slots_of` numbers them so that this holds between calls, too.
+The epoch of a slot is the number of kernels that used it, so that nothing ever is reset. A slot may be written again
+when no GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the
+one before it. `slots_of` numbers them so that this holds between calls, too. So each kernel ends the epoch of the one
+before it, which no block reads any more.
 
 Kernels of a program must begin in the same order on all GPUs. Each takes the last one's result as an operand that it
 does not read, so that passes keep their order. All blocks of a kernel must be resident at once.
@@ -32,7 +34,8 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, epoch_offset
+from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, flags_offset, state_offset
+from ...target.gpu_target import WARP
 from ..core.builder import Function
 from .loops.launch import launch
 
@@ -41,7 +44,6 @@ ALL_REDUCE = "relax_hetero.all_reduce"
 
 _THREADS = 512
 _MAX_THREADS = 1024
-_CHUNKS = 2
 _LONG_BLOCKS = 128
 _TIMEOUT_SECONDS = 60
 
@@ -55,11 +57,9 @@ _MAX_VECTORS = 4
 _SOURCE = (
     f"""
 #define RH_FLAG_BLOCKS {FLAG_BLOCKS}
-#define RH_FLAG_STRIDE {_CHUNKS + 2}
-#define RH_CHUNKS {_CHUNKS}
 #define RH_TIMEOUT_SECONDS {_TIMEOUT_SECONDS}
 """
-    + r"""
+    r"""
 __device__ __forceinline__ unsigned long long rh_time() {
   unsigned long long time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
@@ -68,39 +68,45 @@ __device__ __forceinline__ unsigned long long rh_time() {
 __device__ __forceinline__ void rh_check_time(unsigned long long begin) {
   if (rh_time() - begin > RH_TIMEOUT_SECONDS * 1000000000ull) __trap();
 }
-// Memory that the GPUs of a mesh write to, as one kernel uses it.
-template <int rank, int ranks> struct rh_Exchange {
-  const long long* bases;
-  long long data, slot_bytes, epochs;
 
-  __device__ __forceinline__ static int peer(int step) { return (rank + step) % ranks; }
+// Memory that the GPUs of a mesh write to, as one kernel uses it.
+template <int RANK, int RANKS> struct rh_Exchange {
+  const long long* bases;
+  long long data, slot_bytes, flags, state;
+  int number;
+
+  __device__ __forceinline__ static int peer(int step) { return (RANK + step) % RANKS; }
   __device__ __forceinline__ char* slot(int owner, int sender) const {
     return (char*)bases[owner] + data + sender * slot_bytes;
   }
-  __device__ __forceinline__ unsigned* state() const { return (unsigned*)((char*)bases[rank] + epochs); }
-  __device__ __forceinline__ unsigned begin_epoch() const { return *(const volatile unsigned*)state() + 1; }
-  // The last block ends the epoch: then all have read it.
-  __device__ __forceinline__ void end_epoch(unsigned now) const {
-    __syncthreads();
-    if (threadIdx.x == 0 && atomicAdd(state() + 1, 1u) == gridDim.x - 1) { state()[1] = 0; state()[0] = now; }
+  // Epoch of the slot. The kernel also ends that of the slot before, which it does not read.
+  __device__ __forceinline__ unsigned begin_epoch() const {
+    unsigned* words = (unsigned*)((char*)bases[RANK] + state);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      if (words[0]) words[words[0]] += 1;
+      words[0] = number + 1;
+    }
+    return *(const volatile unsigned*)(words + 1 + number) + 1;
   }
-  // This block's stores before are visible to the same blocks of the other GPUs once they have waited for the flag.
-  __device__ __forceinline__ void signal(unsigned flag) const {
+  __device__ __forceinline__ unsigned* flag(int owner, int sender) const {
+    return (unsigned*)((char*)bases[owner] + flags) + sender * RH_FLAG_BLOCKS + blockIdx.x;
+  }
+  // What the block has stored is visible to the same block of other GPUs that has waited for the flag.
+  __device__ __forceinline__ void signal(unsigned value) const {
     __syncthreads();
-    if (threadIdx.x < ranks && threadIdx.x != rank) {
-      unsigned* theirs = (unsigned*)bases[threadIdx.x] + rank * RH_FLAG_BLOCKS + blockIdx.x;
-      asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(flag) : "memory");
+    if (threadIdx.x < RANKS && threadIdx.x != RANK) {
+      asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;"
+                   :: "l"(flag(threadIdx.x, RANK)), "r"(value) : "memory");
     }
   }
-  __device__ __forceinline__ void wait(unsigned flag) const {
-    if (threadIdx.x < ranks && threadIdx.x != rank) {
-      unsigned* mine = (unsigned*)bases[rank] + threadIdx.x * RH_FLAG_BLOCKS + blockIdx.x;
+  __device__ __forceinline__ void wait(unsigned value) const {
+    if (threadIdx.x < RANKS && threadIdx.x != RANK) {
       unsigned seen;
       unsigned long long begin = rh_time();
       do {
-        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag(RANK, threadIdx.x)) : "memory");
         rh_check_time(begin);
-      } while ((int)(seen - flag) < 0);
+      } while ((int)(seen - value) < 0);
     }
     __syncthreads();
   }
@@ -109,37 +115,53 @@ template <int rank, int ranks> struct rh_Exchange {
 __device__ __forceinline__ float4 rh_add(float4 a, float4 b) {
   return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
-__device__ __forceinline__ float rh_squares(float4 v) { return v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w; }
-__device__ __forceinline__ unsigned rh_to_half(float2 v) {
+__device__ __forceinline__ float4 rh_scale(float4 v, float by) {
+  return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+}
+__device__ __forceinline__ unsigned rh_to_half(float x, float y) {
   unsigned h;
-  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(v.y), "f"(v.x));
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(y), "f"(x));
   return h;
 }
-// Sum over the threads of a block, which all get.
-__device__ __forceinline__ float rh_block_sum(float value) {
-  __shared__ float partial[32];
-  for (int lanes = 16; lanes; lanes /= 2) value += __shfl_xor_sync(~0u, value, lanes);
-  __syncthreads();  // the last sum has been read
-  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
-  __syncthreads();
-  float total = 0.0f;
-  for (int warp = 0; warp < blockDim.x / 32; ++warp) total += partial[warp];
-  return total;
+__device__ __forceinline__ float2 rh_from_half(unsigned h) {
+  float2 v;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(h));
+  return v;
 }
 template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float4 v) {
-  if (HALF) ((uint2*)out)[i] = make_uint2(rh_to_half(make_float2(v.x, v.y)), rh_to_half(make_float2(v.z, v.w)));
+  if (HALF) ((uint2*)out)[i] = make_uint2(rh_to_half(v.x, v.y), rh_to_half(v.z, v.w));
   else ((float4*)out)[i] = v;
 }
 template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float2 v) {
-  if (HALF) ((unsigned*)out)[i] = rh_to_half(v); else ((float2*)out)[i] = v;
+  if (HALF) ((unsigned*)out)[i] = rh_to_half(v.x, v.y); else ((float2*)out)[i] = v;
+}
+template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from, long long i) {
+  if (!HALF) return __ldcg((const float4*)from + i);
+  uint2 h = __ldcg((const uint2*)from + i);
+  float2 a = rh_from_half(h.x), b = rh_from_half(h.y);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+// Sum, or maximum, over the threads of a block, which all get.
+template <bool MAX> __device__ __forceinline__ float rh_reduce(float value) {
+  __shared__ float partial[32];
+  for (int lanes = 16; lanes; lanes /= 2) {
+    float other = __shfl_xor_sync(~0u, value, lanes);
+    value = MAX ? fmaxf(value, other) : value + other;
+  }
+  __syncthreads();  // the last result has been read
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = partial[0];
+  for (int warp = 1; warp < blockDim.x / 32; ++warp) value = MAX ? fmaxf(value, partial[warp]) : value + partial[warp];
+  return value;
 }
 
 // Short operands. A line has eight bytes and, twice, the epoch.
 template <int PAIRS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM>
 __device__ __forceinline__ void rh_all_reduce_short(
-    const float* x, const float*, const float* weight, void* out, float* sum, const void* bases, long long data,
-    long long slot_bytes, long long epochs, int pairs, int row, float eps) {
-  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, epochs};
+    const float* x, const float*, const float* weight, void* out, float* sum, const void* bases,
+    long long data, long long slot_bytes, long long flags, long long state, int number, int pairs, int row, float eps) {
+  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
   unsigned now = ex.begin_epoch();
   for (int begin = blockIdx.x * row; begin < pairs; begin += gridDim.x * row) {
     int end = min(begin + row, pairs);
@@ -153,71 +175,87 @@ __device__ __forceinline__ void rh_all_reduce_short(
   }
   for (int begin = blockIdx.x * row; begin < pairs; begin += gridDim.x * row) {
     int end = min(begin + row, pairs);
-    float2 total[PAIRS];
-    float squares = 0.0f;
+    float2 own[PAIRS], scale[PAIRS], total[PAIRS];
 #pragma unroll
-    for (int p = 0; p < PAIRS; ++p) total[p] = make_float2(0.0f, 0.0f);
+    for (int p = 0; p < PAIRS; ++p) {
+      int i = begin + threadIdx.x + p * blockDim.x;
+      own[p] = i < end ? ((const float2*)x)[i] : make_float2(0.0f, 0.0f);
+      scale[p] = NORM && i < end ? ((const float2*)weight)[i - begin] : make_float2(1.0f, 1.0f);
+      total[p] = make_float2(0.0f, 0.0f);
+    }
     for (int other = 0; other < RANKS; ++other) {
       unsigned a[PAIRS], b[PAIRS], spins = 0;
       unsigned long long start = 0;
-      bool waits;
-      do {  // all lines are in flight together
+      bool waits = other != RANK;
+      while (waits) {  // all lines are in flight together
         waits = false;
 #pragma unroll
         for (int p = 0; p < PAIRS; ++p) {
           int i = begin + threadIdx.x + p * blockDim.x;
+          unsigned flag = now, flag2 = now;
           a[p] = b[p] = 0;
           if (i < end) {
-            if (other == RANK) {
-              uint2 v = ((const uint2*)x)[i];
-              a[p] = v.x; b[p] = v.y;
-            } else {
-              unsigned flag, flag2;
-              asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                           : "=r"(a[p]), "=r"(flag), "=r"(b[p]), "=r"(flag2)
-                           : "l"(ex.slot(RANK, other) + 16ll * i));
-              waits |= flag != now || flag2 != now;
-            }
+            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(a[p]), "=r"(flag), "=r"(b[p]), "=r"(flag2) : "l"(ex.slot(RANK, other) + 16ll * i));
           }
+          waits |= flag != now || flag2 != now;
         }
         if (waits && ++spins % 65536 == 0) { if (!start) start = rh_time(); else rh_check_time(start); }
-      } while (waits);
+      }
 #pragma unroll
       for (int p = 0; p < PAIRS; ++p) {
-        total[p].x += __uint_as_float(a[p]);
-        total[p].y += __uint_as_float(b[p]);
+        total[p].x += other == RANK ? own[p].x : __uint_as_float(a[p]);
+        total[p].y += other == RANK ? own[p].y : __uint_as_float(b[p]);
       }
     }
+    float inverse = 1.0f;
+    if (NORM) {
+      float squares = 0.0f;
 #pragma unroll
-    for (int p = 0; p < PAIRS; ++p) {
-      int i = begin + threadIdx.x + p * blockDim.x;
-      if (SUM && i < end) ((float2*)sum)[i] = total[p];
-      squares += total[p].x * total[p].x + total[p].y * total[p].y;
+      for (int p = 0; p < PAIRS; ++p) squares += total[p].x * total[p].x + total[p].y * total[p].y;
+      inverse = rsqrtf(rh_reduce<false>(squares) / (2 * row) + eps);
     }
-    float inverse = NORM ? rsqrtf(rh_block_sum(squares) / (2 * row) + eps) : 1.0f;
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
       int i = begin + threadIdx.x + p * blockDim.x;
       if (i >= end) continue;
+      if (SUM) ((float2*)sum)[i] = total[p];
       float2 v = total[p];
-      if (NORM) {
-        float2 w = ((const float2*)weight)[i - begin];
-        v = make_float2(v.x * inverse * w.x, v.y * inverse * w.y);
-      }
+      if (NORM) v = make_float2(v.x * inverse * scale[p].x, v.y * inverse * scale[p].y);
       rh_store<HALF>(out, i, v);
     }
   }
-  ex.end_epoch(now);
 }
 
-template <int UNROLL, class Vector>
-__device__ __forceinline__ void rh_copy(const Vector* from, Vector* to, int begin, int end) {
-  for (int i = begin + threadIdx.x; i < end; i += UNROLL * blockDim.x) {
-    Vector v[UNROLL];
+template <class Vector> __device__ __forceinline__ void rh_copy(const Vector* from, Vector* to, int begin, int end) {
+  for (int i = begin + threadIdx.x; i < end; i += 4 * blockDim.x) {
+    Vector v[4];
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) if (i + u * blockDim.x < end) v[u] = __ldcg(from + i + u * blockDim.x);
+    for (int u = 0; u < 4; ++u) if (i + u * blockDim.x < end) v[u] = __ldcg(from + i + u * blockDim.x);
 #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) if (i + u * blockDim.x < end) to[i + u * blockDim.x] = v[u];
+    for (int u = 0; u < 4; ++u) if (i + u * blockDim.x < end) to[i + u * blockDim.x] = v[u];
+  }
+}
+// Rows as float16, each times a power of two that makes its largest number 2^14 or more, and the inverses of these.
+template <int VECTORS> __device__ __forceinline__ void rh_send_rows(
+    const float4* from, uint2* to, float* inverses, int begin, int end, int row) {
+  for (; begin < end; begin += row) {
+    float4 v[VECTORS];
+    float largest = 0.0f;
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = threadIdx.x + u * blockDim.x;
+      v[u] = i < row ? __ldcg(from + begin + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v[u].x), fabsf(v[u].y))), fmaxf(fabsf(v[u].z), fabsf(v[u].w)));
+    }
+    int exponent = max((int)(__float_as_uint(rh_reduce<true>(largest)) >> 23), 30) - 127;  // within float32, inverted
+    float scale = __uint_as_float((unsigned)(127 + 14 - exponent) << 23);
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = threadIdx.x + u * blockDim.x;
+      if (i < row) rh_store<true>(to, begin + i, rh_scale(v[u], scale));
+    }
+    if (threadIdx.x == 0) inverses[begin / row] = 1.0f / scale;
   }
 }
 
@@ -225,76 +263,75 @@ __device__ __forceinline__ void rh_copy(const Vector* from, Vector* to, int begi
 template <int VECTORS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL>
 __device__ __forceinline__ void rh_all_reduce_long(
     const float* x, const float* residual, const float* weight, void* out, float* sum, const void* bases,
-    long long data, long long slot_bytes, long long epochs, int vectors, int row, float eps) {
-  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, epochs};
+    long long data, long long slot_bytes, long long flags, long long state, int number, int vectors, int row,
+    float eps) {
+  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
   unsigned now = ex.begin_epoch();
-  int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS;
-  int part = part_rows * row, pieces = gridDim.x * RH_CHUNKS, piece = (part_rows + pieces - 1) / pieces * row;
-  const float4* own = (const float4*)x + (long long)RANK * part;
-  long long results = 16ll * part;  // in a slot, behind the operand's part
-  for (int number = 0; number < RH_CHUNKS + 2; ++number) {
-    if (number < RH_CHUNKS) {
-      int begin = (number * gridDim.x + blockIdx.x) * piece;
-      for (int step = 1; step < RANKS; ++step) {
-        int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
-        rh_copy<4>((const float4*)x + (long long)peer * part, (float4*)ex.slot(peer, RANK), begin, end);
-      }
-    }
-    if (number) ex.wait(now * RH_FLAG_STRIDE + number - 1);
-    if (number && number <= RH_CHUNKS) {
-      int first = ((number - 1) * gridDim.x + blockIdx.x) * piece;
-      int last = min(min(first + piece, part), vectors - RANK * part);
-      for (int begin = first; begin < last; begin += row) {
-        int end = min(begin + row, last);
-        float4 total[VECTORS];
-        float squares = 0.0f;
-#pragma unroll
-        for (int u = 0; u < VECTORS; ++u) {
-          int i = begin + threadIdx.x + u * blockDim.x;
-          total[u] = RESIDUAL && i < end ? ((const float4*)residual)[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        }
-        for (int other = 0; other < RANKS; ++other) {
-          const float4* from = other == RANK ? own : (const float4*)ex.slot(RANK, other);
-#pragma unroll
-          for (int u = 0; u < VECTORS; ++u) {
-            int i = begin + threadIdx.x + u * blockDim.x;
-            if (i < end) total[u] = rh_add(total[u], __ldcg(from + i));
-          }
-        }
-#pragma unroll
-        for (int u = 0; u < VECTORS; ++u) {
-          int i = begin + threadIdx.x + u * blockDim.x;
-          if (SUM && i < end) ((float4*)sum)[i] = total[u];
-          squares += rh_squares(total[u]);
-        }
-        float inverse = NORM ? rsqrtf(rh_block_sum(squares) / (4 * row) + eps) : 1.0f;
-#pragma unroll
-        for (int u = 0; u < VECTORS; ++u) {
-          int i = begin + threadIdx.x + u * blockDim.x;
-          if (i >= end) continue;
-          float4 v = total[u];
-          if (NORM) {
-            float4 w = ((const float4*)weight)[i - begin];
-            v = make_float4(v.x * inverse * w.x, v.y * inverse * w.y, v.z * inverse * w.z, v.w * inverse * w.w);
-          }
-          rh_store<HALF>(out, (long long)RANK * part + i, v);
-          for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
-        }
-      }
-    }
-    if (number >= 2) {
-      int begin = ((number - 2) * gridDim.x + blockIdx.x) * piece;
-      for (int other = 0; other < RANKS; ++other) {
-        if (other == RANK) continue;
-        int end = min(min(begin + piece, part), vectors - other * part);
-        const char* from = ex.slot(RANK, other) + results;
-        if (HALF) rh_copy<4>((const uint2*)from, (uint2*)out + (long long)other * part, begin, end);
-        else rh_copy<4>((const float4*)from, (float4*)out + (long long)other * part, begin, end);
-      }
-    }
-    if (number <= RH_CHUNKS) ex.signal(now * RH_FLAG_STRIDE + number);
+  int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
+  int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
+  long long inverses = 8ll * part, results = 16ll * part;  // offsets in a slot, after the operand's part
+  for (int step = 1; step < RANKS; ++step) {
+    int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
+    const float4* from = (const float4*)x + (long long)peer * part;
+    char* to = ex.slot(peer, RANK);
+    if (HALF) rh_send_rows<VECTORS>(from, (uint2*)to, (float*)(to + inverses), begin, end, row);
+    else rh_copy(from, (float4*)to, begin, end);
   }
-  ex.end_epoch(now);
+  ex.signal(2 * now);
+  ex.wait(2 * now);
+  int last = min(min(begin + piece, part), vectors - RANK * part);
+  for (int first = begin; first < last; first += row) {
+    int end = min(first + row, last);
+    float4 total[VECTORS];
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = first + threadIdx.x + u * blockDim.x;
+      total[u] = RESIDUAL && i < end ? ((const float4*)residual)[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    for (int other = 0; other < RANKS; ++other) {
+      const char* from = ex.slot(RANK, other);
+      float inverse = HALF && other != RANK ? __ldcg((const float*)(from + inverses) + first / row) : 1.0f;
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) {
+        int i = first + threadIdx.x + u * blockDim.x;
+        if (i >= end) continue;
+        float4 v = other == RANK ? rh_load<false>(x, (long long)RANK * part + i) : rh_load<HALF>(from, i);
+        total[u] = rh_add(total[u], HALF && other != RANK ? rh_scale(v, inverse) : v);
+      }
+    }
+    float inverse = 1.0f;
+    if (NORM) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) {
+        float4 v = total[u];
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+      }
+      inverse = rsqrtf(rh_reduce<false>(squares) / (4 * row) + eps);
+    }
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = first + threadIdx.x + u * blockDim.x;
+      if (i >= end) continue;
+      if (SUM) ((float4*)sum)[i] = total[u];
+      float4 v = total[u];
+      if (NORM) {
+        float4 w = ((const float4*)weight)[i - first];
+        v = make_float4(v.x * inverse * w.x, v.y * inverse * w.y, v.z * inverse * w.z, v.w * inverse * w.w);
+      }
+      rh_store<HALF>(out, (long long)RANK * part + i, v);
+      for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
+    }
+  }
+  ex.signal(2 * now + 1);
+  ex.wait(2 * now + 1);
+  for (int step = 1; step < RANKS; ++step) {
+    int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
+    const char* from = ex.slot(RANK, peer) + results;
+    long long to = (long long)peer * part;
+    if (HALF) rh_copy((const uint2*)from, (uint2*)out + to, begin, end);
+    else rh_copy((const float4*)from, (float4*)out + to, begin, end);
+  }
 }
 """
 )
@@ -376,7 +413,9 @@ class AllReduce:
     @property
     def threads(self) -> int:
         """Threads of a block."""
-        return _THREADS if self.row <= self._max_units * _THREADS else _MAX_THREADS
+        if not self.is_short:
+            return _MAX_THREADS
+        return _THREADS if self.norm is None else min(_MAX_THREADS, max(2, ceil(self.row / 2 / WARP)) * WARP)
 
     @property
     def row(self) -> int:
@@ -386,7 +425,7 @@ class AllReduce:
         units = self.count // self.lanes
         if self.is_short:
             return ceil(units / max(1, min(FLAG_BLOCKS, units // _THREADS)))
-        return min(_MAX_VECTORS * _THREADS, ceil(units / (self.ranks * _LONG_BLOCKS * _CHUNKS)))
+        return min(_MAX_VECTORS * _MAX_THREADS, ceil(units / (self.ranks * _LONG_BLOCKS)))
 
     @property
     def blocks(self) -> int:
@@ -462,9 +501,9 @@ def all_reduce_kernel(
 
         # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
         data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else 2 * _LL_BYTES)
-        flags = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
+        kinds = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
         per_thread = ceil(reduce.row / reduce.threads)
-        arguments = ", ".join(str(value).lower() for value in (per_thread, rank, reduce.ranks, *flags))
+        arguments = ", ".join(str(value).lower() for value in (per_thread, rank, reduce.ranks, *kinds))
         with function.body(), launch(reduce.blocks, reduce.threads):
             T.evaluate(
                 T.cuda.func_call(
@@ -472,8 +511,8 @@ def all_reduce_kernel(
                     if reduce.is_short
                     else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}>",
                     *map(pointer, (x, residual, weight, out, total, bases)),
-                    *(T.int64(number) for number in (data, slot_bytes, epoch_offset(reduce.ranks))),
-                    *(T.int32(number) for number in (reduce.count // reduce.lanes, reduce.row)),
+                    *map(T.int64, (data, slot_bytes, flags_offset(slot, reduce.ranks), state_offset(reduce.ranks))),
+                    *map(T.int32, (slot, reduce.count // reduce.lanes, reduce.row)),
                     T.float32(norm.eps if norm is not None else 0.0),
                     source_code=_SOURCE,
                     return_type="void",
