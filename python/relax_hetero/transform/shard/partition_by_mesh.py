@@ -62,6 +62,7 @@ from .gpu_sums import GpuSums, Mesh, Sum
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 from .sharding_rules import (
     PRODUCTS,
+    REDUCTIONS,
     RESHAPES,
     WEIGHT_OPS,
     OpCall,
@@ -175,7 +176,7 @@ class _FunctionPartition:
         self._converted: dict[tuple[Any, Mesh, Sharding], list[relax.Expr]] = {}
         self._transferred: dict[tuple[relax.Expr, int], relax.Expr] = {}
         self._segments: dict[relax.Var, tuple[int, ...]] = {}
-        self._reshaped: dict[relax.Var, tuple[relax.Expr, relax.TensorType]] = {}
+        self._repeatable: dict[relax.Var, tuple[relax.Expr, relax.Call]] = {}
         self._read_by_products: set[relax.Var] = set()
         self._outputs = _leaves(func.body.body)
         self._find_readers()
@@ -370,8 +371,8 @@ class _FunctionPartition:
                 local = self._emit(_multiplied, operands, device, self._named(var, number))
             locals_.append(local)
         self._values[var] = _Value(mesh, plan.results if plan else [REPLICATED] * max(_tensors(call.ty), 1), locals_)
-        if name in RESHAPES:
-            self._reshaped[var] = tensors[0], call.ty
+        if len(tensors) == 1 and (name in RESHAPES or name in REDUCTIONS):
+            self._repeatable[var] = tensors[0], call
 
     def _local_call(self, call: relax.Call, plan: OpPlan | None, count: int) -> _Make:
         """Maker of what a device computes."""
@@ -680,10 +681,11 @@ class _FunctionPartition:
         return total
 
     def _gathered(self, expr: relax.Expr, value: _Value, device: int, own: Sharding, name: str) -> relax.Expr:
-        """All elements of a split value on a device; what was gathered before a reshape is not gathered again."""
-        source, ty = self._reshaped.get(expr, (None, None))
-        if whole := self._converted.get((source, (device,), REPLICATED)):
-            return self._emit(lambda args: relax.op.reshape(args[0], ty.shape), whole, device, name)
+        """All elements of a split value on a device: a reshape, or a reduction, of what is there, or exchanged."""
+        source, call = self._repeatable.get(expr, (None, None))
+        for mesh in ((device,), value.mesh):
+            if whole := self._converted.get((source, mesh, REPLICATED)):
+                return self._emit(partial(self._rebuilt, call), [whole[mesh.index(device)]], device, name)
         parts = [self._transfer(local, device) for local in value.locals]
         axis, count = own.axis, len(value.mesh)
         assert axis is not None, "the value is split"

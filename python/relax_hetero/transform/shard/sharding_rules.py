@@ -574,6 +574,7 @@ def _dequantized(
     return [Sharding(1)] * len(shapes), of_depth
 
 
+REDUCTIONS = tuple(name for name, traits in TRAITS.items() if traits.kind == "reduction")
 RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.nn.batch_flatten")
 WEIGHT_OPS = ELEMENTWISE | {DEQUANTIZE_BLOCKS, "relax.permute_dims", *RESHAPES}
 """Ops of constants whose results are weights."""
@@ -598,7 +599,7 @@ _RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
     "relax.permute_dims": _permute,
     **dict.fromkeys(RESHAPES, _reshape),
     "relax.broadcast_to": _broadcast_to,
-    **{name: _reduction for name, traits in TRAITS.items() if traits.kind == "reduction"},
+    **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(
         """relax.nn.softmax relax.nn.log_softmax relax.cumsum relax.cumprod relax.topk relax.flip relax.repeat
         relax.nn.prelu""".split(),

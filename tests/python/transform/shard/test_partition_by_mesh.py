@@ -420,15 +420,17 @@ def test_sums_on_gpus_of_any_shapes(layers):
     assert [region.device for region in rh.compile(module).metadata.regions][:2] == [0, 1]
 
 
-def test_what_is_gathered_before_a_reshape_is_not_gathered_again():
+def test_reshapes_and_reductions_of_what_was_gathered_are_not_gathered():
     @ir_module("llvm", "llvm:1")
     def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
         with R.dataflow():
             a = R.matmul(x, R.const(W))
             b = R.reshape(a, (4, 4, 4))
-            c = R.nn.softmax(R.to_vdevice(b, "llvm:0"), axis=1)
-            R.output(a, c)
-        return a, c
+            c = R.max(b, axis=[-1], keepdims=True)
+            d = R.nn.softmax(R.to_vdevice(b, "llvm:0"), axis=1)
+            e = R.multiply(d, R.to_vdevice(c, "llvm:0"))
+            R.output(a, e)
+        return a, e
 
     after = partition_by_mesh(module)
     assert ops_of(after).count("relax.to_vdevice") == 2  # of the argument and `a`
