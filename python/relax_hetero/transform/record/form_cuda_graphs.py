@@ -298,10 +298,9 @@ def _may_overlap(one: Reference, other: Reference) -> bool:
     """Return whether two references may be to the same bytes."""
     if one.space != other.space or (one.space != ARENA and one.index != other.index):
         return False
-    sizes = one.offset, one.length, other.offset, other.length
-    if not all(isinstance(size, int) for size in sizes):
-        return True
-    return one.offset < other.offset + other.length and other.offset < one.offset + one.length
+    begins, lengths = (one.offset, other.offset), (one.length, other.length)
+    ends = [a + b for a, b in zip(begins, lengths, strict=True) if isinstance(a, int) and isinstance(b, int)]
+    return len(ends) < 2 or (begins[0] < ends[1] and begins[1] < ends[0])  # type: ignore[operator]
 
 
 _POINTER = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")
