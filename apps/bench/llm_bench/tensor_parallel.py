@@ -123,11 +123,9 @@ def _show_simulated(
         simulated[count] = {f"decode {batch}": pipeline.decode(batch, context)[0] * 1e3 for batch in batches}
         simulated[count]["prefill"] = pipeline.prefill(chunk, chunk) * 1e3
     for name, ms in times[devices].items():
-        one = times[1][name] / simulated[1][name]
-        expected = simulated[devices][name] * one
-        print(
-            f"simulated: {name}: one device {1 / one:.3f} of its time, {devices} from that {expected / ms:.3f} of theirs"
-        )
+        alone = simulated[1][name] / times[1][name]
+        expected = simulated[devices][name] / alone / ms
+        print(f"simulated: {name}: one device {alone:.3f} of its time, {devices} from that {expected:.3f} of theirs")
 
 
 if __name__ == "__main__":

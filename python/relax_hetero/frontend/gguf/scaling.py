@@ -64,9 +64,10 @@ class Exchange:
     Attributes
     ----------
     what : str
+        Kind of the exchange.
     count : int
     bytes : int
-        Of one, to each other device.
+        Size of one, to each other device.
     seconds : float
         Time of all of them.
     """
@@ -90,7 +91,7 @@ class Arrangement:
     token_seconds : float
         Time between two tokens of a text.
     tokens_per_second : float
-        Tokens of all texts.
+        Rate of all texts together.
     prefill_seconds : float
         Time of a prompt of `prompt` tokens.
     prompt : int
@@ -99,7 +100,7 @@ class Arrangement:
     busy : float
         Fraction of the time that a stage works, on average.
     exchanges : tuple of Exchange
-        Of a decode step of a replica.
+        Those of a decode step of a replica.
     """
 
     tensor: int
@@ -272,7 +273,7 @@ class Pipeline:
         return max(simulate(tasks))
 
     def exchanges(self, texts: int) -> Iterator[Exchange]:
-        """What crosses between devices in a decode step."""
+        """Exchanges between devices in a decode step."""
         stages, size = len(self._stages), math.ceil(texts / min(len(self._stages), texts))
         groups = min(stages, texts)
         if self._tensor > 1:
