@@ -47,7 +47,7 @@ class Programs:
         self._vdevices = None if vdevices == ["llvm"] else vdevices
         self._machines: OrderedDict[_Key, VirtualMachine] = OrderedDict()
         self._lock = threading.Lock()
-        self._per_shape = (per_shape or graph.prefers_static) and graph.is_dynamic
+        self._per_shape = per_shape and graph.is_dynamic
         if not self._per_shape:
             self._make_symbolic()
 

@@ -106,6 +106,11 @@ CASES: dict[str, tuple[Build, Operands]] = {
     "rows, symbolic": (lambda x, y: op.nn.relu(op.add(x, y)), [f32(N, 33), f32(33)]),
     "columns, symbolic": (lambda x, y: op.multiply(op.exp(x), y), [f32(3, N), f32(3, 1)]),
     "transpose, symbolic": (lambda x: op.permute_dims(x, [1, 0]), [f32(N, 33)]),
+    "to channels last, symbolic": (lambda x: op.permute_dims(x, [0, 2, 3, 1]), [f32(2, 19, N, 9)]),
+    "bytes to channels first, symbolic": (
+        lambda x: op.permute_dims(op.astype(x, "int8"), [0, 3, 1, 2]),
+        [f32(2, N, 9, 35)],
+    ),
     "concat, symbolic": (lambda x, y: op.concat([x, y], 0), [f32(N, 9), f32(4, 9)]),
 }
 
