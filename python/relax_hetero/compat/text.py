@@ -103,7 +103,7 @@ class TextSteps:
 
 
 def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
-    """The model without ops that change strings, and these; the same graph and None if they cannot be cut off."""
+    """The model without ops that change strings, and these; the same graph and None if it has none."""
     proto = read_model(graph.source)[0]
     text_nodes = [node for node in proto.graph.node if (node.domain, node.op_type) in _TEXT_OPS]
     if not text_nodes:
@@ -118,9 +118,11 @@ def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
             pending += [makers[name] for name in node.input if name in makers]
     first = [node for node in proto.graph.node if id(node) in steps]
     rest = [node for node in proto.graph.node if id(node) not in steps]
-    made = {name for node in first for name in node.output}
-    if made & {info.name for info in proto.graph.output}:
-        return graph, None
+    for info in proto.graph.output:  # a result of these ops passes through the program
+        if any(info.name in node.output for node in first):
+            first.append(helper.make_node("Identity", [info.name], [f"{info.name}_text"]))
+            rest.insert(0, helper.make_node("Identity", [f"{info.name}_text"], [info.name]))
+    made = {name for node in first for name in node.output} - {name for node in rest for name in node.output}
     weights = {tensor.name for tensor in proto.graph.initializer}
     read_first, read = ({name for node in nodes for name in _reads(node)} for nodes in (first, rest))
     inputs = [info for info in proto.graph.input if info.name in read_first - weights]
