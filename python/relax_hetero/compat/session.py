@@ -16,10 +16,10 @@ from relax_hetero.compat.binding import IOBinding
 from relax_hetero.compat.devices import normalized, vdevices_of
 from relax_hetero.compat.errors import Fail, InvalidArgument, NotImplemented, as_errors_of_onnxruntime
 from relax_hetero.compat.graph import ModelMetadata, NodeArg, read_graph
-from relax_hetero.compat.text import without_text_steps
 from relax_hetero.compat.options import PER_SHAPE, RunOptions, SessionOptions, warn_once
 from relax_hetero.compat.profiling import SessionProfile
 from relax_hetero.compat.programs import Programs
+from relax_hetero.compat.text import without_text_steps
 from relax_hetero.compat.values import OrtValue, numpy_dtype_of, type_text_of_dtype
 from relax_hetero.errors import HeteroError
 from relax_hetero.vm.machine import VirtualMachine

@@ -9,8 +9,9 @@ with ops that change them (`StringNormalizer`, `Tokenizer`); these and everythin
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from onnx.reference.op_run import OpRun
 
 from relax_hetero.compat.graph import Graph, NodeArg
 from relax_hetero.compat.values import text_of_type
+from relax_hetero.errors import HeteroError
 from relax_hetero.frontend.onnx.onnx_model import read_model
 
 _MARKS = ("\x02", "\x03")
@@ -42,7 +44,8 @@ class StringNormalizer(OpRun):  # type: ignore[misc]
     ) -> tuple[np.ndarray]:
         del locale  # Python's case mappings are Unicode's
         stops = set(stopwords or ()) if is_case_sensitive else {word.lower() for word in stopwords or ()}
-        change = {"LOWER": str.lower, "UPPER": str.upper, "NONE": str}[case_change_action]
+        changes: dict[str, Callable[[str], str]] = {"LOWER": str.lower, "UPPER": str.upper, "NONE": str}
+        change = changes[case_change_action]
         texts = map(str, x.reshape(-1))
         kept = [change(text) for text in texts if (text if is_case_sensitive else text.lower()) not in stops]
         return (np.array(kept or [""], object).reshape((1, -1) if x.ndim == 2 else (-1,)),)
@@ -104,11 +107,14 @@ class TextSteps:
 
 def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
     """The model without ops that change strings, and these; the same graph and None if it has none."""
-    proto = read_model(graph.source)[0]
-    text_nodes = [node for node in proto.graph.node if (node.domain, node.op_type) in _TEXT_OPS]
+    proto, _, path, _ = read_model(graph.source)
+    nodes = list(proto.graph.node)
+    text_nodes = [node for node in nodes if (node.domain, node.op_type) in _TEXT_OPS]
     if not text_nodes:
         return graph, None
-    makers = {name: node for node in proto.graph.node for name in node.output}
+    if path is not None:
+        onnx.load_external_data_for_model(proto, str(Path(path).parent))
+    makers = {name: node for node in nodes for name in node.output}
     steps: dict[int, onnx.NodeProto] = {}
     pending = list(text_nodes)
     while pending:
@@ -116,8 +122,8 @@ def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
         if id(node) not in steps:
             steps[id(node)] = node
             pending += [makers[name] for name in node.input if name in makers]
-    first = [node for node in proto.graph.node if id(node) in steps]
-    rest = [node for node in proto.graph.node if id(node) not in steps]
+    first = [node for node in nodes if id(node) in steps]
+    rest = [node for node in nodes if id(node) not in steps]
     for info in proto.graph.output:  # a result of these ops passes through the program
         if any(info.name in node.output for node in first):
             first.append(helper.make_node("Identity", [info.name], [f"{info.name}_text"]))
@@ -128,7 +134,11 @@ def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
     inputs = [info for info in proto.graph.input if info.name in read_first - weights]
     outputs = [onnx.ValueInfoProto(name=name) for name in sorted(made & read)]
     text_steps = TextSteps(_model(proto, first, inputs, outputs, read_first), read)
-    values = text_steps(_samples(inputs))
+    try:
+        values = text_steps(_samples(inputs))
+    except Exception as error:  # onnx.reference raises exceptions of any class
+        ops = ", ".join(dict.fromkeys(node.op_type for node in first))
+        raise HeteroError(f"the ops that change strings ({ops}) fail on a text of one letter: {error!r}") from error
     infos = [_info(output.name, values[output.name]) for output in outputs]
     kept = [info for info in proto.graph.input if info.name in read]
     program = _model(proto, rest, [*kept, *infos], proto.graph.output, read)
@@ -143,12 +153,11 @@ def _reads(node: onnx.NodeProto) -> list[str]:
     return [*node.input, *(name for graph in graphs for inner in graph.node for name in _reads(inner))]
 
 
-def _model(
-    proto: onnx.ModelProto, nodes: Any, inputs: Any, outputs: Any, constants: set[str]
-) -> onnx.ModelProto:
+def _model(proto: onnx.ModelProto, nodes: Any, inputs: Any, outputs: Any, constants: set[str]) -> onnx.ModelProto:
     """A model of some nodes of another, with its constants of some names."""
     tensors = [tensor for tensor in proto.graph.initializer if tensor.name in constants]
-    graph = helper.make_graph(nodes, proto.graph.name, inputs, outputs, tensors)
+    sparse = [tensor for tensor in proto.graph.sparse_initializer if tensor.values.name in constants]
+    graph = helper.make_graph(nodes, proto.graph.name, inputs, outputs, tensors, sparse_initializer=sparse)
     model = helper.make_model(graph, opset_imports=proto.opset_import, ir_version=proto.ir_version)
     model.functions.extend(proto.functions)
     return model
@@ -160,7 +169,8 @@ def _samples(inputs: Sequence[onnx.ValueInfoProto]) -> dict[str, np.ndarray]:
     for info in inputs:
         kind = info.type.tensor_type
         dtype = object if kind.elem_type == TensorProto.STRING else helper.tensor_dtype_to_np_dtype(kind.elem_type)
-        samples[info.name] = np.full([dim.dim_value or 1 for dim in kind.shape.dim], "a" if dtype is object else 1, dtype)
+        shape = [dim.dim_value or 1 for dim in kind.shape.dim]
+        samples[info.name] = np.full(shape, "a" if dtype is object else 1, dtype)
     return samples
 
 

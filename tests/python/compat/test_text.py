@@ -80,3 +80,10 @@ def test_text_may_be_the_result(attributes, texts, want):
         }}""").SerializeToString()
     y, n = compat.InferenceSession(data, providers=CPU).run(None, {"x": np.array(texts, object)})
     assert list(y) == want and n.tolist() == [len(want)]
+
+
+def test_an_expression_that_is_not_one_is_refused_before_a_call():
+    with pytest.raises(
+        compat.capi.onnxruntime_pybind11_state.Fail, match=r"StringNormalizer, Tokenizer\).*unterminated"
+    ):
+        compat.InferenceSession(counts('tokenexp = "[a-z"'), providers=CPU)

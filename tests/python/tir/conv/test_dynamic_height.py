@@ -92,7 +92,9 @@ def test_fp16_partial_sums(case: str, tmp_path: Path) -> None:
     for extents in images:
         problem = conv_problem(cpu, channels, extents, windows, groups, dtype=HALVES)
         for scale, tolerance in ((1.0, 3e-3), (1e3, 1e-5)):
-            arrays = [(array.astype("float32") * scale).astype("float16") for array in random_operands(problem, fresh_rng())]
+            arrays = [
+                (array.astype("float32") * scale).astype("float16") for array in random_operands(problem, fresh_rng())
+            ]
             want = reference(problem, *arrays)
             out = poisoned(problem.result.layout.packed_shape(want.shape), "float32")
             stored = (operand.layout.pack(array) for operand, array in zip(problem.parameters, arrays, strict=False))
