@@ -6,6 +6,7 @@ import onnx.parser
 import pytest
 
 from relax_hetero import compat
+from relax_hetero.compat.errors import Fail
 
 CPU = ["CPUExecutionProvider"]
 TOKENS = 'mark = 0, mincharnum = 1, pad_value = "#"'
@@ -84,6 +85,6 @@ def test_text_may_be_the_result(attributes, texts, want):
 
 def test_an_expression_that_is_not_one_is_refused_before_a_call():
     with pytest.raises(
-        compat.capi.onnxruntime_pybind11_state.Fail, match=r"StringNormalizer, Tokenizer\).*unterminated"
+        Fail, match=r"StringNormalizer, Tokenizer\).*unterminated"
     ):
         compat.InferenceSession(counts('tokenexp = "[a-z"'), providers=CPU)

@@ -79,6 +79,7 @@ CASES = {
     "copy": (lambda: writes_to_a_copy, (4,), 0),
     "writes": (lambda: writes_to_its_input, (4,), 1),
     "views": (lambda: views, (4,), 1),
+    "encoder layer": (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval(), (6, 8), 0),
     "recurrent": (lambda: nn.LSTM(4, 8, batch_first=True, bidirectional=True).eval(), (6, 4), 0),
 }
 
