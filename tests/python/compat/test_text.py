@@ -84,7 +84,5 @@ def test_text_may_be_the_result(attributes, texts, want):
 
 
 def test_an_expression_that_is_not_one_is_refused_before_a_call():
-    with pytest.raises(
-        Fail, match=r"StringNormalizer, Tokenizer\).*unterminated"
-    ):
+    with pytest.raises(Fail, match=r"StringNormalizer, Tokenizer\).*unterminated"):
         compat.InferenceSession(counts('tokenexp = "[a-z"'), providers=CPU)

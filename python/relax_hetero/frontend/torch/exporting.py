@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...artifact.file_hints import describe_value
 from ...errors import FrontendError
-from .fast_paths import fast_path_decompositions
 from ..onnx.node_names import NodeInfo
+from .fast_paths import fast_path_decompositions
 
 if TYPE_CHECKING:
     import torch
