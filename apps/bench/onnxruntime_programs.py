@@ -184,7 +184,9 @@ def catboost() -> Callable[[], Any]:
     import onnxruntime
 
     x, y = _rows()
-    classifier = catboost.CatBoostClassifier(iterations=100, verbose=False, thread_count=1).fit(x, y)
+    classifier = catboost.CatBoostClassifier(
+        iterations=100, verbose=False, thread_count=1, allow_writing_files=False
+    ).fit(x, y)
     with tempfile.TemporaryDirectory() as folder:
         path = str(Path(folder) / "model.onnx")
         classifier.save_model(path, format="onnx")
