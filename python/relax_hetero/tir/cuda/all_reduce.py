@@ -366,7 +366,7 @@ class AllReduce:
     norm : RowNorm or None
         Norm of the sum's rows.
     has_residual : bool
-        Whether each GPU adds its part of a residual to its part of the rows; only for long operands.
+        True if each GPU adds its part of a residual to its part of the rows; only for long operands.
     """
 
     shape: tuple[int, ...]
@@ -386,7 +386,7 @@ class AllReduce:
 
     @property
     def is_short(self) -> bool:
-        """Whether every GPU adds all; else each adds its part of the rows."""
+        """True if every GPU adds all; else each adds its part of the rows."""
         return 4 * self.count <= _LL_BYTES
 
     @property
@@ -401,7 +401,7 @@ class AllReduce:
 
     @property
     def supports_rows(self) -> bool:
-        """Whether a norm can be a part of it, and a residual if it is long."""
+        """True if a norm can be a part of it, and a residual if it is long."""
         fits = self.width % 4 == 0 and self.width <= self.lanes * self._max_units * _MAX_THREADS
         return fits and (self.is_short or self.count // self.width % self.ranks == 0)
 
@@ -474,7 +474,7 @@ def all_reduce_kernel(
     after : tuple
         Shape and type of the last kernel's result.
     keeps_sum : bool
-        Whether there is a second result, the sum, beside that of the norm.
+        True if there is a second result, the sum, beside that of the norm.
 
     Returns
     -------

@@ -47,7 +47,7 @@ class Sum:
     results : list of relax.Var
         The sum on each device.
     parts : list of relax.Expr
-        What each device has of it.
+        Summand of each device.
     mesh : tuple of int
     """
 
@@ -112,7 +112,7 @@ class _Plan:
     norms : list of _Norm
         Norm on each GPU; none if the kernels only add.
     keeps_sum : list of bool
-        Whether a GPU uses the sum, or its part of the rows, beside the norm's result.
+        True if a GPU uses the sum, or its part of the rows, beside the norm's result.
     residuals : list of relax.Var
         Rows of the residual of each GPU, if there is one.
     rows : list of relax.Var

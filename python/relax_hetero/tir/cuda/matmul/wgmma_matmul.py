@@ -136,7 +136,7 @@ class WgmmaProduct:
         Extents of m, n and k.
     batches : Batches
     reads_rows : bool
-        Whether the epilogue reads an operand as large as the result.
+        True if the epilogue reads an operand as large as the result.
     """
 
     def __init__(
