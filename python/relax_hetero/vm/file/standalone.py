@@ -40,6 +40,7 @@ _KINDS: dict[type[ValueSpec], str] = {
     PrimSpec: "RH_SCALAR",
     TupleSpec: "RH_TUPLE",
 }
+_RECORD_WORDS = ("WORDS", "CLAIMED", "READY", "KEY", "FOUND", "FIRST", "END")
 _GRAPH_WORDS = (
     *("LAUNCH", "GET_STREAM", "GRAPH", "DEVICE", "SUBMITTED", "OWNER", "CONSUMED"),
     *("RING", "TABLE", "CONSUMED_ADDRESS", "BINDINGS", "RING_ROWS", "CACHED_GRAPHS"),
@@ -110,10 +111,9 @@ def _definitions() -> list[str]:
         "RH_LAUNCH": _text(worker_threads.LAUNCH),
         "RH_LAUNCH_SETTER": _text(worker_threads.launch_setter(0).removesuffix("0")),
         "RH_ADDRESS": _text(address_function("")),
-        "RH_RECORD_WORDS": checks.WORDS,
     }
-    values |= {f"RH_{name}": getattr(checks, name) for name in ("CLAIMED", "READY", "KEY", "FOUND", "FIRST", "END")}
-    values |= {f"RH_{name}": getattr(graph_layout, name) for name in _GRAPH_WORDS}
+    values |= {f"RH_RECORD_{name}": getattr(checks, name) for name in _RECORD_WORDS}
+    values |= {f"RH_GRAPH_{name}": getattr(graph_layout, name) for name in _GRAPH_WORDS}
     return [f"-D{name}={value}" for name, value in values.items()]
 
 

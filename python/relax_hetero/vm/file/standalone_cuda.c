@@ -148,15 +148,15 @@ static void reset_mailboxes(const struct gpu *gpu) {
 /* Fail if kernels have reported a value that they refuse since the last call; does not wait. */
 static int check_reported(const struct gpu *gpu) {
     volatile int32_t *record = gpu->record;
-    if (record == NULL || record[RH_READY] == 0)
+    if (record == NULL || record[RH_RECORD_READY] == 0)
         return 0;
     int64_t words[4];
-    const int32_t places[] = {RH_KEY, RH_FOUND, RH_FIRST, RH_END};
+    const int32_t places[] = {RH_RECORD_KEY, RH_RECORD_FOUND, RH_RECORD_FIRST, RH_RECORD_END};
     for (int i = 0; i < 4; i++)
         words[i] = (int64_t)((uint64_t)(uint32_t)record[places[i] + 1] << 32 | (uint32_t)record[places[i]]);
-    record[RH_READY] = 0;
+    record[RH_RECORD_READY] = 0;
     __atomic_thread_fence(__ATOMIC_SEQ_CST);
-    record[RH_CLAIMED] = 0; /* last: from now on a thread of the GPU may fill the record again */
+    record[RH_RECORD_CLAIMED] = 0; /* last: from now on a thread of the GPU may fill the record again */
     char text[512] = "a check refused a value";
     for (int32_t i = 0; i < rh_info.num_checks; i++)
         if (rh_check_keys[i] == words[0])
@@ -187,8 +187,8 @@ static int instantiate(void *captured, void *stream, void **executable) {
 static int capture(const struct graph *graph, const int64_t *values, void **executable) {
     void *stream = NULL, *captured = NULL, *before = NULL;
     DLDevice device = graph->gpu->device;
-    graph->plan[RH_RING] = (intptr_t)(graph->words + graph->region->ring);
-    graph->plan[RH_CONSUMED_ADDRESS] = (intptr_t)(graph->words + RH_CONSUMED);
+    graph->plan[RH_GRAPH_RING] = (intptr_t)(graph->words + graph->region->ring);
+    graph->plan[RH_GRAPH_CONSUMED_ADDRESS] = (intptr_t)(graph->words + RH_GRAPH_CONSUMED);
     if (CUDA(StreamCreate, &stream, NON_BLOCKING) != 0)
         return -1;
     int status = CUDA(BeginCapture, stream, RELAXED);
@@ -219,13 +219,13 @@ static bool is_equal(const struct graph *graph, const int64_t *a, const int64_t 
 /* Entry of the cache that compiled code searches; without parameters its only graph. */
 static int64_t *cache_entry(const struct graph *graph, int32_t index) {
     if (graph->region->parameters == 0)
-        return graph->words + RH_GRAPH;
+        return graph->words + RH_GRAPH_GRAPH;
     return graph->words + graph->region->graph_cache + index * (1 + graph->region->parameters);
 }
 
 /* Put a graph into that cache, in place of the oldest entry. */
 static void cache_graph(struct graph *graph, int32_t index) {
-    int32_t entries = graph->region->parameters == 0 ? 1 : RH_CACHED_GRAPHS;
+    int32_t entries = graph->region->parameters == 0 ? 1 : RH_GRAPH_CACHED_GRAPHS;
     int64_t executable = (intptr_t)graph->captured[index].executable;
     for (int32_t i = 0; i < entries; i++)
         if (*cache_entry(graph, i) == executable)
@@ -239,7 +239,7 @@ static void cache_graph(struct graph *graph, int32_t index) {
 
 /* Drop the graph at an index, whose place the last one takes; running launches complete. */
 static void drop_graph(struct graph *graph, int32_t index) {
-    int32_t last = --graph->num_captured, entries = graph->region->parameters == 0 ? 1 : RH_CACHED_GRAPHS;
+    int32_t last = --graph->num_captured, entries = graph->region->parameters == 0 ? 1 : RH_GRAPH_CACHED_GRAPHS;
     for (int32_t i = 0; i < entries; i++)
         if (*cache_entry(graph, i) == (intptr_t)graph->captured[index].executable)
             *cache_entry(graph, i) = 0;
@@ -271,7 +271,7 @@ static int32_t add_graph(struct graph *graph, const int64_t *values) {
     graph->captured[index].executable = executable;
     graph->captured[index].last_use = ++graph->uses;
     memcpy(values_of(graph, index), values, (size_t)graph->region->parameters * sizeof *values);
-    graph->words[RH_LAUNCH] = (intptr_t)cuda.GraphLaunch;
+    graph->words[RH_GRAPH_LAUNCH] = (intptr_t)cuda.GraphLaunch;
     cache_graph(graph, index);
     return index;
 }
@@ -335,8 +335,8 @@ static int submit_slowly(struct graph *graph) {
     if (index < 0 && region->has_mailboxes && (index = add_graph(graph, values)) < 0)
         return -1; /* a graph is launched as a whole before the CPU works */
     if (index < 0) {
-        graph->plan[RH_RING] = 0; /* the bindings are in the plan */
-        memcpy(graph->plan + RH_BINDINGS, bindings, (size_t)region->slots * sizeof *bindings);
+        graph->plan[RH_GRAPH_RING] = 0; /* the bindings are in the plan */
+        memcpy(graph->plan + RH_GRAPH_BINDINGS, bindings, (size_t)region->slots * sizeof *bindings);
         if (run_plan(graph, values) != 0)
             return -1;
         if (!graph->cannot_capture && is_repeated(graph, values) && add_graph(graph, values) < 0)
@@ -346,17 +346,17 @@ static int submit_slowly(struct graph *graph) {
     graph->captured[index].last_use = ++graph->uses;
     cache_graph(graph, index);
     void *stream = stream_of(graph->gpu);
-    int64_t ticket = words[RH_SUBMITTED];
-    while (ticket - __atomic_load_n(&words[RH_CONSUMED], __ATOMIC_ACQUIRE) >= RH_RING_ROWS) {
+    int64_t ticket = words[RH_GRAPH_SUBMITTED];
+    while (ticket - __atomic_load_n(&words[RH_GRAPH_CONSUMED], __ATOMIC_ACQUIRE) >= RH_GRAPH_RING_ROWS) {
         int status = cuda.StreamQuery(stream);
         if (status != 0 && status != NOT_READY)
             return checked(status, "cuStreamQuery");
         wait_briefly(20000);
     }
-    memcpy(words + region->ring + ticket % RH_RING_ROWS * region->slots, bindings, (size_t)region->slots * 8);
+    memcpy(words + region->ring + ticket % RH_GRAPH_RING_ROWS * region->slots, bindings, (size_t)region->slots * 8);
     if (CUDA(GraphLaunch, graph->captured[index].executable, stream) != 0)
         return -1;
-    words[RH_SUBMITTED] = ticket + 1;
+    words[RH_GRAPH_SUBMITTED] = ticket + 1;
     return 0;
 }
 
@@ -376,9 +376,9 @@ static int make_graph(struct gpu *gpu, const struct constant *constant, const TV
     graph->gpu = gpu, graph->region = region, graph->next = gpu->graphs;
     if (pinned((size_t)region->state_words * 8, &graph->words) != 0)
         return -1;
-    graph->words[RH_OWNER] = (intptr_t)serve;
-    graph->words[RH_DEVICE] = gpu->device.device_id;
-    graph->words[RH_GET_STREAM] = (intptr_t)ffi.EnvGetStream;
+    graph->words[RH_GRAPH_OWNER] = (intptr_t)serve;
+    graph->words[RH_GRAPH_DEVICE] = gpu->device.device_id;
+    graph->words[RH_GRAPH_GET_STREAM] = (intptr_t)ffi.EnvGetStream;
     int64_t *zeros = calloc((size_t)region->table_words, 8), table_words = region->table_words, number = 0;
     TVMFFIAny host, table = none();
     if (zeros == NULL)
@@ -391,7 +391,7 @@ static int make_graph(struct gpu *gpu, const struct constant *constant, const TV
     free(zeros);
     if (status != 0)
         return -1;
-    graph->plan[RH_TABLE] = (intptr_t)address_of(tensor_of(table));
+    graph->plan[RH_GRAPH_TABLE] = (intptr_t)address_of(tensor_of(table));
     for (int32_t i = 0; i < constant->entries; i++) /* kernels lack words in the plan */
         if (constant->table[i].kernel == NULL)
             graph->plan[region->plan_constants + number++] =
@@ -450,7 +450,7 @@ static int make_gpu(const DLDevice *devices, struct gpu **result) {
     if (rh_num_mailboxes > 0 && pinned((size_t)rh_mailbox_bytes, &gpu->mailboxes) != 0)
         return -1;
     for (int32_t i = 0; i < rh_num_mailboxes; i++)
-        ((int64_t *)(gpu->mailboxes + rh_mailboxes[i]))[RH_OWNER] = (intptr_t)serve;
+        ((int64_t *)(gpu->mailboxes + rh_mailboxes[i]))[RH_GRAPH_OWNER] = (intptr_t)serve;
     for (int32_t i = 0; i < rh_num_constants; i++) {
         const struct region *region = rh_constants[i].region;
         if (region != NULL && region->arena == NULL && region->arena_bytes > arena)
@@ -501,7 +501,7 @@ static int serve(enum request request, int64_t address, int64_t number) {
 
 /* `before` is the function of that name that Python or another file has defined. */
 static int pass_to_owner(enum request request, void *before, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
-    serve_function owner = (serve_function)((const int64_t *)args[0].v_int64)[RH_OWNER];
+    serve_function owner = (serve_function)((const int64_t *)args[0].v_int64)[RH_GRAPH_OWNER];
     *result = none();
     if (owner != NULL)
         return owner(request, args[0].v_int64, count > 1 ? args[1].v_int64 : 0);
