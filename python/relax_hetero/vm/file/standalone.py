@@ -24,7 +24,16 @@ from ...artifact.graph_layout import Layout
 from ...artifact.kernel_addresses import address_function
 from ...artifact.mailboxes import offsets_of
 from ...artifact.metadata import CPU, ConstantSpec, Metadata, device_names
-from ...artifact.signature import Dim, FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
+from ...artifact.signature import (
+    Dim,
+    FunctionSignature,
+    PrimSpec,
+    ShapeSpec,
+    TensorSpec,
+    TupleSpec,
+    ValueSpec,
+    describe,
+)
 from ...artifact.signing import TRAILER_BYTES
 from ...errors import BuildError
 from ...target.c_options import compile_options

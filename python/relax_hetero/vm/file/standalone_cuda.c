@@ -223,26 +223,33 @@ static int64_t *cache_entry(const struct graph *graph, int32_t index) {
     return graph->words + graph->region->graph_cache + index * (1 + graph->region->parameters);
 }
 
+static int32_t num_cache_entries(const struct graph *graph) {
+    return graph->region->parameters == 0 ? 1 : RH_GRAPH_CACHED_GRAPHS;
+}
+
 /* Put a graph into that cache, in place of the oldest entry. */
 static void cache_graph(struct graph *graph, int32_t index) {
-    int32_t entries = graph->region->parameters == 0 ? 1 : RH_GRAPH_CACHED_GRAPHS;
     int64_t executable = (intptr_t)graph->captured[index].executable;
-    for (int32_t i = 0; i < entries; i++)
+    for (int32_t i = 0; i < num_cache_entries(graph); i++)
         if (*cache_entry(graph, i) == executable)
             return;
     int64_t *entry = cache_entry(graph, graph->oldest_cached);
     entry[0] = executable;
     if (graph->region->parameters > 0)
         memcpy(entry + 1, values_of(graph, index), (size_t)graph->region->parameters * sizeof *entry);
-    graph->oldest_cached = (graph->oldest_cached + 1) % entries;
+    graph->oldest_cached = (graph->oldest_cached + 1) % num_cache_entries(graph);
 }
 
 /* Drop the graph at an index, whose place the last one takes; running launches complete. */
 static void drop_graph(struct graph *graph, int32_t index) {
-    int32_t last = --graph->num_captured, entries = graph->region->parameters == 0 ? 1 : RH_GRAPH_CACHED_GRAPHS;
-    for (int32_t i = 0; i < entries; i++)
-        if (*cache_entry(graph, i) == (intptr_t)graph->captured[index].executable)
-            *cache_entry(graph, i) = 0;
+    int32_t last = --graph->num_captured;
+    for (int32_t i = 0; i < num_cache_entries(graph); i++) {
+        int64_t *entry = cache_entry(graph, i);
+        if (*entry == (intptr_t)graph->captured[index].executable) {
+            memset(entry, 0xff, (size_t)(1 + graph->region->parameters) * sizeof *entry); /* no size is -1 */
+            *entry = 0;
+        }
+    }
     cuda.GraphExecDestroy(graph->captured[index].executable);
     graph->captured[index] = graph->captured[last];
     memmove(values_of(graph, index), values_of(graph, last), (size_t)graph->region->parameters * sizeof(int64_t));
@@ -411,11 +418,14 @@ static int check_code(const struct gpu *gpu) {
         if (CUDA(DeviceGetAttribute, &major, MAJOR, gpu->device.device_id) != 0 ||
             CUDA(DeviceGetAttribute, &minor, MINOR, gpu->device.device_id) != 0)
             return -1;
-        if (major != code->major || (code->is_exact ? minor != code->minor : minor < code->minor))
-            return fail("RuntimeError", "%s was compiled for %s, which GPUs of compute capability %d.%d%s run: found "
-                        "compute capability %d.%d as cuda:%d; compile the model for sm_%d%d", rh_info.devices[code->device].name,
-                        code->arch, code->major, code->minor, code->is_exact ? " alone" : " and newer ones of it", major,
-                        minor, gpu->device.device_id, major, minor);
+        if (major == code->major && (code->is_exact ? minor == code->minor : minor >= code->minor))
+            continue;
+        char newer[32] = "alone";
+        if (!code->is_exact)
+            snprintf(newer, sizeof newer, "and newer ones of %d.x", code->major);
+        return fail("RuntimeError", "%s was compiled for %s, which GPUs of compute capability %d.%d %s run: found compute "
+                    "capability %d.%d as cuda:%d; compile the model for that", rh_info.devices[code->device].name,
+                    code->arch, code->major, code->minor, newer, major, minor, gpu->device.device_id);
     }
     return 0;
 }
