@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -239,6 +240,8 @@ class CompiledModel:
         Task that compiles the same functions and more; calls after its end use these.
     all_rows : (int, int), optional
         Rows of the largest decode and prefill functions after its end; by default those of `executable`.
+    threads, cores, spin
+        As for `rh.vm.VirtualMachine`.
 
     Attributes
     ----------
@@ -273,7 +276,12 @@ class CompiledModel:
         description: ModelDescription,
         rest: BackgroundTask[Executable] | None = None,
         all_rows: tuple[int, int] | None = None,
+        *,
+        threads: int | None = None,
+        cores: Sequence[int] | None = None,
+        spin: bool = True,
     ) -> None:
+        self._make_machine = partial(VirtualMachine, threads=threads, cores=cores, spin=spin)
         self._use(executable)
         self._rest = rest
         if rest is not None:
@@ -305,7 +313,7 @@ class CompiledModel:
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
-        self.machine = VirtualMachine(executable)
+        self.machine = self._make_machine(executable)
         executable.release_host_copies()
         self._executable = executable
         self.chunk = self._chunks[-1]
