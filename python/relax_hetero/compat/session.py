@@ -21,6 +21,7 @@ from relax_hetero.compat.profiling import SessionProfile
 from relax_hetero.compat.programs import Programs
 from relax_hetero.compat.values import OrtValue, numpy_dtype_of, type_text_of_dtype
 from relax_hetero.errors import HeteroError
+from relax_hetero.vm.device.tensor_arrays import host_array
 from relax_hetero.vm.machine import VirtualMachine
 
 _STRING = "tensor(string)"
@@ -178,10 +179,10 @@ class InferenceSession:
         list
             Arrays; lists for sequences, lists of dictionaries for outputs of ZipMap.
         """
-        indices = self._indices(output_names)
+        indices = self._indices(output_names) if output_names else self._every_output
         results = self._call(input_feed, run_options)
-        if self._direct is not None:
-            return [results[index].numpy() for index in indices]
+        if self._direct is not None:  # results have memory of their own
+            return [host_array(results[index]) for index in indices]
         return [self._host_value(index, results[index]) for index in indices]
 
     def run_async(

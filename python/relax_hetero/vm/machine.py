@@ -32,7 +32,7 @@ from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
 from .device.peer_memory import free_peer_memory, run_over_peers, waiting_for_kernels
 from .device.pinned_staging import use_compiled_copy_loop
-from .device.tensors import copy_into
+from .device.tensors import copy_into, is_host
 from .device.threads import attach_threads, choose_threads, enter_call, leave_call
 from .file.executable import Executable
 from .file.export import generate_machine_code
@@ -158,6 +158,7 @@ class VirtualMachine:
         limits = None if memory_limit is None else MemoryLimits(metadata, memory_limit, max_in_flight)
         self.executable = executable
         self._devices = (*bound, host_device(metadata, bound))
+        self._has_only_cpus = all(map(is_host, self._devices))
         self._scopes = (*(spec.memory_scope for spec in executable.devices), "global")
         self._lock = MachineLock()
         self._arguments = ArgumentBinder(executable, self._devices, self._scopes, limits)
@@ -542,8 +543,9 @@ class VirtualMachine:
                 check_out_buffers(out, signature, call.dims.copy())
                 if fingerprint is not None and call.determines_output_shape(signature):
                     call.outs.add(fingerprint)
-        values = call.values(tensors)
-        self._check_memory_in_flight(name, values)
+        values = call.values(tensors) if call.moves or call.rest else tensors
+        if memory_in_flight:
+            self._check_memory_in_flight(name, values)
         unchecked = self._unchecked.get(name)
         if unchecked is None:
             result = self._invoke(name, values)
@@ -611,7 +613,7 @@ class VirtualMachine:
         current_machine.devices_and_scopes = self._devices_and_scopes
         thread_pool = enter_call(self._threads)
         try:
-            result = run_over_peers(function, values, self._devices)
+            result = function(*values) if self._has_only_cpus else run_over_peers(function, values, self._devices)
             # TVM's machine refers to the result until another function ends. The caller's reference must be the last
             # one, so that the next call can use the same memory, which is in the caches.
             self._release_result()
