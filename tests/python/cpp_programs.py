@@ -33,7 +33,7 @@ WARNINGS = ("-Wall", "-Wextra", "-Werror", "-pedantic")
 
 def compile_program(source: Path, program: Path) -> Path:
     """Compile a program; returns `program`."""
-    command = ["g++", "-std=c++17", *WARNINGS, str(source), "-o", str(program)]
+    command = ["g++", "-std=c++17", "-pthread", *WARNINGS, str(source), "-o", str(program)]
     done = subprocess.run([*command, *compile_options(), *link_options()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return program

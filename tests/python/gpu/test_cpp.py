@@ -23,35 +23,51 @@ from relax_hetero.artifact.commands import GRAPH
 
 pytestmark = [pytest.mark.gpu, needs_gpu, needs_compiler]
 
-# Calls with numbers from the command line, whose results are appended to a file; what fails is printed. Of a model with
-# one input a number is the rows of it, else it is the second input.
+# Calls with numbers from the command line, whose results are written to a file; what fails is printed. If the model has
+# one input, numbers are its rows, and another thread makes the same calls on a machine of its own; else they are the
+# second input.
 PROGRAM = r"""
 #include <fstream>
 #include <iostream>
 #include <relax_hetero.hpp>
+#include <thread>
 
-int main(int argc, char** argv) try {
-  relax_hetero::Model model(argv[1]);
+std::vector<float> call(relax_hetero::Model model, const std::vector<int64_t>& numbers) {
   relax_hetero::Function function = model["main"];
-  std::ofstream file(argv[2], std::ios::binary);
-  for (int i = 3; i < argc; ++i) {
-    int64_t number = std::stoi(argv[i]), rows = function.info().num_inputs == 1 ? number : 4;
+  std::vector<float> results;
+  for (size_t i = 0; i < numbers.size(); ++i) {
+    int64_t rows = function.info().num_inputs == 1 ? numbers[i] : 4;
     std::vector<float> x(static_cast<size_t>(rows) * 16);
     for (size_t k = 0; k < x.size(); ++k) x[k] = static_cast<float>(k % 37) / 8 - static_cast<float>(i);
     std::vector<relax_hetero::Tensor> inputs = {
         relax_hetero::Tensor::of<float>({rows, 16}, x, function.input_device(0))};
     if (function.info().num_inputs > 1)
-      inputs.push_back(relax_hetero::Tensor::of<int64_t>({1}, {number}, function.input_device(1)));
+      inputs.push_back(relax_hetero::Tensor::of<int64_t>({1}, {numbers[i]}, function.input_device(1)));
     try {
-      for (const relax_hetero::Tensor& result : function.run(inputs)) {
-        std::vector<float> values = result.read<float>();
-        file.write(reinterpret_cast<const char*>(values.data()),
-                   static_cast<std::streamsize>(values.size() * sizeof(float)));
-      }
+      std::vector<float> values;
+      for (const relax_hetero::Tensor& result : function.run(inputs))
+        for (float value : result.read<float>()) values.push_back(value);
+      results.insert(results.end(), values.begin(), values.end());
     } catch (const relax_hetero::Error& error) {
       std::cout << error.what() << "\n";
     }
   }
+  return results;
+}
+
+int main(int argc, char** argv) try {
+  std::vector<int64_t> numbers;
+  for (int i = 3; i < argc; ++i) numbers.push_back(std::stoi(argv[i]));
+  relax_hetero::Model model(argv[1]), second(argv[1]);
+  std::vector<float> others;
+  bool has_thread = model["main"].info().num_inputs == 1;
+  std::thread thread([&] { others = call(second, has_thread ? numbers : std::vector<int64_t>()); });
+  std::vector<float> results = call(model, numbers);
+  thread.join();
+  if (has_thread && others != results) throw std::runtime_error("the other thread has other results");
+  std::ofstream file(argv[2], std::ios::binary);
+  file.write(reinterpret_cast<const char*>(results.data()),
+             static_cast<std::streamsize>(results.size() * sizeof(float)));
 } catch (const std::exception& error) {
   std::cerr << "error: " << error.what() << "\n";
   return 1;
@@ -73,7 +89,7 @@ def check_calls(programs, folder, executable, numbers):
     printed = output_of(programs / "calls", folder / "calls.so", folder / "results", *numbers)
     function, expected, errors = rh.vm.VirtualMachine(executable)["main"], b"", []
     has_one_input = len(executable.signature().inputs) == 1
-    for place, number in enumerate(numbers, 3):
+    for place, number in enumerate(numbers):
         rows = number if has_one_input else 4
         x = (np.arange(16 * rows) % 37).astype("float32").reshape(rows, 16) / np.float32(8) - np.float32(place)
         try:

@@ -21,7 +21,14 @@ def test_command_buffers_mailboxes_and_reports(tmp_path):
     assert (CACHED_GRAPHS, RING_ROWS, REPORT_INTERVAL) == (8, 16, 4)  # of the program
     assert (Layout(2, 1).ring, Layout(2, 1).state_words, Layout(2, 1).constants) == (19 + 16, 19 + 16 + 32, 5)
     program = tmp_path / "program"
-    warnings = ["-Wall", "-Wextra", "-Werror", "-Wno-unused", "-Wno-unused-parameter", "-Wno-missing-field-initializers"]
+    warnings = [
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unused",
+        "-Wno-unused-parameter",
+        "-Wno-missing-field-initializers",
+    ]
     sanitizers = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover"]
     options = [*warnings, *sanitizers, *standalone._definitions(), f"-I{standalone._SOURCE.parent}", *compile_options()]
     source = str(Path(__file__).with_name("fake_gpu.c"))
