@@ -55,8 +55,12 @@ class CachedCall:
         The values of its symbolic dimensions.
     outs : set of Fingerprint
         Fingerprints of ``out=`` buffers that passed their checks.
-    shared : tuple of object or None
-        Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`); None before.
+    shared : tuple of object
+        Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`), if `has_shared`.
+    has_shared : bool
+        Whether they are computed.
+    is_plain : bool
+        Whether they are, and calls need nothing else besides the arguments.
     pool_epoch : int
         `PoolWatch.epoch` in which its extents were last noted; -1 before.
     """
@@ -68,7 +72,9 @@ class CachedCall:
     rest_borrowed: list[AddressRange]
     dims: DimValues
     outs: set[Fingerprint] = field(default_factory=set)
-    shared: tuple[Any, ...] | None = None
+    shared: tuple[Any, ...] = ()
+    has_shared: bool = False
+    is_plain: bool = False
     pool_epoch: int = -1
 
     def determines_output_shape(self, signature: FunctionSignature) -> bool:
