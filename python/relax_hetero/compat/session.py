@@ -181,8 +181,8 @@ class InferenceSession:
         """
         indices = self._indices(output_names) if output_names else self._every_output
         results = self._call(input_feed, run_options)
-        if self._direct is not None:  # results have memory of their own
-            return [host_array(results[index]) for index in indices]
+        if self._direct is not None:
+            return [_array_of_result(results[index]) for index in indices]
         return [self._host_value(index, results[index]) for index in indices]
 
     def run_async(
@@ -351,6 +351,12 @@ class InferenceSession:
             proto = onnx.load_model_from_string(bytes(source)) if is_bytes else onnx.load(os.fspath(source))  # type: ignore[arg-type]
         onnx.save(proto, path)
         warn_once(f"{path} holds the model as it was given: code that is compiled here is not ONNX")
+
+
+def _array_of_result(tensor: Any) -> np.ndarray:
+    """A result, which has memory of its own, as an array that the caller may write to."""
+    array = host_array(tensor)
+    return array if array.flags.writeable else array.copy()  # numpy before 2.1 shares memory for reading only
 
 
 class _InputType:
