@@ -24,11 +24,12 @@ from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
 from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
-from .gguf.tensor_parallel import dealt_rules, parallel_devices, split_caches, with_split_parameters
+from .gguf.tensor_parallel import dealt_rules, split_caches, with_split_parameters
 from .gguf.weights import Weights
 from .language_model_files import read_language_model
 from .onnx.placement_rules import rule_pairs
 from .paged_cache import PagedCache
+from .parallel_devices import parallel_devices
 from .place import place
 from .placed_import import check_placement, with_rule_reasons
 
@@ -142,7 +143,7 @@ def from_gguf(
     PlacementError
         If no split over the devices fits `memory_limit`.
     """
-    vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel)
+    vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     check_activations(activations)
     check_stream_experts(stream_experts)

@@ -253,9 +253,9 @@ def load(
             f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face only"
         )
     if tensor_parallel != 1:
-        from ..frontend.gguf.tensor_parallel import parallel_devices
+        from ..frontend.parallel_devices import parallel_devices
 
-        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel)
+        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
