@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
 
@@ -281,7 +280,7 @@ class CompiledModel:
         cores: Sequence[int] | None = None,
         spin: bool = True,
     ) -> None:
-        self._make_machine = partial(VirtualMachine, threads=threads, cores=cores, spin=spin)
+        self._threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
         self._use(executable)
         self._rest = rest
         if rest is not None:
@@ -313,7 +312,7 @@ class CompiledModel:
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
-        self.machine = self._make_machine(executable)
+        self.machine = VirtualMachine(executable, **self._threads)
         executable.release_host_copies()
         self._executable = executable
         self.chunk = self._chunks[-1]

@@ -146,7 +146,8 @@ def test_another_context_compiles_nothing(model, cache_folder, tmp_path, monkeyp
 def test_another_context_is_the_same_module_on_gpus(context, tmp_path, monkeypatch):
     modules, compiled = [], SimpleNamespace(metadata=SimpleNamespace(cache=None))
     monkeypatch.setattr("relax_hetero.driver.compile.compile", lambda mod, **_: modules.append(mod) or compiled)
-    monkeypatch.setattr(model_loader, "CompiledModel", lambda *parts: SimpleNamespace(context=0, trained_context=0))
+    loaded_model = SimpleNamespace(context=0, trained_context=0)
+    monkeypatch.setattr(model_loader, "CompiledModel", lambda *parts, **threads: loaded_model)
     for tokens in (4000, context):
         loaded(tmp_path, replace(SIZES, context=4096), vdevices=[{"kind": "cuda", "arch": "sm_90a"}], context=tokens)
     assert tvm_ffi.structural_equal(*modules)
