@@ -373,7 +373,7 @@ def test_functions_that_do_not_fit_yet(varied, monkeypatch):
     model._mask = model.machine["decode_2"]  # as on GPUs
     machine = weakref.ref(model.machine)
 
-    def fail(_):
+    def fail(_, **threads):
         assert machine() is None
         raise HeteroError("out of memory")
 
