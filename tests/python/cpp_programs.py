@@ -52,7 +52,7 @@ def output_of(*command: object, code: int = 0) -> str:
     folders += filter(None, [os.environ.get("LD_LIBRARY_PATH")])
     environment = {"LD_LIBRARY_PATH": os.pathsep.join(folders)}  # of CUDA, for files of GPUs
     done = subprocess.run([str(word) for word in command], env=environment, capture_output=True, text=True)
-    assert done.returncode == code, done.stderr
+    assert done.returncode == code, (done.returncode, done.stderr)
     return done.stderr if code else done.stdout
 
 

@@ -423,9 +423,10 @@ static int check_code(const struct gpu *gpu) {
         char newer[32] = "alone";
         if (!code->is_exact)
             snprintf(newer, sizeof newer, "and newer ones of %d.x", code->major);
-        return fail("RuntimeError", "%s was compiled for %s, which GPUs of compute capability %d.%d %s run: found compute "
-                    "capability %d.%d as cuda:%d; compile the model for that", rh_info.devices[code->device].name,
-                    code->arch, code->major, code->minor, newer, major, minor, gpu->device.device_id);
+        return fail("RuntimeError", "%s was compiled for %s, which GPUs of compute capability %d.%d %s run: found "
+                    "compute capability %d.%d as cuda:%d; compile the model for that",
+                    rh_info.devices[code->device].name, code->arch, code->major, code->minor, newer, major, minor,
+                    gpu->device.device_id);
     }
     return 0;
 }
@@ -509,49 +510,57 @@ static int serve(enum request request, int64_t address, int64_t number) {
     return fail("RuntimeError", "%s: compiled code asked for an unknown command buffer", path);
 }
 
-/* `before` is the function of that name that Python or another file has defined. */
-static int pass_to_owner(enum request request, void *before, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+enum { SUBMIT_GRAPH, GRAPH_FAILED, AWAIT_MAILBOX, RAISE_REPORTED, FUNCTIONS };
+static TVMFFIObjectHandle before[FUNCTIONS]; /* what Python or another file has defined under these names, or null */
+
+static int pass_to_owner(enum request request, int function, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     serve_function owner = (serve_function)((const int64_t *)args[0].v_int64)[RH_GRAPH_OWNER];
     *result = none();
     if (owner != NULL)
         return owner(request, args[0].v_int64, count > 1 ? args[1].v_int64 : 0);
-    return ffi.FunctionCall(before, (TVMFFIAny *)args, count, result);
+    if (before[function] == NULL)
+        return fail("RuntimeError", "%s: compiled code asked for an unknown command buffer", path);
+    return ffi.FunctionCall(before[function], (TVMFFIAny *)args, count, result);
 }
 
-static int submit_graph(void *before, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
-    return pass_to_owner(SUBMIT, before, args, count, result);
+static int submit_graph(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    return pass_to_owner(SUBMIT, SUBMIT_GRAPH, args, count, result);
 }
 
-static int graph_failed(void *before, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
-    return pass_to_owner(EXPLAIN_FAILURE, before, args, count, result);
+static int graph_failed(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    return pass_to_owner(EXPLAIN_FAILURE, GRAPH_FAILED, args, count, result);
 }
 
-static int await_mailbox(void *before, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
-    return pass_to_owner(AWAIT, before, args, count, result);
+static int await_mailbox(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+    return pass_to_owner(AWAIT, AWAIT_MAILBOX, args, count, result);
 }
 
 /* Fail for values that kernels of a GPU have refused; relax_hetero.h calls it after it has read a tensor. */
-static int raise_reported(void *before, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
+static int raise_reported(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     *result = none();
     for (struct machine *each = machines; each != NULL; each = each->next)
         if (each->gpu != NULL && each->gpu->device.device_id == args[0].v_int64 && check_reported(each->gpu) != 0)
             return -1;
-    return before == NULL ? 0 : ffi.FunctionCall(before, (TVMFFIAny *)args, count, result);
+    if (before[RAISE_REPORTED] == NULL)
+        return 0;
+    return ffi.FunctionCall(before[RAISE_REPORTED], (TVMFFIAny *)args, count, result);
 }
 
 static int define_functions_of_gpus(void) {
-    static const char *const names[] = {"submit_graph", "graph_failed", "await_mailbox", "raise_reported"};
-    static const TVMFFISafeCallType functions[] = {submit_graph, graph_failed, await_mailbox, raise_reported};
-    for (int i = 0; i < 4; i++) {
+    static const char *const names[FUNCTIONS] = {"submit_graph", "graph_failed", "await_mailbox", "raise_reported"};
+    static const TVMFFISafeCallType functions[FUNCTIONS] = {submit_graph, graph_failed, await_mailbox, raise_reported};
+    static bool is_done;
+    for (int i = 0; i < FUNCTIONS && !is_done; i++) {
         char name[64];
         TVMFFIByteArray text = {name, (size_t)snprintf(name, sizeof name, "relax_hetero.%s", names[i])};
-        TVMFFIObjectHandle before = NULL, function = NULL;
-        if (ffi.FunctionGetGlobal(&text, &before) != 0 ||
-            ffi.FunctionCreate(before, functions[i], NULL, &function) != 0 ||
+        TVMFFIObjectHandle function = NULL;
+        if (ffi.FunctionGetGlobal(&text, &before[i]) != 0 ||
+            ffi.FunctionCreate(NULL, functions[i], NULL, &function) != 0 ||
             ffi.FunctionSetGlobal(&text, function, 1) != 0)
             return -1;
-        ffi.ObjectDecRef(function); /* but not `before`, which the function keeps */
+        ffi.ObjectDecRef(function);
     }
+    is_done = true;
     return 0;
 }
 
