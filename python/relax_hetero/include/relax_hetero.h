@@ -207,8 +207,9 @@ static inline void rh_free(rh_model *model) {
     for (int32_t i = 0; model->functions != NULL && i < model->info->num_functions; i++)
         if (model->functions[i] != NULL)
             TVMFFIObjectDecRef(model->functions[i]);
-    TVMFFIObjectHandle objects[4] = {model->release, model->abandon, model->machine, model->file};
-    for (int32_t i = 0; i < 4; i++)
+    /* Not the file: its code keeps pointers to kernels of a GPU that it has found in the module loaded last. */
+    TVMFFIObjectHandle objects[3] = {model->release, model->abandon, model->machine};
+    for (int32_t i = 0; i < 3; i++)
         if (objects[i] != NULL)
             TVMFFIObjectDecRef(objects[i]);
     free(model->functions);

@@ -566,22 +566,9 @@ static int define_functions_of_gpus(void) {
 
 /* ---- Calls ---- */
 
-/* The module that TVM made of this file when it was loaded last. */
-extern void *__tvm_ffi__library_ctx __attribute__((weak));
-
-/* Keep that module: code of the host remembers kernels that it has found in it, for all machines of the file. */
-static void keep_module(void) {
-    static void *kept;
-    if (&__tvm_ffi__library_ctx == NULL || kept == __tvm_ffi__library_ctx)
-        return;
-    kept = __tvm_ffi__library_ctx;
-    ffi.ObjectIncRef(kept);
-}
-
 /* Reserve the GPU for a call of this thread. */
 static int enter_gpu(struct gpu *gpu) {
     pthread_mutex_lock(&gpu->in_use);
-    keep_module();
     if (CUDA(SetContext, gpu->context) == 0 && check_reported(gpu) == 0)
         return 0;
     pthread_mutex_unlock(&gpu->in_use);
