@@ -12,16 +12,20 @@ each other, and replicas that get equal shares of the texts. Failures, and the a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, permutations
 from typing import Any
 
 import numpy as np
 import tvm
 
+from ...artifact.messages import AUTO
+from ...display.text import time_text
 from ...errors import PlacementError
+from ...target.hosts import hosts_of
+from ...vm.device.cuda_copies import has_peer_access
 from ..auto.cost_model import CostModel, LinkCost
 from ..auto.simulate import Task, simulate
 from ..paged_cache import PagedCache
@@ -37,6 +41,9 @@ _STEPS = 6
 """Simulated decode steps; the first half fills the pipeline."""
 
 MAX_STAGES = 32
+
+_MAX_SHARED_TIME = 0.9
+"""Maximum time of a step of GPUs that share all layers, as a fraction of that of layers on single devices."""
 
 
 @dataclass(frozen=True)
@@ -187,6 +194,82 @@ def arrangements(
     return sorted(found, key=lambda each: (-each.tokens_per_second, each.token_seconds))
 
 
+@dataclass(frozen=True)
+class SharedLayers:
+    """Placement of a model whose layers equal GPUs share (`tensor_parallel`), for ``placement="auto"``.
+
+    Attributes
+    ----------
+    rules : list of (str, str)
+        Patterns and devices.
+    reasons : dict from str to str
+        Pattern -> reason.
+    estimate : dict
+        Estimate of a decoded token, in the form of `AutoPlacement.to_json`.
+    """
+
+    rules: list[tuple[str, str]]
+    reasons: dict[str, str]
+    estimate: dict[str, Any]
+
+
+def shared_layers(
+    file: GgufFile,
+    model: Hyperparameters,
+    cache: PagedCache,
+    vdevices: Sequence[tvm.relax.VDevice],
+    costs: CostModel,
+    limits: Mapping[int, int],
+) -> SharedLayers | None:
+    """Share all layers among the devices, if these are GPUs that can, the model fits, and that is faster.
+
+    Parameters
+    ----------
+    file, model, cache, vdevices, costs, limits
+        As for `place_layers`.
+
+    Returns
+    -------
+    SharedLayers or None
+        None if layers, or parts of them, are on single devices.
+    """
+    count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
+    heads = math.gcd(*(own.kv_heads for own in model.caches if not own.state), model.heads)
+    is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
+    if not is_alike or str(vdevices[0].target.kind.name) != "cuda" or hosts_of(vdevices):
+        return None
+    if heads % count or any(own.state or own.shared for own in model.caches) or 0 < model.experts < count:
+        return None
+    if not all(has_peer_access(a, b) for a, b in permutations(indices, 2)):
+        return None
+    problem = LayerProblem(file, model, cache, vdevices, costs, limits)
+    group = Pipeline.of_mesh(problem, model, count)
+    if any(group.device_bytes + problem.working[device] > limit for device, limit in limits.items()):
+        return None
+    seconds, _ = group.decode(1, problem.search.step.cached)
+    try:
+        alone = problem.best().seconds
+    except PlacementError:
+        alone = math.inf
+    if seconds > _MAX_SHARED_TIME * alone:
+        return None
+    other = "no layers on single devices fit" if math.isinf(alone) else f"{time_text(alone)} on single devices"
+    single = {
+        name: problem.search.plan((device,) * len(problem.search.parts)).seconds
+        for device, name in enumerate(problem.names)
+    }
+    estimate = {
+        "objective": "latency",
+        "seconds": seconds,
+        "busy_seconds": dict.fromkeys(problem.names, seconds),
+        "single_device_seconds": single,
+        "assumed_sizes": {},
+        "figures": costs.figures,
+    }
+    reason = f"{AUTO}sharing each layer is fastest: {time_text(seconds)} a token, {other}"
+    return SharedLayers([("*", f"vdevice[0:{count}]")], {"*": reason}, estimate)
+
+
 def _shapes(model: Hyperparameters, fleet: Fleet) -> Iterator[tuple[int, int, int]]:
     """Devices of a group, stages and replicas of each arrangement; the heads of keys are divided by groups."""
     total = fleet.hosts * fleet.devices
@@ -225,6 +308,12 @@ class Pipeline:
         self._model, self._cost, self._fleet, self._tensor = model, costs.devices[0], fleet, tensor
         self._row_bytes = model.hidden_size * 4
         self._stages = self._balanced(parts, stages)
+
+    @classmethod
+    def of_mesh(cls, problem: LayerProblem, model: Hyperparameters, count: int) -> Pipeline:
+        """All layers on the first `count` devices of a problem, which are equal, and share them."""
+        costs = problem.search.costs
+        return cls(problem.search.parts, model, costs, Fleet(1, count, costs.links[0, 1], costs.links[0, 1]), count, 1)
 
     @property
     def device_bytes(self) -> int:
@@ -289,7 +378,10 @@ class Pipeline:
 
     def stage_seconds(self, stage: int, texts: int, rows: int, cached: int) -> float:
         """Time of a stage for `rows` tokens of each of `texts` texts."""
-        parts = self._stages[stage]
+        return self.seconds(self._stages[stage], texts, rows, cached)
+
+    def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
+        """Time of some parts on a group, with their sums."""
         seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
         if self._tensor == 1:
             return seconds
