@@ -22,6 +22,7 @@ from relax_hetero.compat.programs import Programs
 from relax_hetero.compat.text import without_text_steps
 from relax_hetero.compat.values import OrtValue, numpy_dtype_of, type_text_of_dtype
 from relax_hetero.errors import HeteroError
+from relax_hetero.vm.device.tensor_arrays import host_array
 from relax_hetero.vm.machine import VirtualMachine
 
 _STRING = "tensor(string)"
@@ -180,10 +181,10 @@ class InferenceSession:
         list
             Arrays; lists for sequences, lists of dictionaries for outputs of ZipMap.
         """
-        indices = self._indices(output_names)
+        indices = self._indices(output_names) if output_names else self._every_output
         results = self._call(input_feed, run_options)
         if self._direct is not None:
-            return [results[index].numpy() for index in indices]
+            return [_array_of_result(results[index]) for index in indices]
         return [self._host_value(index, results[index]) for index in indices]
 
     def run_async(
@@ -354,6 +355,12 @@ class InferenceSession:
             proto = onnx.load_model_from_string(bytes(source)) if is_bytes else onnx.load(os.fspath(source))  # type: ignore[arg-type]
         onnx.save(proto, path)
         warn_once(f"{path} holds the model as it was given: code that is compiled here is not ONNX")
+
+
+def _array_of_result(tensor: Any) -> np.ndarray:
+    """A result, which has memory of its own, as an array that the caller may write to."""
+    array = host_array(tensor)
+    return array if array.flags.writeable else array.copy()  # numpy before 2.1 shares memory for reading only
 
 
 class _InputType:
