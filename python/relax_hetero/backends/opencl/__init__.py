@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import tvm
     from tvm import runtime
 
-    from ...artifact.device_code import DeviceCode, KernelLaunch
+    from ...artifact.device_code import DeviceCode, KernelLaunch, LaunchSequence
     from .devices import OpenClMemory
 
 _MAX_LOCAL_BYTES = 48 << 10
@@ -25,6 +25,7 @@ class OpenClBackend(ManagedBackend, GpuBackend):
     """Back end of OpenCL devices with shared virtual memory; GPUs come before CPUs."""
 
     has_sorts = True
+    submits_sequences = True
 
     def __init__(self) -> None:
         super().__init__("opencl", 4, "", "an OpenCL device", "cl ocl pocl")
@@ -112,9 +113,17 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
         """A launch in the device's queue."""
-        from .devices import Launcher, opencl_memory
+        from .devices import opencl_memory
+        from .launches import KernelLauncher
 
-        return Launcher(opencl_memory(), code, kernel)
+        return KernelLauncher(opencl_memory(), code, kernel)
+
+    def sequence_launcher(self, code: DeviceCode, sequence: LaunchSequence) -> Callable[..., None]:
+        """Launches in the device's queue, as a command buffer of the driver where it has any."""
+        from .devices import opencl_memory
+        from .launches import SequenceLauncher
+
+        return SequenceLauncher(opencl_memory(), code, sequence)
 
     def load_code(self, code: DeviceCode, indices: Sequence[int]) -> None:
         """Compile the text for the devices that will run it."""

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 from ...artifact.cache_folder import resolve_cache_folder
-from ...artifact.device_code import DeviceCode, KernelLaunch
-from ...errors import BuildError, HeteroError, MemoryLimitError
+from ...errors import BuildError, MemoryLimitError
 from ...target.backend import DeviceMemory, Location
+from .driver import command_buffers_of
 
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
@@ -27,12 +26,13 @@ _MAX_FREED_BYTES = 64 << 20
 """Maximum freed bytes that an allocation of another size leaves; until then they are kept for those of their sizes."""
 
 
-class _Device:
+class Device:
     """A device with its context and its queue."""
 
     def __init__(self, index: int, device: Any) -> None:
         import pyopencl
 
+        self.index = index
         warnings.filterwarnings("ignore", category=pyopencl.CompilerWarning)  # drivers report success, too
         self.cl, self._device = pyopencl, device
         self.name = f"opencl:{index} ({device.name.strip()})"
@@ -45,6 +45,7 @@ class _Device:
         self.releases = 0
         """Number of times that memory was returned to the driver."""
         self.program = lru_cache(256)(self._built)
+        self.commands = command_buffers_of(device)
 
     def allocate(self, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory; MemoryLimitError if there is none left."""
@@ -134,13 +135,13 @@ class OpenClMemory(DeviceMemory):
         self._cl = pyopencl
         self._devices, self.why_absent = _usable_devices(pyopencl)
         self._opening = threading.RLock()
-        self._opened: dict[int, _Device] = {}
+        self._opened: dict[int, Device] = {}
 
-    def opened(self, index: int) -> _Device:
+    def opened(self, index: int) -> Device:
         """A device with its context and queue, the same at each call."""
         with self._opening:
             if index not in self._opened:
-                self._opened[index] = _Device(index, self._devices[index])
+                self._opened[index] = Device(index, self._devices[index])
             return self._opened[index]
 
     def count(self) -> int:
@@ -248,97 +249,3 @@ def _why_unusable(cl: Any, device: Any) -> str:
     return ""
 
 
-class Launcher:
-    """Launches a kernel of a text.
-
-    It calls the driver through ctypes: a launch takes a few microseconds of the host's time, of which pyopencl's
-    objects for arguments and events would be most.
-    """
-
-    def __init__(self, memory: OpenClMemory, code: DeviceCode, kernel: KernelLaunch) -> None:
-        import numpy as np
-
-        self._memory, self._text, self._name = memory, code.text, kernel.name
-        self._types = [np.dtype(param) if param else None for param in kernel.params]
-        self._axes = [(axis.startswith("thread"), "xyz".index(axis[-1])) for axis in kernel.axes]
-        self._launches: dict[int, _Launch] = {}
-        self._sizes = lru_cache(256)(self._sizes_of)
-
-    def __call__(self, index: int, values: Sequence[Any], extents: Sequence[int]) -> None:
-        """Put a launch into the queue of a device."""
-        sizes = self._sizes(tuple(extents))
-        if sizes is None:
-            return
-        launch = self._launches.get(index)
-        if launch is None:
-            device = self._memory.opened(index)
-            launch = self._launches.setdefault(index, _Launch(device, self._text, self._name, self._types))
-        launch(values, *sizes)
-
-    def _sizes_of(self, extents: tuple[int, ...]) -> tuple[Any, Any] | None:
-        """Sizes of the grid and of a group in work-items; None for an empty grid."""
-        groups, items = [1, 1, 1], [1, 1, 1]
-        for (is_item, axis), extent in zip(self._axes, extents, strict=True):
-            (items if is_item else groups)[axis] = extent
-        vector = ctypes.c_size_t * 3
-        grid = vector(*(count * size for count, size in zip(groups, items, strict=True)))
-        return (grid, vector(*items)) if 0 not in groups else None
-
-
-class _Launch:
-    """A kernel of a device, with the arguments of its last launch."""
-
-    def __init__(self, device: _Device, text: str, name: str, types: Sequence[Any]) -> None:
-        import numpy as np
-
-        self._cl, self._device = device.cl, device
-        self._kernel = device.cl.Kernel(device.program(text), name)
-        self._queue, self._handle = device.queue.int_ptr, self._kernel.int_ptr
-        # Numbers are passed by the address of their bytes.
-        self._numbers = [None if dtype is None else np.zeros(1, dtype) for dtype in types]
-        self._last: list[Any] = [_UNSET] * len(types)
-        self._releases = device.releases
-        self._driver = _driver()
-
-    def __call__(self, values: Sequence[Any], grid: Any, group: Any) -> None:
-        driver, last, handle = self._driver, self._last, self._handle
-        with self._device.launching:  # a kernel has one set of arguments, which belongs to the queue after the launch
-            if self._releases != self._device.releases:  # an equal address may be of other memory
-                self._releases = self._device.releases
-                last[:] = [_UNSET] * len(last)
-            for position, (number, value) in enumerate(zip(self._numbers, values, strict=True)):
-                if number is None:
-                    value = value and value.value  # the FFI passes the address 0 as None
-                if value == last[position] and value != 0:  # 0.0 equals -0.0
-                    continue
-                last[position] = _UNSET
-                if number is None:
-                    status = driver.clSetKernelArgSVMPointer(handle, position, value)
-                else:
-                    number[0] = value
-                    status = driver.clSetKernelArg(handle, position, number.itemsize, number.ctypes.data)
-                self._check(status, "clSetKernelArg")
-                last[position] = value
-            status = driver.clEnqueueNDRangeKernel(self._queue, handle, 3, None, grid, group, 0, None, None)
-        self._check(status, "clEnqueueNDRangeKernel")
-
-    def _check(self, status: int, call: str) -> None:
-        if status:
-            reason = self._cl.status_code.to_string(status, "status %d")
-            raise HeteroError(f"{self._device.name}: {call} of the kernel {self._kernel.function_name}: {reason}")
-
-
-_UNSET = object()
-
-
-@cache
-def _driver() -> Any:
-    """Functions of the OpenCL library that pyopencl uses."""
-    import pyopencl
-
-    library = ctypes.CDLL(pyopencl._cl.__file__)
-    handle, count, pointer = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p
-    library.clSetKernelArg.argtypes = [handle, count, ctypes.c_size_t, pointer]
-    library.clSetKernelArgSVMPointer.argtypes = [handle, count, pointer]
-    library.clEnqueueNDRangeKernel.argtypes = [handle, handle, count, *[pointer] * 3, count, pointer, pointer]
-    return library
