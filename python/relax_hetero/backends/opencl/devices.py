@@ -56,11 +56,13 @@ class Device:
         return int(memory.svm_ptr)
 
     def _taken_again(self, nbytes: int, alignment: int) -> Any:
-        """Freed memory of this size, or None."""
+        """Freed memory of this size, or None; the lowest, so that calls that repeat get the same addresses."""
         with self._changing:
-            for index, memory in enumerate(self._freed):
-                if memory.size == nbytes and memory.svm_ptr % alignment == 0:
-                    return self._freed.pop(index)
+            fitting = (each for each in self._freed if each.size == nbytes and each.svm_ptr % alignment == 0)
+            memory = min(fitting, key=lambda each: each.svm_ptr, default=None)
+            if memory is not None:
+                self._freed.remove(memory)
+                return memory
             freed_bytes = sum(memory.size for memory in self._freed)
         if freed_bytes > _MAX_FREED_BYTES:
             self._release()
