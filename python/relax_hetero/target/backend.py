@@ -72,6 +72,14 @@ class DeviceMemory:
         """Return whether the host reads a device's memory in place, once its work is done."""
         return False
 
+    def lend(self, index: int, address: int, nbytes: int) -> None:
+        """Let the host write new memory of such a device until it is freed, after the device's earlier work."""
+        raise NotImplementedError
+
+    def is_lent(self, index: int, address: int) -> bool:
+        """Return whether an address of the host is in memory that a device has lent."""
+        return False
+
     def name(self, index: int) -> str:
         """Name of a device for people."""
         return ""
@@ -242,7 +250,7 @@ class Backend:
         return ""
 
     def may_share_memory(self, target: tvm.target.Target) -> bool:
-        """Return whether the host may read memory of devices of a target in place (`DeviceMemory.host_reads`)."""
+        """Return whether host and device may use memory of a target's devices in place (`DeviceMemory.host_reads`)."""
         return False
 
     # Running.

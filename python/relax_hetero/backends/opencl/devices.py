@@ -42,6 +42,7 @@ class Device:
         self._changing = threading.RLock()  # a garbage collection within may free
         self._allocations: dict[int, Any] = {}
         self._freed: list[Any] = []  # later work of the queue may use them at once
+        self._lent: dict[int, int] = {}  # end by begin, of memory that the host writes
         self.releases = 0
         """Number of times that memory was returned to the driver."""
         self.program = lru_cache(256)(self._built)
@@ -84,7 +85,19 @@ class Device:
     def free(self, address: int) -> None:
         """Keep memory for later allocations: PoCL 3 frees other memory if it is to be freed in the queue."""
         with self._changing:
+            self._lent.pop(address, None)
             self._freed.append(self._allocations.pop(address))
+
+    def lend(self, address: int, nbytes: int) -> None:
+        """Let the host write new memory, which earlier work of the queue may have read before it was freed."""
+        self.synchronize()
+        with self._changing:
+            self._lent[address] = address + nbytes
+
+    def is_lent(self, address: int) -> bool:
+        """Return whether memory at an address is lent."""
+        with self._changing:
+            return any(begin <= address < end for begin, end in self._lent.items())
 
     def synchronize(self) -> None:
         """Wait for the queue."""
@@ -176,6 +189,14 @@ class OpenClMemory(DeviceMemory):
         device, flags = self._devices[index], self._cl.device_svm_capabilities
         is_fine = device.svm_capabilities & (flags.FINE_GRAIN_BUFFER | flags.FINE_GRAIN_SYSTEM)
         return bool(is_fine and (device.host_unified_memory or self.is_cpu(index)))
+
+    def lend(self, index: int, address: int, nbytes: int) -> None:
+        """Let the host write memory that was just allocated."""
+        self.opened(index).lend(address, nbytes)
+
+    def is_lent(self, index: int, address: int) -> bool:
+        """Return whether an address is in lent memory."""
+        return self.opened(index).is_lent(address)
 
     def memory_bytes(self, index: int) -> int:
         """Global memory of a device."""
