@@ -310,7 +310,10 @@ class Backend:
         return None
 
     def copy_queues(self, indices: Sequence[int]) -> Any:
-        """Copy queues of devices (`vm.queue.stream_queue.CopyQueues`); None if the devices' own queues copy."""
+        """Queues of copies from and to devices; None if the devices' own queues copy.
+
+        They are `vm.queue.stream_queue.CopyQueues` of streams, or `vm.queue.device_queue.CopyThreads`.
+        """
         return None
 
     def runner(self, machine: Any, recording: Any, compiled: bool) -> Any:

@@ -111,6 +111,14 @@ class OpenClBackend(ManagedBackend, GpuBackend):
             return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
         return memory.why_absent
 
+    def copy_queues(self, indices: Sequence[int]) -> Any:
+        """Threads of copies, unless the devices are in the host's memory."""
+        from ...vm.queue.device_queue import CopyThreads
+        from .devices import opencl_memory
+
+        shares = all(map(opencl_memory().host_reads, indices))
+        return None if shares else CopyThreads(self.device_type)
+
     def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
         """A launch in the device's queue."""
         from .devices import opencl_memory

@@ -1,7 +1,7 @@
 """Memory, queues and launches of OpenCL devices, on pyopencl.
 
-Tensors are in shared virtual memory (OpenCL 2.0), whose addresses host code may add offsets to. Each device has one
-queue, which runs commands in order.
+Tensors are in shared virtual memory (OpenCL 2.0), whose addresses host code may add offsets to. Each device has two
+queues, which run commands in order: one for launches, one for copies from and to the host.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
+from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
@@ -26,8 +28,30 @@ _MAX_FREED_BYTES = 64 << 20
 """Maximum freed bytes that an allocation of another size leaves; until then they are kept for those of their sizes."""
 
 
+class _Block:
+    """Allocated memory.
+
+    Attributes
+    ----------
+    is_received : bool
+        Whether the host has copied to it.
+    free_after : list
+        Event after which work that used the memory before it was freed has ended; none without such work.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.begin, self.end = memory, int(memory.svm_ptr), int(memory.svm_ptr) + int(memory.size)
+        self.is_received = False
+        self.free_after: list[Any] = []
+
+
 class Device:
-    """A device with its context and its queue."""
+    """A device with its context and its queues: one for launches, and one for copies from and to the host.
+
+    Copies overlap with launches. A copy from the device begins after all earlier launches. So does a copy to the device,
+    unless no launch has got the memory since it was allocated; then it begins after those that used it before. The host
+    waits for both, so that later launches need not.
+    """
 
     def __init__(self, index: int, device: Any) -> None:
         import pyopencl
@@ -37,34 +61,38 @@ class Device:
         self.cl, self._device = pyopencl, device
         self.name = f"opencl:{index} ({device.name.strip()})"
         self.context = pyopencl.Context([device])
-        self.queue = pyopencl.CommandQueue(self.context)
+        self.queue, self.copies = (pyopencl.CommandQueue(self.context) for _ in range(2))
         self.launching = threading.Lock()
         self._changing = threading.RLock()  # a garbage collection within may free
-        self._allocations: dict[int, Any] = {}
-        self._freed: list[Any] = []  # later work of the queue may use them at once
+        self._allocations: dict[int, _Block] = {}
+        self._freed: list[_Block] = []  # later work of the queue may use them at once
+        self._untouched: dict[int, _Block] = {}  # that no launch has got
         self._lent: dict[int, int] = {}  # end by begin, of memory that the host writes
         self.releases = 0
         """Number of times that memory was returned to the driver."""
+        self.launched = 0
+        """Number of launches in the queue, increased after each."""
+        self._ended = 0
         self.program = lru_cache(256)(self._built)
         self.commands = command_buffers_of(device)
 
     def allocate(self, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory; MemoryLimitError if there is none left."""
         nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        memory = self._taken_again(nbytes, alignment) or self._new(nbytes, alignment)
+        block = self._taken_again(nbytes, alignment) or _Block(self._new(nbytes, alignment))
         with self._changing:
-            self._allocations[memory.svm_ptr] = memory
-        return int(memory.svm_ptr)
+            self._allocations[block.begin] = self._untouched[block.begin] = block
+        return block.begin
 
-    def _taken_again(self, nbytes: int, alignment: int) -> Any:
+    def _taken_again(self, nbytes: int, alignment: int) -> _Block | None:
         """Freed memory of this size, or None; the lowest, so that calls that repeat get the same addresses."""
         with self._changing:
-            fitting = (each for each in self._freed if each.size == nbytes and each.svm_ptr % alignment == 0)
-            memory = min(fitting, key=lambda each: each.svm_ptr, default=None)
-            if memory is not None:
-                self._freed.remove(memory)
-                return memory
-            freed_bytes = sum(memory.size for memory in self._freed)
+            fitting = (each for each in self._freed if each.end - each.begin == nbytes and each.begin % alignment == 0)
+            block = min(fitting, key=lambda each: each.begin, default=None)
+            if block is not None:
+                self._freed.remove(block)
+                return block
+            freed_bytes = sum(each.end - each.begin for each in self._freed)
         if freed_bytes > _MAX_FREED_BYTES:
             self._release()
         return None
@@ -86,7 +114,11 @@ class Device:
         """Keep memory for later allocations: PoCL 3 frees other memory if it is to be freed in the queue."""
         with self._changing:
             self._lent.pop(address, None)
-            self._freed.append(self._allocations.pop(address))
+            block, is_used = self._allocations.pop(address), self._untouched.pop(address, None) is None
+            if is_used:
+                # Others wait for all launches if the host copies to them.
+                block.free_after = [self._end()] if block.is_received else [None]
+            self._freed.append(block)
 
     def lend(self, address: int, nbytes: int) -> None:
         """Let the host write new memory, which earlier work of the queue may have read before it was freed."""
@@ -99,9 +131,57 @@ class Device:
         with self._changing:
             return any(begin <= address < end for begin, end in self._lent.items())
 
+    def touch(self, addresses: Sequence[int]) -> None:
+        """Note that a launch gets sorted addresses."""
+        with self._changing:
+            touched = []
+            for block in self._untouched.values():
+                first = bisect_left(addresses, block.begin)
+                if first < len(addresses) and addresses[first] < block.end:
+                    touched.append(block.begin)
+            for begin in touched:
+                del self._untouched[begin]
+
+    def receive(self, source: int, target: int, nbytes: int) -> None:
+        """Copy from the host, which waits for the end."""
+        with self._changing:
+            block = next((each for each in self._untouched.values() if each.begin <= target < each.end), None)
+            if block is not None:
+                block.is_received = True
+            waits = [None] if block is None else block.free_after
+            waits = [self._end() if event is None else event for event in waits]
+        self._copy(target, source, nbytes, waits)
+        if block is not None:
+            block.free_after = []
+
+    def send(self, source: int, target: int, nbytes: int) -> None:
+        """Copy to the host, which waits for the end."""
+        self._copy(target, source, nbytes, [self._end()])
+
+    def copy_within(self, source: int, target: int, nbytes: int) -> None:
+        """Copy between addresses of the device, in order with launches."""
+        self.touch(sorted((source, target)))
+        self.cl.enqueue_copy(self.queue, *_places(target, source, nbytes), is_blocking=False)
+        with self.launching:
+            self.launched += 1
+
+    def _copy(self, target: int, source: int, nbytes: int, waits: list[Any]) -> None:
+        waits = [event for event in waits if event is not None]
+        self.cl.enqueue_copy(self.copies, *_places(target, source, nbytes), is_blocking=True, wait_for=waits)
+
+    def _end(self) -> Any:
+        """Event at the end of the launches so far; None if they have ended."""
+        if self._ended == self.launched:
+            return None
+        event = self.cl.enqueue_marker(self.queue)
+        self.queue.flush()  # a queue may wait for an event of another one only if that has been flushed
+        return event
+
     def synchronize(self) -> None:
-        """Wait for the queue."""
+        """Wait for the launches so far."""
+        launched = self.launched
         self.queue.finish()
+        self._ended = max(self._ended, launched)
 
     def _release(self) -> None:
         """Wait for the queue, and return freed memory to the driver."""
@@ -109,8 +189,8 @@ class Device:
             freed, self._freed = self._freed, []
             self.releases += 1
         self.synchronize()
-        for memory in freed:
-            memory.release()
+        for block in freed:
+            block.memory.release()
 
     def _built(self, text: str) -> Any:
         """The compiled text; BuildError if the device cannot compile it.
@@ -211,7 +291,7 @@ class OpenClMemory(DeviceMemory):
         self.opened(index).free(address)
 
     def copy(self, source: Location, target: Location, nbytes: int) -> None:
-        """Copy in the queue of the source, or of the target if the source is the host."""
+        """Copy between devices through the host."""
         if source.device is not None and target.device is not None and source.device != target.device:
             staging = ctypes.create_string_buffer(nbytes)
             between = Location(None, ctypes.addressof(staging))
@@ -220,13 +300,25 @@ class OpenClMemory(DeviceMemory):
             return
         index = target.device if source.device is None else source.device
         assert index is not None, "copies within the host are not ours"
-        is_blocking = source.device != target.device
-        places = [self._cl.SVM((ctypes.c_char * nbytes).from_address(place.address)) for place in (target, source)]
-        self._cl.enqueue_copy(self.opened(index).queue, *places, is_blocking=is_blocking)
+        device = self.opened(index)
+        copy = (
+            device.receive if source.device is None
+            else device.send if target.device is None
+            else device.copy_within
+        )  # fmt: skip
+        copy(source.address, target.address, nbytes)
 
     def synchronize(self, index: int) -> None:
         """Wait for the queue."""
         self.opened(index).synchronize()
+
+
+def _places(*addresses_and_bytes: int) -> list[Any]:
+    """Memory at addresses, for pyopencl."""
+    import pyopencl
+
+    *addresses, nbytes = addresses_and_bytes
+    return [pyopencl.SVM((ctypes.c_char * nbytes).from_address(address)) for address in addresses]
 
 
 @cache

@@ -26,7 +26,7 @@ class _Kernel:
         self._kernel = device.cl.Kernel(device.program(code.text), kernel.name)
         self.handle = self._kernel.int_ptr
         # Numbers are passed by the address of their bytes.
-        self._numbers = [np.zeros(1, param) if param else None for param in kernel.params]
+        self.numbers = [np.zeros(1, param) if param else None for param in kernel.params]
         self._last: list[Any] = [_UNSET] * len(kernel.params)
         self._releases = device.releases
 
@@ -36,7 +36,7 @@ class _Kernel:
         if self._releases != self._device.releases:  # an equal address may be of other memory
             self._releases = self._device.releases
             last[:] = [_UNSET] * len(last)
-        for position, (number, value) in enumerate(zip(self._numbers, values, strict=True)):
+        for position, (number, value) in enumerate(zip(self.numbers, values, strict=True)):
             if value == last[position] and value != 0:  # 0.0 equals -0.0
                 continue
             last[position] = _UNSET
@@ -100,12 +100,14 @@ class KernelLauncher:
             value and value.value if is_address else value
             for is_address, value in zip(self._is_address, values, strict=True)
         ]
+        device.touch(sorted(value or 0 for is_address, value in zip(self._is_address, numbers, strict=True) if is_address))
         with device.launching:
             kernel = self._kernels.get(index)
             if kernel is None:
                 kernel = self._kernels[index] = _Kernel(device, self._code, self._kernel)
             kernel.set(numbers)
             kernel.enqueue(*sizes)
+            device.launched += 1
 
 
 class _Launch(NamedTuple):
@@ -136,12 +138,19 @@ class _Recording:
 
     def __init__(self, device: Device, launches: list[_Launch]) -> None:
         self._device, self._launches = device, launches
+        self._addresses = sorted({
+            address
+            for launch in launches
+            for address, number in zip(launch.arguments, launch.kernel.numbers, strict=True)
+            if number is None
+        })  # fmt: skip
         self._releases = -1
         self._buffer: CommandBuffer | None = None
 
     def submit(self) -> None:
         """Launch the kernels; as a command buffer of the driver, where there are any, from the second time on."""
         device = self._device
+        device.touch(self._addresses)
         if self._releases != device.releases:
             self.close()
             self._releases = device.releases
@@ -152,9 +161,10 @@ class _Recording:
             self._buffer = CommandBuffer(device.commands, device.name, device.queue.int_ptr, launches)
         if self._buffer is not None:
             self._buffer.submit()
-            return
-        for launch in self._launches:
-            launch.kernel.enqueue(launch.grid, launch.group)
+        else:
+            for launch in self._launches:
+                launch.kernel.enqueue(launch.grid, launch.group)
+        device.launched += 1
 
     def close(self) -> dict[int, _Kernel]:
         """Free the driver's command buffer; the kernels by position, whose arguments may change afterwards."""
