@@ -116,6 +116,47 @@ ushort half_of_float(float value) {
 """Conversions of bits, which devices without arithmetic of float16 have, too."""
 
 
+_BYTE_DOT = re.compile(r"\bbyte_dot_")
+_BYTE_DOTS = """\
+#ifndef BYTE_DOT
+#define BYTE_SUM(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  Left one = as_##Left(left); \\
+  Right other = as_##Right(right); \\
+  return (int)one.x * other.x + (int)one.y * other.y + (int)one.z * other.z + (int)one.w * other.w + addend; \\
+}
+#define BYTE_DOT_OF_OTHER_SIGN BYTE_DOT
+#if defined(cl_khr_integer_dot_product) && defined(__opencl_c_integer_dot_product_input_4x8bit_packed)
+#define BYTE_DOT(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  return (int)dot_4x8packed_##khr(as_uint(left), as_uint(right)) + addend; \\
+}
+#elif defined(cl_arm_integer_dot_product_int8)
+#pragma OPENCL EXTENSION cl_arm_integer_dot_product_int8 : enable
+#undef BYTE_DOT_OF_OTHER_SIGN
+#define BYTE_DOT_OF_OTHER_SIGN BYTE_SUM
+#define BYTE_DOT(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  return (int)arm_dot(as_##Left(left), as_##Right(right)) + addend; \\
+}
+#elif defined(__NV_CL_C_VERSION)
+#define BYTE_DOT(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  int sum; \\
+  asm("dp4a." ptx " %0, %1, %2, %3;" : "=r"(sum) : "r"(left), "r"(right), "r"(addend)); \\
+  return sum; \\
+}
+#else
+#define BYTE_DOT BYTE_SUM
+#endif
+BYTE_DOT(byte_dot_ii, char4, char4, ss_int, "s32.s32")
+BYTE_DOT(byte_dot_uu, uchar4, uchar4, uu_uint, "u32.u32")
+BYTE_DOT_OF_OTHER_SIGN(byte_dot_iu, char4, uchar4, su_int, "s32.u32")
+BYTE_DOT_OF_OTHER_SIGN(byte_dot_ui, uchar4, char4, us_int, "u32.s32")
+#endif
+"""
+"""Dot products of four bytes: by Khronos' extension, by Arm's, which wants equal signs, or by NVIDIA's PTX.
+
+Elsewhere sums of products, for which compilers have instructions.
+"""
+
+
 def with_own_functions(kernels: tvm.IRModule) -> tvm.IRModule:
     """Replace shuffles and conversions of bits of float16 by calls of functions that `generate` defines."""
 
@@ -172,6 +213,8 @@ def generate(
         text = _FP16.sub("", text)  # pointers to half need no extension
     if _HALF.search(text):
         text = _HALVES + text
+    if _BYTE_DOT.search(text):
+        text = _BYTE_DOTS + text
     if _SHUFFLE.search(text):
         assert sizes, "blocks with shuffles have a fixed size"
         text = _SHUFFLE.sub(r"shuffle_xor_\1(EXCHANGED, ", text)
