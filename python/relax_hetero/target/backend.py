@@ -253,6 +253,10 @@ class Backend:
         """Return whether host and device may use memory of a target's devices in place (`DeviceMemory.host_reads`)."""
         return False
 
+    def submission(self, target: tvm.target.Target) -> str:
+        """Word for how devices of a target run command buffers (`artifact.commands.RegionSpec.runs`)."""
+        return "stream"
+
     # Running.
 
     def load_dependencies(self) -> bool:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import BindingError
+from ...target.gpu_target import MAX_OTHER_THREADS, device_facts_of
 from ..gpu import GpuBackend
 from ..managed import ManagedBackend
+from .driver import EXTENSION
 
 if TYPE_CHECKING:
     import tvm
@@ -37,10 +39,12 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         memory = self.memory()
         if memory is None or not 0 <= index < memory.count():
             return self.default_target()
-        local_bytes = min(memory.local_bytes(index), _MAX_LOCAL_BYTES)
-        units = f"{memory.num_units(index)}{' CPU' if memory.is_cpu(index) else ''} units"
-        model = f"{units} in host memory" if memory.host_reads(index) else units
-        return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes, "model": model})
+        return tvm.target.Target({
+            "kind": self.kind,
+            "max_shared_memory_per_block": min(memory.local_bytes(index), _MAX_LOCAL_BYTES),
+            "max_threads_per_block": min(memory.group_items(index), MAX_OTHER_THREADS),
+            "model": str(memory.facts(index)),
+        })  # fmt: skip
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
         """The native target, unless `target` differs from TVM's default."""
@@ -50,14 +54,16 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
         """Peaks of a plain GPU, or of OpenCL on a CPU."""
-        from ...target.gpu_target import UNITS
-
-        units = UNITS.fullmatch(str(target.attrs.get("model", "")))
-        return (1e10 * int(units[1]), 1e10, 1.0) if units and units[2] else super().peaks(target)
+        facts = device_facts_of(target)
+        return (1e10 * facts.units, 1e10, 1.0) if facts.is_cpu else super().peaks(target)
 
     def may_share_memory(self, target: tvm.target.Target) -> bool:
         """Return whether the target is of a device in the host's memory."""
-        return str(target.attrs.get("model", "")).endswith(" in host memory")
+        return device_facts_of(target).in_host_memory
+
+    def submission(self, target: tvm.target.Target) -> str:
+        """The driver's command buffers, or launches with kept arguments."""
+        return EXTENSION if device_facts_of(target).has_command_buffers else "recorded launches"
 
     def computes(self, dtype: str, index: int) -> bool:
         """Ask the device for the type's extension."""
@@ -66,16 +72,20 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         return opencl_memory().computes(index, dtype)
 
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
-        """Require the local memory that kernels were written for."""
+        """Require the local memory, and the size of groups, that kernels were written for."""
         from .devices import opencl_memory
 
-        needed = json.loads(spec.target).get("max_shared_memory_per_block", 0)
-        found = opencl_memory().local_bytes(device.index)
-        if found < needed:
-            raise BindingError(
-                f"{name} is to run on {device}, which has {found:,} bytes of local memory, expected {needed:,}: "
-                f'compile for the target {{"kind": "{self.kind}", "max_shared_memory_per_block": {found}}}'
-            )
+        memory, target = opencl_memory(), json.loads(spec.target)
+        for attribute, found, unit in (
+            ("max_shared_memory_per_block", memory.local_bytes(device.index), "bytes of local memory"),
+            ("max_threads_per_block", memory.group_items(device.index), "work-items in a group"),
+        ):
+            needed = target.get(attribute, 0)
+            if found < needed:
+                raise BindingError(
+                    f"{name} is to run on {device}, which has {found:,} {unit}, expected {needed:,}: "
+                    f'compile for the target {{"kind": "{self.kind}", "{attribute}": {found}}}'
+                )
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
         """The resolver of products and convolutions by plain threads."""

@@ -17,10 +17,13 @@ from typing import Any
 from ...artifact.cache_folder import resolve_cache_folder
 from ...errors import BuildError, MemoryLimitError
 from ...target.backend import DeviceMemory, Location
-from .driver import command_buffers_of
+from ...target.gpu_target import DeviceFacts
+from .driver import command_buffers_of, subgroups_of
 
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
+
+_BYTE_DOT_EXTENSIONS = ("cl_khr_integer_dot_product", "cl_arm_integer_dot_product_int8")
 
 _PAGE_BYTES = 4096
 """Sizes of memory are multiples of it, so that more allocations find a freed one of their size."""
@@ -258,6 +261,24 @@ class OpenClMemory(DeviceMemory):
     def is_cpu(self, index: int) -> bool:
         """Return whether a device is a CPU."""
         return bool(self._devices[index].type & self._cl.device_type.CPU)
+
+    def facts(self, index: int) -> DeviceFacts:
+        """Facts about a device for the choice of kernels and their sizes."""
+        device, flags = self._devices[index], self._cl.device_local_mem_type
+        return DeviceFacts(
+            self.num_units(index),
+            self.is_cpu(index),
+            self.host_reads(index),
+            device.local_mem_type == flags.LOCAL,
+            subgroups_of(device),
+            int(device.global_mem_cacheline_size),
+            command_buffers_of(device) is not None,
+            any(name in device.extensions.split() for name in _BYTE_DOT_EXTENSIONS),
+        )
+
+    def group_items(self, index: int) -> int:
+        """Maximum work-items of a group."""
+        return int(self._devices[index].max_work_group_size)
 
     def computes(self, index: int, dtype: str) -> bool:
         """Return whether a device computes with an element type."""

@@ -86,6 +86,23 @@ def _info(device: Any, name: int) -> int:
     return 0 if status else value.value
 
 
+_SUB_GROUP_SIZES, _WARP_SIZE, _WAVEFRONT_WIDTH = 0x4108, 0x4003, 0x4043
+"""CL_DEVICE_SUB_GROUP_SIZES_INTEL (an array of size_t), CL_DEVICE_WARP_SIZE_NV, CL_DEVICE_WAVEFRONT_WIDTH_AMD."""
+
+
+def subgroups_of(device: Any) -> tuple[int, ...]:
+    """Numbers of work-items that a device runs together, as its vendor's extension states them; else empty."""
+    extensions = device.extensions.split()
+    if "cl_intel_required_subgroup_size" in extensions:
+        sizes, used = (c_size_t * 8)(), c_size_t(0)
+        arguments = device.int_ptr, _SUB_GROUP_SIZES, ctypes.sizeof(sizes), sizes, ctypes.byref(used)
+        if not driver().clGetDeviceInfo(*arguments):
+            return tuple(sizes[: used.value // ctypes.sizeof(c_size_t)])
+    vendors = {"cl_nv_device_attribute_query": _WARP_SIZE, "cl_amd_device_attribute_query": _WAVEFRONT_WIDTH}
+    widths = (_info(device, name) for extension, name in vendors.items() if extension in extensions)
+    return tuple(width for width in widths if width)
+
+
 class CommandBuffer:
     """Launches that the driver has recorded.
 
