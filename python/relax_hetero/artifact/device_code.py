@@ -30,12 +30,12 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class LaunchSequence:
-    """Launches of a command buffer, whose arguments host code passes in one call.
+    """Launches of a command buffer, or of a kernel by itself, whose arguments host code passes in one call.
 
     Attributes
     ----------
     name : str
-        Name of the command buffer.
+        Name of the host function.
     constants : tuple of int or float
         Arguments that are known when compiling.
     launches : tuple of tuple of int
@@ -67,7 +67,7 @@ class DeviceCode:
     kernels : tuple of KernelLaunch
         The kernels.
     sequences : tuple of LaunchSequence
-        Command buffers that host code submits as a whole.
+        Launches that host code submits as a whole.
     """
 
     kind: str

@@ -1,6 +1,6 @@
-"""Host code of command buffers that passes the arguments of all launches in one call.
+"""Host code that passes the arguments of all launches of a function in one call.
 
-Before, in the host code of a command buffer::
+Before, in the host code of a command buffer, or of a kernel that is called by itself::
 
     T.call_ffi_kernel("first", x.data, y.data, n, (n + 127) // 128, 128, launch_params=[...])
     T.call_ffi_kernel("second", y.data, z.data, n, (n + 127) // 128, 128, launch_params=[...])
@@ -22,16 +22,15 @@ from tvm import tirx
 from tvm_ffi import StructuralKey, structural_map
 
 from ..artifact.device_code import LaunchSequence
-from ..transform.ir.module_attrs import COMMANDS
 
 SEQUENCE = "sequence "
 """Begin of the function's name in calls, which the back end replaces when it knows the text of the kernels."""
 
 
 def with_sequences(host: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, tuple[LaunchSequence, ...]]:
-    """Host code whose command buffers call functions named ``SEQUENCE + name``, and the sequences of these names.
+    """Host code that calls functions named ``SEQUENCE + name`` in place of launches, and the sequences of these names.
 
-    Command buffers that do more than launch kernels stay as they are.
+    Functions that do more than launch kernels stay as they are.
 
     Parameters
     ----------
@@ -43,17 +42,16 @@ def with_sequences(host: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRMo
     sequences: list[LaunchSequence] = []
     functions = dict(host.functions.items())
     for gv, func in functions.items():
-        if COMMANDS in func.attrs:
 
-            def change(scope: tirx.AttrStmt, name: str = str(gv.name_hint)) -> tirx.AttrStmt:
-                found = _sequence(name, scope, kernels) if scope.attr_key == "compute_scope" else None
-                if found is None:
-                    return scope
-                body, sequence = found
-                sequences.append(sequence)
-                return tirx.AttrStmt(scope.node, scope.attr_key, scope.value, body)
+        def change(scope: tirx.AttrStmt, name: str = str(gv.name_hint)) -> tirx.AttrStmt:
+            found = _sequence(name, scope, kernels) if scope.attr_key == "compute_scope" else None
+            if found is None:
+                return scope
+            body, sequence = found
+            sequences.append(sequence)
+            return tirx.AttrStmt(scope.node, scope.attr_key, scope.value, body)
 
-            functions[gv] = structural_map(func, (tirx.AttrStmt, change))
+        functions[gv] = structural_map(func, (tirx.AttrStmt, change))
     return tvm.IRModule(functions, attrs=host.attrs), tuple(sequences)
 
 

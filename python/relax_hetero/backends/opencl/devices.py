@@ -23,6 +23,8 @@ from .driver import command_buffers_of, subgroups_of
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
 
+BYTE_DOT = "byte_dot_"
+"""Begin of the names of functions for dot products of bytes."""
 _BYTE_DOT_EXTENSIONS = ("cl_khr_integer_dot_product", "cl_arm_integer_dot_product_int8")
 
 _PAGE_BYTES = 4096
@@ -37,9 +39,10 @@ class _Block:
     Attributes
     ----------
     is_received : bool
-        Whether the host has copied to it.
+        Whether the host has copied to it since it was allocated.
     free_after : list
-        Event after which work that used the memory before it was freed has ended; none without such work.
+        Event after which work that used the memory before it was freed has ended, None if that is unknown; empty without
+        such work.
     """
 
     def __init__(self, memory: Any) -> None:
@@ -121,6 +124,7 @@ class Device:
             if is_used:
                 # Others wait for all launches if the host copies to them.
                 block.free_after = [self._end()] if block.is_received else [None]
+            block.is_received = False
             self._freed.append(block)
 
     def lend(self, address: int, nbytes: int) -> None:
@@ -213,7 +217,9 @@ class Device:
             if self._device.type & self.cl.device_type.CPU:
                 # Unrolled, a product of 256 takes 18 instead of 3 s to compile (Intel's driver), and as long to run.
                 text = text.replace("#pragma unroll\n", "#pragma nounroll\n")
-            return self.cl.Program(self.context, text).build(cache_dir=cache_dir)
+            # OpenCL C 3.0 has dot products of bytes; by default drivers compile another version.
+            has_dots = BYTE_DOT in text and _BYTE_DOT_EXTENSIONS[0] in available
+            return self.cl.Program(self.context, text).build(["-cl-std=CL3.0"] * has_dots, cache_dir=cache_dir)
         except self.cl.RuntimeError as error:
             raise BuildError(f"{self.name} cannot compile the model's kernels: {error}") from error
 

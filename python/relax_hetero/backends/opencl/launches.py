@@ -156,7 +156,7 @@ class _Recording:
             self._releases = device.releases
             for launch in self._launches:
                 launch.kernel.set(launch.arguments)
-        elif self._buffer is None and device.commands is not None and self._launches:
+        elif self._buffer is None and device.commands is not None and len(self._launches) > 1:
             launches = ((launch.kernel.handle, launch.grid, launch.group) for launch in self._launches)
             self._buffer = CommandBuffer(device.commands, device.name, device.queue.int_ptr, launches)
         if self._buffer is not None:

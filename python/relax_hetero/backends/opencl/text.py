@@ -12,6 +12,7 @@ from tvm import tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ...errors import BuildError
+from .devices import BYTE_DOT
 
 _MARK = "unrolled"
 """Begin of the names of variables of unrolled loops, by which they are found in the text."""
@@ -116,7 +117,6 @@ ushort half_of_float(float value) {
 """Conversions of bits, which devices without arithmetic of float16 have, too."""
 
 
-_BYTE_DOT = re.compile(r"\bbyte_dot_")
 _BYTE_DOTS = """\
 #ifndef BYTE_DOT
 #define BYTE_SUM(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
@@ -213,7 +213,7 @@ def generate(
         text = _FP16.sub("", text)  # pointers to half need no extension
     if _HALF.search(text):
         text = _HALVES + text
-    if _BYTE_DOT.search(text):
+    if BYTE_DOT in text:
         text = _BYTE_DOTS + text
     if _SHUFFLE.search(text):
         assert sizes, "blocks with shuffles have a fixed size"
