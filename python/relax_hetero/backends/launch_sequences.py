@@ -75,7 +75,8 @@ def _sequence(name: str, scope: tirx.AttrStmt, kernels: Sequence[str]) -> tuple[
         for launch, row in zip(launches, places, strict=True)
     )
     call = tirx.call_packed(SEQUENCE + name, *(_number(key.key) for key in passed))
-    body = tirx.SeqStmt([*others, tirx.Evaluate(call)])
+    submission = tirx.Evaluate(call)
+    body = tirx.SeqStmt([*others, submission]) if others else submission
     return body, LaunchSequence(name, tuple(constants), rows)
 
 

@@ -13,6 +13,7 @@ from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.target.backend import backend_of
 from relax_hetero.vm.device.tensors import copy_into, empty
 
+pytest.importorskip("pyopencl")
 pytestmark = pytest.mark.skipif(
     backend_of("opencl").count() == 0, reason=f"no OpenCL: {backend_of('opencl').why_absent()}"
 )

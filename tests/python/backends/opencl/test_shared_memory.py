@@ -11,6 +11,7 @@ from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.target.backend import backend_of
 from relax_hetero.vm.device import builtins
 
+pytest.importorskip("pyopencl")
 pytestmark = pytest.mark.skipif(
     backend_of("opencl").count() == 0 or not opencl.opencl_memory().host_reads(0),
     reason="no OpenCL device in the host's memory",
