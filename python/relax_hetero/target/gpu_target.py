@@ -214,13 +214,12 @@ def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     """The facts of a target; CUDA with an unknown ``arch``, and other kinds, get SIMT kernels and minimum limits."""
     if "arch" not in target.attrs:
         shared_bytes = int(target.attrs.get("max_shared_memory_per_block", 16 << 10))
-        threads = min(int(target.attrs.get("max_threads_per_block", MAX_OTHER_THREADS)), MAX_OTHER_THREADS)
-        return _other_gpu(shared_bytes, threads, device_facts_of(target))
+        return _other_gpu(shared_bytes, device_facts_of(target))
     return _gpu_target_of(str(target.attrs["arch"]))
 
 
-MAX_OTHER_THREADS = 256
-"""Maximum threads of a block on GPUs of other kinds than CUDA, most of which run so many."""
+OTHER_BLOCK_THREADS = 256
+"""Maximum threads of a block on GPUs of other kinds than CUDA."""
 
 
 @dataclass(frozen=True)
@@ -293,16 +292,15 @@ def device_facts_of(target: tvm.target.Target) -> DeviceFacts:
 
 
 @cache
-def _other_gpu(shared_bytes: int, threads: int, facts: DeviceFacts) -> GpuTarget:
+def _other_gpu(shared_bytes: int, facts: DeviceFacts) -> GpuTarget:
     """A GPU whose kernels are written in another language than CUDA.
 
     Drivers tell the memory of a group only; a multiprocessor has at least twice as much on NVIDIA's GPUs, and on AMD's
     since 2019. Without local memory all groups share the caches.
     """
-    sm_bytes = 2 * shared_bytes
     return GpuTarget(
-        "", 0, "", frozenset(), shared_bytes, sm_bytes, 65536, facts.units, 0, False, False, False, threads,
-        stages_tiles=facts.has_local_memory or facts.is_cpu,
+        "", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, facts.units, 0, False, False, False,
+        OTHER_BLOCK_THREADS, stages_tiles=facts.has_local_memory,
     )  # fmt: skip
 
 

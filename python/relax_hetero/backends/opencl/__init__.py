@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import BindingError
-from ...target.gpu_target import MAX_OTHER_THREADS, device_facts_of
+from ...target.gpu_target import device_facts_of
 from ..gpu import GpuBackend
 from ..managed import ManagedBackend
 from .driver import EXTENSION
@@ -42,7 +42,6 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         return tvm.target.Target({
             "kind": self.kind,
             "max_shared_memory_per_block": min(memory.local_bytes(index), _MAX_LOCAL_BYTES),
-            "max_threads_per_block": min(memory.group_items(index), MAX_OTHER_THREADS),
             "model": str(memory.facts(index)),
         })  # fmt: skip
 
@@ -72,20 +71,16 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         return opencl_memory().computes(index, dtype)
 
     def check_device(self, name: str, spec: Any, device: runtime.Device) -> None:
-        """Require the local memory, and the size of groups, that kernels were written for."""
+        """Require the local memory that kernels were written for."""
         from .devices import opencl_memory
 
-        memory, target = opencl_memory(), json.loads(spec.target)
-        for attribute, found, unit in (
-            ("max_shared_memory_per_block", memory.local_bytes(device.index), "bytes of local memory"),
-            ("max_threads_per_block", memory.group_items(device.index), "work-items in a group"),
-        ):
-            needed = target.get(attribute, 0)
-            if found < needed:
-                raise BindingError(
-                    f"{name} is to run on {device}, which has {found:,} {unit}, expected {needed:,}: "
-                    f'compile for the target {{"kind": "{self.kind}", "{attribute}": {found}}}'
-                )
+        needed = json.loads(spec.target).get("max_shared_memory_per_block", 0)
+        found = opencl_memory().local_bytes(device.index)
+        if found < needed:
+            raise BindingError(
+                f"{name} is to run on {device}, which has {found:,} bytes of local memory, expected {needed:,}: "
+                f'compile for the target {{"kind": "{self.kind}", "max_shared_memory_per_block": {found}}}'
+            )
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:
         """The resolver of products and convolutions by plain threads."""

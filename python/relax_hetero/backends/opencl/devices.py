@@ -17,7 +17,7 @@ from typing import Any
 from ...artifact.cache_folder import resolve_cache_folder
 from ...errors import BuildError, MemoryLimitError
 from ...target.backend import DeviceMemory, Location
-from ...target.gpu_target import DeviceFacts
+from ...target.gpu_target import OTHER_BLOCK_THREADS, DeviceFacts
 from .driver import command_buffers_of, subgroups_of
 
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
@@ -282,10 +282,6 @@ class OpenClMemory(DeviceMemory):
             any(name in device.extensions.split() for name in _BYTE_DOT_EXTENSIONS),
         )
 
-    def group_items(self, index: int) -> int:
-        """Maximum work-items of a group."""
-        return int(self._devices[index].max_work_group_size)
-
     def computes(self, index: int, dtype: str) -> bool:
         """Return whether a device computes with an element type."""
         extension = next((name for name, use in _EXTENSIONS.items() if use.startswith(dtype)), "")
@@ -380,6 +376,8 @@ def _why_unusable(cl: Any, device: Any) -> str:
         has_shared_memory = False
     if not has_shared_memory:
         return "lacks shared virtual memory, expected that of OpenCL 2.0"
+    if device.max_work_group_size < OTHER_BLOCK_THREADS:
+        return f"has groups of {device.max_work_group_size} work-items, expected {OTHER_BLOCK_THREADS}"
     if not device.type & cl.device_type.CPU:
         return ""
     try:  # PoCL lists CPUs that its LLVM does not know, and compiles nothing for them

@@ -140,8 +140,6 @@ def _cycles(plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, 
 
 
 def _is_possible(plan: SimtPlan, size: int, gpu: GpuTarget) -> bool:
-    """Return whether a plan fits a block's threads and shared memory, and every thread has accumulators to add."""
+    """Return whether a plan fits shared memory, and every thread has accumulators to add."""
     groups = plan.thread_rows * plan.thread_columns // plan.group
-    if plan.threads > gpu.block_threads:
-        return False
     return plan.shared_elements * size <= gpu.shared_bytes_sm // 2 and groups % (plan.slices * plan.cluster) == 0
