@@ -24,7 +24,7 @@ from ...core.view import Coordinates
 from ..core import ptx
 from ..core.dialect import BYTES_OF_WORD, byte_dot, has_byte_dots, shared_scope
 from ..core.launch import at_least_one, launch, local, unrolled
-from ..core.operand import GpuOperand, divides
+from ..core.operand import GpuOperand, divides, is_multiple
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from .simt_plan import SimtPlan
@@ -130,6 +130,9 @@ class TiledProduct:
 
     def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:
         plan = self.plan
+        if not plan.staged:
+            self._tile_in_place(at, row, column, _ThreadTile(plan, thread))
+            return
         depth = plan.depth * plan.slices * self.word
         self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=shared_scope())
         loaders = [
@@ -158,6 +161,30 @@ class TiledProduct:
                 for loader in loaders:
                     loader.put(1 - buffer)
             barrier()
+        self._store(sums, at, row, column, thread_tile)
+
+    def _tile_in_place(self, at: Coordinates, row: Expr, column: Expr, thread_tile: _ThreadTile) -> None:
+        """Compute a tile of operands that threads read from global memory, whose caches neighbours share."""
+        plan = self.plan
+        sums = local(plan.thread_rows * plan.thread_columns, self.dtype)
+        with unrolled(plan.thread_rows * plan.thread_columns) as i:
+            T.buffer_store(sums, tirx.const(0, self.dtype), [i])
+        depth = _DEPTH_IN_PLACE if is_multiple(self.k, _DEPTH_IN_PLACE) else 1
+        left, right = (
+            _Fragment(operand, first, at, group_start, count, plan.group, depth, self.dtype)
+            for operand, first, group_start, count in (
+                (self.left, row, thread_tile.row_of_group, plan.thread_rows),
+                (self.right, column, thread_tile.column_of_group, plan.thread_columns),
+            )
+        )
+        exists = [] if self.batches.exists is None else [self.batches.exists]
+        exists += [first < side.extent for first, side in ((row, self.left), (column, self.right))]
+        with T.If(tirx.all(*exists)), T.Then(), T.serial(int64(ceil_div(self.k, depth))) as step:
+            for fragment in (left, right):
+                fragment.load(step * depth)
+            with unrolled(depth) as k, unrolled(plan.thread_rows) as i, unrolled(plan.thread_columns) as j:
+                index = i * plan.thread_columns + j
+                T.buffer_store(sums, sums[index] + left.element(k, i) * right.element(k, j), [index])
         self._store(sums, at, row, column, thread_tile)
 
     def _steps(self, depth: int) -> tuple[Expr, Expr]:
@@ -345,6 +372,61 @@ class _ThreadTile:
     def column_at(self, g: Expr) -> Expr:
         """First column in the block tile of the thread's group g."""
         return self.column + g * (self.lanes_across * self.plan.group)
+
+
+_DEPTH_IN_PLACE = 4
+"""Elements along k that a thread loads from global memory at a time."""
+
+
+class _Fragment:
+    """Elements of an operand that a thread multiplies, loaded from global memory.
+
+    Elements beyond the extent are copies of the last ones, and are not stored.
+    """
+
+    def __init__(
+        self,
+        operand: SimtOperand,
+        first: Expr,
+        at: Coordinates,
+        group_start: Callable[[Expr], Expr],
+        count: int,
+        group: int,
+        depth: int,
+        dtype: str,
+    ) -> None:
+        self.operand, self.first, self.at, self.group_start = operand, first, at, group_start
+        self.count, self.group, self.depth, self.dtype = count, group, depth, dtype
+        view = operand.view
+        self.along_k = view.is_contiguous("k")
+        self.vector = view.vector("k" if self.along_k else operand.along, bytes_of(view.nominal) * group)
+        self.vector = min(self.vector, depth if self.along_k else group)
+        self.registers = local(count * depth, view.dtype)
+
+    def load(self, k: Expr) -> None:
+        """Load the elements at `k` and the following ones."""
+        for group in range(self.count // self.group):
+            begin = self.first + self.group_start(tirx.const(group, "int32"))
+            if self.along_k:
+                for element in range(self.group):
+                    for inner in range(0, self.depth, self.vector):
+                        self._load(begin + element, k + inner, (group * self.group + element) * self.depth + inner)
+            else:
+                for inner in range(self.depth):
+                    for element in range(0, self.group, self.vector):
+                        self._load(begin + element, k + inner, inner * self.count + group * self.group + element)
+
+    def _load(self, index: Expr, k: Expr, register: int) -> None:
+        view, width = self.operand.view, self.vector
+        if not divides(self.operand.extent, self.operand.size):
+            index = T.min(index, int64(self.operand.extent - (1 if self.along_k else width)))
+        value = view.data[lane_indices(view.address({**self.at, self.operand.along: index, "k": k}), width)]
+        T.buffer_store(self.registers, value, [lane_indices(tirx.const(register, "int32"), width)])
+
+    def element(self, k: Expr, index: Expr) -> Expr:
+        """An element, as the accumulators' type."""
+        register = index * self.depth + k if self.along_k else k * self.count + index
+        return self.operand.view.converted(self.registers[register], self.dtype)
 
 
 def _has_words(operand: SimtOperand) -> bool:
