@@ -300,7 +300,7 @@ def _other_gpu(shared_bytes: int, facts: DeviceFacts) -> GpuTarget:
     """
     return GpuTarget(
         "", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, facts.units, 0, False, False, False,
-        OTHER_BLOCK_THREADS, stages_tiles=facts.has_local_memory,
+        OTHER_BLOCK_THREADS, stages_tiles=facts.has_local_memory or facts.is_cpu,
     )  # fmt: skip
 
 
