@@ -76,6 +76,9 @@ class Device:
         self._lent: dict[int, int] = {}  # end by begin, of memory that the host writes
         self.releases = 0
         """Number of times that memory was returned to the driver."""
+        self._nothing = self._shared_memory(_PAGE_BYTES, _PAGE_BYTES)
+        self.nothing = int(self._nothing.svm_ptr)
+        """Address for tensors without elements: NVIDIA's driver takes the address 0 for an argument that is not set."""
         self.launched = 0
         """Number of launches in the queue, increased after each."""
         self._ended = 0

@@ -41,7 +41,7 @@ class _Kernel:
                 continue
             last[position] = _UNSET
             if number is None:
-                status = driver().clSetKernelArgSVMPointer(self.handle, position, value)
+                status = driver().clSetKernelArgSVMPointer(self.handle, position, value or self._device.nothing)
             else:
                 number[0] = value
                 status = driver().clSetKernelArg(self.handle, position, number.itemsize, number.ctypes.data)

@@ -94,6 +94,17 @@ def test_a_recording_reads_and_writes_memory_as_it_is_at_each_call(executable, m
 
 def test_old_recordings_give_way(executable, monkeypatch):
     """Sizes that alternate beyond the limit, kept results, and memory that goes back to the driver."""
+    library, addresses = driver.driver(), []
+
+    class Library:
+        def __getattr__(self, name):
+            return getattr(library, name)
+
+        def clSetKernelArgSVMPointer(self, kernel, position, address):  # noqa: N802 (the driver's name)
+            addresses.append(address)
+            return library.clSetKernelArgSVMPointer(kernel, position, address)
+
+    monkeypatch.setattr(launches, "driver", Library)
     generator, machine, counts = np.random.default_rng(1), rh.vm.VirtualMachine(executable), Counts(monkeypatch)
     device, kept = opencl.opencl_memory().opened(0), []
     w = generator.standard_normal((40, 24)).astype("float32")
@@ -106,6 +117,7 @@ def test_old_recordings_give_way(executable, monkeypatch):
             np.testing.assert_allclose(results[0].numpy(), values[0], rtol=1e-5, atol=1e-6)
             assert (results[1].numpy() == values[1]).all()
     assert counts.recorded - counts.released <= launches._MAX_RECORDINGS
+    assert addresses and all(addresses), "empty tensors have an address, too"
 
 
 def test_numbers_that_are_equal_with_another_sign_differ():
