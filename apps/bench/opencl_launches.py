@@ -56,8 +56,8 @@ def main(count: int, opencl: str, beside: str) -> None:
         (region,) = many.executable.metadata.regions
         device = backend_of_device(many.devices[0]).device_name(many.devices[0].index) if name != "llvm" else "CPU"
         click.echo(
-            f"{name} ({device}): {call * 1e6:.1f} us for a call of one kernel, {buffer * 1e6:.1f} us for one of {count} "
-            f"({region.runs}): {(buffer - call) / (count - 1) * 1e6:.2f} us for each further kernel"
+            f"{name} ({device}): {call * 1e6:.1f} us for a call of one kernel, {buffer * 1e6:.1f} us for one of "
+            f"{count} ({region.runs}): {(buffer - call) / (count - 1) * 1e6:.2f} us for each further kernel"
         )
 
 

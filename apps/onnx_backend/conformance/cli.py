@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=2, help="number of processes (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case may take (default 120)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further case begins")
-    parser.add_argument("--gpu", default="cuda", help="target of (d) and (e): cuda, opencl, llvm (a CPU in its place), or JSON")
+    parser.add_argument(
+        "--gpu", default="cuda", help="target of (d) and (e): cuda, opencl, llvm (a CPU in its place), or JSON"
+    )
     parser.add_argument("--build-only", action="store_true", help="compile the cases, run none: needs no GPU")
     parser.add_argument("--json", type=Path, help="write all outcomes of the configurations run to this file")
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCUMENT.name} from the store")

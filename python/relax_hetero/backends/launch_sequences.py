@@ -9,7 +9,7 @@ After::
 
     T.call_packed("sequence main_commands", addresses of x, y, z, n, (n + 127) // 128)
 
-The back end then launches both kernels (`ManagedBackend.sequence_launcher`), and sees when a call repeats an earlier one.
+The back end then launches both kernels (`ManagedBackend.sequence_launcher`), and sees when a call repeats another one.
 """
 
 from __future__ import annotations

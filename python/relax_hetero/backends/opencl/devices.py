@@ -41,8 +41,8 @@ class _Block:
     is_received : bool
         Whether the host has copied to it since it was allocated.
     free_after : list
-        Event after which work that used the memory before it was freed has ended, None if that is unknown; empty without
-        such work.
+        Event after which work that used the memory before it was freed has ended, None if that is unknown; empty
+        without such work.
     """
 
     def __init__(self, memory: Any) -> None:
@@ -54,9 +54,9 @@ class _Block:
 class Device:
     """A device with its context and its queues: one for launches, and one for copies from and to the host.
 
-    Copies overlap with launches. A copy from the device begins after all earlier launches. So does a copy to the device,
-    unless no launch has got the memory since it was allocated; then it begins after those that used it before. The host
-    waits for both, so that later launches need not.
+    Copies overlap with launches. A copy from the device begins after all earlier launches. So does a copy to the
+    device, unless no launch has got the memory since it was allocated; then it begins after those that used it before.
+    The host waits for both, so that later launches need not.
     """
 
     def __init__(self, index: int, device: Any) -> None:
@@ -76,7 +76,7 @@ class Device:
         self._lent: dict[int, int] = {}  # end by begin, of memory that the host writes
         self.releases = 0
         """Number of times that memory was returned to the driver."""
-        self._nothing = self._shared_memory(_PAGE_BYTES, _PAGE_BYTES)
+        self._nothing = self._shared_memory(_PAGE_BYTES, 64)
         self.nothing = int(self._nothing.svm_ptr)
         """Address for tensors without elements: NVIDIA's driver takes the address 0 for an argument that is not set."""
         self.launched = 0
@@ -390,5 +390,3 @@ def _why_unusable(cl: Any, device: Any) -> str:
         reason = next((line for line in lines if line.startswith("error")), lines[0] if lines else "no message")
         return f"cannot compile kernels ({reason}), expected a newer driver"
     return ""
-
-

@@ -1,7 +1,7 @@
 """Functions of the OpenCL library that pyopencl uses, by ctypes: launches, and command buffers of the driver.
 
-A launch takes a few microseconds of the host's time, of which pyopencl's objects for arguments and events would be most.
-pyopencl lacks ``cl_khr_command_buffer``, whose constants below are those of its specification (version 0.9).
+A launch takes a few microseconds of the host's time, of which pyopencl's objects for arguments and events would be
+most. pyopencl lacks ``cl_khr_command_buffer``, whose constants below are those of its specification (version 0.9).
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class CommandBuffer:
     queue : int
         Handle of the queue that runs them.
     launches : iterable
-        Handle of a kernel, and sizes of the grid and of a group. The driver may keep the kernel instead of its arguments
-        (PoCL 3.1), so that each needs a kernel of its own, whose arguments are set and stay.
+        Handle of a kernel, and sizes of the grid and of a group. The driver may keep the kernel instead of its
+        arguments (PoCL 3.1), so that each needs a kernel of its own, whose arguments are set and stay.
     """
 
     def __init__(self, functions: CommandBuffers, device_name: str, queue: int, launches: Iterable[Any]) -> None:

@@ -100,7 +100,9 @@ class KernelLauncher:
             value and value.value if is_address else value
             for is_address, value in zip(self._is_address, values, strict=True)
         ]
-        device.touch(sorted(value or 0 for is_address, value in zip(self._is_address, numbers, strict=True) if is_address))
+        device.touch(
+            sorted(value or 0 for is_address, value in zip(self._is_address, numbers, strict=True) if is_address)
+        )
         with device.launching:
             kernel = self._kernels.get(index)
             if kernel is None:

@@ -78,9 +78,9 @@ def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) ->
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
 
     Works between any two devices, and on nested tuples. Between two CPUs the copy is an alias, as it is from a device
-    in the host's memory, and to one from memory that it has lent (`pinned_storage`). `must_copy` forces a copy, because the module writes in place and the value may have other readers (LowerTransfers). The target is
-    `buffer`, if the compiler allocated one from the machine's pool, else new memory; large tensors from a GPU go into
-    pinned memory.
+    in the host's memory, and to one from memory that it has lent (`pinned_storage`). `must_copy` forces a copy, because
+    the module writes in place and the value may have other readers (LowerTransfers). The target is `buffer`, if the
+    compiler allocated one from the machine's pool, else new memory; large tensors from a GPU go into pinned memory.
     """
     devices, scopes = _machine("to_device", index)
     if not isinstance(value, tvm_ffi.core.Tensor):

@@ -84,8 +84,9 @@ def test_the_devices_extension_is_used(defined, call):
     body = "".join(f"  sums[{i}] = {name}(a, b, 1);\n" for i, name in enumerate(names))
     kernel = f"__kernel void test(__global int* sums, int a, int b) {{\n{body}}}\n"
     device = opencl.opencl_memory().opened(0)
-    undefined = "".join(f"#undef {name}\n" for name in ("cl_khr_integer_dot_product", "cl_arm_integer_dot_product_int8"))
-    program = cl.Program(device.context, undefined + prelude + text._BYTE_DOTS.replace("#pragma", "//") + kernel).build()
+    undefined = "".join(f"#undef {name}\n" for name in opencl._BYTE_DOT_EXTENSIONS)
+    code = undefined + prelude + text._BYTE_DOTS.replace("#pragma", "//") + kernel
+    program = cl.Program(device.context, code).build()
     sums = np.zeros(4, "int32")
     buffer = cl.Buffer(device.context, cl.mem_flags.WRITE_ONLY, sums.nbytes)
     words = np.array([[1, -2, 3, -128], [127, 255, -1, 2]]).astype("int8")

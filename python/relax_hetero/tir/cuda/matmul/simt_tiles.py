@@ -2,8 +2,9 @@
 
 A block computes a tile of the result. In each k-step, its threads load the next tiles of both operands, converted to
 the accumulators' type and with the result's dimensions innermost, while they multiply the current ones (double
-buffering in shared memory). Where the language has dot products of bytes (`core.dialect.has_byte_dots`), bytes are stored
-as words of four along k. Accumulators are in registers. Where tiles are few, slices of threads, and the blocks of a
+buffering in shared memory). Where the language has dot products of bytes (`core.dialect.has_byte_dots`), bytes are
+stored as words of four along k. Where shared memory is a part of global memory, threads read operands in place.
+Accumulators are in registers. Where tiles are few, slices of threads, and the blocks of a
 cluster, split k, and add their accumulators in shared memory.
 """
 
@@ -137,7 +138,18 @@ class TiledProduct:
         self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=shared_scope())
         loaders = [
             _TileLoader(
-                operand, first, at, self.batches.exists, self.k, depth, self.shared, offset, self.dtype, thread, plan, self.word
+                operand,
+                first,
+                at,
+                self.batches.exists,
+                self.k,
+                depth,
+                self.shared,
+                offset,
+                self.dtype,
+                thread,
+                plan,
+                self.word,
             )
             for operand, first, offset in ((self.left, row, 0), (self.right, column, plan.left_elements))
         ]
