@@ -174,7 +174,8 @@ def main() -> None:
         document = {key: [outcome.to_json() for outcome in outcomes] for key, outcomes in results.items()}
         arguments.json.write_text(json.dumps(document, indent=1))
     if arguments.write_docs:
-        DOCUMENT.write_text(markdown({key: store.read(arguments.results, key) for key in CONFIGURATIONS}))
+        stored = {key: store.read(arguments.results, key) for key in CONFIGURATIONS}
+        DOCUMENT.write_text(markdown(stored, DOCUMENT.read_text()))
         console.print(f"wrote {DOCUMENT}")
     if not (arguments.smoke or _is_conformant(results, arguments.results, console)):
         sys.exit(1)

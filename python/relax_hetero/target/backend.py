@@ -287,6 +287,10 @@ class Backend:
 
         return str(tvm.runtime.device(self.type_name, index).device_name)
 
+    def driver_version(self, index: int) -> str:
+        """Version of a device's driver, on which measured figures depend; empty if unknown."""
+        return ""
+
     def why_absent(self) -> str:
         """Reason why a device is absent, or empty if unknown."""
         return ""

@@ -100,6 +100,12 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
         return generate(kernel, super().generate, target)
 
+    def driver_version(self, index: int) -> str:
+        """Version that the driver states."""
+        from .devices import opencl_memory
+
+        return opencl_memory().driver_version(index)
+
     def memory(self) -> OpenClMemory | None:
         """Memory of all devices that can be used; None without pyopencl."""
         from .devices import opencl_memory

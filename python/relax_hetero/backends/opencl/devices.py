@@ -259,6 +259,10 @@ class OpenClMemory(DeviceMemory):
         """Name that the driver gives a device."""
         return str(self._devices[index].name.strip())
 
+    def driver_version(self, index: int) -> str:
+        """Version of the driver."""
+        return str(self._devices[index].driver_version)
+
     def num_units(self, index: int) -> int:
         """Compute units of a device."""
         return int(self._devices[index].max_compute_units)

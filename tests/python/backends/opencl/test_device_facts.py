@@ -9,6 +9,7 @@ from tvm.target import Target
 
 import relax_hetero as rh
 from relax_hetero.backends.opencl import devices as opencl
+from relax_hetero.frontend.auto import measure_devices
 from relax_hetero.target.backend import backend_of
 from relax_hetero.target.gpu_target import OTHER_BLOCK_THREADS, DeviceFacts, device_facts_of, gpu_target_of
 
@@ -119,3 +120,16 @@ def test_a_device_with_small_groups_is_left_out():
         svm_capabilities, max_work_group_size = 1, 128
 
     assert opencl._why_unusable(pyopencl, Device()) == "has groups of 128 work-items, expected 256"
+
+
+def test_measured_figures_are_kept_by_device_and_driver(monkeypatch):
+    def key():
+        return measure_devices._cache_key("device", [rh.VDevice("opencl")])
+
+    before = key()
+    assert key() == before
+    monkeypatch.setattr(opencl.OpenClMemory, "driver_version", lambda self, index: "another")
+    assert key() != before
+    monkeypatch.undo()
+    monkeypatch.setattr(opencl.OpenClMemory, "name", lambda self, index: "another")
+    assert key() != before
