@@ -126,6 +126,7 @@ def test_measured_figures_are_kept_by_device_and_driver(monkeypatch):
     def key():
         return measure_devices._cache_key("device", [rh.VDevice("opencl")])
 
+    backend_of("opencl").load()
     before = key()
     assert key() == before
     monkeypatch.setattr(opencl.OpenClMemory, "driver_version", lambda self, index: "another")
