@@ -37,6 +37,7 @@ def calls_dots(machine):
     return "byte_dot_" in machine.executable.metadata.device_code[0].text.rpartition("#endif")[2]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("types", TYPES)
 @pytest.mark.parametrize("m, n, k, transposed", [(33, 20, 36, False), (17, 48, 100, True), (40, 33, 37, False)])
 def test_products(types, m, n, k, transposed):

@@ -93,7 +93,8 @@ def plain_results():
     return results
 
 
-@pytest.mark.parametrize("name", DEVICES)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("name", ["mali", *(pytest.param(name, marks=pytest.mark.slow) for name in ("intel", "amd"))])
 def test_kernels_fit_local_memory_and_groups(plain_results, name):
     """And compute right numbers, on the device at hand."""
     local_bytes, _ = DEVICES[name]
