@@ -171,6 +171,13 @@ def with_own_functions(kernels: tvm.IRModule) -> tvm.IRModule:
             value = call.args[0]
             if isinstance(value, tirx.Cast) and str(value.value.ty.dtype) == "float32":
                 return tirx.call_extern("uint16", "half_of_float", value.value)
+        # TVM's legalization of bfloat16 makes values of it float32, also those between reinterpretations of their bits.
+        if _is_call(call, "tirx.reinterpret") and _types(call) == ("uint16", "bfloat16"):
+            value = call.args[0]
+            if _is_call(value, "tirx.reinterpret"):
+                return value.args[0]
+            rounded = tirx.reinterpret("uint32", tirx.Cast("float32", value))
+            return tirx.Cast("uint16", tirx.shift_right(rounded, tirx.const(16, "uint32")))
         if not isinstance(call.op, tvm.ir.Op) or not call.op.name.startswith("tirx.tvm_warp_shuffle"):
             return call
         _, value, distance, *_ = call.args
