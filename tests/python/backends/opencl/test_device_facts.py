@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from tvm import relax
+from tvm import relax, tirx
 from tvm.target import Target
 
 import relax_hetero as rh
@@ -114,6 +114,29 @@ def test_kernels_fit_local_memory_and_groups(plain_results, name):
         arguments, expected = plain_results[work]
         result = rh.vm.VirtualMachine(executable)["main"](*arguments).numpy()
         np.testing.assert_allclose(result, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("batch, k, n", [((), 36, 24), ((3,), 37, 21)])
+def test_products_of_operands_in_place(batch, k, n, transposed):
+    """Without local memory: rests in every dimension, none to many rows, vectors and single elements."""
+    builder, rows = relax.BlockBuilder(), tirx.Var("rows", "int64")
+    shapes = (*batch, rows, k), (n, k) if transposed else (k, n), (n,)
+    x, w, bias = (relax.Var(name, relax.TensorType(each, "float32")) for name, each in zip("xwb", shapes, strict=True))
+    with builder.function("main", [x, w, bias]):
+        with builder.dataflow():
+            right = builder.emit(relax.op.permute_dims(w)) if transposed else w
+            result = builder.emit_output(relax.op.nn.relu(builder.emit(relax.op.matmul(x, right)) + bias))
+        builder.emit_func_output(result)
+    mod = rh.transform.UpdateVDevice([rh.VDevice(target_of("mali"))])(builder.get())
+    machine, generator = rh.vm.VirtualMachine(rh.compile(mod)), np.random.default_rng(0)
+    for count in (5, 0, 70):
+        shapes = (*batch, count, k), (n, k) if transposed else (k, n), (n,)
+        arrays = [generator.standard_normal(each).astype("float32") for each in shapes]
+        wide = [array.astype("float64") for array in arrays]
+        expected = np.maximum(wide[0] @ (wide[1].T if transposed else wide[1]) + wide[2], 0)
+        np.testing.assert_allclose(machine["main"](*arrays).numpy(), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_device_with_small_groups_is_left_out():

@@ -8,6 +8,7 @@ import sys
 import threading
 from pathlib import Path
 
+import ml_dtypes  # noqa: F401 (bfloat16)
 import numpy as np
 import pytest
 import tvm
@@ -168,6 +169,22 @@ def test_products_by_tiles(m, n, k):
     total = x.astype("float64") @ w + bias
     expected = total * (1 + np.vectorize(math.erf)(total / math.sqrt(2))) / 2
     np.testing.assert_allclose(machine["main"](x, w, bias).numpy(), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_values_of_bfloat16_within_a_kernel():
+    """Products are rounded to bfloat16 before the addition; TVM computes with float32 in their place."""
+    builder = relax.BlockBuilder()
+    shapes = (2, 4, 8), (2, 8, 6), (4, 6)
+    params = [relax.Var(f"x{i}", relax.TensorType(shape, "bfloat16")) for i, shape in enumerate(shapes)]
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit_output(relax.op.add(builder.emit(relax.op.matmul(*params[:2])), params[2]))
+        builder.emit_func_output(result)
+    machine = rh.vm.VirtualMachine(rh.compile(rh.transform.UpdateVDevice([rh.VDevice("opencl")])(builder.get())))
+    x, w, bias = (random(*shape).astype("bfloat16") for shape in shapes)
+    rounded = (x.astype("float32") @ w.astype("float32")).astype("bfloat16").astype("float32")
+    expected = (rounded + bias.astype("float32")).astype("bfloat16").astype("float32")
+    np.testing.assert_allclose(machine["main"](x, w, bias).numpy().astype("float32"), expected, rtol=2**-7, atol=2**-7)
 
 
 def test_shuffles_through_local_memory(monkeypatch):
