@@ -84,6 +84,7 @@ class Device:
         self._ended = 0
         self.program = lru_cache(256)(self._built)
         self.commands = command_buffers_of(device)
+        """Functions of the driver's command buffers; None without them, and after they have failed."""
 
     def allocate(self, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory; MemoryLimitError if there is none left."""
@@ -124,8 +125,10 @@ class Device:
         with self._changing:
             self._lent.pop(address, None)
             block, is_used = self._allocations.pop(address), self._untouched.pop(address, None) is None
-            if is_used:
-                # Others wait for all launches if the host copies to them.
+            if self._ended == self.launched:
+                block.free_after = []
+            elif is_used:
+                # Copies to other blocks wait for all launches.
                 block.free_after = [self._end()] if block.is_received else [None]
             block.is_received = False
             self._freed.append(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,8 +12,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...artifact.device_code import DeviceCode, KernelLaunch, LaunchSequence
+from ...errors import HeteroError
 from .devices import Device, OpenClMemory
 from .driver import CommandBuffer, check, driver
+
+_log = logging.getLogger("relax_hetero")
 
 _MAX_RECORDINGS = 4
 """Maximum recordings of a command buffer: results alternate between as many addresses where the caller keeps them."""
@@ -160,7 +164,11 @@ class _Recording:
                 launch.kernel.set(launch.arguments)
         elif self._buffer is None and device.commands is not None and len(self._launches) > 1:
             launches = ((launch.kernel.handle, launch.grid, launch.group) for launch in self._launches)
-            self._buffer = CommandBuffer(device.commands, device.name, device.queue.int_ptr, launches)
+            try:
+                self._buffer = CommandBuffer(device.commands, device.name, device.queue.int_ptr, launches)
+            except HeteroError as error:
+                _log.warning("%s; kernels are launched one by one", error)
+                device.commands = None
         if self._buffer is not None:
             self._buffer.submit()
         else:
@@ -186,7 +194,7 @@ class SequenceLauncher:
     def __init__(self, memory: OpenClMemory, code: DeviceCode, sequence: LaunchSequence) -> None:
         self._memory, self._code, self._sequence = memory, code, sequence
         self._sizes = [_Sizes(kernel) for kernel in code.kernels]
-        self._recordings: dict[Any, _Recording] = {}  # the most recent last
+        self._recordings: dict[int, dict[Any, _Recording]] = {}  # of each device, the most recent last
         self._floats = {
             place
             for number, *places in sequence.launches
@@ -197,18 +205,19 @@ class SequenceLauncher:
     def __call__(self, index: int, arguments: tuple[Any, ...]) -> None:
         """Put the launches into the queue of a device."""
         signs = tuple(math.copysign(1, arguments[place]) for place in self._floats)  # 0.0 equals -0.0
-        key, device = (index, arguments, signs), self._memory.opened(index)
+        key, device = (arguments, signs), self._memory.opened(index)
         with device.launching:
-            recording = self._recordings.pop(key, None)
+            recordings = self._recordings.setdefault(index, {})
+            recording = recordings.pop(key, None)
             if recording is None:
-                recording = self._record(device, arguments)
-            self._recordings[key] = recording
+                is_full = len(recordings) >= _MAX_RECORDINGS
+                kernels = recordings.pop(next(iter(recordings))).close() if is_full else {}
+                recording = self._record(device, arguments, kernels)
+            recordings[key] = recording
             recording.submit()
 
-    def _record(self, device: Device, arguments: tuple[Any, ...]) -> _Recording:
-        """A new recording, with the kernels of the oldest one if there are many."""
-        ours = [key for key in self._recordings if key[0] == device.index]
-        kernels = self._recordings.pop(ours[0]).close() if len(ours) >= _MAX_RECORDINGS else {}
+    def _record(self, device: Device, arguments: tuple[Any, ...], kernels: dict[int, _Kernel]) -> _Recording:
+        """A new recording, with the kernels of an old one by position."""
         values = (*arguments, *self._sequence.constants)
         launches = []
         for position, (number, *places) in enumerate(self._sequence.launches):
