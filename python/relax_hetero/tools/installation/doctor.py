@@ -129,6 +129,9 @@ def _decode(output: bytes | str | None) -> str:
 def _device_findings(devices: list[dict[str, Any]]) -> Iterator[Finding]:
     version = _driver_version() if len(devices) > 1 else ""
     for device in devices:
+        if "error" in device:
+            yield Finding("devices", device["name"], "error", device["error"])
+            continue
         parts = [device["model"], plural(device["cores"], "core"), device["instructions"], bytes_text(device["memory"])]
         if device["name"].startswith("llvm"):
             parts.insert(2, plural(device["numa_nodes"], "NUMA node"))
