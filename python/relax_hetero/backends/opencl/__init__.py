@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import BindingError
+from ...errors import BindingError, pip_install
 from ..gpu import GpuBackend
 from ..managed import ManagedBackend
 
@@ -107,7 +107,7 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         """The absent package, driver or ability."""
         memory = self.memory()
         if memory is None:
-            return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
+            return f"pyopencl is not installed; expected {pip_install('opencl')}"
         return memory.why_absent
 
     def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from ...artifact.cache_folder import resolve_cache_folder
 from ...artifact.device_code import DeviceCode, KernelLaunch
-from ...errors import BuildError, HeteroError, MemoryLimitError
+from ...errors import BuildError, HeteroError, MemoryLimitError, pip_install
 from ...target.backend import DeviceMemory, Location
 
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
@@ -216,7 +216,10 @@ def _usable_devices(cl: Any) -> tuple[list[Any], str]:
     try:
         platforms = cl.get_platforms()
     except cl.Error as error:
-        return [], f"no OpenCL platform ({error}); expected its vendor's driver, or PoCL (Debian: pocl-opencl-icd)"
+        return [], (
+            f"no OpenCL platform ({error}); expected its vendor's driver or, for a CPU, PoCL (Debian: pocl-opencl-icd) "
+            f"or {pip_install('opencl-cpu')}, whose libintelocl.so OCL_ICD_VENDORS then names"
+        )
     devices = sorted(
         (device for platform in platforms for device in platform.get_devices()),
         key=lambda device: bool(device.type & cl.device_type.CPU),
