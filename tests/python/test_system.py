@@ -23,6 +23,7 @@ import tvm.relax, tvm.s_tir, tvm.script.relax, tvm.support.cc
 
 name, folder = sys.argv[1:]
 compiler = shutil.which("g++") or shutil.which("cc")
+shutil.which = lambda program: compiler if program == compiler else None  # of Linux, whatever the name of the system
 sys.platform = name
 hidden = ["sched_getaffinity", "sched_setaffinity", "memfd_create", "MFD_CLOEXEC", "MFD_ALLOW_SEALING"]
 if name == "win32":
