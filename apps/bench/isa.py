@@ -1,9 +1,9 @@
 """The option ``--isa``: this library compiled for older instructions of this CPU, and peers held to the same.
 
-`HELD` has the environment that holds libraries: oneDNN's in OpenVINO and torch, and ATen's and MKL's in torch. MKL takes
-AVX2 on any other vendor's CPU, unless its results are to be the same on all CPUs. ONNX Runtime asks the CPU itself and
-cannot be held: it is timed, and left out of ratios. llama.cpp's instructions are chosen when it is
-compiled; README.md has the commands.
+`HELD` has the environment that holds libraries: oneDNN's in OpenVINO and torch, and ATen's and MKL's in torch. MKL
+takes AVX2 on other vendors' CPUs, unless its results are to be the same on all CPUs. ONNX Runtime asks the CPU itself
+and cannot be held: it is timed, and left out of ratios. llama.cpp's instructions are chosen when it is compiled;
+README.md has the commands.
 """
 
 from __future__ import annotations
