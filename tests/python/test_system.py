@@ -29,7 +29,7 @@ hidden = ["sched_getaffinity", "sched_setaffinity", "memfd_create", "MFD_CLOEXEC
 if name == "win32":
     hidden += ["O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_DIRECTORY", "pread", "geteuid", "sysconf"]
     hidden += ["register_at_fork", "fork"]
-    os.supports_dir_fd, shutil._use_fd_functions = set(), False
+    os.supports_dir_fd, shutil._use_fd_functions, shutil._rmtree_impl = set(), False, shutil._rmtree_unsafe
     for module in ("fcntl", "resource"):
         sys.modules[module] = None
 for attribute in hidden:
