@@ -32,7 +32,6 @@ PLATFORMS = [*(f"manylinux_2_{minor}_aarch64" for minor in range(36, 16, -1)), "
 
 # Requirements of `pip install '.[dev]'` that are left out, and why. Tests of what needs them are skipped.
 LEFT_OUT = {
-    "pocl-binary-distribution": "no wheel for AArch64: there is no OpenCL device",
     "pyopencl": "no OpenCL device",
     "nvidia-cuda-nvrtc": "kernels of GPUs are compiled where their tests run: on x86",
     "nvidia-cuda-nvdisasm": "as above",
@@ -45,7 +44,6 @@ LEFT_OUT = {
     "nbclient": "as above",
     "import-linter": "a check of sources",
     "mypy": "a check of sources",
-    "ziglang": "the compiler of the machine links",
     "pyright": "a check of sources",
     "ruff": "a check of sources",
     "relax-hetero": "its extras are listed here, and its sources are on PYTHONPATH",
