@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cpu_target import CpuTarget
-from .dot_instructions import DotInstruction
+from .dot_instructions import DotInstruction, multiplies_by_sve
 
 MAX_PIXELS = 14
 """Maximum number of pixels of a convolution's tile: with two vectors each, they fill the registers of AVX-512."""
@@ -58,8 +58,14 @@ def tile_sizes(cpu: CpuTarget) -> TileSizes:
 
 
 def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
-    """Columns of a tile, by which the right operand is packed."""
+    """Columns of a tile in NEON's or x86's vectors, by which weights are packed."""
     return tile_sizes(cpu).vectors * cpu.lanes(acc_dtype)
+
+
+def panel_columns(cpu: CpuTarget, dot: DotInstruction) -> int:
+    """Columns by which the right operand of a product is packed: those of a tile, in vectors of SVE if it multiplies."""
+    columns = tile_columns(cpu, dot.types[2])
+    return columns * cpu.sve_bytes // cpu.isa.vector_bytes if multiplies_by_sve(cpu, dot) else columns
 
 
 def conv_pixels(cpu: CpuTarget, dot: DotInstruction, vectors: int, has_left_vectors: bool = False) -> int:

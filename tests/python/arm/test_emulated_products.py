@@ -36,8 +36,12 @@ SIZES = [
         pytest.param("neoverse-v2", "max", OTHER_SIGNS, marks=pytest.mark.slow),
         pytest.param("neoverse-n1", "neoverse-n1", TYPES + OTHER_SIGNS, marks=pytest.mark.slow),
         pytest.param("cortex-a72", "cortex-a72", TYPES + OTHER_SIGNS, marks=pytest.mark.slow),
+        ("a64fx", "a64fx", TYPES[:1] + OTHER_SIGNS[:1]),  # SVE of 512 bits
+        pytest.param("a64fx", "a64fx", TYPES[1:] + OTHER_SIGNS[1:], marks=pytest.mark.slow),
+        pytest.param("neoverse-v1", "max,sve-default-vector-length=32", TYPES + OTHER_SIGNS, marks=pytest.mark.slow),
+        pytest.param("fujitsu-monaka", "max,sve-default-vector-length=32", TYPES + OTHER_SIGNS, marks=pytest.mark.slow),
     ],
-    ids=["v2", "v2-signs", "n1", "a72"],
+    ids=["v2", "v2-signs", "n1", "a72", "a64fx", "a64fx-others", "v1", "monaka"],
 )
 def test_numbers(mcpu: str, emulated: str, types: list[tuple[str, str, str]], tmp_path: Path) -> None:
     """CPUs that qemu does not name are "max"; others refuse instructions that they lack."""

@@ -354,8 +354,9 @@ def _i32_bytes(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
         shifted_bits = tirx.shift_left(bits, constant(24 - 8 * position, "int32", count))
         return tirx.shift_right(shifted_bits, constant(24, "int32", count))
 
+    left_type = dot.types[1] if dot.flip else dot.types[0]  # a flip is to the sign of the right factors
     for position in range(4):
-        left = tirx.Broadcast(byte(position, lhs, dot.types[0], 1), lanes)
+        left = tirx.Broadcast(byte(position, lhs, left_type, 1), lanes)
         acc = acc + left * byte(position, rhs, dot.types[1], lanes)
     return acc
 
