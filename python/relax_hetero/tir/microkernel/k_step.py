@@ -229,10 +229,10 @@ def _f16_fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -
 
 
 def _dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """Four bytes by four bytes in one instruction."""
+    """Four bytes by four bytes in one instruction; NEON's multiplies by a lane of its second factor."""
     left = tirx.reinterpret(f"int8x{4 * lanes}", tirx.Broadcast(lhs, lanes))
     right = tirx.reinterpret(f"int8x{4 * lanes}", rhs)
-    first, second = (right, left) if dot.swapped else (left, right)
+    first, second = (right, left) if dot.swapped or "neon" in dot.isas else (left, right)
     return tirx.call_llvm_pure_intrin(f"int32x{lanes}", dot.instruction, acc, first, second)
 
 
