@@ -56,8 +56,8 @@ ZEN4 = "zen4"
 WIDE_SVE = "wide-sve"
 """Feature besides LLVM's: vectors of SVE have the known length `CpuTarget.sve_bytes`, more than 16 bytes."""
 
-# Sources: Arm Neoverse V1 Software Optimization Guide; Fujitsu A64FX Microarchitecture Manual; Fujitsu's announcement of
-# MONAKA. Others have vectors of 128 bits, whose rate is that of NEON.
+# Sources: Arm Neoverse V1 Software Optimization Guide; Fujitsu A64FX Microarchitecture Manual; Fujitsu's announcement
+# of MONAKA. Others have vectors of 128 bits, whose rate is that of NEON.
 _SVE_BYTES = {"neoverse-v1": 32, "fujitsu-monaka": 32, "a64fx": 64}
 
 # CPUs with a slow vdpbf16ps. A Xeon (Sapphire Rapids) reaches 105 to 112 Gop/s with it, 148 with widened pairs, and 240

@@ -194,6 +194,8 @@ SIGN_INSTRUCTIONS: tuple[DotInstruction, ...] = (
 )
 """Products of signed bytes of which the left ones are not -128: the sign of the right ones moves to the left ones."""
 
+_SIGNED_DOT = DotInstruction("sdot", ("neon",), ("dotprod",), _S8S8, "dot", 4, _SDOT)
+
 MOVE_SIGN = {8: "llvm.x86.avx2.psign.b", 4: "llvm.x86.ssse3.psign.b.128"}
 """Bytes negated where others are negative (PSIGNB), by lanes of int32."""
 
@@ -219,6 +221,9 @@ def block_dot_instruction(cpu: CpuTarget, max_code: int, steps: int, is_one_byte
     dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
     if dot is not None and dot.form == "dot" and cpu.isa.name in ("avx512", "avx2"):
         return dot
+    if cpu.features.issuperset(_SIGNED_DOT.features) and cpu.isa.name in _SIGNED_DOT.isas:
+        # Bytes up to 127 are the same with a sign.
+        return replace(_SIGNED_DOT, types=_S8U8) if max_code < 128 else _SIGNED_DOT
     short = next((count for count in range(min(steps, int16_steps(max_code)), 0, -1) if steps % count == 0), 0)
     for row in SMALL_CODE_INSTRUCTIONS if short else SIGN_INSTRUCTIONS if is_one_byte else ():
         if cpu.isa.name in row.isas and cpu.features.issuperset(row.features):

@@ -63,8 +63,8 @@ def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
     return tile_sizes(cpu).vectors * cpu.lanes(acc_dtype)
 
 
-def panel_columns(cpu: CpuTarget, dot: DotInstruction) -> int:
-    """Columns by which the right operand of a product is packed: those of a tile, in vectors of SVE if it multiplies."""
+def matmul_columns(cpu: CpuTarget, dot: DotInstruction) -> int:
+    """Columns of a product's tile, by which its right operand is packed: in vectors of SVE if those multiply."""
     columns = tile_columns(cpu, dot.types[2])
     return columns * cpu.sve_bytes // cpu.isa.vector_bytes if multiplies_by_sve(cpu, dot) else columns
 

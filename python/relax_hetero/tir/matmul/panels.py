@@ -20,9 +20,9 @@ from ...target.element_types import bytes_of
 from ...target.tiles import tile_sizes
 from ..core.builder import Expr, constant, int64, lane_indices, let, loop, materialize, scratch, vector_type
 from ..core.view import Coordinates
+from ..microkernel.aarch64_panels import SEGMENT_BYTES, PanelKernel, SvePanelKernel, group_bytes, has_neon_step
 from ..microkernel.k_step import lhs_group, lhs_groups
 from ..microkernel.microkernel import VectorTile
-from ..microkernel.aarch64_panels import SEGMENT_BYTES, PanelKernel, SvePanelKernel, group_bytes, has_neon_step
 from .matmul_spec import KRange, MatmulSpec, PanelProducts, left_factors
 
 MIN_ROWS = 4
@@ -30,7 +30,6 @@ MIN_ROWS = 4
 
 MAX_LEFT_BYTES = 1 << 21
 """Maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB."""
-
 
 
 @dataclass(frozen=True)

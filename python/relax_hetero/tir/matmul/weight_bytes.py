@@ -21,9 +21,14 @@ from .weight_unpacking import PanelReader
 _PICK = "llvm.x86.avx512.pmultishift.qb.512"
 """Eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)."""
 
-_LOOKUP = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b", 4: "llvm.x86.ssse3.pshuf.b.128"}
-"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: PSHUFB), by lanes of
-32 bits."""
+_LOOKUP = {
+    "avx512": "llvm.x86.avx512.pshuf.b.512",
+    "avx2": "llvm.x86.avx2.pshuf.b",
+    "sse": "llvm.x86.ssse3.pshuf.b.128",
+    "neon": "llvm.aarch64.neon.tbl1.v16i8",
+}
+"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: PSHUFB; Arm ARM:
+TBL), by instruction set."""
 
 _OFFSET = 128
 """8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""
@@ -65,18 +70,22 @@ class ByteReader:
     panel : PanelReader
     picks : bool
         Whether the CPU moves four quants of a lane with one instruction.
+    lookup : str
+        LLVM intrinsic that looks bytes up in a table.
     is_signed : bool
         Whether bytes are signed codes, of formats of 8 bits or with a table; else they are codes less `min_code`.
     """
 
     panel: PanelReader
     picks: bool
+    lookup: str
     is_signed: bool = False
 
     @staticmethod
     def of(panel: PanelReader, cpu: CpuTarget, is_signed: bool = False) -> ByteReader:
         """The reader for a CPU."""
-        return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16, is_signed)
+        picks = "avx512vbmi" in cpu.features and panel.lanes == 16
+        return ByteReader(panel, picks, _LOOKUP[cpu.isa.name], is_signed)
 
     @property
     def min_code(self) -> int:
@@ -127,7 +136,7 @@ class ByteReader:
         table = bytes(code - self.min_code & 255 for code in form.codes) * (16 // len(form.codes))
         halves = [tirx.const(int.from_bytes(table[i : i + 8], "little", signed=True), "int64") for i in (0, 8)]
         table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * (lanes // 4), list(range(lanes // 2))))
-        picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP[lanes], table_vector, tirx.reinterpret(kind, quants))
+        picked = tirx.call_llvm_pure_intrin(kind, self.lookup, table_vector, tirx.reinterpret(kind, quants))
         return let(tirx.reinterpret(f"int32x{lanes}", picked))
 
     def _unpack_5_bits(self, words: list[Expr]) -> Iterator[Expr]:

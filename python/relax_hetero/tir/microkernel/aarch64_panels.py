@@ -18,6 +18,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ...target.cpu_target import WIDE_SVE
 from ...target.dot_instructions import DotInstruction
@@ -110,8 +111,8 @@ class PanelKernel:
     panel_rows: int
     vector_bytes: int = SEGMENT_BYTES
 
-    _prologue = ()
-    _clobbers = tuple(f"v{number}" for number in range(32))
+    _prologue: ClassVar[tuple[str, ...]] = ()
+    _clobbers: ClassVar[tuple[str, ...]] = tuple(f"v{number}" for number in range(32))
 
     @property
     def name(self) -> str:
@@ -251,6 +252,7 @@ class _Stream(ABC):
         lines, self._lines = self._lines, []
         return lines
 
+    @abstractmethod
     def finish(self) -> None:
         """Advance the pointer to the end: a panel's rows after the last one are skipped."""
 
