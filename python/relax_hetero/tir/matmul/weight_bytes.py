@@ -72,6 +72,8 @@ class ByteReader:
         Whether the CPU moves four quants of a lane with one instruction.
     lookup : str
         LLVM intrinsic that looks bytes up in a table.
+    shifts_bytes : bool
+        Whether the CPU shifts each byte of a vector, as NEON does and x86 does not.
     is_signed : bool
         Whether bytes are signed codes, of formats of 8 bits or with a table; else they are codes less `min_code`.
     """
@@ -79,13 +81,14 @@ class ByteReader:
     panel: PanelReader
     picks: bool
     lookup: str
+    shifts_bytes: bool
     is_signed: bool = False
 
     @staticmethod
     def of(panel: PanelReader, cpu: CpuTarget, is_signed: bool = False) -> ByteReader:
         """The reader for a CPU."""
         picks = "avx512vbmi" in cpu.features and panel.lanes == 16
-        return ByteReader(panel, picks, _LOOKUP[cpu.isa.name], is_signed)
+        return ByteReader(panel, picks, _LOOKUP[cpu.isa.name], cpu.isa.name == "neon", is_signed)
 
     @property
     def min_code(self) -> int:
@@ -116,8 +119,17 @@ class ByteReader:
         bits = self.panel.plan.form.bits
         for word in words:
             for quad in range(8 // bits):
+                if self.shifts_bytes and (quad + 1) * bits == 8:
+                    yield self._codes(self._highest_fields(word))
+                    continue
                 shifted = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
                 yield self._codes(let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1))))
+
+    def _highest_fields(self, word: Expr) -> Expr:
+        """The highest quant of each byte, which needs no mask if bytes are shifted."""
+        kind, bits = f"uint8x{4 * self.panel.lanes}", self.panel.plan.form.bits
+        shifted = tirx.shift_right(tirx.reinterpret(kind, word), constant(8 - bits, "uint8", 4 * self.panel.lanes))
+        return let(tirx.reinterpret(f"int32x{self.panel.lanes}", shifted))
 
     def _unpack_3_bits(self, word: Expr, high: Expr) -> Iterator[Expr]:
         # In the low bits of each byte are those of the weights that share a byte of the low plane.
