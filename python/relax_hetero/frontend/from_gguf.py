@@ -23,12 +23,14 @@ from .gguf.hyperparameters import hyperparameters_of
 from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
+from .gguf.scaling import shared_layers
 from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
-from .gguf.tensor_parallel import dealt_rules, parallel_devices, split_caches, with_split_parameters
+from .gguf.tensor_parallel import dealt_rules, split_caches, with_split_parameters
 from .gguf.weights import Weights
 from .language_model_files import read_language_model
 from .onnx.placement_rules import rule_pairs
 from .paged_cache import PagedCache
+from .parallel_devices import parallel_devices
 from .place import place
 from .placed_import import check_placement, with_rule_reasons
 
@@ -142,7 +144,7 @@ def from_gguf(
     PlacementError
         If no split over the devices fits `memory_limit`.
     """
-    vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel)
+    vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     check_activations(activations)
     check_stream_experts(stream_experts)
@@ -171,7 +173,11 @@ def from_gguf(
         assert devices is not None, "check_placement refuses placement without devices"
         costs, limits = cost_model or CostModel.measured(devices), memory_limits(memory_limit, devices)
         counts = read_expert_counts(expert_counts, model)
-        placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
+        shared = None if count_experts else shared_layers(file, model, cache, devices, costs, limits)
+        if shared is None:
+            placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
+        else:
+            placement, reasons, estimate = shared.rules, shared.reasons, shared.estimate
     elif expert_counts is not None:
         raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
     has_mesh = devices is not None and any(

@@ -22,6 +22,7 @@ from .onnx.onnx_model import ModelSource, OnnxModel, errors_of, load_model
 from .onnx.placement_rules import PlacementRules, assign_devices
 from .onnx_decoder.decoder_module import decoder_module
 from .paged_cache import PagedCache
+from .parallel_devices import parallel_devices
 from .place import place
 from .placed_import import ImportSource, check_placement, placed_module
 
@@ -41,6 +42,7 @@ def from_onnx(
     limits: ImportLimits | None = None,
     memory_limit: MemoryLimit | None = None,
     cache: PagedCache | None = None,
+    data_parallel: int = 1,
 ) -> tvm.IRModule:
     """Import an ONNX model as a Relax module, placed over several devices if any are named.
 
@@ -71,6 +73,10 @@ def from_onnx(
         For decoders with GroupQueryAttention, as onnxruntime-genai exports them: inputs and outputs
         ``past_key_values`` and ``present`` become a paged cache, and the module has the functions ``decode_B`` and
         ``prefill_C`` of `from_gguf` instead of "main". Not together with `shapes` or ``placement="auto"``.
+    data_parallel : int, optional
+        Number of equal devices that share each batch: every one has all weights, and computes its part of the rows.
+        These are the first ones of `vdevices`, or as many of its only one. `shapes` makes the batch a multiple of it.
+        Not together with `placement` or `cache`.
 
     Returns
     -------
@@ -90,7 +96,10 @@ def from_onnx(
     PlacementError
         If `objective` is invalid, or no placement fits `memory_limit`.
     """
+    vdevices, placement = parallel_devices(vdevices, placement, data_parallel, "data_parallel")
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
+    if cache is not None and data_parallel != 1:
+        raise FrontendError(f"data_parallel is {data_parallel}, which does not go with cache; start a server a device")
     model = load_model(model_or_path, limits)
     if cache is not None:
         return _decoder(model, devices, placement, shapes, cache)
@@ -101,7 +110,7 @@ def from_onnx(
             assign_devices(nodes, placement or {}, devices)  # checks the patterns before the import
         graph = import_nodes(model, nodes, shapes)
         source = ImportSource(graph, nodes, [output.name for output in model.proto.graph.output], strings)
-        return placed_module(source, devices, placement, cost_model, objective, memory_limit)
+        return placed_module(source, devices, placement, cost_model, objective, memory_limit, data_parallel)
 
 
 def _decoder(

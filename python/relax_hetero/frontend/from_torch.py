@@ -9,6 +9,7 @@ import tvm
 
 from .import_devices import importing_for
 from .import_limits import ImportLimits
+from .parallel_devices import parallel_devices
 from .placed_import import ImportSource, check_placement, placed_module
 from .torch.exporting import dimension_names, exported_program, torch_package
 from .torch.torch_importer import import_program
@@ -31,6 +32,7 @@ def from_torch(
     objective: Objective = "latency",
     limits: ImportLimits | None = None,
     memory_limit: MemoryLimit | None = None,
+    data_parallel: int = 1,
 ) -> tvm.IRModule:
     """Import a PyTorch module as a Relax module, placed over several devices if any are named.
 
@@ -46,7 +48,7 @@ def from_torch(
     dynamic_shapes : mapping or tuple, optional
         See ``torch.export.export``. A ``torch.export.Dim`` names a symbolic size; a call with a size outside of its
         range, or of the range that torch inferred, is refused.
-    vdevices, cost_model, objective, limits, memory_limit
+    vdevices, cost_model, objective, limits, memory_limit, data_parallel
         See `from_onnx`.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of nodes (``encoder.layer.3.output.dense.linear``), paths of modules
@@ -68,6 +70,7 @@ def from_torch(
     PlacementError
         If `objective` is invalid, or no placement fits `memory_limit`.
     """
+    vdevices, placement = parallel_devices(vdevices, placement, data_parallel, "data_parallel")
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     program = exported_program(module_or_program, example_args, example_kwargs, dynamic_shapes)
     names = _size_names(
@@ -79,7 +82,7 @@ def from_torch(
     with importing_for(devices):
         graph, nodes, outputs = import_program(program, names, limits)
     source = ImportSource(graph, nodes, outputs)
-    return placed_module(source, devices, placement, cost_model, objective, memory_limit)
+    return placed_module(source, devices, placement, cost_model, objective, memory_limit, data_parallel)
 
 
 def _size_names(

@@ -25,6 +25,7 @@ from .onnx.importer import ImportedGraph
 from .onnx.name_bindings import DeviceOf, build_function, build_loops, origins_of
 from .onnx.node_names import NodeInfo, variable_name, walk_nodes
 from .onnx.placement_rules import PlacementRules, assign_devices, matching_patterns
+from .parallel_devices import with_split_batches
 
 if TYPE_CHECKING:
     from ..target.make_vdevice import VDeviceEntry
@@ -94,6 +95,7 @@ def placed_module(
     cost_model: CostModel | None,
     objective: Objective,
     memory_limit: MemoryLimit | None,
+    data_parallel: int = 1,
 ) -> tvm.IRModule:
     """Build and place the module of an imported graph; the arguments passed `check_placement`."""
     source = replace(source, graph=with_narrow_storage(source.graph))
@@ -105,7 +107,10 @@ def placed_module(
     plan = place_graph(graph, devices, cost_model, objective, memory_limit) if devices_by_node is None else None
     assigned = plan.vdevices if plan is not None else devices_by_node or {}
     mod = _module(source, lambda node: assigned[node.name])
-    placed, report = realize_vdevice(partition_by_mesh(with_vdevices(mod, devices)), insert_copies=True)
+    mod = with_vdevices(mod, devices)
+    if data_parallel > 1:
+        mod = with_split_batches(mod, data_parallel)
+    placed, report = realize_vdevice(partition_by_mesh(mod), insert_copies=True)
     return with_reasons(placed, report, nodes, plan or rules or {})
 
 

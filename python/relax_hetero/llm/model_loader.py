@@ -244,9 +244,9 @@ def load(
             f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face only"
         )
     if tensor_parallel != 1:
-        from ..frontend.gguf.tensor_parallel import parallel_devices
+        from ..frontend.parallel_devices import parallel_devices
 
-        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel)
+        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
@@ -284,7 +284,9 @@ def _load_file(arguments: _Arguments) -> Loaded:
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
     options = _resolve_options(arguments, model, devices, context)
     rules = arguments.placement
-    caches, parts = split_caches(model, {} if rules is None or isinstance(rules, str) else rules, devices)
+    if isinstance(rules, str):
+        rules = _shared_rules(file, model, devices, options)
+    caches, parts = split_caches(model, rules or {}, devices)
     donated = [f"pages_{index}" for index in range(len(caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
@@ -312,6 +314,22 @@ def _load_file(arguments: _Arguments) -> Loaded:
     )
     all_rows = max(options["batches"]), max(options["chunks"])
     return CompiledModel(executable, description, rest, all_rows), tokenizer
+
+
+def _shared_rules(
+    file: GgufFile, model: Hyperparameters, devices: list[VDevice], options: dict[str, Any]
+) -> PlacementRules | None:
+    """Rules of ``placement="auto"`` if GPUs share all layers, so that caches are in parts."""
+    from ..frontend import CostModel, PagedCache
+    from ..frontend.auto.auto_placement import memory_limits
+    from ..frontend.gguf.scaling import shared_layers
+
+    if len(devices) < 2 or any(map(is_cpu, devices)) or options["count_experts"]:
+        return None
+    sizes = options["batches"], options["chunks"], options["slots"], options["context"], options["page_type"]
+    limits, costs = memory_limits(options["memory_limit"], devices), CostModel.measured(devices)
+    shared = shared_layers(file, model, PagedCache(*sizes), devices, costs, limits)
+    return None if shared is None else shared.rules
 
 
 def _resolve_options(

@@ -15,7 +15,8 @@ from llm.run_gguf import run
 from modules import calls_of
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
-from relax_hetero.frontend.gguf.tensor_parallel import dealt_rules, parallel_devices
+from relax_hetero.frontend.gguf.tensor_parallel import dealt_rules
+from relax_hetero.frontend.parallel_devices import parallel_devices
 from relax_hetero.llm.description import ModelDescription
 from relax_hetero.op.cached_attention import CACHED_ATTENTION
 from relax_hetero.target.vdevice import parse_vdevices
@@ -137,8 +138,8 @@ def test_errors(name, arguments, message, tmp_path):
 
 
 def test_devices_of_a_number():
-    devices, placement = parallel_devices("llvm", None, 3)
+    devices, placement = parallel_devices("llvm", None, 3, "tensor_parallel")
     assert len(devices) == 3
     assert placement == {"*": "vdevice[0:3]"}
-    devices, _ = parallel_devices(["cuda:0", "cuda:1", "llvm"], None, 2)
+    devices, _ = parallel_devices(["cuda:0", "cuda:1", "llvm"], None, 2, "tensor_parallel")
     assert len(devices) == 3

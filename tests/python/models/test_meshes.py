@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from tvm import relax
 import relax_hetero as rh
 from models.running import expected_outputs, outputs_of
 from models.zoo import inputs_of, random_model
+from modules import calls_of
 from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
 from relax_hetero.transform.ir.blocks import renamed, shape_of
 from seeds import fresh_rng
@@ -21,14 +23,18 @@ BENCH = Path(__file__).parents[3] / "apps" / "bench"
 CORE = {"kind": "llvm", "num-cores": 1}
 
 
-@functools.cache
-def case(name):
+def from_bench(module, name):
+    """A name of a module of the benchmarks."""
     sys.path.insert(0, str(BENCH))
     try:
-        from model_zoo import BY_NAME
+        return getattr(importlib.import_module(module), name)
     finally:
         sys.path.remove(str(BENCH))
-    model = random_model(name) if name == "resnet50" else BY_NAME[name]()
+
+
+@functools.cache
+def case(name):
+    model = random_model(name) if name == "resnet50" else from_bench("model_zoo", "BY_NAME")[name]()
     inputs = {name: array % 50 if array.dtype == np.int64 else array for name, array in inputs_of(model).items()}
     return model, inputs, expected_outputs(model, inputs)
 
@@ -83,6 +89,19 @@ def _on(ty, mesh):
 def test_a_model_over_a_mesh(name, devices):
     executable = check(name, rh.from_onnx(case(name)[0], [CORE] * devices, {"*": f"llvm[0:{devices}]"}))
     assert {region.device for region in executable.metadata.regions} == set(range(devices))
+
+
+@pytest.mark.slow  # compiles a model of 100 MB for each case
+@pytest.mark.parametrize("devices", [2, 4])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "resnet50"])
+def test_batches_over_a_mesh(name, devices):
+    """Values cross between devices only at the ends."""
+    model = from_bench("model_zoo.batches", "with_batch")(case(name)[0], 4)
+    inputs = {key: np.concatenate([np.roll(array, i, -1) for i in range(4)]) for key, array in case(name)[1].items()}
+    mod = rh.from_onnx(model, CORE, data_parallel=devices)
+    assert len(calls_of("relax.to_vdevice", mod)) == (devices - 1) * (len(inputs) + len(model.graph.output))
+    for actual, reference in zip(outputs_of(rh.compile(mod), inputs), expected_outputs(model, inputs), strict=True):
+        np.testing.assert_allclose(actual, reference, atol=1e-5 * np.abs(reference).max(), rtol=0)
 
 
 @pytest.mark.slow  # compiles a model of 100 MB for each case

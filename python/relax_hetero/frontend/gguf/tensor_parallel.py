@@ -9,17 +9,16 @@ copy each of the integer inputs, so that no call begins with transfers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import tvm
-from tvm.target import Target
 
 from ...encoding.pages import LayerCache
 from ...errors import FrontendError
 from ...target.mesh import mesh_positions
-from ...target.vdevice import device_name, is_cpu, lookup, parse_vdevices, vdevice_index
+from ...target.vdevice import device_name, is_cpu, lookup, vdevice_index
 from ...transform.ir.rewriting import copy_module
 from ...transform.shard.partition_by_mesh import SPLIT_PARAMETERS
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
@@ -27,45 +26,7 @@ from .activation_types import ActivationTypes, names_of
 from .hyperparameters import Hyperparameters
 
 if TYPE_CHECKING:
-    from ...target.make_vdevice import VDeviceEntry
     from ...target.vdevice import VDeviceSpec
-
-
-def parallel_devices(
-    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None, placement: Any, tensor_parallel: int
-) -> tuple[Any, Any]:
-    """Devices and placement rules of ``tensor_parallel=``.
-
-    Parameters
-    ----------
-    vdevices, placement, tensor_parallel
-        As for `from_gguf`.
-
-    Raises
-    ------
-    FrontendError
-        If the number is invalid, rules are given besides, or the devices are fewer.
-    """
-    if isinstance(tensor_parallel, bool) or not isinstance(tensor_parallel, int) or tensor_parallel < 1:
-        raise FrontendError(f"tensor_parallel is {tensor_parallel!r}, expected a number of devices, 1 or more")
-    if tensor_parallel == 1:
-        return vdevices, placement
-    if placement is not None:
-        raise FrontendError(
-            f"found tensor_parallel={tensor_parallel} and placement, expected one of them; a mesh in rules, such as "
-            "{'*': 'cuda[0:2]'}, says the same"
-        )
-    is_single = vdevices is None or isinstance(vdevices, (str, dict, Target, tvm.relax.VDevice))
-    entries: list[Any] = [vdevices or "llvm"] if is_single else list(vdevices)  # type: ignore[arg-type]
-    if len(entries) == 1 and (isinstance(entries[0], (dict, Target)) or ":" not in str(entries[0])):
-        entries *= tensor_parallel
-    devices = parse_vdevices(entries)
-    if len(devices) < tensor_parallel:
-        raise FrontendError(
-            f"tensor_parallel is {tensor_parallel}, but vdevices has {len(devices)}; expected so many equal devices, "
-            "or one kind, such as 'cuda', that stands for all of them"
-        )
-    return devices, {"*": f"vdevice[0:{tensor_parallel}]"}
 
 
 def dealt_rules(

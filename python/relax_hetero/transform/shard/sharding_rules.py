@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 
 from ...encoding.block_formats import block_format
 from ...op.cached_attention import CACHED_ATTENTION, cached_attention, optional_operands
@@ -227,7 +227,7 @@ def _reduction(op: OpCall) -> OpPlan | None:
     state, attrs, rank = op.operands[0].sharding, op.call.attrs, len(op.operands[0].shape)
     if state is None or state.axis is None:
         return None
-    axes = range(rank) if attrs.axis is None else [int(axis) % rank for axis in attrs.axis]
+    axes = _axes(attrs.axis, rank)
     if state.axis in axes:
         name = op.call.op.name
         if name == "relax.sum":
@@ -240,16 +240,59 @@ def _reduction(op: OpCall) -> OpPlan | None:
     return OpPlan([state], [state.moved_to(axis)])
 
 
-def _along(axes_of: Callable[[relax.Call, int], Sequence[int]]) -> Callable[[OpCall], OpPlan | None]:
-    """The rule of an op that combines elements along some axes; its other operands belong to these axes."""
+def _axes(axis: Any, rank: int) -> list[int]:
+    """The axes of an op's attribute: a number, a list, or None for all."""
+    if axis is None:
+        return list(range(rank))
+    return [int(each) % rank for each in ([axis] if isinstance(axis, (int, tirx.IntImm)) else axis)]
+
+
+def _along(*names: str) -> Callable[[OpCall], OpPlan | None]:
+    """The rule of an op that combines elements along the axes of some attributes; further operands belong to these."""
 
     def rule(op: OpCall) -> OpPlan | None:
         state, rank = op.operands[0].sharding, len(op.operands[0].shape)
-        if state is None or state.axis is None or state.axis in axes_of(op.call, rank):
+        if state is None or state.axis is None:
             return None
-        return OpPlan([state, *[REPLICATED] * (len(op.operands) - 1)], [state])
+        if any(state.axis in _axes(getattr(op.call.attrs, name), rank) for name in names):
+            return None
+        return OpPlan([state, *[REPLICATED] * (len(op.operands) - 1)], [state] * len(op.shapes))
 
     return rule
+
+
+def _pad(op: OpCall) -> OpPlan | None:
+    state = op.operands[0].sharding
+    if state is None or state.axis is None:
+        return None
+    widths = [int(width) for width in op.call.attrs.pad_width]
+    return OpPlan([state], [state]) if not any(widths[2 * state.axis : 2 * state.axis + 2]) else None
+
+
+def _gather_elements(op: OpCall) -> OpPlan | None:
+    found = op.first_split()
+    if found is None or found[1].axis in _axes(op.call.attrs.axis, len(op.shapes[0])):
+        return None
+    axis = found[1].axis
+    extents = [known(operand.shape[axis]) for operand in op.operands]  # type: ignore[index]
+    return OpPlan([found[1]] * 2, [found[1]]) if extents[0] == extents[1] else None
+
+
+def _attention(op: OpCall) -> OpPlan | None:
+    """Attention of whole batches, and of no others: heads may share keys."""
+    found = op.first_split()
+    if found is None or found[1].axis != 0 or any(len(operand.shape) != 4 for operand in op.operands):
+        return None
+    return OpPlan([_aligned(found[1], operand.shape, 4) for operand in op.operands], [found[1]])
+
+
+def _conv_transpose(op: OpCall) -> OpPlan | None:
+    state, attrs = op.operands[0].sharding, op.call.attrs
+    layout = str(attrs.data_layout)
+    out_layout = str(attrs.out_layout) or layout
+    if state is None or state.axis is None or not (layout + out_layout).isalpha() or layout[state.axis] != "N":
+        return None
+    return OpPlan([state, REPLICATED], [state.moved_to(out_layout.index("N"))])
 
 
 def _batch_norm(op: OpCall) -> OpPlan | None:
@@ -306,15 +349,20 @@ def _pool(op: OpCall) -> OpPlan | None:
     state, layout = op.operands[0].sharding, str(op.call.attrs.layout)
     if state is None or state.axis is None or not layout.isalpha() or layout[state.axis] not in "NC":
         return None
-    out_layout = str(op.call.attrs.out_layout) or layout
+    out_layout = str(getattr(op.call.attrs, "out_layout", "")) or layout
     return OpPlan([state], [state]) if out_layout == layout else None
 
 
 def _take(op: OpCall) -> OpPlan | None:
     x, *indices = op.operands  # a number is not among them
-    if x.sharding is None or x.sharding.axis is None or op.call.attrs.axis is None:
+    if op.call.attrs.axis is None:
         return None
     axis = int(op.call.attrs.axis) % len(x.shape)
+    if x.sharding is None or x.sharding.axis is None:
+        state = indices[0].sharding if indices else None
+        if state is None or state.axis is None:
+            return None
+        return OpPlan([REPLICATED, state], [state.moved_to(axis + state.axis)])
     if x.sharding.axis == axis:
         return None
     rank = len(indices[0].shape) if indices else 0
@@ -534,28 +582,31 @@ def passes_on(call: relax.Call) -> bool:
     return isinstance(call.op, tvm.ir.Op) and call.op.name in _PASSING
 
 
-def _last_axes(call: relax.Call, rank: int) -> list[int]:
-    return [int(axis) % rank for axis in call.attrs.axes]
-
-
-def _axis(call: relax.Call, rank: int) -> list[int]:
-    return [int(call.attrs.axis) % rank]
-
-
 _RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
     "relax.matmul": _matmul,
     "relax.permute_dims": _permute,
     **dict.fromkeys(RESHAPES, _reshape),
     "relax.broadcast_to": _broadcast_to,
     **{name: _reduction for name, traits in TRAITS.items() if traits.kind == "reduction"},
-    "relax.nn.softmax": _along(_axis),
-    "relax.nn.log_softmax": _along(_axis),
-    "relax.nn.layer_norm": _along(_last_axes),
-    "relax.nn.rms_norm": _along(_last_axes),
+    **dict.fromkeys(
+        """relax.nn.softmax relax.nn.log_softmax relax.cumsum relax.cumprod relax.topk relax.flip relax.repeat
+        relax.nn.prelu""".split(),
+        _along("axis"),
+    ),
+    "relax.nn.layer_norm": _along("axes"),
+    "relax.nn.rms_norm": _along("axes"),
+    "relax.nn.group_norm": _along("axes", "channel_axis"),
+    "relax.nn.instance_norm": _along("axes", "channel_axis"),
+    "relax.argmax": _reduction,
+    "relax.argmin": _reduction,
     "relax.nn.batch_norm": _batch_norm,
     **{name: _conv for name, traits in TRAITS.items() if traits.kind == "conv"},
-    **{name: _pool for name, traits in TRAITS.items() if traits.kind in ("max_pool", "avg_pool")},
+    **{name: _conv_transpose for name, traits in TRAITS.items() if traits.kind == "conv_transpose"},
+    **{name: _pool for name, traits in TRAITS.items() if traits.permute in ("pool", "resize")},
+    **{name: _attention for name in ("relax.nn.attention", "relax.nn.attention_bias")},
+    "relax.nn.pad": _pad,
     "relax.take": _take,
+    "relax.gather_elements": _gather_elements,
     "relax.concat": _concat,
     "relax.split": _split,
     "relax.strided_slice": _strided_slice,
