@@ -83,7 +83,12 @@ def requirements() -> list[str]:
         from pip._vendor import tomli as tomllib
     project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     texts = [*project["dependencies"], *(text for extra in EXTRAS for text in project["optional-dependencies"][extra])]
-    return [text for text in texts if Requirement(text).name not in LEFT_OUT]
+    machine = {"platform_machine": "aarch64", "python_version": VERSION}
+    return [
+        text
+        for text, requirement in ((text, Requirement(text)) for text in texts)
+        if requirement.name not in LEFT_OUT and (requirement.marker is None or requirement.marker.evaluate(machine))
+    ]
 
 
 def main() -> None:
