@@ -73,11 +73,13 @@ ONE_OF = {
 def _rare(items: list[pytest.Item]) -> Generator[pytest.Item]:
     """Variants of tests that are too many for each run, chosen by the hashes of their names.
 
-    Each n-th in turn would always meet the same value of an inner parameter.
+    Each n-th in turn would always meet the same value of an inner parameter. Those that are slow by themselves do not
+    count: else a test could have none that runs.
     """
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        if not any(item.get_closest_marker(name) for name in OPTIONAL):
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for test, of_test in variants.items():
         sampled = of_test[0].get_closest_marker("sampled")
         each = sampled.args[0] if sampled is not None else next(n for at, n in ONE_OF.items() if test.startswith(at))
