@@ -130,6 +130,20 @@ def test_text_may_be_the_result(attributes, texts, want):
     assert list(y) == want and n.tolist() == [len(want)]
 
 
+def test_steps_that_fail_on_a_text_of_one_letter():
+    data = onnx.parser.parse_model("""
+        <ir_version: 10, opset_import: ["" : 20]> g (string[a] x) => (string[b] y) <int64[1] i = {1}> {
+            parts, number = StringSplit <delimiter = "-"> (x)
+            second = Gather <axis = 1> (parts, i)
+            flat = Squeeze(second, i)
+            y = StringConcat(flat, flat)
+        }""").SerializeToString()
+    session = compat.InferenceSession(data, providers=CPU)
+    assert session.run(None, {"x": np.array(["a-b", "c-d"], object)})[0].tolist() == ["bb", "dd"]
+    with pytest.raises(Fail, match=r"StringConcat, Identity\) fail: IndexError"):
+        session.run(None, {"x": np.array(["a"], object)})
+
+
 def test_an_expression_that_is_not_one_is_refused_before_a_call():
     with pytest.raises(Fail, match=r"StringNormalizer, Tokenizer\).*unterminated"):
         compat.InferenceSession(counts('tokenexp = "[a-z"'), providers=CPU)
