@@ -332,13 +332,9 @@ class Cluster:
             if call.plan.runs:
                 result = result_of_runs(call.plan, messages)
             else:
-                result = result_of(call, self._route_by_function[call.name], messages, self._ray.get)
+                result = result_of(call, self._route_by_function[call.name], messages)
         except HeteroError as raised:
             error = raised
-        except Exception as raised:  # an object that was lost with its node
-            self._fail_calls(replica, [call], HostError(f"a result of {call.name!r} was lost: {raised}"))
-            return
-        call.sent.clear()
         self._release(replica)
         call.fence.settle(result, error)
         self._send_next()
@@ -346,7 +342,6 @@ class Cluster:
     def _fail_calls(self, replica: Replica, calls: Sequence[ClusterCall], error: HostError) -> None:
         for call in calls:
             self._release(replica)
-            call.sent.clear()
             if call.retries > 0 and not self._is_closed:
                 call.retries -= 1
                 self._start_after(partial(self._dispatch, call, False), call.fence)
