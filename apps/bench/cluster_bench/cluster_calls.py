@@ -5,6 +5,7 @@ python apps/bench/cluster_bench/cluster_calls.py --part nodes  # one of them
 
 - ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that forward
   their input, and one of two that compute the same with numpy.
+- ``timeline``: where the time of such a call goes, from clocks in all three processes.
 - ``nodes``: 64 MB from one host to another on a second node, against bare actors by compiled graph and by actor calls.
 - ``pipeline``: products in two stages with 16 calls in flight, against the same stages on two devices of one process.
 - ``replicas``: two replicas of one host against two processes that run the same calls.
@@ -43,7 +44,7 @@ HOSTS = {"a": {"resources": {"a": 1}, "num_cpus": 1}, "b": {"resources": {"b": 1
 STAGES = CallPlan(
     (HostStep("a", "main", (Source(CALL, 0),), 1), HostStep("b", "main", (Source(0, 0),), 1)), Source(1, 0), ("x",)
 )
-PARTS = ("calls", "nodes", "pipeline", "replicas")
+PARTS = ("calls", "timeline", "nodes", "pipeline", "replicas")
 
 
 def module(shape: tuple[int, ...], compute: Callable[[relax.Expr], relax.Expr]) -> tvm.IRModule:
@@ -154,6 +155,98 @@ def calls_part(seconds: float, megabytes: int, size: int) -> None:
         )
         actors += more[1:]
         _report("200 KB through two hosts", medians, "ms", actors)
+
+
+STAGES_OF_A_HOST = ("wake up, receive", "unpack", "check arguments, run kernels", "pack results", "send")
+
+
+def stamp_host(host: Any) -> None:
+    """Make a host note the times at which the stages of its tasks end (runs in its process)."""
+    stamps: list[float] = []
+    loop, machine = host._loop, host._machine
+
+    def noting(function: Callable[..., Any], before: bool = False) -> Callable[..., Any]:
+        def noted(*args: Any) -> Any:
+            if before:
+                stamps.append(time.perf_counter())
+            result = function(*args)
+            stamps.append(time.perf_counter())
+            return result
+
+        return noted
+
+    host._stamps, receive = stamps, loop._peers.receive
+
+    def receive_whole(*args: Any) -> Any:
+        messages = receive(*args)
+        if messages:
+            stamps.append(time.perf_counter())
+        return messages
+
+    loop._peers.receive, loop._peers.send = receive_whole, noting(loop._peers.send)
+    machine.call, loop._run = noting(machine.call, before=True), noting(loop._run)
+
+
+def take_stamps(host: Any) -> list[float]:
+    """The times of the last task of a host (runs in its process)."""
+    while len(host._stamps) < len(STAGES_OF_A_HOST):
+        time.sleep(0.001)  # it notes the end of its last stage
+    stamps = host._stamps[:]
+    host._stamps.clear()
+    return stamps
+
+
+def timeline_part(seconds: float, megabytes: int, size: int) -> None:
+    """Stages of a call of 200 KB through two hosts."""
+    from relax_hetero.cluster import cluster as caller
+
+    x = np.ones(50_000, "float32")
+    part = module((50_000,), relax.op.negative)
+    stages: dict[str, list[float]] = {}
+    with ray_of(1) as ray, Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=2) as cluster:
+        for _ in range(20):
+            cluster["main"](x)
+        actors = cluster._replicas[0]._actors.handles
+        ray.get([actor.__ray_call__.remote(stamp_host) for actor in actors.values()])
+        cluster["main"](x)  # the hosts' loops were in functions without stamps
+        time.sleep(0.1)
+        ray.get([actor.__ray_call__.remote(lambda host: host._stamps.clear()) for actor in actors.values()])
+        bind, result_of, times = caller.bind, caller.result_of, dict[str, float]()
+
+        def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+            def call(*args: Any) -> Any:
+                times[f"begin of {name}"] = time.perf_counter()
+                result = function(*args)
+                times[f"end of {name}"] = time.perf_counter()
+                return result
+
+            return call
+
+        graph = cluster._replicas[0]._graph
+        assert graph is not None
+        caller.bind, caller.result_of = noted("bind", bind), noted("result", result_of)  # type: ignore[assignment]
+        graph.send = noted("send", graph.send)  # type: ignore[method-assign]
+        stop = time.perf_counter() + seconds
+        while time.perf_counter() < stop or not stages:
+            begin = time.perf_counter()
+            cluster["main"](x)
+            end = time.perf_counter()
+            first, second = ray.get([actor.__ray_call__.remote(take_stamps) for actor in actors.values()])
+            edges = [
+                ("caller: check arguments", times["end of bind"] - begin),
+                ("caller: send", times["end of send"] - times["end of bind"]),
+                *[(f"host a: {name}", edge - before) for name, before, edge in zip(STAGES_OF_A_HOST, [times["end of send"], *first], first)],
+                *[(f"host b: {name}", edge - before) for name, before, edge in zip(STAGES_OF_A_HOST, [first[-1], *second], second)],
+                ("caller: wake up, receive", times["begin of result"] - second[-1]),
+                ("caller: make results", times["end of result"] - times["begin of result"]),
+                ("caller: settle", end - times["end of result"]),
+                ("sum", end - begin),
+            ]
+            for name, duration in edges:
+                stages.setdefault(name, []).append(duration)
+        caller.bind, caller.result_of = bind, result_of
+    for name, durations in stages.items():
+        console.print(f"{name:40} {1e6 * statistics.median(durations):7.0f} us")
 
 
 def nodes_part(seconds: float, megabytes: int, size: int) -> None:

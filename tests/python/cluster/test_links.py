@@ -299,7 +299,7 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
         machine = by_host[host] = HostMachine(host, 0)
         machine._machine = rh.vm.VirtualMachine(rh.compile(module))
         machine._links = HostLinks(host, machine._machine, lambda gpu, host=host: wires.end(host))  # type: ignore[misc]
-        machine.connect((route,), (1 << 20,), 1)
+        machine.connect((route,), b"", False)
     actors = {host: _actor(machine._links) for host, machine in by_host.items()}
     assert connect_links(_Ray, actors, facts, route) == {"a": {"b": "NCCL"}}
     return wires, by_host, route
