@@ -232,11 +232,14 @@ def timeline_part(seconds: float, megabytes: int, size: int) -> None:
             cluster["main"](x)
             end = time.perf_counter()
             first, second = ray.get([actor.__ray_call__.remote(take_stamps) for actor in actors.values()])
-            edges = [
-                ("caller: check arguments", times["end of bind"] - begin),
-                ("caller: send", times["end of send"] - times["end of bind"]),
-                *[(f"host a: {name}", edge - before) for name, before, edge in zip(STAGES_OF_A_HOST, [times["end of send"], *first], first)],
-                *[(f"host b: {name}", edge - before) for name, before, edge in zip(STAGES_OF_A_HOST, [first[-1], *second], second)],
+            edges = [("caller: check arguments", times["end of bind"] - begin)]
+            edges.append(("caller: send", times["end of send"] - times["end of bind"]))
+            before = times["end of send"]
+            for host, stamps in (("a", first), ("b", second)):
+                for name, after in zip(STAGES_OF_A_HOST, stamps, strict=True):
+                    edges.append((f"host {host}: {name}", after - before))
+                    before = after
+            edges += [
                 ("caller: wake up, receive", times["begin of result"] - second[-1]),
                 ("caller: make results", times["end of result"] - times["begin of result"]),
                 ("caller: settle", end - times["end of result"]),

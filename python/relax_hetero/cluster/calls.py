@@ -6,17 +6,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tvm_ffi
 from tvm import runtime
 
 from ..artifact.signature import FunctionSignature, TensorSpec, tensors_of
 from ..vm.args.argument_binding import match_names
-from ..vm.args.arguments import Placement, place
+from ..vm.args.arguments import Placement, check_tensor, place
+from ..vm.device.tensors import dtype_name
 from ..vm.queue.fence import Fence
 from .call_plan import CallPlan, HostRun, Source, flatten_value, substitute
 from .mailbox import CallEndedError
 from .route import Route
-from .wire import Failure, Message, copy_value, decode_copy, decode_received, encode
+from .wire import Failure, Message, copy_value, decode_copy, decode_received, encode, is_plain
 
 _HOST = runtime.device("cpu", 0)
 
@@ -67,7 +69,10 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
     encoded: list[Any] = []
     for (value, _), spec in zip(match_names(signature, args, kwargs, {}), signature.inputs, strict=True):
         where = f"argument {spec.name!r} of {name!r}"
-        if plan.signature is None and isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
+        if isinstance(spec, TensorSpec) and isinstance(value, np.ndarray) and is_plain(value):
+            check_tensor(dtype_name(value.dtype), value.shape, spec, where, placement.dims)
+            encoded.append(value)
+        elif plan.signature is None and isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
             encoded.append(encode(value))
         else:
             encoded += map(encode, flatten_value(place(value, spec, where, placement), spec))

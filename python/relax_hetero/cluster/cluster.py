@@ -319,7 +319,7 @@ class Cluster:
             replica.in_flight -= 1
 
     def _send_next(self) -> None:
-        """Send the next queued call, in the sender thread, since channels may be full for a while."""
+        """Send the next queued call, in the sender thread, since a host may be busy for a while."""
         with self._lock:
             has_capacity = not self._is_closed and any(replica.has_capacity for replica in self._replicas)
             call = self._waiting.popleft() if has_capacity and self._waiting else None

@@ -9,7 +9,9 @@ Whoever connects first sends a token, which Ray distributes; listeners end once 
 
 from __future__ import annotations
 
+import copyreg
 import hmac
+import io
 import pickle
 import secrets
 import select
@@ -18,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -65,6 +67,20 @@ class Address(NamedTuple):
     tcp: tuple[str, int] | None
 
 
+def _array(buffer: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ndarray(shape, dtype, buffer)
+
+
+def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
+    return _array, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+
+
+class _Pickler(pickle.Pickler):
+    """Describes contiguous arrays in half of numpy's time."""
+
+    dispatch_table: ClassVar[dict[type, Any]] = {**copyreg.dispatch_table, np.ndarray: _reduce_array}
+
+
 class Connection:
     """One end of a connection: one thread may send while another one receives.
 
@@ -107,7 +123,9 @@ class Connection:
             Waits until the connection can take more.
         """
         buffers: list[pickle.PickleBuffer] = []
-        body = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
+        file = io.BytesIO()
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(message)
+        body = file.getvalue()
         arrays = [buffer.raw() for buffer in buffers]
         sizes = np.array([array.nbytes for array in arrays], "<u8").tobytes()
         pieces = [memoryview(_HEADER.pack(len(body), len(arrays)) + sizes + body), *arrays]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..errors import HeteroError, HostError
 from ..vm.queue.fence import thread_state
@@ -67,6 +67,10 @@ class _EndedCall:
     messages: Sequence[Message]
 
 
+_Event: TypeAlias = _EndedCall | tuple[TaskGraph, tuple[int, int]] | BaseException | None
+"""A call that has ended, a call to wait for, or a reason to look for dead hosts."""
+
+
 class ClosedError(HeteroError):
     """The cluster has been closed."""
 
@@ -121,15 +125,16 @@ class Replica:
         self.number, self.in_flight, self.limit = number, 0, in_flight
         self.problem: HeteroError | None = None
         self.is_ready = False
-        self._ray, self._routes, self._in_flight, self._listener = ray, tuple(routes), in_flight, listener
+        self._ray, self._routes, self._listener = ray, tuple(routes), listener
         self._closing = threading.Event()
         self._sending, self._exchanging, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         self._graph: TaskGraph | None = None
-        self._in_graph: dict[tuple[int, int], ClusterCall] = {}
         self._link_texts: LinkTexts = {}
         self._may_be_broken = False
-        self._events: queue.SimpleQueue[_EndedCall | tuple[int, int] | None] = queue.SimpleQueue()
-        self._mailbox_calls, self._mailbox_number = MailboxCalls(), 0
+        self._events: queue.SimpleQueue[_EndedCall | tuple[TaskGraph, tuple[int, int]] | BaseException | None] = (
+            queue.SimpleQueue()
+        )
+        self._mailbox_calls, self._attempts, self._exchanges = MailboxCalls(), 0, 0
         self._waiters = ThreadPoolExecutor(in_flight, f"calls of replica {number}")
         self._actors = actors(self._pause)
         self._collector = threading.Thread(target=self._collect, name=f"results of replica {number}", daemon=True)
@@ -166,23 +171,23 @@ class Replica:
             if not self.is_ready:
                 return False
             if graph is None or call.plan.runs:
-                self._mailbox_number += 1
-                self._mailbox_calls.add(call, self._mailbox_number)
-                self._waiters.submit(self._await_mailbox_call, call, self._mailbox_number)
+                self._attempts += 1
+                self._mailbox_calls.add(call, self._attempts)
+                self._waiters.submit(self._await_mailbox_call, call, self._attempts)
                 return True
             key = graph.new_key(call.name)
-            self._in_graph[key] = call
+            graph.calls[key] = call
             try:
                 graph.send(key, call.name, call.values)
             except BaseException as error:
-                self._break()
+                self._break(graph, error)
                 if not isinstance(error, Exception):  # Ctrl-C; the call is lost
                     raise
-                del self._in_graph[key]
+                del graph.calls[key]
                 return False
-            reads = waits and len(self._in_graph) == 1 and self._reading.acquire(blocking=False)
+            reads = waits and len(graph.calls) == 1 and self._reading.acquire(blocking=False)
             if not reads:
-                self._events.put(key)
+                self._events.put((graph, key))
         if reads:
             self._read_now(graph, key)
         return True
@@ -198,7 +203,7 @@ class Replica:
                     else:
                         self._events.put(ended)
         except BaseException as error:
-            self._break()
+            self._break(graph, error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
         finally:
@@ -208,12 +213,14 @@ class Replica:
 
     def _receive(self, graph: TaskGraph) -> list[_EndedCall]:
         """Wait for results; the caller holds `_reading`."""
-        return [_EndedCall(key, self._in_graph.pop(key), messages) for key, messages in graph.receive()]
+        results = ((key, graph.calls.pop(key, None), messages) for key, messages in graph.receive())
+        return [_EndedCall(key, call, messages) for key, call, messages in results if call is not None]
 
-    def _break(self) -> None:
+    def _break(self, graph: TaskGraph, error: BaseException) -> None:
         """Make the collector connect all hosts again, since a connection has ended or holds part of a message."""
-        self.is_ready, self._may_be_broken = False, True
-        self._events.put(None)
+        if graph is self._graph:
+            self.is_ready, self._may_be_broken = False, True
+            self._events.put(error)
 
     def close(self) -> None:
         """End all processes; calls in flight are lost."""
@@ -235,7 +242,10 @@ class Replica:
             with self._exchanging:
                 if not self._mailbox_calls.is_running(call, number):
                     return  # it was lost while it waited
-                results = run_on_all_hosts(self._ray, self._actors.handles, call.plan.runs, number, call.values)
+                self._exchanges += 1
+                results = run_on_all_hosts(
+                    self._ray, self._actors.handles, call.plan.runs, self._exchanges, call.values
+                )
         except Exception:
             if self._mailbox_calls.is_running(call, number):  # else it has already ended as lost
                 self._may_be_broken = True
@@ -254,22 +264,21 @@ class Replica:
                 event = None
             if isinstance(event, _EndedCall):
                 self._listener.on_end(self, event.call, event.messages)
-            elif event is not None:
-                self._read_until(event)
+            elif isinstance(event, tuple):
+                self._read_until(*event)
             elif not self._closing.is_set() and self._is_broken():
-                self._recover()
+                self._recover(event)
 
-    def _read_until(self, key: tuple[int, int]) -> None:
+    def _read_until(self, graph: TaskGraph, key: tuple[int, int]) -> None:
         """Hand over results until a call has ended."""
         while not self._closing.is_set():
             try:
                 with self._reading:
-                    graph = self._graph
-                    if graph is None or key not in self._in_graph:
+                    if key not in graph.calls:
                         return
                     ended_calls = self._receive(graph)
             except Exception as error:
-                if not self._closing.is_set():
+                if graph is self._graph and not self._closing.is_set():
                     self._recover(error)
                 return
             for ended in ended_calls:
@@ -286,10 +295,13 @@ class Replica:
         dead = self._actors.find_dead()
         if self._link_texts:
             abort_links(self._ray, self._actors.handles)
+        graph = self._graph
         self._close_graph()  # before taking the lock, whose holder may wait for a full connection
         with self._sending:
-            lost = [*self._in_graph.values(), *self._mailbox_calls.finish_all()]
-            self._in_graph.clear()
+            lost = self._mailbox_calls.finish_all()
+            if graph is not None:
+                lost += graph.calls.values()
+                graph.calls.clear()
             self._may_be_broken = False  # failures since then have the same cause
         names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
         reason = "" if error is None else f": {first_line(error)}"

@@ -48,6 +48,11 @@ class TaskGraph:
     in_order : sequence of int
         Routes whose calls run one after the other on each host.
 
+    Attributes
+    ----------
+    calls : dict
+        Calls in flight by their keys, which the replica adds and removes.
+
     Raises
     ------
     HostError
@@ -63,6 +68,7 @@ class TaskGraph:
         routes: Sequence[Route],
         in_order: Sequence[int],
     ) -> None:
+        self.calls: dict[tuple[int, int], Any] = {}
         self._ray, self._routes = ray, tuple(routes)
         self._route_of = route_indices(routes)
         self._keys = [0] * len(routes)

@@ -6,17 +6,17 @@ sent as the array that shares its memory, or as bytes if numpy lacks its element
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import numpy as np
 import tvm_ffi
 from tvm import runtime
 
+from ..artifact.metadata import CPU
 from ..target.element_types import numpy_dtype
 from ..vm.device.memory_pools import receive_buffer
-from ..vm.device.tensors import bytes_of, copy_into, copy_to, dtype_name, from_numpy, on_host, share_or_copy, view_bytes
-
-_NATIVE_KINDS = "biuf"
+from ..vm.device.tensors import bytes_of, copy_into, copy_to, from_numpy, on_host, share_or_copy, view_bytes
 
 _Tensor = tvm_ffi.core.Tensor
 _HOST = runtime.device("cpu", 0)
@@ -55,13 +55,18 @@ class Message(NamedTuple):
     values: tuple[Any, ...] | Failure
 
 
+def is_plain(array: np.ndarray) -> bool:
+    """Return whether an array is sent as it is: contiguous, with elements of a type that numpy has."""
+    return array.dtype in _NATIVE_DTYPES and array.flags.c_contiguous
+
+
 def encode(value: Any) -> Any:
     """Encode a run-time value or an argument of a call; tensors on CPUs share their memory with the result."""
     if isinstance(value, _Tensor):
         return _encode_tensor(value)
     if isinstance(value, np.ndarray | np.generic):
         array = np.asarray(value)
-        if array.dtype.kind in _NATIVE_KINDS and array.dtype.isnative and dtype_name(array.dtype) in _NATIVE:
+        if array.dtype in _NATIVE_DTYPES:
             return array if array.flags.c_contiguous else np.ascontiguousarray(array).reshape(array.shape)
         return _encode_tensor(from_numpy(array, _HOST))
     if isinstance(value, tvm_ffi.Shape | list | tuple):
@@ -107,6 +112,11 @@ def _copy_to_pinned(tensor: runtime.Tensor) -> runtime.Tensor:
 
 
 def _encode_tensor(tensor: runtime.Tensor) -> np.ndarray | RawTensor:
+    if tensor.__dlpack_device__()[0] == CPU:
+        with suppress(BufferError, RuntimeError):  # element types that numpy lacks
+            array = np.from_dlpack(tensor)
+            if is_plain(array):
+                return array
     tensor = on_host(_copy_to_pinned(tensor))
     data, dtype, shape = bytes_of(tensor), str(tensor.dtype), tuple(tensor.shape)
     return data.view(numpy_dtype(dtype)).reshape(shape) if dtype in _NATIVE else RawTensor(dtype, shape, data)
@@ -121,3 +131,4 @@ _NATIVE = frozenset(
         *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32, 64)),
     )
 )
+_NATIVE_DTYPES = frozenset(map(np.dtype, _NATIVE))
