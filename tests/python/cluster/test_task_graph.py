@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.cluster import CALL, CallPlan, HostStep, Source
+from relax_hetero.cluster import CALL, CallPlan, HostStep, Source, connections
 from relax_hetero.cluster.connections import CALLER, Listener, connect, new_token
 from relax_hetero.cluster.route import routes_of
 from relax_hetero.cluster.task_graph import TaskGraph, TaskLoop
@@ -55,9 +55,9 @@ class Hosts:
     def _start(self, host: str, token: bytes, addresses: Any, in_order: Sequence[int]) -> Any:
         def run() -> str:
             index, names = self.names.index(host), [*self.names, CALLER]
-            connections = {name: connect(addresses[name], "node", token, index, name) for name in names[:index]}
-            connections |= self._listeners[host].accept(dict(list(enumerate(names))[index + 1 :]))
-            self.loops[host] = TaskLoop(host, self.routes, connections, self._run, in_order)
+            peers = {name: connect(addresses[name], "node", token, index, name) for name in names[:index]}
+            peers |= self._listeners[host].accept(dict(list(enumerate(names))[index + 1 :]))
+            self.loops[host] = TaskLoop(host, self.routes, peers, self._run, in_order)
             try:
                 self.loops[host].run()
             except Exception as error:
@@ -121,10 +121,13 @@ def test_calls_of_all_routes_run_at_the_same_time(start: Callable[..., Hosts], i
             assert [call for *which, call in hosts.ran if which == [route, task]] == list(range(20))
 
 
-def test_hosts_that_send_large_messages_to_each_other_do_not_wait_forever(start: Callable[..., Hosts]) -> None:
+def test_hosts_that_send_large_messages_to_each_other_do_not_wait_forever(
+    start: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """a sends the next call's values while b sends those of the call before."""
+    monkeypatch.setattr(connections, "_BUFFER_BYTES", 1 << 16)
     hosts = start({"main": LARGE})
-    x = np.zeros(2_000_000, "float32")
+    x = np.zeros(500_000, "float32")
     for _ in range(6):
         hosts.send("main", x)
     assert [float(value[0]) for (value,) in hosts.results(6).values()] == [3] * 6
