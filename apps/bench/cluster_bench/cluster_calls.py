@@ -309,6 +309,7 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
         for fence in fences:
             fence.result()
         ours = len(fences) / (time.perf_counter() - begin)
+    os.environ["TVM_NUM_THREADS"] = "1"  # of processes that are started from now on
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
         theirs = sum(pool.starmap(_plain_process, [(size, seconds)] * 2))
@@ -317,7 +318,6 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
 
 def _plain_process(size: int, seconds: float) -> float:
     """The calls per second of a process that does nothing else."""
-    os.environ["TVM_NUM_THREADS"] = "1"
     x = np.random.default_rng(0).random((size, size), dtype="float32") / size
     vm = rh.vm.VirtualMachine(rh.compile(module((size, size), stage_of(size))))
     vm["main"](x)
