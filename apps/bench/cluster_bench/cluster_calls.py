@@ -224,7 +224,7 @@ def timeline_part(seconds: float, megabytes: int, size: int) -> None:
         on_hosts(lambda host: host.stamps.times.clear())
         stamps.note(module_of_calls, "bind")
         stamps.note(module_of_calls, "result_of", before=True)
-        durations = []
+        durations: list[np.ndarray] = []
         end = time.perf_counter() + seconds
         while time.perf_counter() < end or not durations:
             begins = [begin for _ in range(BURST) for begin in (time.perf_counter(), call(x))[:1]]
@@ -309,7 +309,7 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
         for fence in fences:
             fence.result()
         ours = len(fences) / (time.perf_counter() - begin)
-    os.environ["TVM_NUM_THREADS"] = "1"  # of processes that are started from now on
+    os.environ.update(TVM_NUM_THREADS="1", TVM_BIND_THREADS="0")  # of processes that are started from now on
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
         theirs = sum(pool.starmap(_plain_process, [(size, seconds)] * 2))

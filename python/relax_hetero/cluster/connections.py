@@ -20,7 +20,7 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -72,13 +72,13 @@ def _array(buffer: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray
 
 
 def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
-    return _array, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+    return _array, (pickle.PickleBuffer(array.data), array.dtype.str, array.shape)
 
 
 class _Pickler(pickle.Pickler):
     """Describes contiguous arrays in half of numpy's time."""
 
-    dispatch_table: ClassVar[dict[type, Any]] = {**copyreg.dispatch_table, np.ndarray: _reduce_array}
+    dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_array}  # type: ignore[assignment]  # noqa: RUF012
 
 
 class Connection:
@@ -170,7 +170,7 @@ def _read(sock: socket.socket) -> Generator[Any, None, None]:
         yield from _fill(sock, head)
         buffers = [aligned_bytes(int(nbytes)) for nbytes in np.frombuffer(head, "<u8", count)]
         for buffer in buffers:
-            yield from _fill(sock, memoryview(buffer))
+            yield from _fill(sock, buffer.data)
         message = pickle.loads(head[8 * count :], buffers=buffers)
         buffers.clear()  # the message owns its memory
         yield message

@@ -11,7 +11,7 @@ import heapq
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import HostError
 from .call_plan import CALL
@@ -205,7 +205,7 @@ class TaskLoop:
         self._next_call = dict.fromkeys(in_order, 0)
         self._peers = Peers(connections, receives_while_sending=True)
 
-    def run(self) -> None:
+    def run(self) -> NoReturn:
         """Run tasks until a connection ends; raises HostError then, and errors of links."""
         try:
             self._peers.send(CALLER, ())  # all are connected
