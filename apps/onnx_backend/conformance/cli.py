@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=2, help="number of processes (default 2)")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds a case may take (default 120)")
     parser.add_argument("--budget", type=float, default=math.inf, help="seconds after which no further case begins")
-    parser.add_argument("--gpu", default="cuda", help="target of (d) and (e): cuda, JSON, or llvm, a CPU in its place")
+    parser.add_argument(
+        "--gpu", default="cuda", help="target of (d) and (e): cuda, opencl, llvm (a CPU in its place), or JSON"
+    )
     parser.add_argument("--build-only", action="store_true", help="compile the cases, run none: needs no GPU")
     parser.add_argument("--json", type=Path, help="write all outcomes of the configurations run to this file")
     parser.add_argument("--write-docs", action="store_true", help=f"write {DOCUMENT.name} from the store")
@@ -131,13 +133,16 @@ def _is_conformant(results: dict[str, list[Outcome]], folder: Path, console: Con
 
 def _check_gpu(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """End the command if configurations need a GPU and there is none."""
-    if arguments.no_run or arguments.build_only or arguments.gpu == "llvm":
+    if arguments.no_run or arguments.build_only or not set(arguments.config) & set(GPU_CONFIGURATIONS):
         return
-    if set(arguments.config) & set(GPU_CONFIGURATIONS):
-        import tvm
+    from relax_hetero.target.backend import backend_of
 
-        if not tvm.cuda(0).exist:
-            parser.error("(d) and (e) need an NVIDIA GPU: --build-only compiles the cases, --gpu llvm uses a CPU")
+    backend = backend_of(json.loads(arguments.gpu)["kind"] if arguments.gpu.startswith("{") else arguments.gpu)
+    if not backend.count():
+        parser.error(
+            f"(d) and (e) need {backend.description or backend.kind}, found none {backend.why_absent()}: "
+            "--build-only compiles the cases, --gpu llvm uses a CPU"
+        )
 
 
 def main() -> None:
@@ -169,7 +174,8 @@ def main() -> None:
         document = {key: [outcome.to_json() for outcome in outcomes] for key, outcomes in results.items()}
         arguments.json.write_text(json.dumps(document, indent=1))
     if arguments.write_docs:
-        DOCUMENT.write_text(markdown({key: store.read(arguments.results, key) for key in CONFIGURATIONS}))
+        stored = {key: store.read(arguments.results, key) for key in CONFIGURATIONS}
+        DOCUMENT.write_text(markdown(stored, DOCUMENT.read_text()))
         console.print(f"wrote {DOCUMENT}")
     if not (arguments.smoke or _is_conformant(results, arguments.results, console)):
         sys.exit(1)

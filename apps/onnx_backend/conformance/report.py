@@ -29,18 +29,26 @@ _EXPLAINED = {
 }
 
 
-def markdown(results: dict[str, dict[str, Outcome]]) -> str:
+OTHER_DEVICES = "## On other devices"
+"""Heading of the part of the document that is written by hand, before its last line."""
+
+
+def markdown(results: dict[str, dict[str, Outcome]], before: str = "") -> str:
     """Text of `docs/reference/conformance.md`.
 
     Parameters
     ----------
     results : dict
         Configuration letter to case name to outcome; configurations without outcomes are left out.
+    before : str
+        The document's text before, whose part about other devices stays.
     """
     results = {key: outcomes for key, outcomes in results.items() if outcomes}
     parts = [_head(results), _table(results), _promise(results), _comparison()]
     if "b" in results:
         parts.append(_refusals(results["b"]))
+    if OTHER_DEVICES in before:
+        parts.append(OTHER_DEVICES + before.partition(OTHER_DEVICES)[2].partition("**Next")[0])
     parts.append("**Next:** [performance](performance.md).\n")
     return "\n".join(parts)
 

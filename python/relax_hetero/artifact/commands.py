@@ -202,7 +202,8 @@ class RegionSpec:
     commands : tuple of Command
         Commands in order.
     runs : str
-        ``"host function"``, ``"CUDA graph"`` or ``"stream"``; ``"walked commands"`` without the compiler.
+        ``"host function"``, ``"CUDA graph"``, or the word of `Backend.submission` ("stream"); ``"walked commands"``
+        without the compiler.
     ended_by : str
         The next binding, which could not become a command and ended the region.
     """

@@ -29,6 +29,30 @@ class KernelLaunch:
 
 
 @dataclass(frozen=True)
+class LaunchSequence:
+    """Launches of a command buffer, or of a kernel by itself, whose arguments host code passes in one call.
+
+    Attributes
+    ----------
+    name : str
+        Name of the host function.
+    constants : tuple of int or float
+        Arguments that are known when compiling.
+    launches : tuple of tuple of int
+        For each launch the index of its kernel in `DeviceCode.kernels`, and the positions of its arguments among those
+        that are passed, followed by `constants`.
+    """
+
+    name: str
+    constants: tuple[float, ...]
+    launches: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "constants", tuple(self.constants))
+        object.__setattr__(self, "launches", tuple(map(tuple, self.launches)))
+
+
+@dataclass(frozen=True)
 class DeviceCode:
     """Kernels of one target.
 
@@ -42,17 +66,21 @@ class DeviceCode:
         Source, in the language of the kind.
     kernels : tuple of KernelLaunch
         The kernels.
+    sequences : tuple of LaunchSequence
+        Launches that host code submits as a whole.
     """
 
     kind: str
     key: str
     text: str
     kernels: tuple[KernelLaunch, ...]
+    sequences: tuple[LaunchSequence, ...] = ()
 
     def __post_init__(self) -> None:
-        launches = (KernelLaunch(**entry) if isinstance(entry, dict) else entry for entry in self.kernels)
-        object.__setattr__(self, "kernels", tuple(launches))
+        for name, kind in (("kernels", KernelLaunch), ("sequences", LaunchSequence)):  # JSON has dicts
+            entries = (kind(**entry) if isinstance(entry, dict) else entry for entry in getattr(self, name))
+            object.__setattr__(self, name, tuple(entries))
 
-    def function_name(self, kernel: str) -> str:
-        """The name of the global function that launches a kernel."""
-        return f"{self.key}.{kernel}"
+    def function_name(self, name: str) -> str:
+        """The name of the global function that launches a kernel, or a sequence."""
+        return f"{self.key}.{name}"

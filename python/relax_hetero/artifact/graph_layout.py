@@ -19,6 +19,9 @@ machine's slow path."""
 
 # Words of the state. The device writes only CONSUMED, which has a cache line of its own.
 LAUNCH, GET_STREAM, GRAPH, DEVICE, SUBMITTED, CONSUMED = 0, 1, 2, 3, 4, 8
+OWNER = 5
+"""Word of a state, and of a mailbox, with the address of the function that serves it in programs without Python
+(`vm/file/standalone_cuda.c`); 0 in those of `rh.vm.VirtualMachine`."""
 _STAGED = 16
 
 # Words of the table.

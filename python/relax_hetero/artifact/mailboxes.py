@@ -11,12 +11,16 @@ both ends by the same memory (`vm.device.mailboxes`).
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
 DATA = 64
 """Position of the values in a mailbox, in bytes; the flag, an int32, is at 0."""
+
+ALIGNMENT = 256
+"""Alignment of a mailbox in bytes."""
 
 VALUE_ALIGNMENT = 64
 """Alignment of each value in a mailbox, in bytes."""
@@ -50,3 +54,20 @@ class MailboxSpec:
             return None
         number, nbytes = np.frombuffer(data[len(_MARK) :], "<i8").tolist()
         return MailboxSpec(number, nbytes)
+
+
+def offsets_of(specs: Iterable[MailboxSpec | None]) -> tuple[dict[int, int], int]:
+    """The position of each mailbox in the memory of all, by number, and the bytes of that memory.
+
+    Parameters
+    ----------
+    specs : iterable of MailboxSpec or None
+        Mailboxes, of which each may occur repeatedly, and others.
+    """
+    offsets: dict[int, int] = {}
+    size = 0
+    for spec in specs:
+        if spec is not None and spec.number not in offsets:
+            offsets[spec.number] = size
+            size += -(-(DATA + spec.nbytes) // ALIGNMENT) * ALIGNMENT
+    return offsets, size

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import tvm
     from tvm import runtime
 
-    from ..artifact.device_code import DeviceCode, KernelLaunch
+    from ..artifact.device_code import DeviceCode, KernelLaunch, LaunchSequence
 
 
 _MAX_NAME = 60
@@ -28,7 +28,14 @@ class ManagedBackend(Backend):
 
     A subclass defines `memory`, and `launcher` and perhaps `generate` if there are kernels that bind threads; other
     kernels are host code, which must be able to access the memory.
+
+    Attributes
+    ----------
+    submits_sequences : bool
+        Whether host code passes all launches of a command buffer in one call (`sequence_launcher`).
     """
+
+    submits_sequences = False
 
     def memory(self) -> DeviceMemory | None:
         """Memory of the devices, the same at each call; None if a package or driver is absent (`why_absent`)."""
@@ -38,6 +45,13 @@ class ManagedBackend(Backend):
         """A function that launches a kernel on a device.
 
         It takes the index of the device, the values of the parameters (addresses and numbers), and the extents.
+        """
+        raise NotImplementedError(self.kind)
+
+    def sequence_launcher(self, code: DeviceCode, sequence: LaunchSequence) -> Callable[..., None]:
+        """A function that launches the kernels of a command buffer on a device.
+
+        It takes the index of the device, and the arguments; addresses are integers.
         """
         raise NotImplementedError(self.kind)
 
@@ -66,6 +80,7 @@ class ManagedBackend(Backend):
         from ..artifact.device_code import DeviceCode
         from ..driver.link.link import binds_threads
         from ..driver.link.llvm_kernels import with_workspace_device
+        from .launch_sequences import SEQUENCE, with_sequences
 
         lower, finalize_host, finalize_device = tirx.get_default_tir_pipeline(target)
         # TVM would make device code of functions of the device that command buffers call.
@@ -77,6 +92,7 @@ class ManagedBackend(Backend):
         host, devices = split_host_device_mods(lower(tirx.transform.BindTarget(target)(mod)))
         codes: list[DeviceCode] = []
         names: dict[str, str] = {}
+        sequences: tuple[LaunchSequence, ...] = ()
         for device_target, device in devices.items():
             launches, texts = {}, []
             parts = sorted(finalize_device()(device).functions.items(), key=lambda pair: str(pair[0].name_hint))
@@ -87,9 +103,12 @@ class ManagedBackend(Backend):
                 kernel = tvm.IRModule({tvm.ir.GlobalVar(name): func.with_attr("global_symbol", name)})
                 texts.append(self.generate(kernel, device_target))  # of all at once, the declarations are quadratic
             text = "".join(texts)
-            key = hashlib.blake2b(f"{device_target}\n{text}".encode(), digest_size=12).hexdigest()
-            code = DeviceCode(self.kind, f"relax_hetero.{self.kind}.{key}", text, tuple(launches.values()))
+            if self.submits_sequences and len(devices) == 1:
+                host, sequences = with_sequences(host, list(launches))
+            key = hashlib.blake2b(f"{device_target}\n{sequences}\n{text}".encode(), digest_size=12).hexdigest()
+            code = DeviceCode(self.kind, f"relax_hetero.{self.kind}.{key}", text, tuple(launches.values()), sequences)
             names.update({name: code.function_name(launch.name) for name, launch in launches.items()})
+            names.update({SEQUENCE + each.name: code.function_name(each.name) for each in sequences})
             codes.append(code)
         host = finalize_host()(with_workspace_device(host))
         return codegen_build(_with_names(host, names), target.host), tuple(codes)
@@ -146,6 +165,10 @@ class ManagedBackend(Backend):
             name = code.function_name(kernel.name)
             if tvm_ffi.get_global_func(name, allow_missing=True) is None:
                 tvm_ffi.register_global_func(name, api.launching(self.launcher(code, kernel), len(kernel.params)))
+        for sequence in code.sequences:
+            name = code.function_name(sequence.name)
+            if tvm_ffi.get_global_func(name, allow_missing=True) is None:
+                tvm_ffi.register_global_func(name, api.submitting(self.sequence_launcher(code, sequence)))
 
 
 def _launch(name: str, func: Any) -> KernelLaunch:

@@ -77,8 +77,6 @@ class Graph:
         Labels of the columns of outputs that are lists of dictionaries.
     metadata : ModelMetadata
         Descriptions.
-    prefers_static : bool
-        True if it has convolutions of bytes over images of symbolic size, which no kernel of this library computes.
     """
 
     source: ModelSource
@@ -87,7 +85,6 @@ class Graph:
     outputs: list[NodeArg]
     labels: dict[str, list[Any]]
     metadata: ModelMetadata
-    prefers_static: bool
 
     @property
     def is_dynamic(self) -> bool:
@@ -136,8 +133,6 @@ def read_graph(model: ModelSource, options: SessionOptions) -> Graph:
             proto.producer_name,
             proto.model_version,
         ),
-        any(node.op_type in ("ConvInteger", "QLinearConv") for node in graph.node)
-        and any(not dim.HasField("dim_value") for info in graph.input for dim in info.type.tensor_type.shape.dim[2:]),
     )
     _take_columns(graph, labels)
     return facts

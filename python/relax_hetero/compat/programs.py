@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
@@ -47,7 +48,7 @@ class Programs:
         self._vdevices = None if vdevices == ["llvm"] else vdevices
         self._machines: OrderedDict[_Key, VirtualMachine] = OrderedDict()
         self._lock = threading.Lock()
-        self._per_shape = (per_shape or graph.prefers_static) and graph.is_dynamic
+        self._per_shape = per_shape and graph.is_dynamic
         if not self._per_shape:
             self._make_symbolic()
 
@@ -84,12 +85,14 @@ class Programs:
             machine = self._machines.get(key)
             if machine is not None:
                 return machine
-            if shapes is not None:
-                log.info("compiling for the shapes %s", shapes)
+            kinds = "all shapes" if shapes is None else f"the shapes {shapes}"
+            log.info("compiling for %s, unless the compile cache has the program", kinds)
+            begin = time.perf_counter()
             mod = from_onnx(self._graph.source, vdevices=self._vdevices, shapes=shapes)
             overrides = key[0]
             defaults = None if overrides else dict((mod["main"].attrs or {}).get(DEFAULTS, {}))
             machine = VirtualMachine(compile(mod, params=defaults or None), **self._threads)
+            log.info("the program for %s is ready after %.1f s", kinds, time.perf_counter() - begin)
             self._machines[key] = machine
             if len(self._machines) > _MAX_PROGRAMS:
                 self._machines.popitem(last=False)

@@ -19,8 +19,10 @@ from relax_hetero.compat.graph import ModelMetadata, NodeArg, read_graph
 from relax_hetero.compat.options import PER_SHAPE, RunOptions, SessionOptions, warn_once
 from relax_hetero.compat.profiling import SessionProfile
 from relax_hetero.compat.programs import Programs
+from relax_hetero.compat.text import without_text_steps
 from relax_hetero.compat.values import OrtValue, numpy_dtype_of, type_text_of_dtype
 from relax_hetero.errors import HeteroError
+from relax_hetero.vm.device.tensor_arrays import host_array
 from relax_hetero.vm.machine import VirtualMachine
 
 _STRING = "tensor(string)"
@@ -64,6 +66,7 @@ class InferenceSession:
         self._profile = SessionProfile(self._options.profile_file_prefix) if self._options.enable_profiling else None
         with as_errors_of_onnxruntime(Fail):
             self._graph = read_graph(path_or_bytes, self._options)
+            self._compiled_graph, self._text_steps = without_text_steps(self._graph)
         arguments = [*self._graph.inputs, *self._graph.overridable]
         self._input_types = {arg.name: _InputType(arg) for arg in arguments}
         optional = {arg.name for arg in arguments if arg.type.startswith("optional")}
@@ -137,7 +140,7 @@ class InferenceSession:
         per_shape = options._entries.get(PER_SHAPE) == "1"
         with as_errors_of_onnxruntime(NotImplemented):
             vdevices = vdevices_of(chosen, options.intra_op_num_threads)
-            return Programs(self._graph, vdevices, per_shape, options._threads())
+            return Programs(self._compiled_graph, vdevices, per_shape, options._threads())
 
     def _direct_machine(self) -> VirtualMachine | None:
         """The machine that takes and returns tensors as they are, if there is one for all calls."""
@@ -178,10 +181,10 @@ class InferenceSession:
         list
             Arrays; lists for sequences, lists of dictionaries for outputs of ZipMap.
         """
-        indices = self._indices(output_names)
+        indices = self._indices(output_names) if output_names else self._every_output
         results = self._call(input_feed, run_options)
         if self._direct is not None:
-            return [results[index].numpy() for index in indices]
+            return [_array_of_result(results[index]) for index in indices]
         return [self._host_value(index, results[index]) for index in indices]
 
     def run_async(
@@ -288,6 +291,8 @@ class InferenceSession:
         types = self._input_types
         arguments = {name: types[name].checked(value) for name, value in feed.items() if value is not None}
         with as_errors_of_onnxruntime(Fail):
+            if self._text_steps is not None:
+                arguments = self._text_steps(arguments)
             machine = self._programs.machine_for(arguments)
             if self._profile is None:
                 return self._results(machine, arguments)
@@ -350,6 +355,12 @@ class InferenceSession:
             proto = onnx.load_model_from_string(bytes(source)) if is_bytes else onnx.load(os.fspath(source))  # type: ignore[arg-type]
         onnx.save(proto, path)
         warn_once(f"{path} holds the model as it was given: code that is compiled here is not ONNX")
+
+
+def _array_of_result(tensor: Any) -> np.ndarray:
+    """A result, which has memory of its own, as an array that the caller may write to."""
+    array = host_array(tensor)
+    return array if array.flags.writeable else array.copy()  # numpy before 2.1 shares memory for reading only
 
 
 class _InputType:

@@ -2,11 +2,15 @@
 
 PyTorch finds `compile_graph` by the package's entry point. A graph is exported and compiled at its first call; one that
 cannot be runs in PyTorch, and a log line says why.
+
+TorchDynamo leaves LSTM, GRU and RNN layers out of graphs unless its setting ``allow_rnn`` is on, because other back
+ends unroll them. It decides so before it calls a back end, thus loading this module turns the setting on.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +21,9 @@ from relax_hetero.vm.machine import VirtualMachine
 
 log = logging.getLogger("relax_hetero.torch_compile")
 _OPTIONS = ("placement", "vdevices")
+
+if "torch" in sys.modules:
+    sys.modules["torch"]._dynamo.config.allow_rnn = True
 
 
 def compile_graph(

@@ -23,6 +23,7 @@ from .gguf.hyperparameters import hyperparameters_of
 from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
 from .gguf.place_layers import place_layers
+from .gguf.scaling import shared_layers
 from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
 from .gguf.tensor_parallel import dealt_rules, split_caches, with_split_parameters
 from .gguf.weights import Weights
@@ -172,7 +173,11 @@ def from_gguf(
         assert devices is not None, "check_placement refuses placement without devices"
         costs, limits = cost_model or CostModel.measured(devices), memory_limits(memory_limit, devices)
         counts = read_expert_counts(expert_counts, model)
-        placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
+        shared = None if count_experts else shared_layers(file, model, cache, devices, costs, limits)
+        if shared is None:
+            placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
+        else:
+            placement, reasons, estimate = shared.rules, shared.reasons, shared.estimate
     elif expert_counts is not None:
         raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
     has_mesh = devices is not None and any(

@@ -22,6 +22,8 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <stdio.h>
+#include <string.h>
 #include <tvm/ffi/c_api.h>
 
 #ifdef __cplusplus
@@ -82,17 +84,30 @@ typedef struct {
     const rh_check_info *checks;
 } rh_file_info;
 
+/* Write why a check has refused a value, which it expects from `first` to `end` - 1. */
+static inline void rh_write_refusal(char *text, size_t bytes, const rh_check_info *check, long long found,
+                                    long long first, long long end) {
+    if (strcmp(check->subject, "size") == 0)
+        snprintf(text, bytes, "%s is divided by a size that is 0", check->where);
+    else if (strcmp(check->subject, "divisor") == 0)
+        snprintf(text, bytes, "%s: an integer is divided by 0", check->where);
+    else if (first < end)
+        snprintf(text, bytes, "%s: %s %lld is out of range, expected %lld to %lld", check->where, check->subject, found,
+                 first, end - 1);
+    else
+        snprintf(text, bytes, "%s: %s %lld is out of range, expected none, as the axis is empty", check->where,
+                 check->subject, found);
+}
+
 #ifndef RH_DECLARATIONS_ONLY
 
 #include <dlfcn.h>
-#include <stdio.h>
 #include <stdlib.h>
-#include <string.h>
 
 typedef struct rh_tensor rh_tensor; /* a reference to a tensor of TVM */
 
 typedef struct {
-    TVMFFIObjectHandle file, machine, release;
+    TVMFFIObjectHandle file, machine, release, abandon;
     TVMFFIObjectHandle *functions; /* as in info */
     const rh_file_info *info;
     DLDevice *devices;
@@ -192,7 +207,8 @@ static inline void rh_free(rh_model *model) {
     for (int32_t i = 0; model->functions != NULL && i < model->info->num_functions; i++)
         if (model->functions[i] != NULL)
             TVMFFIObjectDecRef(model->functions[i]);
-    TVMFFIObjectHandle objects[3] = {model->release, model->machine, model->file};
+    /* Not the file: its code keeps pointers to kernels of a GPU that it has found in the module loaded last. */
+    TVMFFIObjectHandle objects[3] = {model->release, model->abandon, model->machine};
     for (int32_t i = 0; i < 3; i++)
         if (objects[i] != NULL)
             TVMFFIObjectDecRef(objects[i]);
@@ -212,8 +228,12 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
     dlopen("libtvm_runtime_extra.so", RTLD_LAZY | RTLD_GLOBAL); /* some models call functions of it */
     int loaded = rh_call_global("ffi.ModuleLoadFromFile", &name, 1, &result, path);
     free(file);
-    if (loaded != 0)
+    if (loaded != 0) {
+        if (strstr(rh_error_text, "load_from_bytes.cuda") != NULL)
+            return rh_fail(path, "runs on a GPU, expected libtvm_runtime_cuda.so of TVM, libcudart.so.13 and NVIDIA's "
+                                 "driver (libcuda.so.1) where the dynamic loader finds them");
         return -1;
+    }
     model->file = result.v_obj;
     if (rh_call_method(model->file, "relax_hetero.describe", NULL, 0, &result, path) != 0)
         return -1;
@@ -251,7 +271,8 @@ static inline int rh_start(rh_model *model, const char *path, const DLDevice *de
     for (int32_t i = 0; status == 0 && i < info->num_functions; i++)
         if ((model->functions[i] = rh_function(model->machine, info->functions[i].name, path)) == NULL)
             status = -1;
-    if (status == 0 && (model->release = rh_function(model->machine, "relax_hetero.release_result", path)) == NULL)
+    if (status == 0 && ((model->release = rh_function(model->machine, "relax_hetero.release_result", path)) == NULL ||
+                        (model->abandon = rh_function(model->file, "relax_hetero.abandon", path)) == NULL))
         status = -1;
     return status;
 }
@@ -292,16 +313,8 @@ static inline int rh_explain_refusal(const rh_file_info *info) {
     if (text == NULL || sscanf(text + strlen(RH_REFUSED), " check %lld, found %lld, expected %lld to %lld", &check,
                                &found, &first, &end) != 4 || check < 0 || check >= info->num_checks)
         return -1;
-    const char *where = info->checks[check].where, *subject = info->checks[check].subject;
-    char why[256];
-    if (strcmp(subject, "size") == 0 || strcmp(subject, "divisor") == 0)
-        return rh_fail(where, *subject == 's' ? "divided by a size that is 0" : "an integer is divided by 0");
-    int used = snprintf(why, sizeof why, "%s %lld is out of range, expected ", subject, found);
-    if (first < end)
-        snprintf(why + used, sizeof why - (size_t)used, "%lld to %lld", first, end - 1);
-    else
-        snprintf(why + used, sizeof why - (size_t)used, "none, as the axis is empty");
-    return rh_fail(where, why);
+    rh_write_refusal(rh_error_text, sizeof rh_error_text, &info->checks[check], found, first, end);
+    return -1;
 }
 
 /* Call a function with any values of TVM; the caller releases the result (rh_drop). 0, or -1 on errors. */
@@ -312,8 +325,11 @@ static inline int rh_call(rh_model *model, const rh_function_info *function, con
     if (function == NULL)
         return -1;
     TVMFFIObjectHandle code = model->functions[function - model->info->functions];
-    if (TVMFFIFunctionCall(code, (TVMFFIAny *)args, num_args, result) != 0)
-        return rh_take_error(""), rh_explain_refusal(model->info);
+    if (TVMFFIFunctionCall(code, (TVMFFIAny *)args, num_args, result) != 0) {
+        rh_take_error("");
+        TVMFFIFunctionCall(model->abandon, NULL, 0, &released);
+        return rh_explain_refusal(model->info);
+    }
     /* TVM's machine refers to the result until its next function ends: then that could not use the same memory. */
     return TVMFFIFunctionCall(model->release, NULL, 0, &released) == 0 ? 0 : rh_take_error("");
 }
@@ -375,7 +391,18 @@ static inline int rh_tensor_read(const rh_tensor *tensor, void *data, size_t byt
                                  rh_any(kTVMFFIInt, (int64_t)bytes)};
     if (bytes != rh_tensor_bytes(tensor))
         return rh_fail_numbers("rh_tensor_read", "bytes", (long long)bytes, (long long)rh_tensor_bytes(tensor));
-    return rh_call_global("runtime.TVMTensorCopyToBytes", args, 3, &result, "rh_tensor_read");
+    if (rh_call_global("runtime.TVMTensorCopyToBytes", args, 3, &result, "rh_tensor_read") != 0)
+        return -1;
+    /* Files for GPUs define this function, for values that kernels have refused meanwhile. */
+    TVMFFIByteArray name = {"relax_hetero.raise_reported", strlen("relax_hetero.raise_reported")};
+    TVMFFIObjectHandle function = NULL;
+    if (rh_tensor_dl(tensor)->device.device_type != kDLCUDA || TVMFFIFunctionGetGlobal(&name, &function) != 0 ||
+        function == NULL)
+        return 0;
+    args[0] = rh_any(kTVMFFIInt, rh_tensor_dl(tensor)->device.device_id);
+    int status = TVMFFIFunctionCall(function, args, 1, &result);
+    TVMFFIObjectDecRef(function);
+    return status == 0 ? 0 : rh_take_error("");
 }
 
 /* Call a function of tensors that returns a tensor or a tuple of tensors; NULL stands for a default value. Returns the

@@ -239,6 +239,8 @@ class CompiledModel:
         Task that compiles the same functions and more; calls after its end use these.
     all_rows : (int, int), optional
         Rows of the largest decode and prefill functions after its end; by default those of `executable`.
+    threads, cores, spin
+        As for `rh.vm.VirtualMachine`.
 
     Attributes
     ----------
@@ -273,7 +275,12 @@ class CompiledModel:
         description: ModelDescription,
         rest: BackgroundTask[Executable] | None = None,
         all_rows: tuple[int, int] | None = None,
+        *,
+        threads: int | None = None,
+        cores: Sequence[int] | None = None,
+        spin: bool = True,
     ) -> None:
+        self._threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
         self._use(executable)
         self._rest = rest
         if rest is not None:
@@ -305,7 +312,7 @@ class CompiledModel:
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
-        self.machine = VirtualMachine(executable)
+        self.machine = VirtualMachine(executable, **self._threads)
         executable.release_host_copies()
         self._executable = executable
         self.chunk = self._chunks[-1]

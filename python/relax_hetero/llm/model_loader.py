@@ -18,7 +18,7 @@ from tvm.ir.transform import PassContext
 from tvm.target import Target
 
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
-from ..artifact.metadata import CPU
+from ..artifact.metadata import CPU, DeviceSpec
 from ..artifact.regular_files import open_regular
 from ..encoding.pages import EXPERT_COUNTS, LayerCache
 from ..errors import BuildError, EncoderError
@@ -28,6 +28,7 @@ from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
+from ..vm.device.threads import choose_threads
 from .background import BackgroundTask, foreground
 from .compiled_model import CompiledModel
 from .description import ModelDescription, context_warning
@@ -107,7 +108,7 @@ BACKGROUND_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Arguments of `load`; `options` are those of `rh.from_gguf`."""
+    """Arguments of `load`; `options` are those of `rh.from_gguf`, and `threads` those of `VirtualMachine`."""
 
     path: Path
     vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None
@@ -117,6 +118,7 @@ class _Arguments:
     background: bool
     drafted: Loaded | None
     progress: Progress | None
+    threads: dict[str, Any]
 
     @property
     def devices(self) -> list[VDevice]:
@@ -149,6 +151,9 @@ def load(
     draft_placement: PlacementRules | Literal["auto"] | None = None,
     verify_drafts: bool | None = None,
     tensor_parallel: int = 1,
+    threads: int | None = None,
+    cores: Sequence[int] | None = None,
+    spin: bool = True,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a language model and its tokenizer.
@@ -192,6 +197,9 @@ def load(
         with a draft model. CPUs always can.
     tensor_parallel : int
         As for `rh.from_gguf`; not for a saved folder, nor for ONNX decoders.
+    threads, cores, spin
+        As for `rh.vm.VirtualMachine`, also for a draft model that `draft` names: threads of this model alone, whatever
+        other models of the process use.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -227,12 +235,13 @@ def load(
         )
     if draft is None and (draft_vdevices, draft_placement) != (None, None):
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
+    own_threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
     if isinstance(draft, (str, os.PathLike)):  # first, as it is the smaller one
         devices = vdevices if draft_vdevices is None else draft_vdevices
         sizes: dict[str, Any] = {name: options[name] for name in _DRAFT_OPTIONS}
         try:
             drafted: Loaded | None = load(
-                draft, devices, draft_placement, **sizes, background=background, progress=progress
+                draft, devices, draft_placement, **sizes, background=background, **own_threads, progress=progress
             )
         except EncoderError as error:  # not what callers know of `path`
             raise BuildError(f"draft: {error}") from error
@@ -250,14 +259,18 @@ def load(
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
-        arguments = _Arguments(Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress)
+        arguments = _Arguments(
+            Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress, own_threads
+        )
+        # Before the model is compiled, which may take minutes.
+        choose_threads([DeviceSpec(str(device.target)) for device in arguments.devices], **own_threads)
         return _with_draft(_warn_of_long_context(*load_kind(arguments)), drafted)
     is_saved = (Path(path) / _DESCRIPTION).exists()
     given = vdevices, placement, batch_invariant, {**options, "count_experts": False}
     if is_saved and given != (None, None, False, _DEFAULTS):
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
-    model, tokenizer = _load_saved(Path(path))
+    model, tokenizer = _load_saved(Path(path), own_threads)
     _check_draft_tokens(tokenizer, drafted)
     if count_experts and not model.expert_counts.tensors:
         raise BuildError(
@@ -284,7 +297,9 @@ def _load_file(arguments: _Arguments) -> Loaded:
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
     options = _resolve_options(arguments, model, devices, context)
     rules = arguments.placement
-    caches, parts = split_caches(model, {} if rules is None or isinstance(rules, str) else rules, devices)
+    if isinstance(rules, str):
+        rules = _shared_rules(file, model, devices, options)
+    caches, parts = split_caches(model, rules or {}, devices)
     donated = [f"pages_{index}" for index in range(len(caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
@@ -311,7 +326,23 @@ def _load_file(arguments: _Arguments) -> Loaded:
         decodes_like_prefill=is_invariant,
     )
     all_rows = max(options["batches"]), max(options["chunks"])
-    return CompiledModel(executable, description, rest, all_rows), tokenizer
+    return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
+
+
+def _shared_rules(
+    file: GgufFile, model: Hyperparameters, devices: list[VDevice], options: dict[str, Any]
+) -> PlacementRules | None:
+    """Rules of ``placement="auto"`` if GPUs share all layers, so that caches are in parts."""
+    from ..frontend import CostModel, PagedCache
+    from ..frontend.auto.auto_placement import memory_limits
+    from ..frontend.gguf.scaling import shared_layers
+
+    if len(devices) < 2 or any(map(is_cpu, devices)) or options["count_experts"]:
+        return None
+    sizes = options["batches"], options["chunks"], options["slots"], options["context"], options["page_type"]
+    limits, costs = memory_limits(options["memory_limit"], devices), CostModel.measured(devices)
+    shared = shared_layers(file, model, PagedCache(*sizes), devices, costs, limits)
+    return None if shared is None else shared.rules
 
 
 def _resolve_options(
@@ -458,7 +489,9 @@ def _load_onnx_folder(arguments: _Arguments) -> Loaded:
     _check_draft_tokens(tokenizer, arguments.drafted)
     used = {name: options[name] for name in _ONNX_OPTIONS if options[name] is not None}
     invariant, progress = arguments.batch_invariant, arguments.progress
-    model = load_onnx(folder, arguments.vdevices, placement, **used, batch_invariant=invariant, progress=progress)
+    model = load_onnx(
+        folder, arguments.vdevices, placement, **used, batch_invariant=invariant, **arguments.threads, progress=progress
+    )
     return model, tokenizer
 
 
@@ -539,7 +572,7 @@ def _check_draft_layers(path: Path, model: Hyperparameters, drafted: Loaded | No
             )
 
 
-def _load_saved(folder: Path) -> Loaded:
+def _load_saved(folder: Path, threads: dict[str, Any]) -> Loaded:
     from ..vm import load as load_library
 
     path = folder / _DESCRIPTION
@@ -560,7 +593,7 @@ def _load_saved(folder: Path) -> Loaded:
         if _digest(folder / name) != digests.get(name):
             raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
     tokenizer = Tokenizer.from_gguf(folder / _TOKENIZER) if is_from_gguf else load_tokenizer(folder)
-    return CompiledModel(load_library(folder / _LIBRARY), description), tokenizer
+    return CompiledModel(load_library(folder / _LIBRARY), description, **threads), tokenizer
 
 
 def _digest(path: Path) -> str:
@@ -617,6 +650,9 @@ def load_onnx(
     context: int = CONTEXT,
     page_type: str = "float16",
     batch_invariant: bool = False,
+    threads: int | None = None,
+    cores: Sequence[int] | None = None,
+    spin: bool = True,
     progress: Progress | None = None,
 ) -> CompiledModel:
     """Load an ONNX decoder, with its ``past_key_values`` in a paged cache.
@@ -631,6 +667,8 @@ def load_onnx(
         As for `rh.PagedCache`.
     batch_invariant : bool
         As for `load`.
+    threads, cores, spin
+        As for `rh.vm.VirtualMachine`.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -672,7 +710,7 @@ def load_onnx(
         page_type=page_type,
         decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
-    return CompiledModel(executable, description)
+    return CompiledModel(executable, description, threads=threads, cores=cores, spin=spin)
 
 
 def _find_decoder(folder: Path) -> Path:

@@ -36,7 +36,6 @@ from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import HALF_TYPES, bytes_of, stored_type
 from ..target.tiles import conv_columns, tile_columns
-from ..tir.conv.dynamic_height import can_have_dynamic_height
 from ..tir.conv.winograd_plan import Shape, estimated_speedup
 
 if TYPE_CHECKING:
@@ -69,16 +68,13 @@ MIN_GAIN = 1.15
 
 
 def conv_layout(encoding: Encoding, cpu: CpuTarget) -> PackedLayout | None:
-    """The layout of an operand of a convolution.
-
-    None for types without a kernel, and for symbolic images of types whose kernels need static ones.
-    """
+    """The layout of an operand of a convolution; None for types without a kernel."""
     sizes, conv = encoding.sizes, encoding.conv
     assert conv is not None
     dot = dot_instruction_for(cpu, *encoding.element_types)
-    winograd, _ = _choose_winograd(encoding, cpu)
-    if dot is None or (_is_symbolic(encoding) and not winograd and not can_have_dynamic_height(dot)):
+    if dot is None:
         return None
+    winograd, _ = _choose_winograd(encoding, cpu)
     spatial = tuple(range(2, len(encoding.index_map)))
     channels_last = PackedLayout((0, *spatial, 1))
     if encoding.operand_index == LHS:
@@ -235,9 +231,8 @@ class CpuResolver(CpuKernels):
     def resolve_activation(self, encoding: Encoding, target: tvm.target.Target) -> PackedLayout | None:
         """The layout of `resolve`, except that a right operand for few rows is not packed."""
         if encoding.conv is not None:
-            # Windows are transformed at compile time, and in a call only if the direct algorithm lacks a kernel.
-            cpu = cpu_target_of(target)
-            return conv_layout(replace(encoding, accuracy=EXACT), cpu) or conv_layout(encoding, cpu)
+            # Windows are transformed at compile time only.
+            return conv_layout(replace(encoding, accuracy=EXACT), cpu_target_of(target))
         dot = dot_instruction_for(cpu_target_of(target), *encoding.element_types)
         is_skinny = 0 <= encoding.sizes["m"] <= MAX_SKINNY_ROWS
         if (

@@ -122,8 +122,8 @@ MAX_TF32_HEAD = 128
 """Maximum width of heads in tf32, whose tiles are in shared memory."""
 
 
-MIN_TILE_BYTES = 32 << 10
-"""Minimum shared memory for tiles of products."""
+MIN_TILE_BYTES = 16 << 10
+"""Minimum shared memory for tiles of products, which OpenCL requires of every GPU."""
 
 
 class CudaResolver(EncodingResolver):
@@ -219,9 +219,11 @@ class SimtResolver(CudaResolver):
         return super().resolve(encoding, target) if gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES else None
 
     def attention_types(self, target: tvm.target.Target, width: int) -> frozenset[str]:
-        """float32, for heads of which a tile of queries and one of keys fit the smallest local memory with tiles."""
-        has_tiles = gpu_target_of(target).shared_bytes >= MIN_TILE_BYTES
-        return frozenset({"float32"} if has_tiles and width <= MAX_TF32_HEAD else ())
+        """float32, for heads of which a tile of queries and one of keys fit local memory."""
+        from ..tir.cuda.attention.simt_attention import min_shared_bytes
+
+        fits = min_shared_bytes(width) <= gpu_target_of(target).shared_bytes
+        return frozenset({"float32"} if fits and width <= MAX_TF32_HEAD else ())
 
     def appends_in_own_kernel(self, problem: CachedAttentionProblem) -> bool:
         """Return True: several blocks read what a row writes."""

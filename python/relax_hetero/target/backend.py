@@ -72,6 +72,14 @@ class DeviceMemory:
         """Return whether the host reads a device's memory in place, once its work is done."""
         return False
 
+    def lend(self, index: int, address: int, nbytes: int) -> None:
+        """Let the host write new memory of such a device until it is freed, after the device's earlier work."""
+        raise NotImplementedError
+
+    def is_lent(self, index: int, address: int) -> bool:
+        """Return whether an address of the host is in memory that a device has lent."""
+        return False
+
     def name(self, index: int) -> str:
         """Name of a device for people."""
         return ""
@@ -242,8 +250,12 @@ class Backend:
         return ""
 
     def may_share_memory(self, target: tvm.target.Target) -> bool:
-        """Return whether the host may read memory of devices of a target in place (`DeviceMemory.host_reads`)."""
+        """Return whether host and device may use memory of a target's devices in place (`DeviceMemory.host_reads`)."""
         return False
+
+    def submission(self, target: tvm.target.Target) -> str:
+        """Word for how devices of a target run command buffers (`artifact.commands.RegionSpec.runs`)."""
+        return "stream"
 
     # Running.
 
@@ -275,6 +287,10 @@ class Backend:
 
         return str(tvm.runtime.device(self.type_name, index).device_name)
 
+    def driver_version(self, index: int) -> str:
+        """Version of a device's driver, on which measured figures depend; empty if unknown."""
+        return ""
+
     def why_absent(self) -> str:
         """Reason why a device is absent, or empty if unknown."""
         return ""
@@ -302,7 +318,10 @@ class Backend:
         return None
 
     def copy_queues(self, indices: Sequence[int]) -> Any:
-        """Copy queues of devices (`vm.queue.stream_queue.CopyQueues`); None if the devices' own queues copy."""
+        """Queues of copies from and to devices; None if the devices' own queues copy.
+
+        They are `vm.queue.stream_queue.CopyQueues` of streams, or `vm.queue.device_queue.CopyThreads`.
+        """
         return None
 
     def runner(self, machine: Any, recording: Any, compiled: bool) -> Any:

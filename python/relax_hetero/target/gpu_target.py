@@ -145,6 +145,8 @@ class GpuTarget:
         Whether it is an NVIDIA GPU (`tir.cuda.core.dialect`).
     model : GpuModel
         Timings; by default those of the H200.
+    stages_tiles : bool
+        Whether tiles of products without tensor cores are staged in shared memory.
     """
 
     arch: str
@@ -161,6 +163,7 @@ class GpuTarget:
     has_ptx: bool = True
     block_threads: int = MAX_BLOCK_THREADS
     model: GpuModel = H200
+    stages_tiles: bool = True
 
     @property
     def overlaps_launches(self) -> bool:
@@ -210,24 +213,95 @@ def arch_of(capability: str) -> str:
 def gpu_target_of(target: tvm.target.Target) -> GpuTarget:
     """The facts of a target; CUDA with an unknown ``arch``, and other kinds, get SIMT kernels and minimum limits."""
     if "arch" not in target.attrs:
-        units = UNITS.fullmatch(str(target.attrs.get("model", "")))
         shared_bytes = int(target.attrs.get("max_shared_memory_per_block", 16 << 10))
-        return _other_gpu(shared_bytes, int(units[1]) if units else 16)
+        return _other_gpu(shared_bytes, device_facts_of(target))
     return _gpu_target_of(str(target.attrs["arch"]))
 
 
-UNITS = re.compile(r"([1-9][0-9]*)( CPU)? units(?: in host memory)?")
-"""``model`` of a target without an architecture: its number of multiprocessors (compute units), and if it is a CPU."""
+OTHER_BLOCK_THREADS = 256
+"""Maximum threads of a block on GPUs of other kinds than CUDA."""
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """Facts about a GPU without an architecture, as its driver states them; ``model`` of its target has their text.
+
+    Attributes
+    ----------
+    units : int
+        Multiprocessors (compute units).
+    is_cpu : bool
+        Whether it is a CPU.
+    in_host_memory : bool
+        Whether its memory is the host's, and readable without calls of the driver.
+    has_local_memory : bool
+        Whether shared (local) memory is memory of its own instead of a part of global memory.
+    subgroups : tuple of int
+        Numbers of threads that run together; empty if unknown.
+    cache_line : int
+        Bytes of a cache line; 0 if unknown.
+    has_command_buffers : bool
+        Whether the driver records command buffers.
+    has_byte_dots : bool
+        Whether it has instructions for dot products of bytes.
+    """
+
+    units: int = 16
+    is_cpu: bool = False
+    in_host_memory: bool = False
+    has_local_memory: bool = True
+    subgroups: tuple[int, ...] = ()
+    cache_line: int = 0
+    has_command_buffers: bool = False
+    has_byte_dots: bool = False
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.units}{' CPU' * self.is_cpu} units{' in host memory' * self.in_host_memory}",
+            "" if self.has_local_memory else _NO_LOCAL_MEMORY,
+            f"sub-groups of {' '.join(map(str, self.subgroups))}" if self.subgroups else "",
+            f"cache lines of {self.cache_line}" if self.cache_line else "",
+            _COMMAND_BUFFERS if self.has_command_buffers else "",
+            _BYTE_DOTS if self.has_byte_dots else "",
+        ]
+        return ", ".join(filter(None, parts))
+
+    @classmethod
+    def parse(cls, text: str) -> DeviceFacts:
+        """Facts with this text; unknown parts are left out, and without units all have their defaults."""
+        first, *parts = text.split(", ")
+        units = _UNITS.fullmatch(first)
+        if units is None:
+            return cls()
+        subgroups = next((part for part in parts if part.startswith("sub-groups of ")), "")
+        line = next((part for part in parts if part.startswith("cache lines of ")), "")
+        return cls(
+            int(units[1]), units[2] is not None, units[3] is not None, _NO_LOCAL_MEMORY not in parts,
+            tuple(map(int, re.findall("[0-9]+", subgroups))), int((re.findall("[0-9]+", line) or [0])[0]),
+            _COMMAND_BUFFERS in parts, _BYTE_DOTS in parts,
+        )  # fmt: skip
+
+
+_UNITS = re.compile(r"([1-9][0-9]*)( CPU)? units( in host memory)?")
+_NO_LOCAL_MEMORY, _COMMAND_BUFFERS, _BYTE_DOTS = "local memory in global memory", "command buffers", "byte dot products"
+
+
+def device_facts_of(target: tvm.target.Target) -> DeviceFacts:
+    """The facts in a target's ``model``."""
+    return DeviceFacts.parse(str(target.attrs.get("model", "")))
 
 
 @cache
-def _other_gpu(shared_bytes: int, units: int) -> GpuTarget:
+def _other_gpu(shared_bytes: int, facts: DeviceFacts) -> GpuTarget:
     """A GPU whose kernels are written in another language than CUDA.
 
     Drivers tell the memory of a group only; a multiprocessor has at least twice as much on NVIDIA's GPUs, and on AMD's
-    since 2019. Blocks of 256 threads run on all of them.
+    since 2019. Without local memory all groups share the caches.
     """
-    return GpuTarget("", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, units, 0, False, False, False, 256)
+    return GpuTarget(
+        "", 0, "", frozenset(), shared_bytes, 2 * shared_bytes, 65536, facts.units, 0, False, False, False,
+        OTHER_BLOCK_THREADS, stages_tiles=facts.has_local_memory or facts.is_cpu,
+    )  # fmt: skip
 
 
 @cache

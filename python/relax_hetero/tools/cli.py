@@ -25,6 +25,7 @@ try:
     from .installation.packages import versions
     from .pull import pull_command
     from .run import run_command
+    from .scale import scale_command
     from .serve import serve_command
 except KeyboardInterrupt:  # during the imports
     print("interrupted", file=sys.stderr)
@@ -66,6 +67,7 @@ for _command in (
     run_command,
     bench_command,
     explain_command,
+    scale_command,
     devices_command,
     doctor_command,
     completion_command,

@@ -22,7 +22,8 @@ def test_networks_are_known_without_the_packages_that_build_them(monkeypatch: py
     from torch_bench import torch_models
     from torch_bench.networks import NETWORKS
 
-    assert {network.package for network in NETWORKS.values()} == {"torchvision", "transformers", "diffusers"}
+    packages = {network.package for network in NETWORKS.values()}
+    assert packages == {"torchvision", "timm", "transformers", "diffusers", "torch"}
     assert len(NETWORKS) >= 20
     monkeypatch.setattr(torch_models, "is_installed", lambda package: package != "torch")
     with pytest.raises(click.ClickException, match=r"not installed: torch; relax-hetero\[torch\]"):

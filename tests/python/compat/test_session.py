@@ -178,6 +178,24 @@ STRINGS = """
     }"""
 
 
+def test_bytes_are_convolved_by_one_program_for_all_sizes():
+    data = model_bytes("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (uint8[1, 3, h, w] x) => (uint8[1, 4, i, j] y)
+        <float s = {0.02}, uint8 z = {3}, float t = {0.4}, int8 u = {0}> {
+            y = QLinearConv <pads = [1, 1, 1, 1], strides = [2, 1]> (x, s, z, k, s, u, t, z)
+        }""")
+    model = onnx.load_from_string(data)
+    kernel = np.random.default_rng(0).integers(-100, 100, (4, 3, 3, 3), "int8")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(kernel, "k"))
+    ours, theirs = sessions_of(model.SerializeToString())
+    for size in ((1, 1), (5, 40), (33, 2)):
+        x = np.random.default_rng(1).integers(0, 255, (1, 3, *size), "uint8")
+        (mine,), (other,) = (session.run(None, {"x": x}) for session in (ours, theirs))
+        assert mine.shape == other.shape and np.abs(mine.astype(int) - other).max() <= 1
+    assert ours._programs.symbolic is not None
+
+
 def test_strings():
     ours, theirs = sessions_of(model_bytes(STRINGS))
     for array in (np.array(["b", "a", "c"]), np.array(["b", "ü"], object)):

@@ -43,6 +43,39 @@ def test_sums(count):
     np.testing.assert_array_equal(np.asarray(vm.submit("main", x).result()), 2 * x.sum(0, keepdims=True) + 1)
 
 
+# Short; long; rows that GPUs cannot share; rows of more than 512 threads, short and long.
+@pytest.mark.parametrize(("rows", "width"), [(3, 64), (96, 2048), (97, 2048), (2, 12288), (40, 16384)])
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_norms_of_sums(rows, width, dtype):
+    generator = np.random.default_rng(2)
+    scale = generator.uniform(0.5, 2, width).astype("float32")
+    ups = [generator.standard_normal((width, 64)).astype("float32") / width**0.5 for _ in range(3)]
+    downs = [(generator.standard_normal((64, width)) * size).astype("float32") for size in (1, 1e6)]
+    shape = (rows, width)
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.add(x, R.matmul(R.matmul(x, R.const(ups[0])), R.const(downs[0])))
+            b = R.astype(R.nn.rms_norm(a, R.const(scale), axes=[-1], epsilon=1e-5), dtype)
+            c = R.add(a, R.matmul(R.matmul(R.astype(b, "float32"), R.const(ups[1])), R.const(downs[1])))
+            y = R.matmul(R.multiply(c, R.const(1e-6, "float32")), R.const(ups[2]))
+            R.output(y)
+        return y
+
+    def norm(a):
+        return a / np.sqrt((a * a).mean(1, keepdims=True) + 1e-5) * scale
+
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(3):
+        x = fresh_rng().standard_normal(shape).astype("float32") * np.float32(1e6)  # beyond float16
+        a = x + x.astype("float64") @ ups[0] @ downs[0]
+        c = a + norm(a) @ ups[1] @ downs[1]
+        expected = 1e-6 * c @ ups[2]
+        atol = {"float32": 1e-5, "float16": 2e-3}[dtype] * np.abs(expected).max()
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
+
+
 def test_kernels_that_wait_are_not_profiled():
     vm, x = sums(1024), np.ones((2, 1024), "float32")
     for _ in range(2):

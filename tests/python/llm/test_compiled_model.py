@@ -23,8 +23,10 @@ from relax_hetero.llm.compiled_model import CompiledModel
 from relax_hetero.llm.draft_model import DraftModel
 from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.report.executable_report import report_of
+from relax_hetero.system import allowed_cpus
 from relax_hetero.vm.device import cuda_copies
 from relax_hetero.vm.device.tensors import alias
+from relax_hetero.vm.device.threads import Threads
 from vm.fake_cuda import FakeCuda, FakeLibrary
 
 # A shape of no other test: three heads on one, a window, rows of 224.
@@ -56,6 +58,27 @@ def varied(tmp_path_factory):
     """A model whose greedy texts do not repeat one token, as those of random tied embeddings do."""
     sizes = Sizes(layers=1, width=128, feed_forward=64, heads=2, kv_heads=1, size=32)
     return loaded(tmp_path_factory.mktemp("varied"), sizes)
+
+
+def test_threads_of_its_own(model, tmp_path, cache_folder, monkeypatch):
+    """Options of the machine leave the bits as they are; wrong ones are refused before anything is compiled."""
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(cache_folder))
+    cpus = sorted(allowed_cpus())[:1]
+    own, _ = loaded(tmp_path, threads=1, cores=cpus, spin=False)
+    assert replace(own.machine._threads, use_tvm_pool=False) == Threads(1, False, True, 0, tuple(cpus))
+    logits = []
+    for each in (model[0], own):
+        slot = each.cache.add()
+        logits.append([each.prefill(slot, TOKENS[:20]).copy(), each.decode([slot], [TOKENS[20]]).copy()])
+        each.cache.free(slot)
+    for ours, expected in zip(*logits, strict=True):
+        np.testing.assert_array_equal(ours, expected)
+    for options, message in (({"threads": 0}, "threads is 0, expected 1 to"), ({"cores": [-1]}, r"cores is \[-1\]")):
+        with pytest.raises(rh.BindingError, match=message):
+            rh.llm.load(tmp_path / "absent.gguf", **options)
+    rh.llm.save(own, tmp_path / "model.gguf", tmp_path / "saved")
+    saved, _ = rh.llm.load(tmp_path / "saved", threads=1)
+    assert saved.machine._threads.is_fixed and saved.machine._threads.width == 1
 
 
 @pytest.fixture(scope="module")
@@ -123,7 +146,8 @@ def test_another_context_compiles_nothing(model, cache_folder, tmp_path, monkeyp
 def test_another_context_is_the_same_module_on_gpus(context, tmp_path, monkeypatch):
     modules, compiled = [], SimpleNamespace(metadata=SimpleNamespace(cache=None))
     monkeypatch.setattr("relax_hetero.driver.compile.compile", lambda mod, **_: modules.append(mod) or compiled)
-    monkeypatch.setattr(model_loader, "CompiledModel", lambda *parts: SimpleNamespace(context=0, trained_context=0))
+    loaded_model = SimpleNamespace(context=0, trained_context=0)
+    monkeypatch.setattr(model_loader, "CompiledModel", lambda *parts, **threads: loaded_model)
     for tokens in (4000, context):
         loaded(tmp_path, replace(SIZES, context=4096), vdevices=[{"kind": "cuda", "arch": "sm_90a"}], context=tokens)
     assert tvm_ffi.structural_equal(*modules)
@@ -349,7 +373,7 @@ def test_functions_that_do_not_fit_yet(varied, monkeypatch):
     model._mask = model.machine["decode_2"]  # as on GPUs
     machine = weakref.ref(model.machine)
 
-    def fail(_):
+    def fail(_, **threads):
         assert machine() is None
         raise HeteroError("out of memory")
 

@@ -14,6 +14,7 @@ import onnx.parser
 
 import relax_hetero as rh
 from llm.gguf_files import Sizes, write_gguf
+from models.loops import LOOP_INPUTS, collecting_loop
 
 KEY = b"signed with 16 bytes"
 DECODER = """
@@ -25,28 +26,12 @@ DECODER = """
         c = MatMul(b, w)
         scores = Softmax(c)
     }"""
-LOOP = """
-    <ir_version: 8, opset_import: ["" : 18]>
-    net (int64 trips, float[3] x, float limit) => (float[3] sum, float[N, 3] rows, int64[1, M] places) {
-        sum, rows = Loop (trips, , x) <
-          body = trip (int64 i, bool c, float[3] a) => (bool again, float[3] b, float[3] r) {
-            b = Add(a, x)
-            r = Identity(b)
-            total = ReduceSum <keepdims = 0> (b)
-            again = Less(total, limit)
-        }>
-        places = NonZero(x)
-    }"""
 INPUTS = {
     "decoder": {
         "cache": np.linspace(-1, 1, 40, dtype="float32").reshape(5, 8),
         "row": np.linspace(0, 3, 40, dtype="float32").reshape(5, 8),
     },
-    "loop": {
-        "trips": np.array(1 << 40),
-        "x": np.array([1, 0, 2], "float32"),
-        "limit": np.array(100, "float32"),
-    },
+    "loop": LOOP_INPUTS,
 }
 
 
@@ -59,7 +44,7 @@ def write_files(folder: Path) -> None:
     two = rh.from_onnx(decoder, vdevices=["llvm", "llvm"], placement=placement)
     executables = {
         "decoder": rh.compile(two, donate=["cache"]),
-        "loop": rh.compile(rh.from_onnx(onnx.parser.parse_model(LOOP))),
+        "loop": rh.compile(rh.from_onnx(collecting_loop())),
     }
     for name, executable in executables.items():
         executable.export_library(folder / f"{name}.so", key=KEY)

@@ -91,6 +91,46 @@ def test_a_plan_has_each_part_and_all_bytes(planned, large: Path):
     assert cpu.left is None and cpu.limit is None
 
 
+ON_GPUS = CostModel([COSTS.devices[1]] * 2, {(0, 1): LinkCost(400e9, 5e-6), (1, 0): LinkCost(400e9, 5e-6)})
+
+
+def planned_on_gpus(path: Path, placement, limit: int | None = None) -> ModelPlan:
+    file = read_gguf(path)
+    vdevices = parse_vdevices([GPU, GPU])
+    limits = {} if limit is None else dict.fromkeys(range(2), limit)
+    cache = PagedCache((1, 8), (256,), None, 4096)
+    return plan_model(file, hyperparameters_of(file), cache, vdevices, placement, ON_GPUS, limits)
+
+
+def test_a_mesh_has_a_plan(large: Path):
+    """Bytes are those of one device, which has half of all but the embeddings."""
+    plan, alone = planned_on_gpus(large, {"*": "cuda[0:2]"}), planned_on_gpus(large, {"*": "cuda:0"})
+    assert {part.device for part in plan.parts} == {"cuda[0:2]"}
+    whole, half = alone.devices[0], plan.devices[1]
+    assert half.cache == whole.cache / 2
+    embeddings = alone.parts[0].weights
+    assert half.weights == pytest.approx(embeddings + (whole.weights - embeddings) / 2, rel=1e-6)
+    assert all(use.weights == half.weights for use in plan.devices)
+    assert 1.1 < plan.speeds[0].tokens_per_second / alone.speeds[0].tokens_per_second < 2
+    shown = io.StringIO()
+    show(plan_tables(plan), file=shown)
+    assert "Bytes of parts on a mesh are those of one of its devices." in " ".join(shown.getvalue().split())
+    with pytest.raises(rh.FrontendError, match="plans of meshes are for all layers and all of the 2 devices"):
+        planned_on_gpus(large, {"blk.1.*": "cuda[0:2]", "*": "cuda:0"})
+
+
+def test_layers_are_shared_where_gpus_reach_each_other(large: Path, monkeypatch: pytest.MonkeyPatch):
+    alone = planned_on_gpus(large, "auto")
+    assert {part.device for part in alone.parts} == {"cuda:0"}
+    monkeypatch.setattr("relax_hetero.frontend.gguf.scaling.has_peer_access", lambda gpu, peer: True)
+    shared = planned_on_gpus(large, "auto")
+    assert {part.device for part in shared.parts} == {"cuda[0:2]"}
+    assert shared.parts[1].reason.startswith("auto, sharing each layer is fastest")
+    assert shared.speeds[0].seconds < 0.9 * alone.speeds[0].seconds
+    with pytest.raises(rh.PlacementError):
+        planned_on_gpus(large, "auto", GIB)
+
+
 @pytest.mark.slow
 def test_more_memory_brings_what_a_plan_for_it_has(planned):
     plan, more = planned(limit=12 * GIB), planned(limit=13 * GIB)

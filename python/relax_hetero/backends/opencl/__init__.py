@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ...errors import BindingError
+from ...target.gpu_target import device_facts_of
 from ..gpu import GpuBackend
 from ..managed import ManagedBackend
+from .driver import EXTENSION
 
 if TYPE_CHECKING:
     import tvm
     from tvm import runtime
 
-    from ...artifact.device_code import DeviceCode, KernelLaunch
+    from ...artifact.device_code import DeviceCode, KernelLaunch, LaunchSequence
     from .devices import OpenClMemory
 
 _MAX_LOCAL_BYTES = 48 << 10
@@ -25,6 +27,7 @@ class OpenClBackend(ManagedBackend, GpuBackend):
     """Back end of OpenCL devices with shared virtual memory; GPUs come before CPUs."""
 
     has_sorts = True
+    submits_sequences = True
 
     def __init__(self) -> None:
         super().__init__("opencl", 4, "", "an OpenCL device", "cl ocl pocl")
@@ -36,10 +39,11 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         memory = self.memory()
         if memory is None or not 0 <= index < memory.count():
             return self.default_target()
-        local_bytes = min(memory.local_bytes(index), _MAX_LOCAL_BYTES)
-        units = f"{memory.num_units(index)}{' CPU' if memory.is_cpu(index) else ''} units"
-        model = f"{units} in host memory" if memory.host_reads(index) else units
-        return tvm.target.Target({"kind": self.kind, "max_shared_memory_per_block": local_bytes, "model": model})
+        return tvm.target.Target({
+            "kind": self.kind,
+            "max_shared_memory_per_block": min(memory.local_bytes(index), _MAX_LOCAL_BYTES),
+            "model": str(memory.facts(index)),
+        })  # fmt: skip
 
     def completed(self, target: tvm.target.Target, index: int) -> tvm.target.Target | None:
         """The native target, unless `target` differs from TVM's default."""
@@ -49,14 +53,16 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
         """Peaks of a plain GPU, or of OpenCL on a CPU."""
-        from ...target.gpu_target import UNITS
-
-        units = UNITS.fullmatch(str(target.attrs.get("model", "")))
-        return (1e10 * int(units[1]), 1e10, 1.0) if units and units[2] else super().peaks(target)
+        facts = device_facts_of(target)
+        return (1e10 * facts.units, 1e10, 1.0) if facts.is_cpu else super().peaks(target)
 
     def may_share_memory(self, target: tvm.target.Target) -> bool:
         """Return whether the target is of a device in the host's memory."""
-        return str(target.attrs.get("model", "")).endswith(" in host memory")
+        return device_facts_of(target).in_host_memory
+
+    def submission(self, target: tvm.target.Target) -> str:
+        """The driver's command buffers, or launches with kept arguments."""
+        return EXTENSION if device_facts_of(target).has_command_buffers else "recorded launches"
 
     def computes(self, dtype: str, index: int) -> bool:
         """Ask the device for the type's extension."""
@@ -94,6 +100,12 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
         return generate(kernel, super().generate, target)
 
+    def driver_version(self, index: int) -> str:
+        """Version that the driver states."""
+        from .devices import opencl_memory
+
+        return opencl_memory().driver_version(index)
+
     def memory(self) -> OpenClMemory | None:
         """Memory of all devices that can be used; None without pyopencl."""
         from .devices import opencl_memory
@@ -110,11 +122,27 @@ class OpenClBackend(ManagedBackend, GpuBackend):
             return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
         return memory.why_absent
 
+    def copy_queues(self, indices: Sequence[int]) -> Any:
+        """Threads of copies, unless the devices are in the host's memory."""
+        from ...vm.queue.device_queue import CopyThreads
+        from .devices import opencl_memory
+
+        shares = all(map(opencl_memory().host_reads, indices))
+        return None if shares else CopyThreads(self.device_type)
+
     def launcher(self, code: DeviceCode, kernel: KernelLaunch) -> Callable[..., None]:
         """A launch in the device's queue."""
-        from .devices import Launcher, opencl_memory
+        from .devices import opencl_memory
+        from .launches import KernelLauncher
 
-        return Launcher(opencl_memory(), code, kernel)
+        return KernelLauncher(opencl_memory(), code, kernel)
+
+    def sequence_launcher(self, code: DeviceCode, sequence: LaunchSequence) -> Callable[..., None]:
+        """Launches in the device's queue, as a command buffer of the driver where it has any."""
+        from .devices import opencl_memory
+        from .launches import SequenceLauncher
+
+        return SequenceLauncher(opencl_memory(), code, sequence)
 
     def load_code(self, code: DeviceCode, indices: Sequence[int]) -> None:
         """Compile the text for the devices that will run it."""

@@ -1,7 +1,7 @@
 """Memory, queues and launches of OpenCL devices, on pyopencl.
 
-Tensors are in shared virtual memory (OpenCL 2.0), whose addresses host code may add offsets to. Each device has one
-queue, which runs commands in order.
+Tensors are in shared virtual memory (OpenCL 2.0), whose addresses host code may add offsets to. Each device has two
+queues, which run commands in order: one for launches, one for copies from and to the host.
 """
 
 from __future__ import annotations
@@ -9,17 +9,23 @@ from __future__ import annotations
 import ctypes
 import threading
 import warnings
+from bisect import bisect_left
 from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any
 
 from ...artifact.cache_folder import resolve_cache_folder
-from ...artifact.device_code import DeviceCode, KernelLaunch
-from ...errors import BuildError, HeteroError, MemoryLimitError
+from ...errors import BuildError, MemoryLimitError
 from ...target.backend import DeviceMemory, Location
+from ...target.gpu_target import OTHER_BLOCK_THREADS, DeviceFacts
+from .driver import command_buffers_of, subgroups_of
 
 _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)"}
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
+
+BYTE_DOT = "byte_dot_"
+"""Begin of the names of functions for dot products of bytes."""
+_BYTE_DOT_EXTENSIONS = ("cl_khr_integer_dot_product", "cl_arm_integer_dot_product_int8")
 
 _PAGE_BYTES = 4096
 """Sizes of memory are multiples of it, so that more allocations find a freed one of their size."""
@@ -27,40 +33,76 @@ _MAX_FREED_BYTES = 64 << 20
 """Maximum freed bytes that an allocation of another size leaves; until then they are kept for those of their sizes."""
 
 
-class _Device:
-    """A device with its context and its queue."""
+class _Block:
+    """Allocated memory.
+
+    Attributes
+    ----------
+    is_received : bool
+        Whether the host has copied to it since it was allocated.
+    free_after : list
+        Event after which work that used the memory before it was freed has ended, None if that is unknown; empty
+        without such work.
+    """
+
+    def __init__(self, memory: Any) -> None:
+        self.memory, self.begin, self.end = memory, int(memory.svm_ptr), int(memory.svm_ptr) + int(memory.size)
+        self.is_received = False
+        self.free_after: list[Any] = []
+
+
+class Device:
+    """A device with its context and its queues: one for launches, and one for copies from and to the host.
+
+    Copies overlap with launches. A copy from the device begins after all earlier launches. So does a copy to the
+    device, unless no launch has got the memory since it was allocated; then it begins after those that used it before.
+    The host waits for both, so that later launches need not.
+    """
 
     def __init__(self, index: int, device: Any) -> None:
         import pyopencl
 
+        self.index = index
         warnings.filterwarnings("ignore", category=pyopencl.CompilerWarning)  # drivers report success, too
         self.cl, self._device = pyopencl, device
         self.name = f"opencl:{index} ({device.name.strip()})"
         self.context = pyopencl.Context([device])
-        self.queue = pyopencl.CommandQueue(self.context)
+        self.queue, self.copies = (pyopencl.CommandQueue(self.context) for _ in range(2))
         self.launching = threading.Lock()
         self._changing = threading.RLock()  # a garbage collection within may free
-        self._allocations: dict[int, Any] = {}
-        self._freed: list[Any] = []  # later work of the queue may use them at once
+        self._allocations: dict[int, _Block] = {}
+        self._freed: list[_Block] = []  # later work of the queue may use them at once
+        self._untouched: dict[int, _Block] = {}  # that no launch has got
+        self._lent: dict[int, int] = {}  # end by begin, of memory that the host writes
         self.releases = 0
         """Number of times that memory was returned to the driver."""
+        self._nothing = self._shared_memory(_PAGE_BYTES, 64)
+        self.nothing = int(self._nothing.svm_ptr)
+        """Address for tensors without elements: NVIDIA's driver takes the address 0 for an argument that is not set."""
+        self.launched = 0
+        """Number of launches in the queue, increased after each."""
+        self._ended = 0
         self.program = lru_cache(256)(self._built)
+        self.commands = command_buffers_of(device)
+        """Functions of the driver's command buffers; None without them, and after they have failed."""
 
     def allocate(self, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory; MemoryLimitError if there is none left."""
         nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        memory = self._taken_again(nbytes, alignment) or self._new(nbytes, alignment)
+        block = self._taken_again(nbytes, alignment) or _Block(self._new(nbytes, alignment))
         with self._changing:
-            self._allocations[memory.svm_ptr] = memory
-        return int(memory.svm_ptr)
+            self._allocations[block.begin] = self._untouched[block.begin] = block
+        return block.begin
 
-    def _taken_again(self, nbytes: int, alignment: int) -> Any:
-        """Freed memory of this size, or None."""
+    def _taken_again(self, nbytes: int, alignment: int) -> _Block | None:
+        """Freed memory of this size, or None; the lowest, so that calls that repeat get the same addresses."""
         with self._changing:
-            for index, memory in enumerate(self._freed):
-                if memory.size == nbytes and memory.svm_ptr % alignment == 0:
-                    return self._freed.pop(index)
-            freed_bytes = sum(memory.size for memory in self._freed)
+            fitting = (each for each in self._freed if each.end - each.begin == nbytes and each.begin % alignment == 0)
+            block = min(fitting, key=lambda each: each.begin, default=None)
+            if block is not None:
+                self._freed.remove(block)
+                return block
+            freed_bytes = sum(each.end - each.begin for each in self._freed)
         if freed_bytes > _MAX_FREED_BYTES:
             self._release()
         return None
@@ -81,11 +123,78 @@ class _Device:
     def free(self, address: int) -> None:
         """Keep memory for later allocations: PoCL 3 frees other memory if it is to be freed in the queue."""
         with self._changing:
-            self._freed.append(self._allocations.pop(address))
+            self._lent.pop(address, None)
+            block, is_used = self._allocations.pop(address), self._untouched.pop(address, None) is None
+            if self._ended == self.launched:
+                block.free_after = []
+            elif is_used:
+                # Copies to other blocks wait for all launches.
+                block.free_after = [self._end()] if block.is_received else [None]
+            block.is_received = False
+            self._freed.append(block)
+
+    def lend(self, address: int, nbytes: int) -> None:
+        """Let the host write new memory, which earlier work of the queue may have read before it was freed."""
+        self.synchronize()
+        with self._changing:
+            self._lent[address] = address + nbytes
+
+    def is_lent(self, address: int) -> bool:
+        """Return whether memory at an address is lent."""
+        with self._changing:
+            return any(begin <= address < end for begin, end in self._lent.items())
+
+    def touch(self, addresses: Sequence[int]) -> None:
+        """Note that a launch gets sorted addresses."""
+        with self._changing:
+            touched = []
+            for block in self._untouched.values():
+                first = bisect_left(addresses, block.begin)
+                if first < len(addresses) and addresses[first] < block.end:
+                    touched.append(block.begin)
+            for begin in touched:
+                del self._untouched[begin]
+
+    def receive(self, source: int, target: int, nbytes: int) -> None:
+        """Copy from the host, which waits for the end."""
+        with self._changing:
+            block = next((each for each in self._untouched.values() if each.begin <= target < each.end), None)
+            if block is not None:
+                block.is_received = True
+            waits = [None] if block is None else block.free_after
+            waits = [self._end() if event is None else event for event in waits]
+        self._copy(target, source, nbytes, waits)
+        if block is not None:
+            block.free_after = []
+
+    def send(self, source: int, target: int, nbytes: int) -> None:
+        """Copy to the host, which waits for the end."""
+        self._copy(target, source, nbytes, [self._end()])
+
+    def copy_within(self, source: int, target: int, nbytes: int) -> None:
+        """Copy between addresses of the device, in order with launches."""
+        self.touch(sorted((source, target)))
+        self.cl.enqueue_copy(self.queue, *_places(target, source, nbytes), is_blocking=False)
+        with self.launching:
+            self.launched += 1
+
+    def _copy(self, target: int, source: int, nbytes: int, waits: list[Any]) -> None:
+        waits = [event for event in waits if event is not None]
+        self.cl.enqueue_copy(self.copies, *_places(target, source, nbytes), is_blocking=True, wait_for=waits)
+
+    def _end(self) -> Any:
+        """Event at the end of the launches so far; None if they have ended."""
+        if self._ended == self.launched:
+            return None
+        event = self.cl.enqueue_marker(self.queue)
+        self.queue.flush()  # a queue may wait for an event of another one only if that has been flushed
+        return event
 
     def synchronize(self) -> None:
-        """Wait for the queue."""
+        """Wait for the launches so far."""
+        launched = self.launched
         self.queue.finish()
+        self._ended = max(self._ended, launched)
 
     def _release(self) -> None:
         """Wait for the queue, and return freed memory to the driver."""
@@ -93,8 +202,8 @@ class _Device:
             freed, self._freed = self._freed, []
             self.releases += 1
         self.synchronize()
-        for memory in freed:
-            memory.release()
+        for block in freed:
+            block.memory.release()
 
     def _built(self, text: str) -> Any:
         """The compiled text; BuildError if the device cannot compile it.
@@ -114,7 +223,9 @@ class _Device:
             if self._device.type & self.cl.device_type.CPU:
                 # Unrolled, a product of 256 takes 18 instead of 3 s to compile (Intel's driver), and as long to run.
                 text = text.replace("#pragma unroll\n", "#pragma nounroll\n")
-            return self.cl.Program(self.context, text).build(cache_dir=cache_dir)
+            # OpenCL C 3.0 has dot products of bytes; by default drivers compile another version.
+            has_dots = BYTE_DOT in text and _BYTE_DOT_EXTENSIONS[0] in available
+            return self.cl.Program(self.context, text).build(["-cl-std=CL3.0"] * has_dots, cache_dir=cache_dir)
         except self.cl.RuntimeError as error:
             raise BuildError(f"{self.name} cannot compile the model's kernels: {error}") from error
 
@@ -134,13 +245,13 @@ class OpenClMemory(DeviceMemory):
         self._cl = pyopencl
         self._devices, self.why_absent = _usable_devices(pyopencl)
         self._opening = threading.RLock()
-        self._opened: dict[int, _Device] = {}
+        self._opened: dict[int, Device] = {}
 
-    def opened(self, index: int) -> _Device:
+    def opened(self, index: int) -> Device:
         """A device with its context and queue, the same at each call."""
         with self._opening:
             if index not in self._opened:
-                self._opened[index] = _Device(index, self._devices[index])
+                self._opened[index] = Device(index, self._devices[index])
             return self._opened[index]
 
     def count(self) -> int:
@@ -150,6 +261,10 @@ class OpenClMemory(DeviceMemory):
     def name(self, index: int) -> str:
         """Name that the driver gives a device."""
         return str(self._devices[index].name.strip())
+
+    def driver_version(self, index: int) -> str:
+        """Version of the driver."""
+        return str(self._devices[index].driver_version)
 
     def num_units(self, index: int) -> int:
         """Compute units of a device."""
@@ -163,6 +278,20 @@ class OpenClMemory(DeviceMemory):
         """Return whether a device is a CPU."""
         return bool(self._devices[index].type & self._cl.device_type.CPU)
 
+    def facts(self, index: int) -> DeviceFacts:
+        """Facts about a device for the choice of kernels and their sizes."""
+        device, flags = self._devices[index], self._cl.device_local_mem_type
+        return DeviceFacts(
+            self.num_units(index),
+            self.is_cpu(index),
+            self.host_reads(index),
+            device.local_mem_type == flags.LOCAL,
+            subgroups_of(device),
+            int(device.global_mem_cacheline_size),
+            command_buffers_of(device) is not None,
+            any(name in device.extensions.split() for name in _BYTE_DOT_EXTENSIONS),
+        )
+
     def computes(self, index: int, dtype: str) -> bool:
         """Return whether a device computes with an element type."""
         extension = next((name for name, use in _EXTENSIONS.items() if use.startswith(dtype)), "")
@@ -173,6 +302,14 @@ class OpenClMemory(DeviceMemory):
         device, flags = self._devices[index], self._cl.device_svm_capabilities
         is_fine = device.svm_capabilities & (flags.FINE_GRAIN_BUFFER | flags.FINE_GRAIN_SYSTEM)
         return bool(is_fine and (device.host_unified_memory or self.is_cpu(index)))
+
+    def lend(self, index: int, address: int, nbytes: int) -> None:
+        """Let the host write memory that was just allocated."""
+        self.opened(index).lend(address, nbytes)
+
+    def is_lent(self, index: int, address: int) -> bool:
+        """Return whether an address is in lent memory."""
+        return self.opened(index).is_lent(address)
 
     def memory_bytes(self, index: int) -> int:
         """Global memory of a device."""
@@ -187,7 +324,7 @@ class OpenClMemory(DeviceMemory):
         self.opened(index).free(address)
 
     def copy(self, source: Location, target: Location, nbytes: int) -> None:
-        """Copy in the queue of the source, or of the target if the source is the host."""
+        """Copy between devices through the host."""
         if source.device is not None and target.device is not None and source.device != target.device:
             staging = ctypes.create_string_buffer(nbytes)
             between = Location(None, ctypes.addressof(staging))
@@ -196,13 +333,25 @@ class OpenClMemory(DeviceMemory):
             return
         index = target.device if source.device is None else source.device
         assert index is not None, "copies within the host are not ours"
-        is_blocking = source.device != target.device
-        places = [self._cl.SVM((ctypes.c_char * nbytes).from_address(place.address)) for place in (target, source)]
-        self._cl.enqueue_copy(self.opened(index).queue, *places, is_blocking=is_blocking)
+        device = self.opened(index)
+        copy = (
+            device.receive if source.device is None
+            else device.send if target.device is None
+            else device.copy_within
+        )  # fmt: skip
+        copy(source.address, target.address, nbytes)
 
     def synchronize(self, index: int) -> None:
         """Wait for the queue."""
         self.opened(index).synchronize()
+
+
+def _places(*addresses_and_bytes: int) -> list[Any]:
+    """Memory at addresses, for pyopencl."""
+    import pyopencl
+
+    *addresses, nbytes = addresses_and_bytes
+    return [pyopencl.SVM((ctypes.c_char * nbytes).from_address(address)) for address in addresses]
 
 
 @cache
@@ -237,6 +386,8 @@ def _why_unusable(cl: Any, device: Any) -> str:
         has_shared_memory = False
     if not has_shared_memory:
         return "lacks shared virtual memory, expected that of OpenCL 2.0"
+    if device.max_work_group_size < OTHER_BLOCK_THREADS:
+        return f"has groups of {device.max_work_group_size} work-items, expected {OTHER_BLOCK_THREADS}"
     if not device.type & cl.device_type.CPU:
         return ""
     try:  # PoCL lists CPUs that its LLVM does not know, and compiles nothing for them
@@ -246,99 +397,3 @@ def _why_unusable(cl: Any, device: Any) -> str:
         reason = next((line for line in lines if line.startswith("error")), lines[0] if lines else "no message")
         return f"cannot compile kernels ({reason}), expected a newer driver"
     return ""
-
-
-class Launcher:
-    """Launches a kernel of a text.
-
-    It calls the driver through ctypes: a launch takes a few microseconds of the host's time, of which pyopencl's
-    objects for arguments and events would be most.
-    """
-
-    def __init__(self, memory: OpenClMemory, code: DeviceCode, kernel: KernelLaunch) -> None:
-        import numpy as np
-
-        self._memory, self._text, self._name = memory, code.text, kernel.name
-        self._types = [np.dtype(param) if param else None for param in kernel.params]
-        self._axes = [(axis.startswith("thread"), "xyz".index(axis[-1])) for axis in kernel.axes]
-        self._launches: dict[int, _Launch] = {}
-        self._sizes = lru_cache(256)(self._sizes_of)
-
-    def __call__(self, index: int, values: Sequence[Any], extents: Sequence[int]) -> None:
-        """Put a launch into the queue of a device."""
-        sizes = self._sizes(tuple(extents))
-        if sizes is None:
-            return
-        launch = self._launches.get(index)
-        if launch is None:
-            device = self._memory.opened(index)
-            launch = self._launches.setdefault(index, _Launch(device, self._text, self._name, self._types))
-        launch(values, *sizes)
-
-    def _sizes_of(self, extents: tuple[int, ...]) -> tuple[Any, Any] | None:
-        """Sizes of the grid and of a group in work-items; None for an empty grid."""
-        groups, items = [1, 1, 1], [1, 1, 1]
-        for (is_item, axis), extent in zip(self._axes, extents, strict=True):
-            (items if is_item else groups)[axis] = extent
-        vector = ctypes.c_size_t * 3
-        grid = vector(*(count * size for count, size in zip(groups, items, strict=True)))
-        return (grid, vector(*items)) if 0 not in groups else None
-
-
-class _Launch:
-    """A kernel of a device, with the arguments of its last launch."""
-
-    def __init__(self, device: _Device, text: str, name: str, types: Sequence[Any]) -> None:
-        import numpy as np
-
-        self._cl, self._device = device.cl, device
-        self._kernel = device.cl.Kernel(device.program(text), name)
-        self._queue, self._handle = device.queue.int_ptr, self._kernel.int_ptr
-        # Numbers are passed by the address of their bytes.
-        self._numbers = [None if dtype is None else np.zeros(1, dtype) for dtype in types]
-        self._last: list[Any] = [_UNSET] * len(types)
-        self._releases = device.releases
-        self._driver = _driver()
-
-    def __call__(self, values: Sequence[Any], grid: Any, group: Any) -> None:
-        driver, last, handle = self._driver, self._last, self._handle
-        with self._device.launching:  # a kernel has one set of arguments, which belongs to the queue after the launch
-            if self._releases != self._device.releases:  # an equal address may be of other memory
-                self._releases = self._device.releases
-                last[:] = [_UNSET] * len(last)
-            for position, (number, value) in enumerate(zip(self._numbers, values, strict=True)):
-                if number is None:
-                    value = value and value.value  # the FFI passes the address 0 as None
-                if value == last[position] and value != 0:  # 0.0 equals -0.0
-                    continue
-                last[position] = _UNSET
-                if number is None:
-                    status = driver.clSetKernelArgSVMPointer(handle, position, value)
-                else:
-                    number[0] = value
-                    status = driver.clSetKernelArg(handle, position, number.itemsize, number.ctypes.data)
-                self._check(status, "clSetKernelArg")
-                last[position] = value
-            status = driver.clEnqueueNDRangeKernel(self._queue, handle, 3, None, grid, group, 0, None, None)
-        self._check(status, "clEnqueueNDRangeKernel")
-
-    def _check(self, status: int, call: str) -> None:
-        if status:
-            reason = self._cl.status_code.to_string(status, "status %d")
-            raise HeteroError(f"{self._device.name}: {call} of the kernel {self._kernel.function_name}: {reason}")
-
-
-_UNSET = object()
-
-
-@cache
-def _driver() -> Any:
-    """Functions of the OpenCL library that pyopencl uses."""
-    import pyopencl
-
-    library = ctypes.CDLL(pyopencl._cl.__file__)
-    handle, count, pointer = ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p
-    library.clSetKernelArg.argtypes = [handle, count, ctypes.c_size_t, pointer]
-    library.clSetKernelArgSVMPointer.argtypes = [handle, count, pointer]
-    library.clEnqueueNDRangeKernel.argtypes = [handle, handle, count, *[pointer] * 3, count, pointer, pointer]
-    return library

@@ -12,6 +12,7 @@ from tvm import tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ...errors import BuildError
+from .devices import BYTE_DOT
 
 _MARK = "unrolled"
 """Begin of the names of variables of unrolled loops, by which they are found in the text."""
@@ -116,6 +117,46 @@ ushort half_of_float(float value) {
 """Conversions of bits, which devices without arithmetic of float16 have, too."""
 
 
+_BYTE_DOTS = """\
+#ifndef BYTE_DOT
+#define BYTE_SUM(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  Left one = as_##Left(left); \\
+  Right other = as_##Right(right); \\
+  return (int)one.x * other.x + (int)one.y * other.y + (int)one.z * other.z + (int)one.w * other.w + addend; \\
+}
+#define BYTE_DOT_OF_OTHER_SIGN BYTE_DOT
+#if defined(cl_khr_integer_dot_product) && defined(__opencl_c_integer_dot_product_input_4x8bit_packed)
+#define BYTE_DOT(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  return (int)dot_4x8packed_##khr(as_uint(left), as_uint(right)) + addend; \\
+}
+#elif defined(cl_arm_integer_dot_product_int8)
+#pragma OPENCL EXTENSION cl_arm_integer_dot_product_int8 : enable
+#undef BYTE_DOT_OF_OTHER_SIGN
+#define BYTE_DOT_OF_OTHER_SIGN BYTE_SUM
+#define BYTE_DOT(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  return (int)arm_dot(as_##Left(left), as_##Right(right)) + addend; \\
+}
+#elif defined(__NV_CL_C_VERSION)
+#define BYTE_DOT(name, Left, Right, khr, ptx) int name(int left, int right, int addend) { \\
+  int sum; \\
+  asm("dp4a." ptx " %0, %1, %2, %3;" : "=r"(sum) : "r"(left), "r"(right), "r"(addend)); \\
+  return sum; \\
+}
+#else
+#define BYTE_DOT BYTE_SUM
+#endif
+BYTE_DOT(byte_dot_ii, char4, char4, ss_int, "s32.s32")
+BYTE_DOT(byte_dot_uu, uchar4, uchar4, uu_uint, "u32.u32")
+BYTE_DOT_OF_OTHER_SIGN(byte_dot_iu, char4, uchar4, su_int, "s32.u32")
+BYTE_DOT_OF_OTHER_SIGN(byte_dot_ui, uchar4, char4, us_int, "u32.s32")
+#endif
+"""
+"""Dot products of four bytes: by Khronos' extension, by Arm's, which wants equal signs, or by NVIDIA's PTX.
+
+Elsewhere sums of products, for which compilers have instructions.
+"""
+
+
 def with_own_functions(kernels: tvm.IRModule) -> tvm.IRModule:
     """Replace shuffles and conversions of bits of float16 by calls of functions that `generate` defines."""
 
@@ -130,6 +171,13 @@ def with_own_functions(kernels: tvm.IRModule) -> tvm.IRModule:
             value = call.args[0]
             if isinstance(value, tirx.Cast) and str(value.value.ty.dtype) == "float32":
                 return tirx.call_extern("uint16", "half_of_float", value.value)
+        # TVM's legalization of bfloat16 makes values of it float32, also those between reinterpretations of their bits.
+        if _is_call(call, "tirx.reinterpret") and _types(call) == ("uint16", "bfloat16"):
+            value = call.args[0]
+            if _is_call(value, "tirx.reinterpret"):
+                return value.args[0]
+            rounded = tirx.reinterpret("uint32", tirx.Cast("float32", value))
+            return tirx.Cast("uint16", tirx.shift_right(rounded, tirx.const(16, "uint32")))
         if not isinstance(call.op, tvm.ir.Op) or not call.op.name.startswith("tirx.tvm_warp_shuffle"):
             return call
         _, value, distance, *_ = call.args
@@ -172,6 +220,8 @@ def generate(
         text = _FP16.sub("", text)  # pointers to half need no extension
     if _HALF.search(text):
         text = _HALVES + text
+    if BYTE_DOT in text:
+        text = _BYTE_DOTS + text
     if _SHUFFLE.search(text):
         assert sizes, "blocks with shuffles have a fixed size"
         text = _SHUFFLE.sub(r"shuffle_xor_\1(EXCHANGED, ", text)

@@ -229,9 +229,12 @@ def _cache_key(kind: str, vdevices: Sequence[relax.VDevice]) -> str:
     key: list[Any] = [kind, _FORMAT_VERSION, __version__, tvm.__version__, num_cores(), *threads, processor_name()]
     for vdevice in vdevices:
         device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id)) if not is_cpu(vdevice) else None
-        name = str(device.device_name) if device is not None and device.exist else ""
+        names = ["", ""]
+        if device is not None and device.exist:
+            backend, index = backend_of(vdevice.target), int(vdevice.vdevice_id)
+            names = [backend.device_name(index), backend.driver_version(index)]
         # CPU devices of one target share their cores.
-        key += [str(vdevice.target), int(vdevice.vdevice_id) if device is not None else 0, name]
+        key += [str(vdevice.target), int(vdevice.vdevice_id) if device is not None else 0, *names]
     return hashlib.blake2b(json.dumps(key).encode(), digest_size=20).hexdigest()
 
 

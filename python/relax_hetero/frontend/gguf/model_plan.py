@@ -24,6 +24,7 @@ from .activation_types import ActivationTypes, names_of
 from .expert_rules import split_rules
 from .part_costs import first_streamed_rows, prefill_steps, step_seconds, streamed_seconds, streamed_step_seconds
 from .place_layers import LayerProblem, bytes_on
+from .scaling import Pipeline, shared_layers
 
 if TYPE_CHECKING:
     from .file import GgufFile
@@ -251,14 +252,19 @@ def plan_model(
     VDeviceError
         If a device of a rule is not in the list.
     """
-    pairs = [] if isinstance(placement, str) else rule_pairs(placement)
-    for pattern, device in pairs:
-        if mesh_positions(lookup(device, vdevices)):
-            raise FrontendError(
-                f"placement puts {pattern!r} on {device!r}: meshes have no plan, expected single devices"
-            )
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
     is_auto = isinstance(placement, str)
+    shared = shared_layers(file, model, cache, vdevices, costs, limits) if is_auto else None
+    pairs = shared.rules if shared is not None else [] if isinstance(placement, str) else rule_pairs(placement)
+    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
+    meshes = [mesh_positions(lookup(device, vdevices)) for _, device in pairs]
+    if any(meshes):
+        if [pattern for pattern, _ in pairs] != ["*"] or meshes[0] != tuple(range(len(vdevices))):
+            raise FrontendError(
+                f"placement has the rules {dict(pairs)}: plans of meshes are for all layers and all of the "
+                f"{len(vdevices)} devices, expected {{'*': 'vdevice[0:{len(vdevices)}]'}}, or single devices"
+            )
+        reason = "rule '*'" if shared is None else shared.reasons["*"]
+        return _shared_plan(file, problem, model, cache, reason, is_auto)
     if isinstance(placement, str):
         rules = problem.rules(problem.best())
         reasons = {pattern: reason for pattern, _, reason in rules}
@@ -300,6 +306,60 @@ def plan_model(
         more=tuple(_more_memory(problem, model, vdevices, layout, device) for device in limited),
         curves={problem.names[device]: _curve(problem, device) for device in limited},
         streaming=streaming,
+    )
+
+
+def _shared_plan(
+    file: GgufFile, problem: LayerProblem, model: Hyperparameters, cache: PagedCache, reason: str, is_auto: bool
+) -> ModelPlan:
+    """The plan of a model whose layers all devices share; bytes are those of one device."""
+    search, count = problem.search, len(problem.names)
+    group, step = Pipeline.of_mesh(problem, model, count), search.step
+    placed = []
+    for part in search.parts:
+        share = 1 if part.name == "embd" else count
+        weights, cached = (part.resident_bytes[0] - part.resident_cache) / share, part.resident_cache / share
+        seconds = group.seconds([part], 1, step.rows, step.cached)
+        name = f"{problem.names[0].partition(':')[0]}[0:{count}]"
+        placed.append(PlacedPart(part.name, part.layer, name, round(weights), round(cached), seconds, reason))
+    all_seconds, cached_bytes = sum(part.seconds for part in placed), sum(part.cache for part in placed)
+    devices = tuple(
+        DeviceUse(
+            name,
+            group.device_bytes - cached_bytes,
+            cached_bytes,
+            problem.working[index],
+            problem.limits.get(index),
+            all_seconds,
+            search.costs.devices[index].bandwidth,
+            search.costs.devices[index].products.get("quantized", search.costs.devices[index].flops),
+        )
+        for index, name in enumerate(problem.names)
+    )
+    longest = max(cache.chunks)
+    speeds = [Speed("decode", 1, 1, all_seconds)]
+    speeds += [
+        Speed("prefill", tokens, min(longest, tokens), group.prefill(tokens, longest))
+        for tokens in PROMPTS
+        if tokens <= cache.context
+    ]
+    return ModelPlan(
+        model=file.path.name,
+        architecture=model.name,
+        layers=model.layers,
+        experts=model.experts,
+        experts_used=model.experts_used,
+        context=cache.context,
+        slots=cache.sequences,
+        cached=step.cached,
+        is_auto=is_auto,
+        figures=search.costs.figures,
+        parts=tuple(placed),
+        devices=devices,
+        speeds=tuple(speeds),
+        more=(),
+        curves={},
+        streaming=None,
     )
 
 

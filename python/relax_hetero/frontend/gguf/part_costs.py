@@ -112,7 +112,7 @@ class Part:
 
     def read_bytes(self, device: int, step: Step) -> float:
         """Bytes that a step reads on a device."""
-        return self.weights_read[device] * self.touched(step.rows) + self.cache_bytes * self._positions(step)
+        return self.weights_read[device] * self.touched(step.rows) + self.cache_bytes * self.positions(step)
 
     def seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device."""
@@ -124,11 +124,11 @@ class Part:
         rows = 1 if self.name == "output" else step.rows  # prefill returns the logits of one row
         compute = sum(rows * count / cost.products.get(kind, cost.flops) for kind, count in self.products.items())
         # Attention multiplies 16-bit floats where that is faster, as on GPUs.
-        compute += rows * self.scores * self._positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
+        compute += rows * self.scores * self.positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
         compute *= _OPERATIONS
         return max(self.read_bytes(device, step) / cost.bandwidth, compute)
 
-    def _positions(self, step: Step) -> float:
+    def positions(self, step: Step) -> float:
         """Mean number of positions that a row attends to."""
         positions = step.cached + (step.rows + 1) / 2
         return min(positions, self.window or positions)

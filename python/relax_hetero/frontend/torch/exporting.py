@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from ...artifact.file_hints import describe_value
 from ...errors import FrontendError
 from ..onnx.node_names import NodeInfo
+from .fast_paths import fast_path_decompositions
 
 if TYPE_CHECKING:
     import torch
@@ -138,6 +139,7 @@ def exported_program(
     for op, decomposition in torch._decomp.decomposition_table.items():
         if getattr(op, "__name__", "").partition(".")[0] in _DECOMPOSED:
             table[op] = decomposition
+    table.update(fast_path_decompositions(torch))
     try:
         program = program.run_decompositions(table)
     except Exception as error:

@@ -55,6 +55,8 @@ def lines(plan: ModelPlan) -> Iterator[str]:
         f"{plan.model}: {plan.architecture} of {plural(plan.layers, 'layer')}{experts}; the cache has "
         f"{plural(plan.slots, 'sequence')} of {plan.context:,} tokens. Nothing was compiled."
     )
+    if any("[" in part.device for part in plan.parts):
+        yield "Bytes of parts on a mesh are those of one of its devices."
     for more in plan.more:
         yield _more_line(plan, more)
     if plan.streaming is not None:

@@ -17,14 +17,15 @@ from typing import Any
 import tvm
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
-from tvm_ffi import structural_map
+from tvm_ffi import structural_map, structural_walk
 
 from ...artifact import graph_layout
 from ...artifact.graph_layout import CACHED_GRAPHS, FILLED_AT_ONCE, REPORT_INTERVAL, RING_ROWS, Layout
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
-from ..cuda.core.ptx import launch_dependents, waiting_statements
+from ..cuda.core.launch import LATE_WAIT
+from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents, launch_dependents, waiting_statements
 from .command_list import ADDRESS, ADDRESS_TEXT, Tensor
 from .table_kernel import nest_of
 
@@ -347,6 +348,32 @@ def waiting_first(kernel: tirx.PrimFunc, next_waits: bool = False) -> tirx.PrimF
         )
 
     return kernel.with_body(structural_map(kernel.body, (tirx.For, on_loop)))
+
+
+def waiting_late(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A kernel with `LATE_WAIT` that waits there, not at first."""
+
+    def on_sequence(sequence: tirx.SeqStmt) -> tirx.Stmt:
+        statements = [s for s in sequence if not (is_griddepcontrol_wait(s) or is_launch_dependents(s))]
+        return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
+
+    def on_attribute(statement: tirx.AttrStmt) -> tirx.Stmt:
+        return tirx.SeqStmt(waiting_statements()) if statement.attr_key == LATE_WAIT else statement
+
+    body = structural_map(kernel.body, (tirx.SeqStmt, on_sequence))
+    return kernel.with_body(structural_map(body, (tirx.AttrStmt, on_attribute)))
+
+
+def releases_after_wait(kernel: tirx.PrimFunc) -> bool:
+    """Return whether the next launch begins when all before this one are complete, as this one has waited."""
+    order: list[bool] = []
+
+    def visit(statement: tirx.Evaluate) -> None:
+        if is_griddepcontrol_wait(statement) or is_launch_dependents(statement):
+            order.append(is_launch_dependents(statement))
+
+    structural_walk(kernel.body, (tirx.Evaluate, visit))
+    return order == [False, True]
 
 
 def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:

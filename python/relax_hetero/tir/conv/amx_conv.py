@@ -378,7 +378,8 @@ class AmxConvolution:
 
 def amx_convolution(conv: Convolution, instruction: AmxInstruction | None) -> AmxConvolution | None:
     """The convolution with AMX, or None if it is unsupported or slower."""
-    if instruction is None or conv.lanes != LANES:
+    has_symbolic_images = not all(isinstance(extent, int) for extent in conv.result.extents[2:])
+    if instruction is None or conv.lanes != LANES or has_symbolic_images:
         return None
     columns = chunk_columns(conv.weight.layout.tile(0))
     units = ceil_div(conv.channels, columns)

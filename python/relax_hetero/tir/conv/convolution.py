@@ -60,7 +60,7 @@ from .conv_spec import (
 )
 from .conv_winograd import emit_winograd
 from .depthwise_conv import emit_depthwise
-from .dynamic_height import can_have_dynamic_height, resolve_taps, row_segments
+from .dynamic_height import resolve_taps, row_segments
 
 # The micro-kernel of a direct convolution: a register tile of pixels and output channels.
 #
@@ -191,7 +191,9 @@ def _accumulate_fp16(conv: Convolution, tile: ConvTile, sums: VectorTile) -> Non
     partial_sums = Fp16PartialSums(conv.dot, sums.sums, sums.count, conv.lanes)
     outer_taps = tap_count // conv.windows[-1].size
     steps = ceil_div(conv.depth, conv.dot.k0)
-    chains = sum(ceil_div(run.count * steps, partial_sums.length) for run in tile.segment.taps)
+    # Taps that are determined at run time are at most the window's.
+    counts = [run.count if isinstance(run.count, int) else conv.windows[-1].size for run in tile.segment.taps]
+    chains = sum(ceil_div(count * steps, partial_sums.length) for count in counts)
     is_deferred = outer_taps * chains <= MAX_FP16_CHAINS
     sums.clear()
     if is_deferred:
@@ -505,8 +507,7 @@ def conv_kernel(problem: ConvProblem, cpu: CpuTarget) -> tirx.PrimFunc:
     Raises
     ------
     EncodingError
-        If no kernel supports these element types, layouts, or symbolic extents (the batch may be symbolic, and with
-        transformed windows or `can_have_dynamic_height`, the image).
+        If no kernel supports these element types, layouts, or symbolic extents (batch and images may be symbolic).
     """
     dot = _check_problem(problem, cpu)
     matmul = as_product(problem)
@@ -541,11 +542,12 @@ def _check_problem(problem: ConvProblem, cpu: CpuTarget) -> DotInstruction:
                 *types, cpu.isa.name
             )
         )
-    has_symbolic_images = bool(problem.weight.layout.winograd) or can_have_dynamic_height(dot)
-    end, exception = (2, "images") if has_symbolic_images else (None, "the batch")
-    static_extents = (*problem.data.shape[1:end], *problem.weight.shape, *problem.result.shape[1:end])
+    static_extents = (problem.data.shape[1], *problem.weight.shape, problem.result.shape[1])
     if not all(isinstance(extent, int) for extent in static_extents):
-        raise EncodingError(f"convolution: found extents {static_extents}, expected numbers for all but {exception}")
+        raise EncodingError(
+            f"convolution: found channels and extents of the weight {static_extents}, expected numbers; only batch and "
+            "images may be symbolic"
+        )
     for d, window in enumerate(problem.windows):
         extent, actual = problem.data.shape[2 + d], problem.result.shape[2 + d]
         expected = window.output_extent(extent) if isinstance(extent, int) and isinstance(actual, int) else actual

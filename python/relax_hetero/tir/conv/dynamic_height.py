@@ -12,17 +12,11 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...encoding.problem import Window
-from ...target.dot_instructions import DotInstruction
 from ..core.builder import Expr, int64, materialize
 from .conv_geometry import Segment, Taps, segments_of
 
 NARROW = 4
 """Pixels of the tiles between the wide ones and single pixels."""
-
-
-def can_have_dynamic_height(dot: DotInstruction) -> bool:
-    """Return whether an instruction supports images of symbolic size: one channel per step, and one type of sums."""
-    return dot.k0 == 1 and dot.compensation == 0 and not dot.short
 
 
 def row_segments(window: Window, extent: Expr, places: Expr, max_width: int) -> list[Segment]:

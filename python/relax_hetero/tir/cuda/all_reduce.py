@@ -1,29 +1,41 @@
 """All-reduce over GPUs that access each other's memory: one kernel a GPU, without a copy and without the host.
 
-Each GPU has memory that the others write to (`artifact.peer_layout`). A thread stores its elements of the operand in a
-slot of every other GPU, waits for theirs, and adds in the order of the GPUs, so that all get the same bits. Every GPU
-sends its whole operand, which is optimal for two, and takes the fewest messages for short operands ("one-shot", as in
-TensorRT-LLM and vLLM). There are two protocols:
+Each GPU has memory that the others write to (`artifact.peer_layout`). There are two protocols:
 
-- Short operands: each four bytes are stored beside the kernel's epoch, in one access of eight bytes, so that whoever
-  reads the epoch has the data (NCCL's LL). It takes twice the bytes, but neither fences nor flags.
-- Long operands: a block stores a chunk of its part and sets a flag, and meanwhile adds the chunk before, for which it
-  waits for the others' flags. A flag is a multiple of the epoch plus the number of the chunk.
+- Short operands: every GPU sends its whole operand, and adds all in the order of the GPUs, so that all get the same
+  bits ("one-shot", as in TensorRT-LLM and vLLM). Each eight bytes are stored beside the kernel's epoch, twice, in one
+  access of 16 bytes, so that whoever reads the epoch has the data (NCCL's LL). It takes twice the bytes, but neither
+  fences nor flags.
+- Long operands: GPU r adds the r-th part of the rows, which the others send it, and sends them the result
+  ("two-shot": reduce-scatter, then all-gather). A block that has sent its rows, or results, sets a flag, for which the
+  same block of the other GPU waits.
 
-The epoch is the number of a mesh's kernels so far, so that nothing ever is reset. A slot may be written again when no
-GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the one
-before it. `slots_of` numbers them so that this holds between calls, too.
+An RMS norm of the rows, which follows most sums of language models, is a part of both: a row's threads have the whole
+row in registers. Long sums then send the norm's result; the sum itself stays where it was added, and the next long sum
+adds it there as its residual. If the result is float16, as the operands of the next products, so are the rows that are
+sent, each times a power of two, so that they cannot overflow.
+
+The epoch of a slot is the number of kernels that used it, so that nothing ever is reset. A slot may be written again
+when no GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the
+one before it. `slots_of` numbers them so that this holds between calls, too. So each kernel ends the epoch of the one
+before it, which no block reads any more.
 
 Kernels of a program must begin in the same order on all GPUs. Each takes the last one's result as an operand that it
-does not read, so that passes keep their order.
+does not read, so that passes keep their order. All blocks of a kernel must be resident at once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, prod
+from typing import Any
+
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, epoch_offset
+from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, flags_offset, state_offset
+from ...target.gpu_target import WARP
 from ..core.builder import Function
 from .loops.launch import launch
 
@@ -31,129 +43,403 @@ ALL_REDUCE = "relax_hetero.all_reduce"
 """On a PrimFunc: it exchanges values with the kernels of other devices."""
 
 _THREADS = 512
-_CHUNKS = 8
+_MAX_THREADS = 1024
+_LONG_BLOCKS = 128
 _TIMEOUT_SECONDS = 60
 
 _LL_BYTES = 512 << 10
-"""Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than a fence."""
+"""Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
-_SOURCE = f"""
-__device__ __forceinline__ unsigned rh_epoch(const unsigned* state) {{
-  return *(const volatile unsigned*)state + 1;
-}}
-// The last block ends the epoch: then all have read it.
-__device__ __forceinline__ void rh_end_epoch(unsigned* state, unsigned now, int blocks, int thread) {{
-  __syncthreads();
-  if (thread == 0 && atomicAdd(state + 1, 1u) == blocks - 1) {{ state[1] = 0; state[0] = now; }}
-}}
-__device__ __forceinline__ unsigned long long rh_time() {{
+_MAX_LL_PAIRS = 8
+_MAX_VECTORS = 4
+"""Maximum registers of a thread for a row, in pairs (short operands) and fours (long ones) of numbers."""
+
+_SOURCE = (
+    f"""
+#define RH_FLAG_BLOCKS {FLAG_BLOCKS}
+#define RH_TIMEOUT_SECONDS {_TIMEOUT_SECONDS}
+"""
+    r"""
+__device__ __forceinline__ unsigned long long rh_time() {
   unsigned long long time;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
   return time;
-}}
-__device__ __forceinline__ void rh_check_time(unsigned long long begin) {{
-  if (rh_time() - begin > {_TIMEOUT_SECONDS}000000000ull) __trap();
-}}
+}
+__device__ __forceinline__ void rh_check_time(unsigned long long begin) {
+  if (rh_time() - begin > RH_TIMEOUT_SECONDS * 1000000000ull) __trap();
+}
+
+// Memory that the GPUs of a mesh write to, as one kernel uses it.
+template <int RANK, int RANKS> struct rh_Exchange {
+  const long long* bases;
+  long long data, slot_bytes, flags, state;
+  int number;
+
+  __device__ __forceinline__ static int peer(int step) { return (RANK + step) % RANKS; }
+  __device__ __forceinline__ char* slot(int owner, int sender) const {
+    return (char*)bases[owner] + data + sender * slot_bytes;
+  }
+  // Epoch of the slot. The kernel also ends that of the slot before, which it does not read.
+  __device__ __forceinline__ unsigned begin_epoch() const {
+    unsigned* words = (unsigned*)((char*)bases[RANK] + state);
+    if (blockIdx.x == 0 && threadIdx.x == 0) {
+      if (words[0]) words[words[0]] += 1;
+      words[0] = number + 1;
+    }
+    return *(const volatile unsigned*)(words + 1 + number) + 1;
+  }
+  __device__ __forceinline__ unsigned* flag(int owner, int sender) const {
+    return (unsigned*)((char*)bases[owner] + flags) + sender * RH_FLAG_BLOCKS + blockIdx.x;
+  }
+  // What the block has stored is visible to the same block of other GPUs that has waited for the flag.
+  __device__ __forceinline__ void signal(unsigned value) const {
+    __syncthreads();
+    if (threadIdx.x < RANKS && threadIdx.x != RANK) {
+      asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;"
+                   :: "l"(flag(threadIdx.x, RANK)), "r"(value) : "memory");
+    }
+  }
+  __device__ __forceinline__ void wait(unsigned value) const {
+    if (threadIdx.x < RANKS && threadIdx.x != RANK) {
+      unsigned seen;
+      unsigned long long begin = rh_time();
+      do {
+        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag(RANK, threadIdx.x)) : "memory");
+        rh_check_time(begin);
+      } while ((int)(seen - value) < 0);
+    }
+    __syncthreads();
+  }
+};
+
+__device__ __forceinline__ float4 rh_add(float4 a, float4 b) {
+  return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
+}
+__device__ __forceinline__ float4 rh_scale(float4 v, float by) {
+  return make_float4(v.x * by, v.y * by, v.z * by, v.w * by);
+}
+__device__ __forceinline__ unsigned rh_to_half(float x, float y) {
+  unsigned h;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(h) : "f"(y), "f"(x));
+  return h;
+}
+__device__ __forceinline__ float2 rh_from_half(unsigned h) {
+  float2 v;
+  asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(h));
+  return v;
+}
+template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float4 v) {
+  if (HALF) ((uint2*)out)[i] = make_uint2(rh_to_half(v.x, v.y), rh_to_half(v.z, v.w));
+  else ((float4*)out)[i] = v;
+}
+template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float2 v) {
+  if (HALF) ((unsigned*)out)[i] = rh_to_half(v.x, v.y); else ((float2*)out)[i] = v;
+}
+template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from, long long i) {
+  if (!HALF) return __ldcg((const float4*)from + i);
+  uint2 h = __ldcg((const uint2*)from + i);
+  float2 a = rh_from_half(h.x), b = rh_from_half(h.y);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+// Sum, or maximum, over the threads of a block, which all get.
+template <bool MAX> __device__ __forceinline__ float rh_reduce(float value) {
+  __shared__ float partial[32];
+  for (int lanes = 16; lanes; lanes /= 2) {
+    float other = __shfl_xor_sync(~0u, value, lanes);
+    value = MAX ? fmaxf(value, other) : value + other;
+  }
+  __syncthreads();  // the last result has been read
+  if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
+  __syncthreads();
+  value = partial[0];
+  for (int warp = 1; warp < blockDim.x / 32; ++warp) value = MAX ? fmaxf(value, partial[warp]) : value + partial[warp];
+  return value;
+}
+
+// Short operands. A line has eight bytes and, twice, the epoch.
+template <int PAIRS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM>
 __device__ __forceinline__ void rh_all_reduce_short(
-    const float* x, float* out, const void* addresses, int count, int rank, int ranks, int blocks,
-    long long data, long long slot_bytes, long long epochs, int block, int thread) {{
-  const long long* bases = (const long long*)addresses;
-  char* own = (char*)bases[rank];
-  unsigned* state = (unsigned*)(own + epochs);
-  unsigned now = rh_epoch(state);
-  int first = block * {_THREADS} + thread, step = blocks * {_THREADS}, pairs = count / 2;
-  for (int i = first; i < pairs; i += step) {{
-    uint2 v = ((const uint2*)x)[i];
-    for (int other = 1; other < ranks; ++other) {{
-      int peer = rank + other < ranks ? rank + other : rank + other - ranks;
-      char* to = (char*)bases[peer] + data + rank * slot_bytes + 16ll * i;
-      asm volatile("st.volatile.global.v4.u32 [%0], {{%1, %2, %3, %2}};" :: "l"(to), "r"(v.x), "r"(now), "r"(v.y));
-    }}
-  }}
-  for (int i = first; i < pairs; i += step) {{
-    float2 total = make_float2(0.0f, 0.0f);
-    for (int other = 0; other < ranks; ++other) {{
-      float2 v;
-      if (other == rank) {{
-        v = ((const float2*)x)[i];
-      }} else {{
-        const char* from = own + data + other * slot_bytes + 16ll * i;
-        unsigned a, b, flag, flag2, spins = 0;
-        unsigned long long begin = 0;
-        do {{
-          asm volatile("ld.volatile.global.v4.u32 {{%0, %1, %2, %3}}, [%4];"
-                       : "=r"(a), "=r"(flag), "=r"(b), "=r"(flag2) : "l"(from));
-          if (++spins % 65536 == 0) {{ if (!begin) begin = rh_time(); else rh_check_time(begin); }}
-        }} while (flag != now || flag2 != now);
-        v = make_float2(__uint_as_float(a), __uint_as_float(b));
-      }}
-      total.x += v.x; total.y += v.y;
-    }}
-    ((float2*)out)[i] = total;
-  }}
-  rh_end_epoch(state, now, blocks, thread);
-}}
+    const float* x, const float*, const float* weight, void* out, float* sum, const void* bases,
+    long long data, long long slot_bytes, long long flags, long long state, int number, int pairs, int row, float eps) {
+  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
+  unsigned now = ex.begin_epoch();
+  for (int begin = blockIdx.x * row; begin < pairs; begin += gridDim.x * row) {
+    int end = min(begin + row, pairs);
+    for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
+      uint2 v = ((const uint2*)x)[i];
+      for (int step = 1; step < RANKS; ++step) {
+        char* to = ex.slot(ex.peer(step), RANK) + 16ll * i;
+        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" :: "l"(to), "r"(v.x), "r"(now), "r"(v.y));
+      }
+    }
+  }
+  for (int begin = blockIdx.x * row; begin < pairs; begin += gridDim.x * row) {
+    int end = min(begin + row, pairs);
+    float2 own[PAIRS], scale[PAIRS], total[PAIRS];
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) {
+      int i = begin + threadIdx.x + p * blockDim.x;
+      own[p] = i < end ? ((const float2*)x)[i] : make_float2(0.0f, 0.0f);
+      scale[p] = NORM && i < end ? ((const float2*)weight)[i - begin] : make_float2(1.0f, 1.0f);
+      total[p] = make_float2(0.0f, 0.0f);
+    }
+    for (int other = 0; other < RANKS; ++other) {
+      unsigned a[PAIRS], b[PAIRS], spins = 0;
+      unsigned long long start = 0;
+      bool waits = other != RANK;
+      while (waits) {  // all lines are in flight together
+        waits = false;
+#pragma unroll
+        for (int p = 0; p < PAIRS; ++p) {
+          int i = begin + threadIdx.x + p * blockDim.x;
+          unsigned flag = now, flag2 = now;
+          a[p] = b[p] = 0;
+          if (i < end) {
+            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(a[p]), "=r"(flag), "=r"(b[p]), "=r"(flag2) : "l"(ex.slot(RANK, other) + 16ll * i));
+          }
+          waits |= flag != now || flag2 != now;
+        }
+        if (waits && ++spins % 65536 == 0) { if (!start) start = rh_time(); else rh_check_time(start); }
+      }
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) {
+        total[p].x += other == RANK ? own[p].x : __uint_as_float(a[p]);
+        total[p].y += other == RANK ? own[p].y : __uint_as_float(b[p]);
+      }
+    }
+    float inverse = 1.0f;
+    if (NORM) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) squares += total[p].x * total[p].x + total[p].y * total[p].y;
+      inverse = rsqrtf(rh_reduce<false>(squares) / (2 * row) + eps);
+    }
+#pragma unroll
+    for (int p = 0; p < PAIRS; ++p) {
+      int i = begin + threadIdx.x + p * blockDim.x;
+      if (i >= end) continue;
+      if (SUM) ((float2*)sum)[i] = total[p];
+      float2 v = total[p];
+      if (NORM) v = make_float2(v.x * inverse * scale[p].x, v.y * inverse * scale[p].y);
+      rh_store<HALF>(out, i, v);
+    }
+  }
+}
+
+template <class Vector> __device__ __forceinline__ void rh_copy(const Vector* from, Vector* to, int begin, int end) {
+  for (int i = begin + threadIdx.x; i < end; i += 4 * blockDim.x) {
+    Vector v[4];
+#pragma unroll
+    for (int u = 0; u < 4; ++u) if (i + u * blockDim.x < end) v[u] = __ldcg(from + i + u * blockDim.x);
+#pragma unroll
+    for (int u = 0; u < 4; ++u) if (i + u * blockDim.x < end) to[i + u * blockDim.x] = v[u];
+  }
+}
+// Rows as float16, each times a power of two that makes its largest number 2^14 or more, and the inverses of these.
+template <int VECTORS> __device__ __forceinline__ void rh_send_rows(
+    const float4* from, uint2* to, float* inverses, int begin, int end, int row) {
+  for (; begin < end; begin += row) {
+    float4 v[VECTORS];
+    float largest = 0.0f;
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = threadIdx.x + u * blockDim.x;
+      v[u] = i < row ? __ldcg(from + begin + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v[u].x), fabsf(v[u].y))), fmaxf(fabsf(v[u].z), fabsf(v[u].w)));
+    }
+    int exponent = max((int)(__float_as_uint(rh_reduce<true>(largest)) >> 23), 30) - 127;  // within float32, inverted
+    float scale = __uint_as_float((unsigned)(127 + 14 - exponent) << 23);
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = threadIdx.x + u * blockDim.x;
+      if (i < row) rh_store<true>(to, begin + i, rh_scale(v[u], scale));
+    }
+    if (threadIdx.x == 0) inverses[begin / row] = 1.0f / scale;
+  }
+}
+
+// Long operands: GPU r adds part r, which the others send it, and sends them the result.
+template <int VECTORS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL>
 __device__ __forceinline__ void rh_all_reduce_long(
-    const float* x, float* out, const void* addresses, int count, int rank, int ranks, int blocks,
-    long long data, long long slot_bytes, long long epochs, int block, int thread) {{
-  const long long* bases = (const long long*)addresses;
-  char* own = (char*)bases[rank];
-  unsigned* state = (unsigned*)(own + epochs);
-  unsigned now = rh_epoch(state);
-  int vectors = count / 4, part = (vectors + blocks - 1) / blocks, chunk = (part + {_CHUNKS - 1}) / {_CHUNKS};
-  int begin = block * part, end = min(begin + part, vectors);
-  for (int number = 0; number <= {_CHUNKS}; ++number) {{
-    if (number < {_CHUNKS}) {{  // send a chunk
-      int last = min(begin + (number + 1) * chunk, end);
-      for (int i = begin + number * chunk + thread; i < last; i += {_THREADS}) {{
-        float4 v = ((const float4*)x)[i];
-        for (int step = 1; step < ranks; ++step) {{
-          int peer = rank + step < ranks ? rank + step : rank + step - ranks;
-          ((float4*)((char*)bases[peer] + data + rank * slot_bytes))[i] = v;
-        }}
-      }}
-      __syncthreads();
-      if (thread < ranks && thread != rank) {{
-        unsigned* theirs = (unsigned*)bases[thread] + rank * {FLAG_BLOCKS} + block;
-        unsigned flag = now * {_CHUNKS} + number;
-        asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(theirs), "r"(flag) : "memory");
-      }}
-    }}
-    if (number) {{  // add the chunk before it
-      if (thread < ranks && thread != rank) {{
-        unsigned* mine = (unsigned*)own + thread * {FLAG_BLOCKS} + block;
-        unsigned seen, flag = now * {_CHUNKS} + number - 1;
-        unsigned long long start = rh_time();
-        do {{
-          asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(mine) : "memory");
-          rh_check_time(start);
-        }} while ((int)(seen - flag) < 0);
-      }}
-      __syncthreads();
-      int last = min(begin + number * chunk, end);
-      for (int i = begin + (number - 1) * chunk + thread; i < last; i += {_THREADS}) {{
-        float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int other = 0; other < ranks; ++other) {{
-          const float4* from = (const float4*)(own + data + other * slot_bytes) + i;
-          float4 v = other == rank ? ((const float4*)x)[i] : __ldcg(from);
-          total.x += v.x; total.y += v.y; total.z += v.z; total.w += v.w;
-        }}
-        ((float4*)out)[i] = total;
-      }}
-    }}
-  }}
-  rh_end_epoch(state, now, blocks, thread);
-}}
+    const float* x, const float* residual, const float* weight, void* out, float* sum, const void* bases,
+    long long data, long long slot_bytes, long long flags, long long state, int number, int vectors, int row,
+    float eps) {
+  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
+  unsigned now = ex.begin_epoch();
+  int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
+  int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
+  long long inverses = 8ll * part, results = 16ll * part;  // offsets in a slot, after the operand's part
+  for (int step = 1; step < RANKS; ++step) {
+    int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
+    const float4* from = (const float4*)x + (long long)peer * part;
+    char* to = ex.slot(peer, RANK);
+    if (HALF) rh_send_rows<VECTORS>(from, (uint2*)to, (float*)(to + inverses), begin, end, row);
+    else rh_copy(from, (float4*)to, begin, end);
+  }
+  ex.signal(2 * now);
+  ex.wait(2 * now);
+  int last = min(min(begin + piece, part), vectors - RANK * part);
+  for (int first = begin; first < last; first += row) {
+    int end = min(first + row, last);
+    float4 total[VECTORS];
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = first + threadIdx.x + u * blockDim.x;
+      total[u] = RESIDUAL && i < end ? ((const float4*)residual)[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+    for (int other = 0; other < RANKS; ++other) {
+      const char* from = ex.slot(RANK, other);
+      float inverse = HALF && other != RANK ? __ldcg((const float*)(from + inverses) + first / row) : 1.0f;
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) {
+        int i = first + threadIdx.x + u * blockDim.x;
+        if (i >= end) continue;
+        float4 v = other == RANK ? rh_load<false>(x, (long long)RANK * part + i) : rh_load<HALF>(from, i);
+        total[u] = rh_add(total[u], HALF && other != RANK ? rh_scale(v, inverse) : v);
+      }
+    }
+    float inverse = 1.0f;
+    if (NORM) {
+      float squares = 0.0f;
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) {
+        float4 v = total[u];
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+      }
+      inverse = rsqrtf(rh_reduce<false>(squares) / (4 * row) + eps);
+    }
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = first + threadIdx.x + u * blockDim.x;
+      if (i >= end) continue;
+      if (SUM) ((float4*)sum)[i] = total[u];
+      float4 v = total[u];
+      if (NORM) {
+        float4 w = ((const float4*)weight)[i - first];
+        v = make_float4(v.x * inverse * w.x, v.y * inverse * w.y, v.z * inverse * w.z, v.w * inverse * w.w);
+      }
+      rh_store<HALF>(out, (long long)RANK * part + i, v);
+      for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
+    }
+  }
+  ex.signal(2 * now + 1);
+  ex.wait(2 * now + 1);
+  for (int step = 1; step < RANKS; ++step) {
+    int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
+    const char* from = ex.slot(RANK, peer) + results;
+    long long to = (long long)peer * part;
+    if (HALF) rh_copy((const uint2*)from, (uint2*)out + to, begin, end);
+    else rh_copy((const float4*)from, (float4*)out + to, begin, end);
+  }
+}
 """
+)
 
 
-def slot_bytes_of(count: int) -> int:
-    """Bytes of a slot that an operand of float32 needs for each GPU."""
-    return 4 * count * (2 if _is_short(count) else 1)
+@dataclass(frozen=True)
+class RowNorm:
+    """RMS norm of the rows of a sum, with a weight for each column.
+
+    Attributes
+    ----------
+    eps : float
+        Number that is added to the mean of the squares.
+    dtype : str
+        Type of the result, float32 or float16.
+    """
+
+    eps: float
+    dtype: str
 
 
-def _is_short(count: int) -> bool:
-    return 4 * count <= _LL_BYTES
+@dataclass(frozen=True)
+class AllReduce:
+    """An all-reduce of float32, the same on all GPUs.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        Shape of the operand.
+    ranks : int
+        Number of GPUs.
+    norm : RowNorm or None
+        Norm of the sum's rows.
+    has_residual : bool
+        True if each GPU adds its part of a residual to its part of the rows; only for long operands.
+    """
+
+    shape: tuple[int, ...]
+    ranks: int
+    norm: RowNorm | None = None
+    has_residual: bool = False
+
+    @property
+    def count(self) -> int:
+        """Numbers of the operand."""
+        return prod(self.shape)
+
+    @property
+    def width(self) -> int:
+        """Numbers of a row."""
+        return self.shape[-1] if self.shape else 1
+
+    @property
+    def is_short(self) -> bool:
+        """True if every GPU adds all; else each adds its part of the rows."""
+        return 4 * self.count <= _LL_BYTES
+
+    @property
+    def lanes(self) -> int:
+        """Numbers that a thread sends at a time."""
+        return 2 if self.is_short else 4
+
+    @property
+    def sum_shape(self) -> tuple[int, ...]:
+        """Shape of the sum beside a norm's result: a GPU's part of the rows if the operand is long."""
+        return self.shape if self.is_short else (self.count // self.width // self.ranks, self.width)
+
+    @property
+    def supports_rows(self) -> bool:
+        """True if a norm can be a part of it, and a residual if it is long."""
+        fits = self.width % 4 == 0 and self.width <= self.lanes * self._max_units * _MAX_THREADS
+        return fits and (self.is_short or self.count // self.width % self.ranks == 0)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of a slot that it needs for each GPU."""
+        return 2 * _LL_BYTES + (0 if self.is_short else 2 * 16 * self._part_vectors)
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        if not self.is_short:
+            return _MAX_THREADS
+        return _THREADS if self.norm is None else min(_MAX_THREADS, max(2, ceil(self.row / 2 / WARP)) * WARP)
+
+    @property
+    def row(self) -> int:
+        """Pairs (short operands) or fours of numbers that a block adds at a time: a row, if there are rows."""
+        if self.norm is not None or self.has_residual:
+            return self.width // self.lanes
+        units = self.count // self.lanes
+        if self.is_short:
+            return ceil(units / max(1, min(FLAG_BLOCKS, units // _THREADS)))
+        return min(_MAX_VECTORS * _MAX_THREADS, ceil(units / (self.ranks * _LONG_BLOCKS)))
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a kernel."""
+        rows = ceil(self.count // self.lanes / self.row)
+        return min(FLAG_BLOCKS, rows) if self.is_short else min(_LONG_BLOCKS, ceil(rows / self.ranks))
+
+    @property
+    def _max_units(self) -> int:
+        return _MAX_LL_PAIRS if self.is_short else _MAX_VECTORS
+
+    @property
+    def _part_vectors(self) -> int:
+        return ceil(ceil(self.count // 4 / self.row) / self.ranks) * self.row
 
 
 def supports(count: int, dtype: str) -> bool:
@@ -167,54 +453,69 @@ def slots_of(count: int) -> list[int]:
 
 
 def all_reduce_kernel(
-    shape: list[int], rank: int, ranks: int, slot: int, slot_bytes: int, after_shape: list[int]
+    reduce: AllReduce,
+    rank: int,
+    slot: int,
+    slot_bytes: int,
+    after: tuple[Sequence[int], str],
+    keeps_sum: bool = False,
 ) -> tirx.PrimFunc:
     """Make the kernel of a GPU.
 
     Parameters
     ----------
-    shape : list of int
-        Shape of the operand and the result, of float32.
-    rank, ranks : int
-        Number of this GPU among the GPUs, and their number.
+    reduce : AllReduce
+    rank : int
+        Number of this GPU among the GPUs.
     slot : int
         Slot that it uses, see `slots_of`.
     slot_bytes : int
-        Bytes of a slot for each GPU, at least `slot_bytes_of` the operand.
-    after_shape : list of int
-        Shape of the last kernel's result, of float32.
+        Bytes of a slot for each GPU, at least `AllReduce.slot_bytes`.
+    after : tuple
+        Shape and type of the last kernel's result.
+    keeps_sum : bool
+        True if there is a second result, the sum, beside that of the norm.
 
     Returns
     -------
     tirx.PrimFunc
         Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
-        only orders kernels; and the result.
+        only orders kernels; the residual, if there is one; the norm's weight, (width,) of float32, if there is a norm;
+        and the results: that of the norm or the sum, then the sum of `AllReduce.sum_shape` if it is kept.
     """
-    count = 1
-    for extent in shape:
-        count *= extent
-    blocks = max(1, min(FLAG_BLOCKS, count // (2 if _is_short(count) else 4) // _THREADS))
-    data = data_offset(slot, ranks, slot_bytes)
+    norm, shape = reduce.norm, list(reduce.shape)
     function = Function(f"all_reduce_{rank}", registers="local")
     with function:
         x = function.argument("x", shape, "float32")
-        bases = function.argument("bases", [ranks], "int64")
-        function.argument("after", after_shape, "float32")
-        out = function.argument("out", shape, "float32")
-        with function.body(), launch(blocks, _THREADS) as (block, thread):
-            first = [0] * len(shape)
+        bases = function.argument("bases", [reduce.ranks], "int64")
+        function.argument("after", list(after[0]), after[1])
+        residual = function.argument("residual", reduce.sum_shape, "float32") if reduce.has_residual else None
+        weight = function.argument("weight", [reduce.width], "float32") if norm is not None else None
+        out = function.argument("out", shape, norm.dtype if norm is not None else "float32")
+        total = function.argument("total", reduce.sum_shape, "float32") if keeps_sum else None
+
+        def pointer(buffer: Any) -> tirx.PrimExpr:
+            """Address of a buffer; of any for one that the kernel does not use."""
+            buffer = x if buffer is None else buffer
+            return T.address_of(buffer[(0,) * len(buffer.shape)])
+
+        # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
+        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else 2 * _LL_BYTES)
+        kinds = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
+        per_thread = ceil(reduce.row / reduce.threads)
+        arguments = ", ".join(str(value).lower() for value in (per_thread, rank, reduce.ranks, *kinds))
+        with function.body(), launch(reduce.blocks, reduce.threads):
             T.evaluate(
                 T.cuda.func_call(
-                    "rh_all_reduce_short" if _is_short(count) else "rh_all_reduce_long",
-                    T.address_of(x[tuple(first)]),
-                    T.address_of(out[tuple(first)]),
-                    T.address_of(bases[0]),
-                    *(T.int32(number) for number in (count, rank, ranks, blocks)),
-                    *(T.int64(number) for number in (data, slot_bytes, epoch_offset(ranks))),
-                    T.Cast("int32", block),
-                    T.Cast("int32", thread),
+                    f"rh_all_reduce_short<{arguments}>"
+                    if reduce.is_short
+                    else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}>",
+                    *map(pointer, (x, residual, weight, out, total, bases)),
+                    *map(T.int64, (data, slot_bytes, flags_offset(slot, reduce.ranks), state_offset(reduce.ranks))),
+                    *map(T.int32, (slot, reduce.count // reduce.lanes, reduce.row)),
+                    T.float32(norm.eps if norm is not None else 0.0),
                     source_code=_SOURCE,
                     return_type="void",
                 )
             )
-    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: f"{rank} of {ranks}"})
+    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: f"{rank} of {reduce.ranks}"})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -58,10 +58,6 @@ def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
     if merge is not None:
         write_interleaved(merge, tasks)
         return
-    tiles = transposed_reads(box, lanes, tasks) if _lacks_branches(box, lanes) else None
-    if tiles is not None:
-        write_transposed(tiles, tasks)
-        return
 
     def write(part: FlatBox) -> None:
         with nested(part.spatial[:-1]) as position:
@@ -73,6 +69,10 @@ def write_map(box: FlatBox, cpu: CpuTarget, tasks: int) -> None:
 
             vectorize_loop(part.spatial[-1], lanes, _UNROLLED_VECTORS, not box.nest.in_place, visit)
 
+    tiles = transposed_reads(box, lanes, tasks) if _lacks_branches(box, lanes) else None
+    if tiles is not None:
+        write_transposed(tiles, tasks, write)
+        return
     share_among_tasks(box, tasks, lanes * _UNROLLED_VECTORS, write)
 
 
@@ -185,24 +185,29 @@ class TransposedReads:
 
     Attributes
     ----------
-    box : FlatBox
-        Box with reads of the buffers of `reads` in place of these.
+    plain, box : FlatBox
+        Box as it is, and with reads of the buffers of `reads` in place of these.
     across : Var
         Variable of the loop along which these reads are contiguous.
     size : int
         Side of a tile in elements.
     """
 
+    plain: FlatBox
     box: FlatBox
     across: tirx.Var
     reads: dict[tirx.Buffer, Load]
     size: int
 
+    def loops_of(self, part: FlatBox) -> tuple[Loop, Loop]:
+        """The loops of a tile's rows and columns in a part of the box."""
+        return next(loop for loop in part.spatial if loop.var.same_as(self.across)), part.spatial[-1]
+
 
 def transposed_reads(box: FlatBox, lanes: int, tasks: int) -> TransposedReads | None:
     """The transposed reads of a box, or None."""
     *outer, last = box.spatial
-    if not outer or not isinstance(last.count, int):
+    if not outer:
         return None
     across: Loop | None = None
     reads: dict[tirx.Buffer, Load] = {}
@@ -210,7 +215,8 @@ def transposed_reads(box: FlatBox, lanes: int, tasks: int) -> TransposedReads | 
     def change(load: Load) -> Load:
         nonlocal across
         step = stride(load.indices[0], last.var)
-        if load.source in box.nest.computed or not isinstance(step, int) or abs(step) <= 4 or load.ty.dtype == "bool":
+        is_short = step is None or (isinstance(step, int) and abs(step) <= 4)
+        if load.source in box.nest.computed or is_short or load.ty.dtype == "bool":
             return load
         steps = [(loop, stride(load.indices[0], loop.var)) for loop in outer]
         contiguous = [loop for loop, along in steps if isinstance(along, int) and along == 1]
@@ -220,21 +226,34 @@ def transposed_reads(box: FlatBox, lanes: int, tasks: int) -> TransposedReads | 
         return _replace_read(load, reads)
 
     steps = [(buffer, with_loads(value, change)) for buffer, value in box.nest.steps]
-    if across is None or not isinstance(across.count, int) or box.nest.in_place:
+    if across is None or box.nest.in_place:
         return None
     size = min(lanes, _MAX_TILE)
-    while size > last.count or size > across.count // tasks:
-        size //= 2
+    for count in (count for count in (last.count, across.count // tasks) if isinstance(count, int)):
+        while size > count:
+            size //= 2
     if size < 4:
         return None
-    return TransposedReads(replace(box, nest=replace(box.nest, steps=steps)), across.var, reads, size)
+    return TransposedReads(box, replace(box, nest=replace(box.nest, steps=steps)), across.var, reads, size)
 
 
-def write_transposed(tiles: TransposedReads, tasks: int) -> None:
-    """Write the loops of a box by tiles."""
+def write_transposed(tiles: TransposedReads, tasks: int, write_others: Callable[[FlatBox], None]) -> None:
+    """Write the loops of a box by tiles; `write_others` writes parts of symbolic sizes that are smaller than a tile."""
+    has_symbolic_size = not all(isinstance(loop.count, int) for loop in tiles.loops_of(tiles.box))
 
     def write(part: FlatBox) -> None:
-        across = next(loop for loop in part.spatial if loop.var.same_as(tiles.across))
+        if not has_symbolic_size:
+            write_tiles(part)
+            return
+        across, last = tiles.loops_of(part)
+        with T.If(tirx.all(int64(across.count) >= tiles.size, int64(last.count) >= tiles.size)):
+            with T.Then():
+                write_tiles(part)
+            with T.Else():
+                write_others(replace(tiles.plain, spatial=part.spatial))
+
+    def write_tiles(part: FlatBox) -> None:
+        across, _ = tiles.loops_of(part)
         outer_loops = [loop for loop in part.spatial[:-1] if loop is not across]
         with nested(outer_loops) as position:
             with T.serial(int64(ceil_div(across.count, tiles.size))) as i:

@@ -13,8 +13,8 @@ The operands are the value, the destination's index in the module's device list 
 physical device), and whether the result must be a new tensor even if the value is on that device already. It must be
 in a module that writes in place, since the source may have other readers, and where the program asks
 for a copy (`relax_hetero.op.copy`). A tensor of known shape gets a receive buffer from the machine's pool, whose pages
-are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, and to a CPU from
-a device in the host's memory, a result that need not be new gets no buffer: it is an alias of its operand. A constant
+are mapped already; fresh memory costs a page fault each 4 KB. Between CPUs, which share their memory, and between a CPU
+and a device in its memory, a result that need not be new gets no buffer: it may be an alias of its operand. A constant
 that is copied to a GPU in each call (`R.hetero.stream`) becomes a call of ``relax_hetero.stream_to_device``, which
 `OrderStreams` completes.
 
@@ -73,7 +73,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
             buffer = _receive_buffer(binding.var, index, STREAMED)
             operands = [value.args[0], relax.prim_value(index), relax.prim_value(0), *(b.var for b in buffer)]
             return [*buffer, _call(STREAM_TO_DEVICE, operands, binding)]
-        is_alias = not must_be_new and _is_on_cpu(binding.var.ty) and _host_may_read(value.args[0].ty)
+        is_alias = not must_be_new and _share_memory(value.args[0].ty, binding.var.ty)
         buffer = [] if is_alias else _receive_buffer(binding.var, index)
         operands = [
             value.args[0],
@@ -123,8 +123,12 @@ def _is_on_cpu(ty: tvm.ir.Type) -> bool:
     return vdevice is not None and vdevice.memory_scope == "global" and is_cpu(vdevice)
 
 
-def _host_may_read(ty: tvm.ir.Type) -> bool:
-    """Return whether a tensor may be in memory that the host reads in place."""
+def _share_memory(source: tvm.ir.Type, result: tvm.ir.Type) -> bool:
+    """Return whether a CPU and another device may use each other's tensor in place."""
+    return (_is_on_cpu(result) and _may_be_shared(source)) or (_is_on_cpu(source) and _may_be_shared(result))
+
+
+def _may_be_shared(ty: tvm.ir.Type) -> bool:
     vdevice = ty.vdevice if isinstance(ty, relax.TensorType) else None
     if vdevice is None or vdevice.memory_scope != "global":
         return False

@@ -10,6 +10,9 @@ After::
 
     a: R.Tensor((65536,), "float32", "llvm:0") = R.builtin.alloc_tensor(R.shape([65536]), "float32", 0, "pinned")
 
+For a device in the host's memory, the run time takes the device's memory, and the transfer is an alias. The caller of a
+plain call may change its results while the device works, so that they stay where they are.
+
 Results of a schedule's step are allocated alike if the next step is their transfer. Tensors of less than
 `PINNED_BYTES` stay where they are; those of unknown size are pinned, and the run time decides again. The memory scope
 "pinned" lasts until storage is planned, as tensors of different scopes share none. `LowerPinnedStorage` lowers it.
@@ -53,7 +56,8 @@ PinTransferred = declare_pass("PinTransferred", pin_transferred)
 
 
 def _copies_pinned(vdevice: relax.VDevice) -> bool:
-    return backend_of(vdevice.target).pins_memory
+    backend = backend_of(vdevice.target)
+    return backend.pins_memory or backend.may_share_memory(vdevice.target)
 
 
 def _transferred_results(mod: tvm.IRModule) -> dict[str, tuple[int, ...]]:
@@ -76,6 +80,8 @@ def _pinned(func: relax.Function, mod: tvm.IRModule, results: tuple[int, ...]) -
     walk = _AliasWalk(vdevices_of(mod))
     roots = walk.body(func.body)
     fields = roots if isinstance(roots, tuple) else (roots,)
+    if any(backend_of(vdevice.target).may_share_memory(vdevice.target) for vdevice in vdevices_of(mod)):
+        walk.transferred -= set(flattened(roots))
     for position in results:
         walk.transferred.update(flattened(fields[position]))
     bounds = upper_bounds(func)

@@ -66,11 +66,13 @@ from ...tir.commands.graph_functions import (
     fill_kernel,
     launched_early,
     record_function,
+    releases_after_wait,
     submit_function,
     waiting_first,
+    waiting_late,
 )
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
-from ...tir.cuda.core.launch import READS_EARLY
+from ...tir.cuda.core.launch import LATE_WAIT, READS_EARLY
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
@@ -166,7 +168,10 @@ class _Writer:
             written: set[int] = set()
             for i, command in enumerate(commands):
                 if launches[i].fetching is None and (i > 0 or fetch is not None):
-                    launches[i] = self._early(launches[i], command, i == after_table, written)
+                    if i > after_table and self._may_wait_late(command, commands[i - 1], launches[i - 1]):
+                        launches[i] = self._late(launches[i])
+                    else:
+                        launches[i] = self._early(launches[i], command, i == after_table, written)
                 written |= self._written(command)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._used_names)
@@ -220,6 +225,23 @@ class _Writer:
             if operand.space == SLOT and tensor.access != READ
         }
 
+    def _may_wait_late(self, command: Dispatch, previous: Dispatch, launch: Launch) -> bool:
+        """Return whether a launch may begin when all but the previous one are complete, and wait in its epilogue."""
+        reads = self.functions[self._kernels[command.kernel]].attrs.get(LATE_WAIT)
+        if reads is None or _entries(command) or not releases_after_wait(self.functions[launch.kernel]):
+            return False
+        written = [
+            operand
+            for operand, tensor in zip(previous.operands, self._specs[previous.kernel].tensors, strict=True)
+            if tensor.access != READ
+        ]
+        return not any(_may_overlap(command.operands[int(i)], operand) for i in reads for operand in written)
+
+    def _late(self, launch: Launch) -> Launch:
+        func = self.functions[launch.kernel]
+        key = (launch.kernel.name_hint, "early", "in the epilogue")
+        return replace(launch, kernel=self._once(key, lambda _: launched_early(waiting_late(func))))
+
     def _early(self, launch: Launch, command: Dispatch, is_after_table: bool, written: set[int]) -> Launch:
         """A launch that begins while the previous one ends, and waits for that before it needs its results.
 
@@ -270,6 +292,15 @@ class _Writer:
     def _add(self, gv: tvm.ir.GlobalVar, func: tirx.PrimFunc) -> tvm.ir.GlobalVar:
         self.functions[typed(gv, func.ty)] = func
         return gv
+
+
+def _may_overlap(one: Reference, other: Reference) -> bool:
+    """Return whether two references may be to the same bytes."""
+    if one.space != other.space or (one.space != ARENA and one.index != other.index):
+        return False
+    begins, lengths = (one.offset, other.offset), (one.length, other.length)
+    ends = [a + b for a, b in zip(begins, lengths, strict=True) if isinstance(a, int) and isinstance(b, int)]
+    return len(ends) < 2 or (begins[0] < ends[1] and begins[1] < ends[0])  # type: ignore[operator]
 
 
 _POINTER = tvm.ir.PointerType(tvm.ir.PrimType("int64"), "global")

@@ -38,6 +38,7 @@ from ...artifact.commands import (
     region_to_json,
 )
 from ...errors import BuildError
+from ...target.backend import backend_of
 from ...target.vdevice import is_cpu, vdevice_index
 from ...tir.core.raw_kernel import RawSignature
 from ..ir.extents import NoTextError, dim_text
@@ -102,6 +103,7 @@ def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> Regi
             value.name, device, texts.text(value.nbytes), _ALLOCATION_ALIGNMENT_BYTES, access, value.dtype, shape
         )
 
+    backend = backend_of(outlined.vdevice.target)
     return RegionSpec(
         name=outlined.gv.name_hint,
         function=outlined.function,
@@ -114,7 +116,7 @@ def region_spec(outlined: OutlinedRegion, vdevices: list[relax.VDevice]) -> Regi
         directs=tuple(range(len(outlined.constants))),
         arena=texts.text(outlined.arena),
         commands=tuple(map(command, outlined.steps)),
-        runs="host function" if is_cpu(outlined.vdevice) else "stream",
+        runs="host function" if is_cpu(outlined.vdevice) else backend.submission(outlined.vdevice.target),
         ended_by=outlined.ended_by,
     )
 

@@ -35,7 +35,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -45,7 +44,6 @@ import numpy as np
 import tvm
 from tvm import relax
 
-from ...artifact.peer_layout import PEER_MEMORY
 from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axis
@@ -53,17 +51,19 @@ from ...op.traits import ELEMENTWISE
 from ...target.backend import backend_of
 from ...target.mesh import mesh_positions
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
-from ...tir.cuda.all_reduce import all_reduce_kernel, slot_bytes_of, slots_of, supports
+from ...tir.cuda.all_reduce import supports
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
-from ..ir.kernels import opaque_kernel
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.rewriting import copy_module, is_tensor_constant, op_name, relax_functions, typed, walk_bindings
+from .gpu_sums import GpuSums, Mesh, Sum
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 from .sharding_rules import (
     PRODUCTS,
+    REDUCTIONS,
+    RESHAPES,
     WEIGHT_OPS,
     OpCall,
     Operand,
@@ -78,9 +78,6 @@ SPLIT_PARAMETERS = "relax_hetero.split_parameters"
 """On a function: JSON of a mapping from a parameter's name to ``{"placement": "S[1]", "names": [...], "mesh": [0]}``,
 the placement of its parts, or "R" for copies, the names of the parameters that take its place, and the positions of
 their devices in the module's list."""
-
-Mesh: TypeAlias = "tuple[int, ...]"
-"""Positions of devices in the module's list; one for a value of a single device."""
 
 _Make: TypeAlias = "Callable[[Sequence[relax.Expr]], relax.Expr]"
 
@@ -155,15 +152,6 @@ class _Value:
     locals: list[relax.Expr]
 
 
-@dataclass(frozen=True)
-class _Sum:
-    """An all-reduce that is not lowered yet: which of its results are used is known at the end."""
-
-    results: list[relax.Var]
-    parts: list[relax.Expr]
-    mesh: Mesh
-
-
 class _FunctionPartition:
     """Partitions one function."""
 
@@ -180,7 +168,7 @@ class _FunctionPartition:
         self._builder, self._kernels = builder, kernels
         self._source = list(walk_bindings(func.body, nested=False))
         self._is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in func.body.blocks)
-        self._items: list[relax.VarBinding | _Sum] = []
+        self._items: list[relax.VarBinding | Sum] = []
         self._values: dict[relax.Var, _Value] = {}
         self._weights: dict[relax.Var, relax.Expr] = {}
         self._tuples: dict[relax.Var, list[relax.Expr]] = {}
@@ -188,6 +176,7 @@ class _FunctionPartition:
         self._converted: dict[tuple[Any, Mesh, Sharding], list[relax.Expr]] = {}
         self._transferred: dict[tuple[relax.Expr, int], relax.Expr] = {}
         self._segments: dict[relax.Var, tuple[int, ...]] = {}
+        self._repeatable: dict[relax.Var, tuple[relax.Expr, relax.Call]] = {}
         self._read_by_products: set[relax.Var] = set()
         self._outputs = _leaves(func.body.body)
         self._find_readers()
@@ -382,6 +371,8 @@ class _FunctionPartition:
                 local = self._emit(_multiplied, operands, device, self._named(var, number))
             locals_.append(local)
         self._values[var] = _Value(mesh, plan.results if plan else [REPLICATED] * max(_tensors(call.ty), 1), locals_)
+        if len(tensors) == 1 and (name in RESHAPES or name in REDUCTIONS):
+            self._repeatable[var] = tensors[0], call
 
     def _local_call(self, call: relax.Call, plan: OpPlan | None, count: int) -> _Make:
         """Maker of what a device computes."""
@@ -626,7 +617,7 @@ class _FunctionPartition:
                 parts = [self._transfer(local, mesh[0]) for local in value.locals]
                 return [self._added(parts, mesh[0], name)]
             elif own.is_split and len(mesh) == 1:
-                return [self._gathered(value, mesh[0], own, f"{name}_whole")]
+                return [self._gathered(expr, value, mesh[0], own, f"{name}_whole")]
             else:
                 whole = self._get(expr, value.mesh, REPLICATED)
                 at, own = (
@@ -645,7 +636,7 @@ class _FunctionPartition:
             ]
         if sharding == REPLICATED:
             return [
-                self._gathered(value, device, own, f"{name}_whole@{number}" if number else f"{name}_whole")
+                self._gathered(expr, value, device, own, f"{name}_whole@{number}" if number else f"{name}_whole")
                 for number, device in enumerate(mesh)
             ]
         if sharding.axis != own.axis and not own.segments and not sharding.segments:
@@ -680,7 +671,7 @@ class _FunctionPartition:
             self._new_var(f"{name}_sum@{number}" if number else f"{name}_sum", self._bare_type(local), device)
             for number, (device, local) in enumerate(zip(mesh, value.locals, strict=True))
         ]
-        self._items.append(_Sum(results, list(value.locals), mesh))
+        self._items.append(Sum(results, list(value.locals), mesh))
         return list(results)
 
     def _added(self, parts: Sequence[relax.Expr], device: int, name: str) -> relax.Expr:
@@ -689,8 +680,12 @@ class _FunctionPartition:
             total = self._emit(lambda args: relax.op.add(*args), [total, part], device, f"{name}_sum")
         return total
 
-    def _gathered(self, value: _Value, device: int, own: Sharding, name: str) -> relax.Expr:
-        """All elements of a split value on a device."""
+    def _gathered(self, expr: relax.Expr, value: _Value, device: int, own: Sharding, name: str) -> relax.Expr:
+        """All elements of a split value on a device: a reshape, or a reduction, of what is there, or exchanged."""
+        source, call = self._repeatable.get(expr, (None, None))
+        for mesh in ((device,), value.mesh):
+            if whole := self._converted.get((source, mesh, REPLICATED)):
+                return self._emit(partial(self._rebuilt, call), [whole[mesh.index(device)]], device, name)
         parts = [self._transfer(local, device) for local in value.locals]
         axis, count = own.axis, len(value.mesh)
         assert axis is not None, "the value is split"
@@ -763,12 +758,12 @@ class _FunctionPartition:
         return var
 
     def _bind(self, name: str, value: relax.Expr, ty: tvm.ir.Type) -> relax.Var:
-        var = (relax.DataflowVar if self._is_dataflow else relax.Var)(name, ty)
+        var = self.new_local(name, ty)
         self._items.append(relax.VarBinding(var, value))
         return var
 
     def _new_var(self, name: str, ty: tvm.ir.Type, device: int) -> relax.Var:
-        var = (relax.DataflowVar if self._is_dataflow else relax.Var)(name, _on(ty, self._vdevices[device]))
+        var = self.new_local(name, _on(ty, self._vdevices[device]))
         self._bare[var] = relax.Var(name, ty)
         return var
 
@@ -782,9 +777,14 @@ class _FunctionPartition:
     def _bare_type(self, expr: relax.Expr) -> tvm.ir.Type:
         return _on(expr.ty, None)
 
-    def add_binding(self, var: relax.Var, value: relax.Call) -> None:
-        """Bind a call whose type is that of the variable."""
-        self._items.append(relax.VarBinding(var, typed(value, var.ty)))
+    def new_local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        """Make a variable of the function."""
+        return (relax.DataflowVar if self._is_dataflow else relax.Var)(name, ty)
+
+    def add_binding(self, var: relax.Var, value: relax.Expr) -> None:
+        """Bind a value whose type is that of the variable."""
+        value = typed(value, var.ty) if isinstance(value, relax.Call) else value
+        self._items.append(relax.VarBinding(var, value))
 
     def add_kernel(self, kernel: tvm.tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel to the module, under a name of its own."""
@@ -795,7 +795,7 @@ class _FunctionPartition:
     def new_addresses(self, function: str, numbers: Sequence[relax.Expr], count: int, device: int) -> relax.Var:
         """Bind addresses, (count,) of int64, that a function of the run time returns."""
         ty = relax.TensorType([count], "int64", self._vdevices[device])
-        var = (relax.DataflowVar if self._is_dataflow else relax.Var)("peer_memory", ty)
+        var = self.new_local("peer_memory", ty)
         self.add_binding(var, relax.op.call_pure_packed(function, *numbers, ty_args=[ty]))
         return var
 
@@ -805,7 +805,7 @@ class _FunctionPartition:
         """All bindings that results need, with exchanges in place of sums."""
         used, kept = set(results), []
         for item in reversed(self._items):
-            if isinstance(item, _Sum):
+            if isinstance(item, Sum):
                 if any(result in used for result in item.results):
                     used.update(var for part in item.parts for var in used_vars(part))
                     kept.append(item)
@@ -813,19 +813,20 @@ class _FunctionPartition:
                 used.update(used_vars(item.value))
                 kept.append(item)
         order = kept[::-1]
-        by_kernels = [item for item in order if isinstance(item, _Sum) and self._has_kernel(item, used)]
+        by_kernels = [item for item in order if isinstance(item, Sum) and self._has_kernel(item, used)]
         self._items = []
-        reduction = _Reduction(self, by_kernels)
+        sums = GpuSums(self, order, by_kernels, results)
         for item in order:
             if isinstance(item, relax.VarBinding):
-                self._items.append(item)
+                if item.var not in sums.replaced:
+                    self._items.append(item)
             elif item in by_kernels:
-                reduction.add(item)
+                sums.add(item)
             else:
                 self._exchange(item, used)
         return self._items  # type: ignore[return-value]
 
-    def _exchange(self, item: _Sum, used: set[relax.Var]) -> None:
+    def _exchange(self, item: Sum, used: set[relax.Var]) -> None:
         """Add the parts of a sum on each device that uses it, in the same order on all."""
         for device, result in zip(item.mesh, item.results, strict=True):
             if result in used:
@@ -834,7 +835,7 @@ class _FunctionPartition:
                 assert isinstance(last, relax.VarBinding) and last.var.same_as(total), "a sum is the last binding"
                 self._items.append(relax.VarBinding(result, last.value))
 
-    def _has_kernel(self, item: _Sum, used: set[relax.Var]) -> bool:
+    def _has_kernel(self, item: Sum, used: set[relax.Var]) -> bool:
         """Return whether GPUs sum by kernels that write to each other's memory: all of them must use the result."""
         shape = [known(extent) for extent in shape_of(item.results[0]) or [None]]
         if None in shape or not all(result in used for result in item.results):
@@ -843,58 +844,6 @@ class _FunctionPartition:
         count = math.prod(extent or 0 for extent in shape)
         have_graphs = all(backend_of(target).records_graphs for target in targets)
         return have_graphs and supports(count, str(item.results[0].ty.dtype))
-
-
-class _Reduction:
-    """Writer of all-reduces by kernels of GPUs.
-
-    Parameters
-    ----------
-    partition : _FunctionPartition
-    sums : list of _Sum
-        All sums in order.
-    """
-
-    def __init__(self, partition: _FunctionPartition, sums: list[_Sum]) -> None:
-        self._partition, self._last = partition, dict[int, relax.Expr]()
-        # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
-        counts = Counter(each.mesh for each in sums)
-        self._slots = {mesh: iter(slots_of(max(2, count))) for mesh, count in counts.items()}
-        self._is_alone = {mesh: count == 1 for mesh, count in counts.items()}
-        sizes = [slot_bytes_of(math.prod(_known_shape(each.results[0]))) for each in sums]
-        self._slot_bytes = max(sizes, default=0)
-        self._bases: dict[tuple[Mesh, int], relax.Var] = {}
-
-    def add(self, item: _Sum) -> None:
-        """Add the kernels of a sum, one for each device."""
-        if self._is_alone[item.mesh]:
-            self._add_pass(item, [type(var)(f"{var.name}_first", var.ty) for var in item.results])
-        self._add_pass(item, item.results)
-
-    def _add_pass(self, item: _Sum, results: Sequence[relax.Var]) -> None:
-        partition, slot = self._partition, next(self._slots[item.mesh])
-        shape = _known_shape(item.results[0])
-        for rank, (device, part, result) in enumerate(zip(item.mesh, item.parts, results, strict=True)):
-            after = self._last.get(device, part)
-            kernel = all_reduce_kernel(shape, rank, len(item.mesh), slot, self._slot_bytes, _known_shape(after))
-            name = f"all_reduce_{rank}_of_{len(item.mesh)}"
-            function = partition.add_kernel(opaque_kernel(kernel), name)
-            operands = [part, self._addresses(item.mesh, device), after]
-            call = relax.op.call_tir(function, relax.Tuple(operands), result.ty)
-            partition.add_binding(result, call)
-            self._last[device] = result
-
-    def _addresses(self, mesh: Mesh, device: int) -> relax.Var:
-        """Addresses of the memory that the GPUs of a mesh write to."""
-        key = mesh, device
-        if key not in self._bases:
-            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *mesh)]
-            self._bases[key] = self._partition.new_addresses(PEER_MEMORY, numbers, len(mesh), device)
-        return self._bases[key]
-
-
-def _known_shape(tensor: relax.Expr) -> list[int]:
-    return [int(extent) for extent in shape_of(tensor) or []]
 
 
 def _sharding(placement: str) -> Sharding:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import tvm
@@ -353,10 +354,20 @@ def _pool(op: OpCall) -> OpPlan | None:
     return OpPlan([state], [state]) if out_layout == layout else None
 
 
+def _of_sum(op: OpCall) -> OpPlan | None:
+    """Take elements of a sum before it is added, if they are fewer."""
+    counts = [prod(known(extent) or 0 for extent in shape) for shape in (op.shapes[0], op.operands[0].shape)]
+    if op.operands[0].sharding != PARTIAL or not 0 < counts[0] < counts[1]:
+        return None
+    return OpPlan([PARTIAL, *[REPLICATED] * (len(op.operands) - 1)], [PARTIAL])
+
+
 def _take(op: OpCall) -> OpPlan | None:
     x, *indices = op.operands  # a number is not among them
     if op.call.attrs.axis is None:
         return None
+    if (plan := _of_sum(op)) is not None:
+        return plan
     axis = int(op.call.attrs.axis) % len(x.shape)
     if x.sharding is None or x.sharding.axis is None:
         state = indices[0].sharding if indices else None
@@ -410,7 +421,7 @@ def _split(op: OpCall) -> OpPlan | None:
 def _strided_slice(op: OpCall) -> OpPlan | None:
     state, call, rank = op.operands[0].sharding, op.call, len(op.operands[0].shape)
     if state is None or state.axis is None:
-        return None
+        return _of_sum(op)
     numbers = [_numbers(arg) for arg in call.args[1:]]
     if any(each is None for each in numbers):
         return None
@@ -563,6 +574,7 @@ def _dequantized(
     return [Sharding(1)] * len(shapes), of_depth
 
 
+REDUCTIONS = tuple(name for name, traits in TRAITS.items() if traits.kind == "reduction")
 RESHAPES = ("relax.reshape", "relax.expand_dims", "relax.squeeze", "relax.flatten", "relax.nn.batch_flatten")
 WEIGHT_OPS = ELEMENTWISE | {DEQUANTIZE_BLOCKS, "relax.permute_dims", *RESHAPES}
 """Ops of constants whose results are weights."""
@@ -587,7 +599,7 @@ _RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
     "relax.permute_dims": _permute,
     **dict.fromkeys(RESHAPES, _reshape),
     "relax.broadcast_to": _broadcast_to,
-    **{name: _reduction for name, traits in TRAITS.items() if traits.kind == "reduction"},
+    **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(
         """relax.nn.softmax relax.nn.log_softmax relax.cumsum relax.cumprod relax.topk relax.flip relax.repeat
         relax.nn.prelu""".split(),

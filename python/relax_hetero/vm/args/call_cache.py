@@ -26,7 +26,7 @@ Fingerprint: TypeAlias = tuple[bytes, tuple[int, ...]]
 MAX_CACHED_CALLS = 256
 """Maximum number of cached calls per function; the cache is cleared beyond it."""
 
-_Tensor = tvm_ffi.core.Tensor
+_Tensor, _Array = tvm_ffi.core.Tensor, np.ndarray
 # A tensor object is a header (tvm/ffi/c_api.h, TVMFFIObject) and a DLTensor (dlpack.h): the pointer (8 bytes); device
 # type and id, rank and element type (16); pointers to shape and strides (16); the byte offset (8).
 _HEADER_BYTES = 24
@@ -55,8 +55,12 @@ class CachedCall:
         The values of its symbolic dimensions.
     outs : set of Fingerprint
         Fingerprints of ``out=`` buffers that passed their checks.
-    shared : tuple of object or None
-        Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`); None before.
+    shared : tuple of object
+        Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`), if `has_shared`.
+    has_shared : bool
+        Whether they are computed.
+    is_plain : bool
+        Whether they are, and calls need nothing else besides the arguments.
     pool_epoch : int
         `PoolWatch.epoch` in which its extents were last noted; -1 before.
     """
@@ -68,7 +72,9 @@ class CachedCall:
     rest_borrowed: list[AddressRange]
     dims: DimValues
     outs: set[Fingerprint] = field(default_factory=set)
-    shared: tuple[Any, ...] | None = None
+    shared: tuple[Any, ...] = ()
+    has_shared: bool = False
+    is_plain: bool = False
     pool_epoch: int = -1
 
     def determines_output_shape(self, signature: FunctionSignature) -> bool:
@@ -133,11 +139,12 @@ class CallCache:
 
     def in_order(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Sequence[Any] | None:
         """All arguments by position, if the named ones are exactly the inputs that follow; otherwise None."""
-        expected = self._names[len(args) : len(args) + len(kwargs)]
+        expected = self._names[len(args) : len(args) + len(kwargs)] if args else self._names
         if len(expected) != len(kwargs):
             return None
         try:
-            return [*args, *[kwargs[name] for name in expected]]
+            named = [kwargs[name] for name in expected]
+            return [*args, *named] if args else named
         except KeyError:
             return None
 
@@ -148,12 +155,16 @@ class CallCache:
         """
         tensors: list[Any] = []
         fingerprints: list[Fingerprint] = []
+        mask, takes_arrays = self._mask, self._takes_arrays
         for value in args:
-            tensor: Any = value if isinstance(value, _Tensor) else self._tensor(value)
+            # `_tensor` and `_fingerprint`, inlined: this is the fast path of every call.
+            if type(value) is _Array and takes_arrays:
+                tensor: Any = from_array(value)
+            else:
+                tensor = value if isinstance(value, _Tensor) else self._tensor(value)
             tensors.append(tensor)
-            # `_fingerprint`, inlined: this is the fast path of every call.
             head = _read_dltensor(tensor.__chandle__() + _HEADER_BYTES).raw if tensor is not None else _MISALIGNED
-            if head[0] & self._mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
+            if head[0] & mask or head[40:] != _NO_OFFSET or not tensor.is_contiguous():
                 return None, tensors
             fingerprints.append((head[8:24], tensor.shape))
         call = self._calls.get(tuple(fingerprints))

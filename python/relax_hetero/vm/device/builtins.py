@@ -77,11 +77,10 @@ def _needs_file(*_: Any) -> None:
 def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) -> Any:
     """`value` on the device of manifest entry `index` (-1: the host): itself if it is there, else a copy.
 
-    Works between any two devices, and on nested tuples. Between two CPUs the copy is an alias, as it is of a device in
-    the host's memory. `must_copy` forces a
-    copy, because the module writes in place and the value may have other readers (LowerTransfers). The target is
-    `buffer`, if the compiler allocated one from the machine's pool, else new memory; large tensors from a GPU go into
-    pinned memory.
+    Works between any two devices, and on nested tuples. Between two CPUs the copy is an alias, as it is from a device
+    in the host's memory, and to one from memory that it has lent (`pinned_storage`). `must_copy` forces a copy, because
+    the module writes in place and the value may have other readers (LowerTransfers). The target is `buffer`, if the
+    compiler allocated one from the machine's pool, else new memory; large tensors from a GPU go into pinned memory.
     """
     devices, scopes = _machine("to_device", index)
     if not isinstance(value, tvm_ffi.core.Tensor):
@@ -93,8 +92,10 @@ def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) ->
             return value
         if is_host(device) and is_host(value.device):
             return alias(value, device)
-        if is_host(device) and _host_reads(value.device):
+        if is_host(device) and _shares_memory(value.device):
             value.device.sync()
+            return alias(value, device)
+        if is_host(value.device) and _shares_memory(device) and _is_lent(value, device):
             return alias(value, device)
     pinned = receive_buffer(value, device, buffer) if scope == "global" else None
     target = buffer if pinned is None else pinned
@@ -104,9 +105,22 @@ def to_device(value: Any, index: int, must_copy: int = 0, buffer: Any = None) ->
     return target
 
 
-def _host_reads(device: runtime.Device) -> bool:
+def _shares_memory(device: runtime.Device) -> bool:
     memory = backend_of_device(device).memory()
     return memory is not None and memory.host_reads(device.index)
+
+
+def _is_lent(value: runtime.Tensor, device: runtime.Device) -> bool:
+    memory = backend_of_device(device).memory()
+    return memory is not None and memory.is_lent(device.index, value.data_ptr())
+
+
+def _lent_storage(nbytes: int, device: runtime.Device, host: runtime.Device) -> runtime.Tensor:
+    """Bytes of a device's memory, on a CPU, which writes values for the device there."""
+    storage, memory = empty((nbytes,), "uint8", device), backend_of_device(device).memory()
+    assert memory is not None, "the device shares its memory"
+    memory.lend(device.index, storage.data_ptr(), nbytes)
+    return alias(storage, host)
 
 
 @tvm_ffi.register_global_func("relax_hetero.stream_to_device", override=True)
@@ -122,10 +136,14 @@ def stream_to_device(value: runtime.Tensor, index: int, age: int, buffer: runtim
 def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
     """``size[0]`` bytes of pinned memory on the CPU of manifest entry `index` (-1: the host), for copies to a GPU.
 
-    Plain memory if pinning makes no difference, fails or has reached its limit.
+    Memory of a device that shares it with the host, if the machine has one, which then needs no copy. Plain memory if
+    pinning makes no difference, fails or has reached its limit.
     """
     devices, _ = _machine("pinned_storage", index)
     device, nbytes = devices[index], int(size[0])
+    sharing = next((other for other in devices if not is_host(other) and _shares_memory(other)), None)
+    if sharing is not None and nbytes:
+        return _lent_storage(nbytes, sharing, device)
     gpu = next((other.index for other in devices if backend_of_device(other).pins_memory), None)
     pinned = None if gpu is None else send_buffer(nbytes, device, gpu)
     return empty((nbytes,), "uint8", device) if pinned is None else pinned

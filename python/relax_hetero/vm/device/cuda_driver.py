@@ -11,7 +11,7 @@ import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm import runtime
 
@@ -140,24 +140,48 @@ def cuda_driver() -> CudaDriver | str:
 _ARCH = re.compile(r"sm_([0-9]+)([0-9])([a-z]?)")
 
 
+class GpuCode(NamedTuple):
+    """The GPUs that run an architecture's code: of the compute capability `major`.`minor`.
+
+    Attributes
+    ----------
+    arch : str
+        Architecture, such as "sm_90a".
+    major, minor : int
+        Compute capability.
+    is_exact : bool
+        True if newer capabilities of the same `major` do not run it.
+    """
+
+    arch: str
+    major: int
+    minor: int
+    is_exact: bool
+
+    def runs_on(self, capability: str) -> bool:
+        """Return whether a GPU of a compute capability runs the code."""
+        major, minor = (int(number) for number in capability.split(".")[:2])
+        return major == self.major and (minor == self.minor if self.is_exact else minor >= self.minor)
+
+
+def gpu_code(spec: DeviceSpec) -> GpuCode | None:
+    """The architecture of a device's code; None for devices other than GPUs of CUDA, and unknown architectures."""
+    data = json.loads(spec.target)
+    match = _ARCH.fullmatch(str(data.get("arch", ""))) if isinstance(data, dict) and spec.kind == "cuda" else None
+    return None if match is None else GpuCode(match[0], int(match[1]), int(match[2]), match[3] == "a")
+
+
 def check_gpu(name: str, spec: DeviceSpec, device: runtime.Device) -> None:
     """Require that code for a CUDA `spec` (called `name`) runs on a GPU; BindingError otherwise."""
-    arch = str(json.loads(spec.target).get("arch", ""))
-    match = _ARCH.fullmatch(arch)
-    capability = str(device.compute_version)
-    if match is not None and not _runs(int(match[1]), int(match[2]), match[3], capability):
-        required = f"{match[1]}.{match[2]}"
-        supported = f"{required} alone" if match[3] == "a" else f"{required} and newer ones of {match[1]}.x"
+    code, capability = gpu_code(spec), str(device.compute_version)
+    if code is not None and not code.runs_on(capability):
+        required = f"{code.major}.{code.minor}"
+        supported = f"{required} alone" if code.is_exact else f"{required} and newer ones of {code.major}.x"
         raise BindingError(
-            f"{name} was compiled for {arch}, which GPUs of compute capability {supported} run: found "
+            f"{name} was compiled for {code.arch}, which GPUs of compute capability {supported} run: found "
             f"{device.device_name} of compute capability {capability} as {device}; compile the model for "
             f"{arch_of(capability)}, or there for 'cuda'"
         )
-
-
-def _runs(major: int, minor: int, suffix: str, capability: str) -> bool:
-    version = tuple(int(number) for number in capability.split(".")[:2])
-    return version == (major, minor) if suffix == "a" else version[0] == major and version[1] >= minor
 
 
 def why_no_gpu(failure: str) -> str:

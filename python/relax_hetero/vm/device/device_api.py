@@ -104,6 +104,15 @@ class DeviceApi:
 
         return call
 
+    def submitting(self, launch: Callable[[int, Sequence[Any]], None]) -> Callable[..., None]:
+        """The function that host code calls for the launches of a command buffer, like `launching`."""
+
+        def call(*args: Any) -> None:
+            self.raise_error()
+            launch(self._thread.device, args)
+
+        return call
+
     def take_error(self) -> BaseException | None:
         """The error of an earlier call of TVM, once."""
         error, self._thread.error = self._thread.error, None

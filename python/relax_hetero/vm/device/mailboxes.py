@@ -17,16 +17,13 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.mailboxes import DATA, MailboxSpec
+from ...artifact.mailboxes import DATA, MailboxSpec, offsets_of
 from ...artifact.metadata import ConstantSpec, Metadata
 from ...errors import BindingError, HeteroError
 from .cuda_driver import CudaDriver, cuda_driver, free_after_use
 from .tensors import alias, copy_into, from_array, is_host
 
 _BLOCKING = "CUDA_LAUNCH_BLOCKING"
-
-_ALIGNMENT = 256
-"""Alignment of a mailbox in bytes."""
 
 _POLL_SECONDS = 100e-6
 """Polling interval where compiled code has given up."""
@@ -63,11 +60,7 @@ class Mailboxes:
         self._driver, self._gpus = driver, list(gpus)
         for gpu in gpus:
             gpu.sync()  # makes its context current in this thread, which the driver needs
-        self._offsets: dict[int, int] = {}
-        size = 0
-        for spec in specs:
-            self._offsets[spec.number] = size
-            size += -(-(DATA + spec.nbytes) // _ALIGNMENT) * _ALIGNMENT
+        self._offsets, size = offsets_of(specs)
         self._address = driver.pinned(size)
         weakref.finalize(self, free_after_use, driver, self._gpus, self._address)
         self._bytes = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(self._address))

@@ -41,7 +41,10 @@ def host_array(tensor: runtime.Tensor) -> np.ndarray:
 
     Types of less than a byte are always copied, one byte per element.
     """
-    return _read(tensor)[0]
+    try:
+        return np.from_dlpack(on_host(tensor))
+    except (BufferError, RuntimeError):
+        return _read(tensor)[0]
 
 
 def _read(tensor: runtime.Tensor) -> tuple[np.ndarray, bool]:

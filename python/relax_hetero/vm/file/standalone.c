@@ -14,6 +14,7 @@
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <inttypes.h>
+#include <link.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdarg.h>
@@ -24,6 +25,8 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include <tvm/ffi/extra/c_env_api.h>
 
 #include "standalone.h"
 
@@ -41,7 +44,9 @@
     F(ErrorSetRaisedFromCStr)                                                                                          \
     F(TensorFromDLPack)                                                                                                \
     F(TensorCreateUnsafeView)                                                                                          \
-    F(DataTypeFromString)
+    F(DataTypeFromString)                                                                                             \
+    F(EnvGetStream)                                                                                                    \
+    F(EnvSetStream)
 
 static struct {
 #define F(name) __typeof__(&TVMFFI##name) name;
@@ -53,6 +58,27 @@ static const char *path; /* of this file, with its identity when it was loaded *
 static struct stat identity;
 static void *library;
 
+/* Load TVM's CUDA runtime, which must define its loader of kernels before TVM reads this file's, and the library that
+ * it needs: beside TVM's runtime, in pip's packages or where the system finds libraries. */
+static void load_cuda_runtime(void) {
+    static const char *const names[] = {"libcudart.so.13", "libtvm_runtime_cuda.so"};
+    static const char *const folders[] = {"%s/%s", "%s/../../nvidia/cu13/lib/%s", "%.0s%s"};
+    void *runtime = dlopen("libtvm_runtime.so", RTLD_LAZY | RTLD_NOLOAD);
+    struct link_map *map = NULL;
+    if (runtime == NULL || dlinfo(runtime, RTLD_DI_LINKMAP, &map) != 0)
+        return;
+    const char *end = strrchr(map->l_name, '/');
+    for (int i = 0; i < 2; i++) {
+        bool is_loaded = dlopen(names[i], RTLD_LAZY | RTLD_NOLOAD) != NULL;
+        for (int k = 0; k < 3 && !is_loaded; k++) {
+            char folder[4096], name[4352];
+            snprintf(folder, sizeof folder, "%.*s", end == NULL ? 0 : (int)(end - map->l_name), map->l_name);
+            snprintf(name, sizeof name, folders[k], folder, names[i]);
+            is_loaded = dlopen(name, RTLD_LAZY) != NULL;
+        }
+    }
+}
+
 __attribute__((constructor)) static void on_load(void) {
     void *tvm_ffi = dlopen("libtvm_ffi.so", RTLD_LAZY | RTLD_NOLOAD);
 #define F(name) ffi.name = (__typeof__(ffi.name))dlsym(tvm_ffi != NULL ? tvm_ffi : RTLD_DEFAULT, "TVMFFI" #name);
@@ -61,6 +87,11 @@ __attribute__((constructor)) static void on_load(void) {
     Dl_info place;
     if (dladdr(&ffi, &place) != 0 && place.dli_fname != NULL && stat(place.dli_fname, &identity) == 0)
         path = realpath(place.dli_fname, NULL);
+    for (int32_t i = 0; i < rh_info.num_devices; i++)
+        if (rh_info.devices[i].device.device_type == kDLCUDA) {
+            load_cuda_runtime();
+            break;
+        }
 }
 
 #define FAIL(...) return fail("ValueError", __VA_ARGS__)
@@ -187,6 +218,8 @@ static void free_tensor(DLManagedTensor *self) {
     free(self);
 }
 
+static const DLDataType int64_type = {kDLInt, 64, 1};
+
 /* A tensor of memory that stays valid. */
 static int wrap(void *data, DLDevice device, DLDataType dtype, int32_t ndim, const int64_t *shape, TVMFFIAny *result) {
     DLManagedTensor *managed = calloc(1, sizeof *managed);
@@ -234,6 +267,8 @@ static int allocate(DLDevice device, DLDataType dtype, int32_t ndim, const int64
     return status;
 }
 
+static int check_reported_values(void);
+
 /* Copy between tensors of the same bytes; work on other devices continues after the return. */
 static int copy(TVMFFIAny from, TVMFFIAny to) {
     const DLTensor *source = tensor_of(from), *target = tensor_of(to);
@@ -242,7 +277,9 @@ static int copy(TVMFFIAny from, TVMFFIAny to) {
         return 0;
     }
     TVMFFIAny args[] = {from, to}, result = none();
-    return call_global("runtime.TVMTensorCopyFromTo", args, 2, &result);
+    if (call_global("runtime.TVMTensorCopyFromTo", args, 2, &result) != 0)
+        return -1;
+    return is_host(target->device) ? check_reported_values() : 0;
 }
 
 static int new_copy(TVMFFIAny value, DLDevice device, TVMFFIAny *result) {
@@ -339,6 +376,7 @@ static int map_weights(void) {
 
 struct machine {
     struct machine *next;
+    struct gpu *gpu; /* null without one */
     TVMFFIAny constants;
     DLDevice devices[];
 };
@@ -347,6 +385,12 @@ static struct machine *machines;
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static __thread struct machine *machine; /* of this thread's call */
 
+#include "standalone_cuda.c"
+
+static int check_reported_values(void) {
+    return machine != NULL && machine->gpu != NULL ? check_reported(machine->gpu) : 0;
+}
+
 static DLDevice device_at(const struct machine *each, int32_t index) {
     return each->devices[index < 0 ? rh_info.host : index];
 }
@@ -354,9 +398,8 @@ static DLDevice device_at(const struct machine *each, int32_t index) {
 static int place(const struct machine *each, int32_t index, TVMFFIAny *placed) {
     const struct constant *constant = &rh_constants[index];
     DLDevice device = device_at(each, constant->device), host = {kDLCPU, 0};
-    if (constant->unsupported != NULL)
-        return fail("RuntimeError", "%s: %s, which needs the package relax_hetero of Python", path,
-                    constant->unsupported);
+    if (constant->region != NULL || constant->is_record || constant->mailbox >= 0)
+        return place_of_gpu(each->gpu, constant, device, placed, &placed[index]);
     void *data = weights + constant->offset;
     if (constant->table != NULL) {
         int64_t *table = data = aligned_alloc(WEIGHT_ALIGNMENT, ((size_t)constant->entries * 8 + 64) / 64 * 64);
@@ -383,11 +426,15 @@ static int place(const struct machine *each, int32_t index, TVMFFIAny *placed) {
 static int place_constants(struct machine *each) {
     TVMFFIAny *placed = calloc((size_t)rh_num_constants + 1, sizeof *placed);
     int status = placed == NULL ? fail("MemoryError", "no memory for constants") : 0;
-    /* Tables have addresses of other constants. */
-    for (int32_t round = 0; round < 2; round++)
+    if (status == 0)
+        status = make_gpu(each->devices, &each->gpu);
+    /* Tables have addresses of other constants, and command buffers those of tables. */
+    for (int32_t round = 0; round < 3; round++)
         for (int32_t i = 0; i < rh_num_constants && status == 0; i++)
-            if ((rh_constants[i].table != NULL) == round)
+            if ((rh_constants[i].region != NULL ? 2 : rh_constants[i].table != NULL) == round)
                 status = place(each, i, placed);
+    if (status == 0 && each->gpu != NULL)
+        status = define_functions_of_gpus();
     if (status == 0)
         status = call_global("ffi.Array", placed, rh_num_constants, &each->constants);
     for (int32_t i = 0; i < rh_num_constants && placed != NULL; i++)
@@ -630,7 +677,7 @@ static bool fits(const rh_value_info *input, const DLTensor *tensor) {
 static int check_layout(const rh_function_info *function, const rh_value_info *input, const DLTensor *tensor) {
     if (!is_contiguous(tensor))
         FAIL("function '%s', argument '%s': found strides, expected a contiguous tensor", function->name, input->name);
-    if (is_host(tensor->device) && (tensor->byte_offset != 0 || (intptr_t)tensor->data % rh_alignment != 0))
+    if (tensor->byte_offset != 0 || (intptr_t)tensor->data % rh_alignment != 0)
         FAIL("function '%s', argument '%s': found the address %p with offset %lld, expected a multiple of %lld "
              "without an offset", function->name, input->name, tensor->data, (long long)tensor->byte_offset,
              (long long)rh_alignment);
@@ -672,6 +719,34 @@ static int check_argument(const rh_function_info *function, int32_t index, const
     return 0;
 }
 
+/* Upper bounds of sizes, for which memory is planned. */
+static int check_bounds(int32_t number, const TVMFFIAny *args) {
+    const rh_function_info *function = &rh_info.functions[number];
+    for (int32_t i = 0; i < rh_num_bounds; i++) {
+        const struct bound *bound = &rh_bounds[i];
+        if (bound->function != number)
+            continue;
+        const DLTensor *tensor = tensor_of(args[bound->input]);
+        const TVMFFIShapeCell *shape = content(args[bound->input], kTVMFFIShape);
+        int64_t size = 0;
+        if (tensor != NULL && bound->axis < tensor->ndim)
+            size = tensor->shape[bound->axis];
+        else if (shape != NULL && bound->axis < (int64_t)shape->size)
+            size = shape->data[bound->axis];
+        else if (args[bound->input].type_index == kTVMFFIInt)
+            size = args[bound->input].v_int64;
+        char where[32] = "";
+        if (size <= bound->maximum)
+            continue;
+        if (bound->axis >= 0)
+            snprintf(where, sizeof where, " dimension %d", bound->axis);
+        FAIL("%s is %lld by argument '%s' of '%s'%s, expected at most %lld, its upper bound: memory is planned for it",
+             bound->name, (long long)size, function->inputs[bound->input].name, function->name, where,
+             (long long)bound->maximum);
+    }
+    return 0;
+}
+
 /* ---- Packed functions of the bytecode and of kernels ---- */
 
 #define PACKED(name, symbol) PACKED_AS(name, "relax_hetero." symbol)
@@ -703,20 +778,43 @@ PACKED(describe, "describe") {
     return 0;
 }
 
+/* End the call of this thread. */
+static void end_call(bool has_failed) {
+    struct gpu *gpu = machine == NULL ? NULL : machine->gpu;
+    if (gpu != NULL) {
+        if (has_failed)
+            reset_mailboxes(gpu);
+        pthread_mutex_unlock(&gpu->in_use);
+    }
+    machine = NULL;
+}
+
+/* After a call that has failed, which does not leave: the next call of the thread does the same. */
+PACKED(abandon, "abandon") {
+    *result = none();
+    end_call(true);
+    return 0;
+}
+
 /* The constants, for the function of a number; a tensor on each device, then the arguments. */
 PACKED(enter, "enter") {
-    const rh_function_info *function = &rh_info.functions[args[0].v_int64];
+    int32_t number = (int32_t)args[0].v_int64;
+    const rh_function_info *function = &rh_info.functions[number];
     DLDevice devices[rh_info.num_devices];
     for (int32_t i = 0; i < rh_info.num_devices; i++)
         devices[i] = tensor_of(args[1 + i])->device;
-    machine = machine_on(devices);
-    if (machine == NULL)
+    end_call(true);
+    struct machine *each = machine_on(devices);
+    if (each == NULL || (each->gpu != NULL && enter_gpu(each->gpu) != 0))
         return -1;
-    for (int32_t i = 0; i < function->num_inputs; i++) {
-        if (check_argument(function, i, args + 1 + rh_info.num_devices) != 0) {
-            machine = NULL;
-            return -1;
-        }
+    machine = each;
+    args += 1 + rh_info.num_devices;
+    int status = 0;
+    for (int32_t i = 0; i < function->num_inputs && status == 0; i++)
+        status = check_argument(function, i, args);
+    if (status != 0 || check_bounds(number, args) != 0) {
+        end_call(false);
+        return -1;
     }
     *result = shared(machine->constants);
     return 0;
@@ -804,7 +902,12 @@ PACKED(leave, "leave") {
     struct returned *before = NULL;
     int status = detach(args[1], &rh_info.functions[args[0].v_int64], args + 2, &before, result);
     free_returned(before);
-    machine = NULL;
+    if (status == 0 && check_reported_values() != 0) {
+        drop(*result);
+        *result = none();
+        status = -1;
+    }
+    end_call(status != 0);
     return status;
 }
 
@@ -891,8 +994,6 @@ PACKED(check_returned, "check_returned") {
 }
 
 /* ---- Functions of vm/device/builtins.py and loop_rows.py, for tensors of CPUs. ---- */
-
-static const DLDataType int64_type = {kDLInt, 64, 1};
 
 /* The number in a scalar, int64 in memory of the host; -1 with an error for others. */
 static int number_in(TVMFFIAny value, int64_t *number) {

@@ -6,25 +6,40 @@ positions in the file, and the messages of run-time checks.
 
 from __future__ import annotations
 
+import ast
+import itertools
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache, reduce
 from pathlib import Path
 
 from tvm import DataType
 
-from ...artifact import worker_threads
+from ...artifact import checks, graph_layout, worker_threads
+from ...artifact.commands import RegionSpec
+from ...artifact.graph_layout import Layout
 from ...artifact.kernel_addresses import address_function
+from ...artifact.mailboxes import offsets_of
 from ...artifact.metadata import CPU, ConstantSpec, Metadata, device_names
-from ...artifact.signature import FunctionSignature, PrimSpec, ShapeSpec, TensorSpec, TupleSpec, ValueSpec, describe
+from ...artifact.signature import (
+    Dim,
+    FunctionSignature,
+    PrimSpec,
+    ShapeSpec,
+    TensorSpec,
+    TupleSpec,
+    ValueSpec,
+    describe,
+)
 from ...artifact.signing import TRAILER_BYTES
 from ...errors import BuildError
 from ...target.c_options import compile_options
 from ...target.cpu_cores import TASKS_OF_UNLIKE_CORES
 from ...target.element_types import bytes_for
+from ..device.cuda_driver import gpu_code
 from ..device.workers import SPIN_NANOSECONDS
 
 _SOURCE = Path(__file__).with_name("standalone.c")
@@ -34,6 +49,11 @@ _KINDS: dict[type[ValueSpec], str] = {
     PrimSpec: "RH_SCALAR",
     TupleSpec: "RH_TUPLE",
 }
+_RECORD_WORDS = ("WORDS", "CLAIMED", "READY", "KEY", "FOUND", "FIRST", "END")
+_GRAPH_WORDS = (
+    *("LAUNCH", "GET_STREAM", "GRAPH", "DEVICE", "SUBMITTED", "OWNER", "CONSUMED"),
+    *("RING", "TABLE", "CONSUMED_ADDRESS", "BINDINGS", "RING_ROWS", "CACHED_GRAPHS"),
+)
 _OPTIONS = ("-x", "c", "-std=gnu11", "-fPIC", "-fvisibility=hidden", "-w")
 
 
@@ -101,6 +121,8 @@ def _definitions() -> list[str]:
         "RH_LAUNCH_SETTER": _text(worker_threads.launch_setter(0).removesuffix("0")),
         "RH_ADDRESS": _text(address_function("")),
     }
+    values |= {f"RH_RECORD_{name}": getattr(checks, name) for name in _RECORD_WORDS}
+    values |= {f"RH_GRAPH_{name}": getattr(graph_layout, name) for name in _GRAPH_WORDS}
     return [f"-D{name}={value}" for name, value in values.items()]
 
 
@@ -113,38 +135,130 @@ def description(metadata: Metadata, offsets: Sequence[int]) -> str:
         The position of each constant among the weights, in bytes from the first.
     """
     return (
-        "\n".join(['#include "standalone.h"', *_constants(metadata, offsets), *_checks(metadata), *_info(metadata)])
+        "\n".join(
+            [
+                '#include "standalone.h"',
+                *_constants(metadata, offsets),
+                *_checks(metadata),
+                *_bounds(metadata),
+                *_gpu_codes(metadata),
+                *_info(metadata),
+            ]
+        )
         + "\n"
     )
 
 
 def _constants(metadata: Metadata, offsets: Sequence[int]) -> Iterator[str]:
     rows = []
+    regions = {region.name: region for region in metadata.regions}
+    mailboxes, mailbox_bytes = offsets_of(spec.mailbox for spec in metadata.constants)
     for number, (spec, offset) in enumerate(zip(metadata.constants, offsets, strict=True)):
-        table, entries = "NULL", 0
-        reason = _unsupported(spec)
-        if spec.addresses is not None and reason is None:
+        table, entries, region = "NULL", 0, "NULL"
+        if spec.addresses is not None:
             table, entries = f"table_{number}", len(spec.addresses)
             values = (f"{{{_text(e)}, 0}}" if isinstance(e, str) else f"{{NULL, {e}}}" for e in spec.addresses)
             yield _array(f"struct entry {table}", values)
+        if spec.region:
+            region = f"&region_{number}"
+            yield from _region(number, regions[spec.region], spec, metadata)
         yield _array(f"int64_t extents_{number}", map(str, spec.shape))
         numbers = f"{spec.device}, {len(spec.shape)}, extents_{number}, {offset}, {bytes_for(spec.shape, spec.dtype)}"
-        rows.append(f"{{{_dtype(spec.dtype)}, {numbers}, {table}, {entries}, {_text(reason)}}}")
+        mailbox = -1 if spec.mailbox is None else mailboxes[spec.mailbox.number]
+        stands_for = f"{region}, {int(spec.is_record)}, {mailbox}"
+        rows.append(f"{{{_dtype(spec.dtype)}, {numbers}, {table}, {entries}, {stands_for}}}")
     yield _array("struct constant rh_constants", rows, "")
     yield f"const int32_t rh_num_constants = {len(rows)};"
+    yield _array("int64_t rh_mailboxes", map(str, mailboxes.values()), "")
+    yield f"const int32_t rh_num_mailboxes = {len(mailboxes)};"
+    yield f"const int64_t rh_mailbox_bytes = {mailbox_bytes};"
 
 
-def _unsupported(spec: ConstantSpec) -> str | None:
-    """Why only Python can make a constant, or None."""
-    if spec.region:
-        return f"command buffer {spec.region!r} is a CUDA graph"
-    if spec.is_record:
-        return "kernels of a GPU report values that they refuse"
-    return None if spec.mailbox is None else "command buffers of a GPU and of the CPU exchange values while both run"
+def _region(number: int, region: RegionSpec, state: ConstantSpec, metadata: Metadata) -> Iterator[str]:
+    layout, arena, arena_bytes = Layout(len(region.slots), len(region.parameters)), "NULL", region.arena
+    if isinstance(arena_bytes, str):
+        arena = f"arena_{number}"
+        names = {name: f"p[{index}]" for index, name in enumerate(region.parameters)}
+        yield f"static int64_t {arena}(const int64_t *p) {{ return {_expression(arena_bytes, names)}; }}"
+        arena_bytes = 0
+    constants = sum(isinstance(entry, int) for entry in state.addresses or ())
+    positions = (
+        *(layout.slots, layout.parameters, layout.slow_bindings, layout.slow_parameters, layout.graph_cache),
+        *(layout.ring, layout.state_words, layout.table_words, layout.constants, constants, arena_bytes),
+    )
+    values = f"{', '.join(map(str, positions))}, {arena}, {int(metadata.has_mailboxes(region))}"
+    yield f"static const struct region region_{number} = {{{_text(region.name)}, {values}}};"
+
+
+_OPERATORS: dict[type[ast.operator], str] = {
+    ast.Add: "({} + {})",
+    ast.Sub: "({} - {})",
+    ast.Mult: "({} * {})",
+    ast.FloorDiv: "rh_floordiv({}, {})",
+    ast.Mod: "rh_floormod({}, {})",
+}
+
+
+def _expression(text: str, names: Mapping[str, str]) -> str:
+    """A dimension (`artifact.dims`) in C, with C text for each of its names."""
+
+    def write(node: ast.AST) -> str:
+        match node:
+            case ast.Constant(value=int(value)):
+                return f"INT64_C({value})"
+            case ast.Name(id=name):
+                return names[name]
+            case ast.UnaryOp(op=ast.USub(), operand=operand):
+                return f"(-{write(operand)})"
+            case ast.BinOp(left=left, op=operator, right=right):
+                return _OPERATORS[type(operator)].format(write(left), write(right))
+            case ast.Call(func=ast.Name(id="min" | "max" as name), args=arguments):
+                return reduce(lambda a, b: f"rh_{name}({a}, {b})", map(write, arguments))
+        raise BuildError(f"the size {text!r} is not a dimension")
+
+    return write(ast.parse(text, mode="eval").body)
+
+
+def _bounds(metadata: Metadata) -> Iterator[str]:
+    """Upper bounds of sizes, each at the first input that determines the size, as in `artifact.dims.DimValues`."""
+    bounds = {memory.name: memory.upper_bounds for memory in metadata.memory}
+    rows = []
+    for number, signature in enumerate(metadata.signatures.values()):
+        for name, maximum in bounds.get(signature.name, {}).items():
+            places = (
+                (index, axis)
+                for index, spec in enumerate(signature.inputs)
+                for axis, dim in _dims_of(spec)
+                if dim == name
+            )
+            for index, axis in itertools.islice(places, 1):
+                rows.append(f"{{{number}, {index}, {axis}, {maximum}, {_text(name)}}}")
+    yield _array("struct bound rh_bounds", rows, "")
+    yield f"const int32_t rh_num_bounds = {len(rows)};"
+
+
+def _dims_of(spec: ValueSpec) -> Iterable[tuple[int, Dim]]:
+    """Extents of an input and their axes; -1 for a scalar."""
+    if isinstance(spec, PrimSpec):
+        return [] if spec.value is None else [(-1, spec.value)]
+    dims = spec.shape if isinstance(spec, TensorSpec) else spec.values if isinstance(spec, ShapeSpec) else None
+    return enumerate(dims or ())
+
+
+def _gpu_codes(metadata: Metadata) -> Iterator[str]:
+    """Compute capabilities that code of GPUs is for."""
+    rows = []
+    for index, spec in enumerate(metadata.devices):
+        code = gpu_code(spec)
+        if code is not None:
+            rows.append(f"{{{index}, {_text(code.arch)}, {code.major}, {code.minor}, {int(code.is_exact)}}}")
+    yield _array("struct gpu_code rh_gpu_codes", rows, "")
+    yield f"const int32_t rh_num_gpu_codes = {len(rows)};"
 
 
 def _checks(metadata: Metadata) -> Iterator[str]:
     yield _array("rh_check_info checks", (f"{{{_text(c.subject)}, {_text(c.where)}}}" for c in metadata.checks))
+    yield _array("int64_t rh_check_keys", (str(check.key) for check in metadata.checks), "")
     width = max((spec.num_cores for spec in metadata.devices if spec.device_type == CPU), default=0)
     yield f"const int64_t rh_alignment = {metadata.alignment};"
     yield f"const int32_t rh_width = {width};"

@@ -14,8 +14,11 @@ from collections.abc import Sequence
 from heapq import heappop, heappush
 from typing import Protocol
 
+from tvm import runtime
+
 from ...errors import HeteroError
 from ...system import pin_thread
+from ...target.backend import CPU
 from ..device.numa import prefer_node
 from ..device.threads import Threads, reserve_threads
 from .fence import thread_state
@@ -124,3 +127,34 @@ class DeviceQueue:
         if self._threads is not None:
             reserve_threads(self._threads)
         thread_state.is_worker = True
+
+
+class CopyThreads:
+    """A queue for each direction of copies between the host and devices whose copies wait for their end.
+
+    Parameters
+    ----------
+    device_type : int
+        DLPack device type.
+
+    Attributes
+    ----------
+    queues : list of DeviceQueue
+        Queues that `between` has made.
+    """
+
+    def __init__(self, device_type: int) -> None:
+        self.queues: list[DeviceQueue] = []
+        self._device_type = device_type
+        self._queues: dict[tuple[str, str], DeviceQueue] = {}
+
+    def between(self, source: runtime.Device, target: runtime.Device) -> DeviceQueue | None:
+        """The queue for copies between two devices; None unless one is the host. Not thread-safe."""
+        types = {source.dlpack_device_type(), target.dlpack_device_type()}
+        if types != {CPU, self._device_type}:
+            return None
+        pair = str(source), str(target)
+        if pair not in self._queues:
+            self._queues[pair] = DeviceQueue(f"copies from {source} to {target}")
+            self.queues.append(self._queues[pair])
+        return self._queues[pair]

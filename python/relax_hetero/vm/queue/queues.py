@@ -126,7 +126,7 @@ class Queues:
 
     def close(self, until: float = 0) -> None:
         """End the threads after their current work, fail other work, and wait until `until` (monotonic) at most."""
-        for queue in (*self.all, *self._stream_copies()):
+        for queue in (*self.all, *self._copying()):
             queue.close(until - time.monotonic())
 
     def queue_of(self, step: Step) -> DeviceQueue | None:
@@ -149,7 +149,7 @@ class Queues:
 
     def follow_caller(self) -> None:
         """Order work that is issued from now on after the caller's work on this thread's current streams."""
-        follow_callers_streams(queue for queue in (*self.all, *self._stream_copies()) if isinstance(queue, StreamQueue))
+        follow_callers_streams(queue for queue in (*self.all, *self._copying()) if isinstance(queue, StreamQueue))
 
     def run(self, step: Step, queue: DeviceQueue | None, is_result: bool, call: CallState) -> tuple[Any, Point | None]:
         """Run a step in this thread, which is its queue's.
@@ -228,7 +228,7 @@ class Queues:
             return error
         return explain_failure(what, error, self._metadata)
 
-    def _stream_copies(self) -> list[StreamQueue]:
+    def _copying(self) -> list[DeviceQueue]:
         return [queue for copy_queues in self._copy_queues for queue in copy_queues.queues]
 
     def _function(self, queue: DeviceQueue, name: str) -> Any:

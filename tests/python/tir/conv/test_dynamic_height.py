@@ -14,8 +14,10 @@ from relax_hetero.encoding.problem import ConvProblem, Window
 from relax_hetero.errors import EncodingError
 from relax_hetero.tir.conv.convolution import conv_kernel
 from seeds import fresh_rng
+from tir.conv.test_conv_low_precision import TYPES
 from tir.convolutions_of import assert_near, conv_problem, random_operands, reference, with_epilogue
-from tir.kernel_runs import NAMES, cpu_named, kernel, poisoned
+from tir.kernel_runs import LOW_PRECISION_TARGETS, NAMES, cpu_named, kernel, poisoned, runs_here
+from tir.microkernel.test_fp16_partial_sums import HALVES, needs_avx512, short_sums_cpu
 
 pytestmark = pytest.mark.sampled(14)
 
@@ -47,20 +49,58 @@ def unknown(problem: ConvProblem) -> ConvProblem:
     return replace(problem, data=data, result=result)
 
 
-@pytest.mark.parametrize(("case", "name"), in_turns(CASES, NAMES))
-def test_images_of_any_size(name: str, case: str, tmp_path: Path) -> None:
+def check_images_of_any_size(
+    name: str, case: str, tmp_path: Path, types: tuple[str, str, str] = ("float32",) * 3
+) -> None:
     channels, windows, groups, images = CASES[case]
-    example = conv_problem(name, channels, images[0], windows, groups=groups)
+    example = conv_problem(name, channels, images[0], windows, groups=groups, dtype=types)
     compute = kernel(conv_kernel(unknown(example), cpu_named(name)), name, tmp_path)
     for extents in images:
-        problem = conv_problem(name, channels, extents, windows, groups=groups)
+        problem = conv_problem(name, channels, extents, windows, groups=groups, dtype=types)
         data, weight = random_operands(problem, fresh_rng())
         shape = problem.result.shape
-        out = poisoned((shape[0], *shape[2:], shape[1]), "float32")
+        out = poisoned((shape[0], *shape[2:], shape[1]), problem.result.dtype)
         stored = [problem.data.layout.pack(data), problem.weight.layout.pack(weight)]
         compute(*map(tvm.runtime.tensor, stored), out)
         actual = problem.result.layout.unpack(out.numpy(), shape)
         assert_near(problem, actual, reference(problem, data, weight))
+
+
+@pytest.mark.parametrize(("case", "name"), in_turns(CASES, NAMES))
+def test_images_of_any_size(name: str, case: str, tmp_path: Path) -> None:
+    check_images_of_any_size(name, case, tmp_path)
+
+
+@pytest.mark.parametrize(("case", "kind"), in_turns(CASES, TYPES))
+@pytest.mark.parametrize("name", [*filter(runs_here, LOW_PRECISION_TARGETS), *NAMES])
+def test_bytes_and_halves(name: str, case: str, kind: str, tmp_path: Path) -> None:
+    if name == "c" and kind == "f16":
+        pytest.skip("TVM writes no C of float16")
+    check_images_of_any_size(name, case, tmp_path, TYPES[kind])
+
+
+@needs_avx512
+@pytest.mark.parametrize("case", ["same", "image", "sequence", "groups"])
+def test_fp16_partial_sums(case: str, tmp_path: Path) -> None:
+    channels, windows, groups, images = CASES[case]
+    cpu = short_sums_cpu()
+    compute = kernel(
+        conv_kernel(unknown(conv_problem(cpu, channels, images[0], windows, groups, dtype=HALVES)), cpu),
+        "avx512",
+        tmp_path,
+    )
+    for extents in images:
+        problem = conv_problem(cpu, channels, extents, windows, groups, dtype=HALVES)
+        for scale, tolerance in ((1.0, 3e-3), (1e3, 1e-5)):
+            arrays = [
+                (array.astype("float32") * scale).astype("float16") for array in random_operands(problem, fresh_rng())
+            ]
+            want = reference(problem, *arrays)
+            out = poisoned(problem.result.layout.packed_shape(want.shape), "float32")
+            stored = (operand.layout.pack(array) for operand, array in zip(problem.parameters, arrays, strict=False))
+            compute(*map(tvm.runtime.tensor, stored), out)
+            error = np.linalg.norm(problem.result.layout.unpack(out.numpy(), want.shape) - want)
+            assert error <= tolerance * np.linalg.norm(want), (extents, scale)
 
 
 def test_padding_is_left_out_and_an_epilogue_reads_each_place_once(tmp_path: Path) -> None:
@@ -87,7 +127,8 @@ def test_padding_is_left_out_and_an_epilogue_reads_each_place_once(tmp_path: Pat
     assert not np.isfinite(actual[..., 9:14]).all()
 
 
-def test_low_precision_needs_to_know_the_size() -> None:
-    problem = conv_problem("avx512", (8, 32), (9,), (Window(3),), dtype=("bfloat16", "bfloat16", "float32"))
-    with pytest.raises(EncodingError, match="expected numbers for all but the batch"):
-        conv_kernel(unknown(problem), cpu_named("avx512"))
+def test_channels_are_known() -> None:
+    problem = conv_problem("avx512", (8, 32), (9,), (Window(3),))
+    data = replace(problem.data, shape=(1, "c", 9))
+    with pytest.raises(EncodingError, match="found channels .*'c', .* only batch and images may be symbolic"):
+        conv_kernel(replace(problem, data=data), cpu_named("avx512"))

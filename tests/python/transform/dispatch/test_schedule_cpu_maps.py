@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from tvm import relax, tirx
 from tvm.relax import op
 
+import relax_hetero as rh
+from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from seeds import fresh_rng
-from tir.kernel_runs import VECTOR_NAMES
-from transform.scheduled_ops import F32, I32, I64, Build, N, Operands, check, const, f32, i64, one_width_each, resize
+from tir.kernel_runs import VECTOR_NAMES, poisoned
+from transform.scheduled_ops import (
+    F32,
+    I32,
+    I64,
+    Build,
+    N,
+    Operands,
+    check,
+    const,
+    f32,
+    formed,
+    i64,
+    not_scheduled,
+    one_width_each,
+    resize,
+)
 
 pytestmark = pytest.mark.sampled(7)
 
@@ -106,6 +124,11 @@ CASES: dict[str, tuple[Build, Operands]] = {
     "rows, symbolic": (lambda x, y: op.nn.relu(op.add(x, y)), [f32(N, 33), f32(33)]),
     "columns, symbolic": (lambda x, y: op.multiply(op.exp(x), y), [f32(3, N), f32(3, 1)]),
     "transpose, symbolic": (lambda x: op.permute_dims(x, [1, 0]), [f32(N, 33)]),
+    "to channels last, symbolic": (lambda x: op.permute_dims(x, [0, 2, 3, 1]), [f32(2, 19, N, 9)]),
+    "bytes to channels first, symbolic": (
+        lambda x: op.permute_dims(op.astype(x, "int8"), [0, 3, 1, 2]),
+        [f32(2, N, 9, 35)],
+    ),
     "concat, symbolic": (lambda x, y: op.concat([x, y], 0), [f32(N, 9), f32(4, 9)]),
 }
 
@@ -113,6 +136,18 @@ CASES: dict[str, tuple[Build, Operands]] = {
 @pytest.mark.parametrize(("name", "width"), one_width_each(CASES))
 def test_numbers(name: str, width: str) -> None:
     check(*CASES[name], [width], fresh_rng())
+
+
+def test_transposes_smaller_and_larger_than_a_tile() -> None:
+    rows, columns = tirx.Var("rows", "int64"), tirx.Var("columns", "int64")
+    scheduled = schedule_cpu(formed(lambda x: op.permute_dims(x, [1, 0]), [f32(rows, columns)], VECTOR_NAMES[0]))
+    with not_scheduled():
+        machine = rh.vm.VirtualMachine(rh.compile(scheduled))
+    for shape in ((1, 1), (3, 40), (40, 3), (4, 4), (16, 17), (33, 70)):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        out = poisoned(shape[::-1], "float32")
+        machine["main"](x, out=out)
+        np.testing.assert_array_equal(out.numpy(), x.T)
 
 
 @pytest.mark.slow

@@ -192,6 +192,30 @@ def test_kernels_wait_where_they_were_written_to_if_nothing_they_read_is_fresh()
     assert flags == dict(zip(EARLY, (True, False, False, False), strict=True)), "the next would read a fresh table"
 
 
+def test_a_product_of_an_older_operand_waits_in_its_epilogue():
+    """The second product of a gated network begins while the first one ends, the third one reads what it writes."""
+    shape, generator = (2048, 64), np.random.default_rng(0)
+    up, gate, down = (
+        generator.standard_normal(size).astype("float16") for size in [(64, 3072), (64, 3072), (3072, 64)]
+    )
+
+    @ir_module({"kind": "cuda", "arch": "sm_90a"})
+    def module(x: R.Tensor(shape, "float16", "cuda:0")):
+        with R.dataflow():
+            y = R.nn.relu(x)
+            a = R.nn.silu(R.matmul(y, R.const(gate)))
+            b = R.multiply(R.matmul(y, R.const(up)), a)
+            c = R.nn.relu(R.matmul(b, R.const(down)))
+            R.output(c)
+        return c
+
+    by_name = functions(form_cuda_graphs(recorded(module)))
+    products = [name for name in callees(by_name["main_commands_record"].body) if name.startswith("matmul")]
+    texts = [by_name[name].script() for name in products]
+    waits = [text.index("griddepcontrol") > text.index("mbarrier_wait") for text in texts]
+    assert waits == [False, True, False], products
+
+
 def test_gpus_that_cannot_begin_early_do_not():
     older = rh.VDevice({"kind": "cuda", "arch": "sm_89"})
     by_name = functions(form_cuda_graphs(recorded(rh.transform.UpdateVDevice(older, 0)(Steps))))

@@ -418,3 +418,39 @@ def test_sums_on_gpus_of_any_shapes(layers):
     kernels = [gv for gv in partition_by_mesh(module).functions if gv.name_hint.startswith("all_reduce")]
     assert len(kernels) == 4  # two of each GPU, whose code differs by slots
     assert [region.device for region in rh.compile(module).metadata.regions][:2] == [0, 1]
+
+
+def test_reshapes_and_reductions_of_what_was_gathered_are_not_gathered():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.matmul(x, R.const(W))
+            b = R.reshape(a, (4, 4, 4))
+            c = R.max(b, axis=[-1], keepdims=True)
+            d = R.nn.softmax(R.to_vdevice(b, "llvm:0"), axis=1)
+            e = R.multiply(d, R.to_vdevice(c, "llvm:0"))
+            R.output(a, e)
+        return a, e
+
+    after = partition_by_mesh(module)
+    assert ops_of(after).count("relax.to_vdevice") == 2  # of the argument and `a`
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    for actual, expected in zip(run(after, x), run(module, x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_few_elements_of_a_sum_are_taken_before_it_is_added():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]"), index: R.Tensor((1,), "int32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.add(x, R.matmul(R.nn.relu(R.matmul(x, R.const(W))), R.const(V)))
+            b = R.nn.softmax(R.strided_slice(R.take(a, index, axis=0, mode="clip"), [1], [0], [4]))
+            R.output(b)
+        return b
+
+    after = partition_by_mesh(module)
+    adds = [[int(extent) for extent in call.ty.shape.values] for call in calls_of("relax.add", after)]
+    assert adds == [[4, 8], [1, 4]]  # the residual; the sum, on the device that returns it
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    arguments = x, np.array([2], "int32")
+    np.testing.assert_allclose(run(after, *arguments), run(module, *arguments), rtol=1e-5, atol=1e-6)

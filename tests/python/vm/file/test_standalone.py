@@ -148,6 +148,31 @@ def test_default_values(tmp_path):
     assert machine["main"](x, tensor(np.array([3, 4], "float32"))).numpy().tolist() == [3, 4]
 
 
+def test_upper_bounds_of_sizes(tmp_path):
+    """The error is the one of Python, for a size that the second input determines."""
+
+    @ir_module()
+    def model(w: R.Tensor((4,), "float32"), x: R.Tensor(("m", 4), "float32"), y: R.Tensor(("n", 4), "float32")):
+        R.func_attr({"tir_var_upper_bound": {"m": 8, "n": 2}})
+        with R.dataflow():
+            z = (R.exp(R.add(x, w)), R.exp(y))
+            R.output(z)
+        return z
+
+    executable = rh.compile(model)
+    executable.export_library(tmp_path / "model.so")
+    machine, ours = load(tmp_path / "model.so", 0), rh.vm.VirtualMachine(executable)
+    w = tensor(np.zeros(4, "float32"))
+    for rows, columns in ((9, 1), (8, 3)):
+        x, y = (tensor(np.zeros((count, 4), "float32")) for count in (rows, columns))
+        with pytest.raises(rh.BindingError) as expected:
+            ours["main"](w, x, y)
+        with pytest.raises(ValueError) as raised:
+            machine["main"](w, x, y)
+        assert str(raised.value) == str(expected.value) and "expected at most" in str(raised.value)
+    assert machine["main"](w, x, tensor(np.zeros((2, 4), "float32")))[1].numpy().tolist() == [[1] * 4] * 2
+
+
 def test_a_file_that_was_replaced_after_its_code_was_loaded(decoder, tmp_path):
     path = shutil.copy(decoder, tmp_path / "model.so")
     machine = load(path, 0, 1, 1)

@@ -20,7 +20,7 @@
   function drawLayers(body, plan) {
     const names = Object.keys(NAMES).filter((name) => plan.parts.some((part) => part.name === name));
     const rows = names.map((name) => NAMES[name]);
-    const devices = plan.devices.map((device) => device.name);
+    const devices = [...new Set([...plan.devices, ...plan.parts].map((each) => each.device || each.name))]; // meshes, too
     const inLayers = plan.parts.filter((part) => names.includes(part.name));
     const ends = plan.parts.filter((part) => !names.includes(part.name));
     const bytes = (parts) => parts.reduce((sum, part) => sum + part.weights + part.cache, 0);

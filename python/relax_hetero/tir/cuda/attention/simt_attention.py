@@ -76,6 +76,11 @@ def _shared_bytes(plan: SimtPlan, d: int, e: int) -> int:
     return tiles * 4
 
 
+def min_shared_bytes(width: int) -> int:
+    """Bytes of shared memory that attention with heads of a width needs at least."""
+    return min(_shared_bytes(plan, width, width) for plan in PLANS)
+
+
 def choose_simt_plan(problem: AttentionProblem, gpu: GpuTarget, heads_per_tile: int) -> SimtPlan:
     """Choose a plan: the largest tiles that occupy the GPU."""
     sizes: dict[str, Any] = dict(problem.sizes)

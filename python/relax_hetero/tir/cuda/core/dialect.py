@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from tvm.script.ir_builder import tirx as T
+
 from ....target.gpu_target import GpuTarget
+from ...core.builder import Expr
 
 _has_ptx: ContextVar[bool] = ContextVar("has_ptx", default=True)
 
@@ -33,3 +36,16 @@ def has_ptx() -> bool:
 def shared_scope() -> str:
     """Scope of shared memory: dynamic, which is not limited to 48 KB, where kernels may have it."""
     return "shared.dyn" if has_ptx() else "shared"
+
+
+BYTES_OF_WORD = 4
+
+
+def has_byte_dots() -> bool:
+    """Return whether kernels may call `byte_dot`: back ends of other languages than CUDA define it."""
+    return not has_ptx()
+
+
+def byte_dot(left_dtype: str, right_dtype: str, left: Expr, right: Expr, addend: Expr) -> Expr:
+    """Dot product of four bytes in each of two words (int32), plus an int32."""
+    return T.call_extern("int32", f"byte_dot_{left_dtype[0]}{right_dtype[0]}", left, right, addend)

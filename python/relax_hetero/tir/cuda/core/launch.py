@@ -143,6 +143,11 @@ READS_EARLY = "relax_hetero.reads_early"
 """Attribute of a kernel with programmatic dependent launch: operands that it reads before `griddepcontrol_wait`."""
 
 
+LATE_WAIT = "relax_hetero.late_wait"
+"""Attribute of a kernel that may wait for the previous launch in its epilogue: operands that it reads before, which the
+previous launch must not write. Attribute of a statement: place of that wait."""
+
+
 def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
     """Mark a kernel for programmatic dependent launch: it may begin before the previous launch has ended.
 

@@ -393,7 +393,9 @@ def _emit(parameters: ProductParameters, gpu: GpuTarget, plan: SimtPlan | None) 
     if result.is_contiguous("m") and not result.is_contiguous("n"):
         down, across = across, down
     if plan is None:
-        plan = simt_plan((known(down[1]), known(across[1]), known(k)), known(batches.count), dtype, gpu)
+        plan = simt_plan(
+            (known(down[1]), known(across[1]), known(k)), known(batches.count), dtype, gpu, gpu.stages_tiles
+        )
     left, right = (SimtOperand(view, along, size, extent) for (along, extent, view), size in (
         (down, plan.rows), (across, plan.columns)))  # fmt: skip
     TiledProduct(left, right, k, dtype, writer, batches, plan).emit()

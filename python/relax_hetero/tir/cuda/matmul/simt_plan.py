@@ -28,6 +28,8 @@ class SimtPlan:
         Sliced-k: groups of threads that split the k of a block tile; their accumulators are added at the end.
     cluster : int
         Split-k: blocks of a cluster that split the k of a tile: 1, 2, 4 or 8.
+    staged : bool
+        Whether tiles of the operands are staged in shared memory; otherwise threads read global memory, in one slice.
     """
 
     rows: int
@@ -38,6 +40,7 @@ class SimtPlan:
     depth: int
     slices: int
     cluster: int = 1
+    staged: bool = True
 
     @property
     def slice_threads(self) -> int:
@@ -57,6 +60,8 @@ class SimtPlan:
     @property
     def shared_elements(self) -> int:
         """Elements of shared memory of a block: tiles, later reused for accumulators."""
+        if not self.staged:
+            return 0
         tiles = self.left_elements + 2 * self.depth * self.slices * (self.columns + self.group)
         sums = self.slices * self.rows * self.columns if self.slices * self.cluster > 1 else 0
         return max(tiles, sums)
@@ -89,7 +94,11 @@ _EXCHANGED_SUMS_PER_CYCLE = 4.0
 
 
 def simt_plan(
-    sizes: tuple[int | None, int | None, int | None], batch: int | None, dtype: str, gpu: GpuTarget
+    sizes: tuple[int | None, int | None, int | None],
+    batch: int | None,
+    dtype: str,
+    gpu: GpuTarget,
+    staged: bool = True,
 ) -> SimtPlan:
     """Tiling with the lowest estimated time.
 
@@ -100,6 +109,8 @@ def simt_plan(
     batch : int or None
     dtype : str
         Element type of the accumulators.
+    staged : bool
+        Whether tiles are staged in shared memory.
     """
     size = bytes_of(dtype)
     group = max(1, 16 // size)
@@ -111,8 +122,10 @@ def simt_plan(
     for rows, columns, thread_rows, thread_columns, depth, slices, *rates in _TILES:
         if size > 4 and thread_rows * thread_columns > 32:
             continue  # registers
+        if not staged and slices > 1:
+            continue
         for cluster in clusters:
-            plan = SimtPlan(rows, columns, thread_rows, thread_columns, group, depth, slices, cluster)
+            plan = SimtPlan(rows, columns, thread_rows, thread_columns, group, depth, slices, cluster, staged)
             if not _is_possible(plan, size, gpu) or (cluster > 1 and cases[0][2] < 4 * depth * slices * cluster):
                 continue
             if cluster == 1 or min(_tiles(plan, case, count) for case in cases) < gpu.multiprocessors:

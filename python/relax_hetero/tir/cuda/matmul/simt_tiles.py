@@ -2,7 +2,9 @@
 
 A block computes a tile of the result. In each k-step, its threads load the next tiles of both operands, converted to
 the accumulators' type and with the result's dimensions innermost, while they multiply the current ones (double
-buffering in shared memory). Accumulators are in registers. Where tiles are few, slices of threads, and the blocks of a
+buffering in shared memory). Where the language has dot products of bytes (`core.dialect.has_byte_dots`), bytes are
+stored as words of four along k. Where shared memory is a part of global memory, threads read operands in place.
+Accumulators are in registers. Where tiles are few, slices of threads, and the blocks of a
 cluster, split k, and add their accumulators in shared memory.
 """
 
@@ -21,9 +23,9 @@ from ....target.gpu_target import VECTOR_BYTES, WARP
 from ...core.builder import Expr, ceil_div, int64, lane_indices, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.dialect import shared_scope
+from ..core.dialect import BYTES_OF_WORD, byte_dot, has_byte_dots, shared_scope
 from ..core.launch import at_least_one, launch, local, unrolled
-from ..core.operand import GpuOperand, divides
+from ..core.operand import GpuOperand, divides, is_multiple
 from ..tile.batches import Batches
 from ..tile.epilogue import EpilogueWriter
 from .simt_plan import SimtPlan
@@ -108,6 +110,8 @@ class TiledProduct:
     ) -> None:
         self.left, self.right, self.k, self.dtype, self.plan = left, right, k, dtype, plan
         self.writer, self.batches = writer, batches
+        has_words = has_byte_dots() and dtype == "int32" and all(map(_has_words, (left, right)))
+        self.word = BYTES_OF_WORD if has_words else 1  # elements along k of an element in shared memory
 
     def emit(self) -> None:
         """Write the launch."""
@@ -127,11 +131,25 @@ class TiledProduct:
 
     def _tile(self, at: Coordinates, row: Expr, column: Expr, thread: Expr) -> None:
         plan = self.plan
-        depth = plan.depth * plan.slices
+        if not plan.staged:
+            self._tile_in_place(at, row, column, _ThreadTile(plan, thread))
+            return
+        depth = plan.depth * plan.slices * self.word
         self.shared = T.alloc_buffer((plan.shared_elements,), self.dtype, scope=shared_scope())
         loaders = [
             _TileLoader(
-                operand, first, at, self.batches.exists, self.k, depth, self.shared, offset, self.dtype, thread, plan
+                operand,
+                first,
+                at,
+                self.batches.exists,
+                self.k,
+                depth,
+                self.shared,
+                offset,
+                self.dtype,
+                thread,
+                plan,
+                self.word,
             )
             for operand, first, offset in ((self.left, row, 0), (self.right, column, plan.left_elements))
         ]
@@ -155,6 +173,30 @@ class TiledProduct:
                 for loader in loaders:
                     loader.put(1 - buffer)
             barrier()
+        self._store(sums, at, row, column, thread_tile)
+
+    def _tile_in_place(self, at: Coordinates, row: Expr, column: Expr, thread_tile: _ThreadTile) -> None:
+        """Compute a tile of operands that threads read from global memory, whose caches neighbours share."""
+        plan = self.plan
+        sums = local(plan.thread_rows * plan.thread_columns, self.dtype)
+        with unrolled(plan.thread_rows * plan.thread_columns) as i:
+            T.buffer_store(sums, tirx.const(0, self.dtype), [i])
+        depth = _DEPTH_IN_PLACE if is_multiple(self.k, _DEPTH_IN_PLACE) else 1
+        left, right = (
+            _Fragment(operand, first, at, group_start, count, plan.group, depth, self.dtype)
+            for operand, first, group_start, count in (
+                (self.left, row, thread_tile.row_of_group, plan.thread_rows),
+                (self.right, column, thread_tile.column_of_group, plan.thread_columns),
+            )
+        )
+        exists = [] if self.batches.exists is None else [self.batches.exists]
+        exists += [first < side.extent for first, side in ((row, self.left), (column, self.right))]
+        with T.If(tirx.all(*exists)), T.Then(), T.serial(int64(ceil_div(self.k, depth))) as step:
+            for fragment in (left, right):
+                fragment.load(step * depth)
+            with unrolled(depth) as k, unrolled(plan.thread_rows) as i, unrolled(plan.thread_columns) as j:
+                index = i * plan.thread_columns + j
+                T.buffer_store(sums, sums[index] + left.element(k, i) * right.element(k, j), [index])
         self._store(sums, at, row, column, thread_tile)
 
     def _steps(self, depth: int) -> tuple[Expr, Expr]:
@@ -187,7 +229,12 @@ class TiledProduct:
                     )
             with unrolled(plan.thread_rows) as i, unrolled(plan.thread_columns) as j:
                 index = i * plan.thread_columns + j
-                T.buffer_store(sums, sums[index] + fragments[0][i] * fragments[1][j], [index])
+                one, other = fragments[0][i], fragments[1][j]
+                if self.word > 1:
+                    total = byte_dot(self.left.view.nominal, self.right.view.nominal, one, other, sums[index])
+                else:
+                    total = sums[index] + one * other
+                T.buffer_store(sums, total, [index])
 
     def _store(self, sums: Expr, at: Coordinates, row: Expr, column: Expr, thread_tile: _ThreadTile) -> None:
         plan = self.plan
@@ -339,8 +386,80 @@ class _ThreadTile:
         return self.column + g * (self.lanes_across * self.plan.group)
 
 
+_DEPTH_IN_PLACE = 4
+"""Elements along k that a thread loads from global memory at a time."""
+
+
+class _Fragment:
+    """Elements of an operand that a thread multiplies, loaded from global memory.
+
+    Elements beyond the extent are copies of the last ones, and are not stored.
+    """
+
+    def __init__(
+        self,
+        operand: SimtOperand,
+        first: Expr,
+        at: Coordinates,
+        group_start: Callable[[Expr], Expr],
+        count: int,
+        group: int,
+        depth: int,
+        dtype: str,
+    ) -> None:
+        self.operand, self.first, self.at, self.group_start = operand, first, at, group_start
+        self.count, self.group, self.depth, self.dtype = count, group, depth, dtype
+        view = operand.view
+        self.along_k = view.is_contiguous("k")
+        self.vector = view.vector("k" if self.along_k else operand.along, bytes_of(view.nominal) * group)
+        self.vector = min(self.vector, depth if self.along_k else group)
+        self.registers = local(count * depth, view.dtype)
+
+    def load(self, k: Expr) -> None:
+        """Load the elements at `k` and the following ones."""
+        for group in range(self.count // self.group):
+            begin = self.first + self.group_start(tirx.const(group, "int32"))
+            if self.along_k:
+                for element in range(self.group):
+                    for inner in range(0, self.depth, self.vector):
+                        self._load(begin + element, k + inner, (group * self.group + element) * self.depth + inner)
+            else:
+                for inner in range(self.depth):
+                    for element in range(0, self.group, self.vector):
+                        self._load(begin + element, k + inner, inner * self.count + group * self.group + element)
+
+    def _load(self, index: Expr, k: Expr, register: int) -> None:
+        view, width = self.operand.view, self.vector
+        if not divides(self.operand.extent, self.operand.size):
+            index = T.min(index, int64(self.operand.extent - (1 if self.along_k else width)))
+        value = view.data[lane_indices(view.address({**self.at, self.operand.along: index, "k": k}), width)]
+        T.buffer_store(self.registers, value, [lane_indices(tirx.const(register, "int32"), width)])
+
+    def element(self, k: Expr, index: Expr) -> Expr:
+        """An element, as the accumulators' type."""
+        register = index * self.depth + k if self.along_k else k * self.count + index
+        return self.operand.view.converted(self.registers[register], self.dtype)
+
+
+def _has_words(operand: SimtOperand) -> bool:
+    """Return whether an operand is of bytes, of which vectors along k, or across it, are words of four along k."""
+    view, taps = operand.view, operand.taps
+    if view.nominal not in ("int8", "uint8"):
+        return False
+    vector = taps.vector if taps is not None else view.vector("k") if view.is_contiguous("k") else BYTES_OF_WORD
+    return vector % BYTES_OF_WORD == 0
+
+
 class _TileLoader:
-    """Loader of an operand's tiles, through registers to shared memory."""
+    """Loader of an operand's tiles, through registers to shared memory.
+
+    Parameters
+    ----------
+    depth : int
+        Extent of k in a tile.
+    word : int
+        Elements along k that an element of shared memory consists of.
+    """
 
     def __init__(
         self,
@@ -355,9 +474,10 @@ class _TileLoader:
         dtype: str,
         thread: Expr,
         plan: SimtPlan,
+        word: int,
     ) -> None:
         self.operand, self.first, self.batch, self.k, self.depth, self.dtype = operand, first, batch, k, depth, dtype
-        self.batch_exists = batch_exists
+        self.batch_exists, self.word = batch_exists, word
         view, taps = operand.view, operand.taps
         self.along_k = taps is not None or view.is_contiguous("k")
         max_vector = max(1, VECTOR_BYTES // max(bytes_of(view.nominal), 1))
@@ -371,10 +491,11 @@ class _TileLoader:
         # Loads along k are stored transposed: the pitch is padded by a group to avoid bank conflicts.
         self.pitch = operand.size + plan.group
         self.shared, self.begin = shared, begin
-        units = operand.size * depth // self.vector
+        self.unit_rows = 1 if self.along_k else word  # vectors along k of a unit
+        units = operand.size * depth // (self.vector * self.unit_rows)
         self.units, self.threads, self.thread = units, plan.threads, thread
         self.num_loads = -(-units // plan.threads)
-        self.registers = local(self.num_loads * self.vector, view.dtype)
+        self.registers = local(self.num_loads * self.unit_rows * self.vector, view.dtype)
         if taps is not None:
             self._find_rows(taps)
 
@@ -391,7 +512,7 @@ class _TileLoader:
 
     def offset(self, buffer: Expr, k: Expr, index: Expr) -> Expr:
         """Offset of a tile's element in shared memory."""
-        return self.begin + (buffer * self.depth + k) * self.pitch + index
+        return self.begin + (buffer * (self.depth // self.word) + k) * self.pitch + index
 
     def _unit(self, load: Expr) -> tuple[Expr, Expr, Expr]:
         """Number of a thread's load, and row and k in the tile of its first element."""
@@ -400,40 +521,45 @@ class _TileLoader:
             vectors = self.depth // self.vector
             return number, tirx.floordiv(number, vectors), tirx.floormod(number, vectors) * self.vector
         vectors = self.operand.size // self.vector
-        return number, tirx.floormod(number, vectors) * self.vector, tirx.floordiv(number, vectors)
+        return number, tirx.floormod(number, vectors) * self.vector, tirx.floordiv(number, vectors) * self.unit_rows
 
     def fetch(self, k: Expr) -> None:
         """Load the tile at `k` into registers, zeros beyond the extents."""
+        with unrolled(self.num_loads) as unit:
+            number, row, inner = self._unit(unit)
+            for unit_row in range(self.unit_rows):
+                self._fetch(k, unit * self.unit_rows + unit_row, number, row, inner + unit_row)
+
+    def _fetch(self, k: Expr, load: Expr, number: Expr, row: Expr, inner: Expr) -> None:
+        """Load a vector."""
         view, width = self.operand.view, self.vector
-        with unrolled(self.num_loads) as load:
-            number, row, inner = self._unit(load)
-            position = {**self.batch, self.operand.along: self.first + row, "k": k + inner}
-            conditions = [] if self.batch_exists is None else [self.batch_exists]
-            if self.units % self.threads:
-                conditions.append(number < self.units)
-            if not divides(self.operand.extent, self.operand.size) and self.operand.taps is None:
-                conditions.append(position[self.operand.along] < self.operand.extent)
-            if not divides(self.k, self.depth):
-                conditions.append(position["k"] < self.k)
-            if self.operand.taps is None:
-                address = view.address(position)
+        position = {**self.batch, self.operand.along: self.first + row, "k": k + inner}
+        conditions = [] if self.batch_exists is None else [self.batch_exists]
+        if self.units % self.threads:
+            conditions.append(number < self.units)
+        if not divides(self.operand.extent, self.operand.size) and self.operand.taps is None:
+            conditions.append(position[self.operand.along] < self.operand.extent)
+        if not divides(self.k, self.depth):
+            conditions.append(position["k"] < self.k)
+        if self.operand.taps is None:
+            address = view.address(position)
+        else:
+            if divides(self.k, self.depth):
+                tap_offset, bits = self.operand.taps.element(k, inner, self.depth)
             else:
-                if divides(self.k, self.depth):
-                    tap_offset, bits = self.operand.taps.element(k, inner, self.depth)
-                else:
-                    tap_offset, bits = self.operand.taps.element(T.min(position["k"], int64(self.k - width)))
-                address = (self.row_offsets[load] + T.bind(tirx.floordiv(tap_offset, width))) * width
-                if bits is not None:
-                    conditions.append(T.bitwise_and(self.masks[load], bits) == bits)
-            value = view.data[lane_indices(address, width)]
-            if not conditions:
-                T.buffer_store(self.registers, value, [lane_indices(load * width, width)])
-            else:
-                with T.If(tirx.all(*conditions)):
-                    with T.Then():
-                        T.buffer_store(self.registers, value, [lane_indices(load * width, width)])
-                    with T.Else(), unrolled(width) as v:  # TVM vectorizes int64 zeros as int32
-                        T.buffer_store(self.registers, tirx.const(0, view.dtype), [load * width + v])
+                tap_offset, bits = self.operand.taps.element(T.min(position["k"], int64(self.k - width)))
+            address = (self.row_offsets[load] + T.bind(tirx.floordiv(tap_offset, width))) * width
+            if bits is not None:
+                conditions.append(T.bitwise_and(self.masks[load], bits) == bits)
+        value = view.data[lane_indices(address, width)]
+        if not conditions:
+            T.buffer_store(self.registers, value, [lane_indices(load * width, width)])
+        else:
+            with T.If(tirx.all(*conditions)):
+                with T.Then():
+                    T.buffer_store(self.registers, value, [lane_indices(load * width, width)])
+                with T.Else(), unrolled(width) as v:  # TVM vectorizes int64 zeros as int32
+                    T.buffer_store(self.registers, tirx.const(0, view.dtype), [load * width + v])
 
     def put(self, buffer: Expr) -> None:
         """Convert the registers to the accumulators' type, and store them to a buffer in shared memory."""
@@ -442,7 +568,10 @@ class _TileLoader:
             number, row, inner = self._unit(load)
 
             def store_load() -> None:
-                offset = self.offset(buffer, inner, row)
+                offset = self.offset(buffer, tirx.floordiv(inner, self.word) if self.word > 1 else inner, row)
+                if self.word > 1:
+                    self._store_words(load, offset)
+                    return
                 direct = not self.along_k and self.operand.view.dtype == self.dtype and width > 1
                 if direct:
                     value = self.registers[lane_indices(load * width, width)]
@@ -457,3 +586,16 @@ class _TileLoader:
                     store_load()
             else:
                 store_load()
+
+    def _store_words(self, unit: Expr, offset: Expr) -> None:
+        """Store words of four bytes along k."""
+        begin = unit * self.unit_rows * self.vector
+        count, step, apart, pitch = (
+            (self.vector // self.word, self.word, 1, self.pitch) if self.along_k else (self.vector, 1, self.vector, 1)
+        )
+        with unrolled(count) as number:
+            word: Expr = tirx.const(0, "int32")
+            for byte in range(self.word):
+                value = T.cast(self.registers[begin + number * step + byte * apart], "int32")
+                word = T.bitwise_or(word, T.shift_left(T.bitwise_and(value, 255), 8 * byte))
+            T.buffer_store(self.shared, word, [offset + number * pitch])

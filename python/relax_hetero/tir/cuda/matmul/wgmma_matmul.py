@@ -25,7 +25,17 @@ from ...core.builder import Expr, Function, ceil_div, int64, materialize, when
 from ...core.view import Coordinates
 from ...core.work_split import unravel
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local, to_int32, unrolled
+from ..core.launch import (
+    LATE_WAIT,
+    SWIZZLED_ALIGN,
+    SharedMemory,
+    at_least_one,
+    enable_pdl,
+    launch,
+    local,
+    to_int32,
+    unrolled,
+)
 from ..tile.batches import Batches
 from ..tile.cluster_reduction import ClusterReduction
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
@@ -33,7 +43,7 @@ from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, St
 from ..tile.register_tile import WARP_ROWS, sums_dtype
 from ..tile.ring import Ring, RingPosition
 from .product_parameters import ProductParameters
-from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling
+from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling, reads_rows
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # per thread: 128 * 40 + 256 * 232 <= 65,536
 _MAX_PREFETCH_ROWS = 256
@@ -106,9 +116,10 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             )
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
-            product = WgmmaProduct(left, right, store, tiling, sizes, batches)
+            product = WgmmaProduct(left, right, store, tiling, sizes, batches, reads_rows(problem))
             product.emit()
-    return enable_pdl(parameters.tied(function.result), product.read_early)
+    kernel = enable_pdl(parameters.tied(function.result), product.read_early)
+    return kernel.with_attr(LATE_WAIT, [0, 1]) if product.may_wait_late else kernel
 
 
 class WgmmaProduct:
@@ -124,6 +135,8 @@ class WgmmaProduct:
     sizes : tuple of PrimExpr or int
         Extents of m, n and k.
     batches : Batches
+    reads_rows : bool
+        True if the epilogue reads an operand as large as the result.
     """
 
     def __init__(
@@ -134,8 +147,10 @@ class WgmmaProduct:
         tiling: Tiling,
         sizes: tuple[Expr, Expr, Expr],
         batches: Batches,
+        reads_rows: bool = False,
     ) -> None:
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
+        self.reads_rows = reads_rows
         self.consumers = tiling.consumers
         self.swap_ab = tiling.swap_ab
         # Column blocks of a consumer, and accumulators of each.
@@ -163,6 +178,15 @@ class WgmmaProduct:
     def read_early(self) -> list[int]:
         """Operands loaded before previous launches have ended: packed weights, if a static grid has no empty blocks."""
         return [1] if self.right.source is Source.PACKED and isinstance(self.tiles, int) else []
+
+    @property
+    def may_wait_late(self) -> bool:
+        """True if the kernel may wait for the previous launch in its epilogue, which reads a result of that.
+
+        So a product whose left operand is older, such as the second of a gated feed-forward network, fills the
+        multiprocessors that the last wave of tiles of the first product leaves idle.
+        """
+        return self.reads_rows and bool(self.read_early) and not self.has_one_tile
 
     @property
     def prefetches(self) -> bool:
@@ -407,7 +431,9 @@ class WgmmaProduct:
             else:
                 own = row + T.Cast("int64", warp * WARP_ROWS), column + part_offset
             team, thread = (group, member) if self.swap_ab else (warp, lane)
-            self.store.fetch((self.blocks, part), at, own, thread)
+
+            def fetch() -> None:
+                self.store.fetch((self.blocks, part), at, own, thread)
 
             def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
                 ptx.barrier_wait(self.ring.full(stage), parity)
@@ -441,11 +467,17 @@ class WgmmaProduct:
 
             def last_step(number: Expr, stage: Expr, parity: Expr) -> None:
                 # Outside the loop: ptxas may read accumulators before products issued in a loop are complete.
+                if self.may_wait_late:
+                    with T.attr(0, LATE_WAIT, 1):
+                        T.evaluate(0)
+                    fetch()
                 multiply(number, stage, parity)
                 ptx.wgmma_wait(0)
                 release(last[0], number > 0)
                 release(stage)
 
+            if not self.may_wait_late:
+                fetch()
             self._each_step(position, step, last_step)
             totals = sums
             if self.tiling.cluster_split_k > 1:

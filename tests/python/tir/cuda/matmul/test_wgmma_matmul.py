@@ -19,8 +19,9 @@ from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.graph_functions import releases_after_wait, waiting_late
 from relax_hetero.tir.commands.table_kernel import is_one_launch
-from relax_hetero.tir.cuda.core.launch import READS_EARLY
+from relax_hetero.tir.cuda.core.launch import LATE_WAIT, READS_EARLY
 from relax_hetero.tir.cuda.matmul.wgmma_matmul import unsupported_reason, wgmma_matmul_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_tiling import choose_tiling, tiling_of
 from seeds import fresh_rng
@@ -401,3 +402,31 @@ def test_weights_are_asked_for_before_the_wait():
         assert list(func.attrs[READS_EARLY]) == asks
         text = func.script()
         assert (0 < text.find("prefetch") < text.index("griddepcontrol")) == bool(asks)
+
+
+@pytest.mark.parametrize("how", [{}, {"swap_ab": True}])
+def test_a_product_may_wait_in_its_epilogue(how):
+    """Blocks of several tiles; the left operand is loaded before the wait, the residual after it."""
+    sizes = {"m": 100, "n": 130, "k": 96}
+    problem = problem_of(sizes, epilogue="cast(add(x0, cast(x1, 'float32')), 'float16')", operands=[("mn", "float16")])
+    tiling = dataclasses.replace(tiling_of(problem, GPU, (100, 130, 96), [], (64, 64), **how), blocks=4)
+    kernel = wgmma_matmul_kernel(problem, GPU, tiling)
+    assert list(kernel.attrs[LATE_WAIT]) == [0, 1]
+    late = waiting_late(kernel)
+    for each, waits_late in ((kernel, False), (late, True)):
+        assert releases_after_wait(each)
+        text = each.script()
+        assert (text.index("griddepcontrol") > text.index("mbarrier_wait")) == waits_late
+        stored, want = operands_of(problem, sizes)
+        got = poisoned([100, 130], "float16").numpy()
+        run(each, *stored, got)
+        assert_equal(got, want, problem, sizes["k"])
+
+
+def test_kernels_without_large_operands_or_with_one_tile_wait_first():
+    sizes = {"m": 64, "n": 64, "k": 64}
+    for problem in (
+        problem_of(sizes, epilogue=RESIDUAL, operands=[("n", "float16"), ("mn", "float16")]),
+        problem_of({"m": 2048, "n": 4096, "k": 64}),
+    ):
+        assert LATE_WAIT not in wgmma_matmul_kernel(problem, GPU).attrs

@@ -1,0 +1,328 @@
+"""Sums over the GPUs of a mesh, by kernels that write to each other's memory, with the RMS norms that follow them.
+
+Before, on each GPU, where only the first one adds a residual::
+
+    total = sum of what all GPUs have
+    norm = R.astype(total * R.rsqrt(R.mean(total * total, -1) + eps) * weight, "float16")
+    next = R.add(total, product)               # a part of the next sum
+
+After, for a short operand::
+
+    norm, total = all_reduce(part, addresses, ..., weight)
+    next = R.add(total, product)
+
+After, for a long one, of which each GPU adds and keeps a part of the rows::
+
+    norm, rows = all_reduce(part, addresses, ..., weight)
+    ...                                        # `rows` is an operand of the next sum's kernel, on all GPUs
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeAlias
+
+import tvm
+from tvm import relax, tirx
+
+from ...artifact.peer_layout import PEER_MEMORY
+from ...tir.cuda.all_reduce import AllReduce, RowNorm, all_reduce_kernel, slots_of
+from ..ir.blocks import same_shape, shape_of, used_vars
+from ..ir.kernels import opaque_kernel
+from ..ir.relax_expressions import scalar_of
+from ..ir.rewriting import is_tensor_constant, op_name
+
+Mesh: TypeAlias = "tuple[int, ...]"
+"""Positions of devices in the module's list; one for a value of a single device."""
+
+
+@dataclass(frozen=True)
+class Sum:
+    """An all-reduce that is not lowered yet: which of its results are used is known at the end.
+
+    Attributes
+    ----------
+    results : list of relax.Var
+        The sum on each device.
+    parts : list of relax.Expr
+        Summand of each device.
+    mesh : tuple of int
+    """
+
+    results: list[relax.Var]
+    parts: list[relax.Expr]
+    mesh: Mesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the sum, which is static."""
+        return tuple(int(extent) for extent in shape_of(self.results[0]) or ())
+
+
+class Writer(Protocol):
+    """Writer of the bindings and kernels of a function."""
+
+    def new_local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        """Make a variable of the function."""
+
+    def add_binding(self, var: relax.Var, value: relax.Expr) -> None:
+        """Bind a value whose type is that of the variable."""
+
+    def add_kernel(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+        """Add a kernel to the module, under a name of its own."""
+
+    def new_addresses(self, function: str, numbers: Sequence[relax.Expr], count: int, device: int) -> relax.Var:
+        """Bind addresses, (count,) of int64, that a function of the run time returns."""
+
+
+@dataclass(frozen=True)
+class _Norm:
+    """RMS norm of a variable.
+
+    Attributes
+    ----------
+    norm : RowNorm
+    weight : relax.Expr
+        Constant, (width,) of float32.
+    bindings : list of relax.VarBinding
+        Bindings that compute it, the result's last.
+    """
+
+    norm: RowNorm
+    weight: relax.Expr
+    bindings: list[relax.VarBinding]
+
+    @property
+    def result(self) -> relax.Var:
+        """The variable of the norm's result."""
+        return self.bindings[-1].var
+
+
+@dataclass
+class _Plan:
+    """Plan of a sum: what its kernels compute.
+
+    Attributes
+    ----------
+    reduce : AllReduce
+    parts : list of relax.Expr
+        Operand of each GPU, without the residual if there is one.
+    norms : list of _Norm
+        Norm on each GPU; none if the kernels only add.
+    keeps_sum : list of bool
+        True if a GPU uses the sum, or its part of the rows, beside the norm's result.
+    residuals : list of relax.Var
+        Rows of the residual of each GPU, if there is one.
+    rows : list of relax.Var
+        Rows of a long sum that each GPU keeps.
+    """
+
+    reduce: AllReduce
+    parts: list[relax.Expr]
+    norms: list[_Norm] = field(default_factory=list)
+    keeps_sum: list[bool] = field(default_factory=list)
+    residuals: list[relax.Var] = field(default_factory=list)
+    rows: list[relax.Var] = field(default_factory=list)
+
+
+_Found: TypeAlias = "tuple[float | None, relax.Expr, list[relax.VarBinding]]"
+"""Number that a norm adds, weight, and bindings."""
+
+
+class GpuSums:
+    """Writer of all-reduces by kernels of GPUs.
+
+    Parameters
+    ----------
+    writer : Writer
+    items : sequence of relax.VarBinding or Sum
+        The function in order.
+    sums : list of Sum
+        Items that are added by kernels, in order.
+    outputs : iterable of relax.Var
+        Results of the function.
+
+    Attributes
+    ----------
+    replaced : set of relax.Var
+        Variables whose bindings the kernels replace.
+    """
+
+    def __init__(
+        self,
+        writer: Writer,
+        items: Sequence[relax.VarBinding | Sum],
+        sums: list[Sum],
+        outputs: Iterable[relax.Var],
+    ) -> None:
+        self._writer = writer
+        self._users = _users_of(items)
+        self._outputs = set(outputs)
+        self.replaced: set[relax.Var] = set()
+        self._plans = {id(each): _Plan(AllReduce(each.shape, len(each.mesh)), list(each.parts)) for each in sums}
+        for each in sums:
+            self._plan(each)
+        # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
+        counts = Counter(each.mesh for each in sums)
+        self._slots = {mesh: iter(slots_of(max(2, count))) for mesh, count in counts.items()}
+        self._is_alone = {mesh: count == 1 for mesh, count in counts.items()}
+        self._slot_bytes = max((plan.reduce.slot_bytes for plan in self._plans.values()), default=0)
+        self._addresses: dict[tuple[Mesh, int], relax.Var] = {}
+        self._last: dict[int, relax.Expr] = {}
+
+    # -- plans
+
+    def _plan(self, item: Sum) -> None:
+        plan = self._plans[id(item)]
+        norms = [self._norm_of(result) for result in item.results]
+        found = [norm for norm in norms if norm is not None]
+        if len(found) < len(norms) or len({norm.norm for norm in found}) > 1:
+            return
+        reduce = replace(plan.reduce, norm=found[0].norm)
+        if not reduce.supports_rows:
+            return
+        others = [self._other_users(result, norm) for result, norm in zip(item.results, found, strict=True)]
+        keeps_sum = [bool(users) or result in self._outputs for users, result in zip(others, item.results, strict=True)]
+        if not reduce.is_short and any(keeps_sum):
+            readers = [user for users in others for user in users]
+            if len(readers) != 1 or self._outputs.intersection(item.results) or not self._joins(item, readers[0]):
+                return
+            keeps_sum = [True] * len(found)
+        plan.reduce, plan.norms, plan.keeps_sum = reduce, found, keeps_sum
+        self.replaced.update(binding.var for norm in found for binding in norm.bindings)
+
+    def _joins(self, item: Sum, reader: relax.VarBinding | Sum) -> bool:
+        """Make a sum the residual of the next one, if its reader only adds it to a part of that."""
+        if isinstance(reader, Sum) or op_name(reader.value) != "relax.add" or reader.var in self._outputs:
+            return False
+        users = self._users.get(reader.var, [])
+        if len(users) != 1 or id(users[0]) not in self._plans:
+            return False
+        after = users[0]
+        operands = [arg for arg in reader.value.args if not any(arg.same_as(result) for result in item.results)]
+        if after.mesh != item.mesh or after.shape != item.shape or len(operands) != 1:
+            return False
+        if not same_shape(shape_of(operands[0]) or (), item.shape):
+            return False
+        plan = self._plans[id(after)]
+        plan.reduce = replace(plan.reduce, has_residual=True)
+        plan.parts = [operands[0] if part.same_as(reader.var) else part for part in after.parts]
+        plan.residuals = self._plans[id(item)].rows = [
+            self._writer.new_local(f"{result.name}_rows", _tensor(plan.reduce.sum_shape, "float32", result))
+            for result in item.results
+        ]
+        self.replaced.add(reader.var)
+        return True
+
+    def _other_users(self, result: relax.Var, norm: _Norm) -> list[relax.VarBinding | Sum]:
+        inside = {binding.var for binding in norm.bindings}
+        return [user for user in self._users.get(result, []) if isinstance(user, Sum) or user.var not in inside]
+
+    def _norm_of(self, var: relax.Var) -> _Norm | None:
+        """The RMS norm of a variable over its last axis, with all of its bindings."""
+        for user in self._users.get(var, []):
+            found = None if isinstance(user, Sum) else self._from_op(var, user) or self._from_squares(var, user)
+            if found is None:
+                continue
+            eps, weight, bindings = found
+            is_row = is_tensor_constant(weight) and same_shape(shape_of(weight) or (), (shape_of(var) or [0])[-1:])
+            if eps is None or not is_row or {str(weight.ty.dtype), str(bindings[-1].var.ty.dtype)} != {"float32"}:
+                continue
+            narrow = self._sole_user(bindings[-1], "relax.astype")
+            if narrow is not None and str(narrow.var.ty.dtype) == "float16":
+                bindings.append(narrow)
+            return _Norm(RowNorm(float(eps), str(bindings[-1].var.ty.dtype)), weight, bindings)
+        return None
+
+    def _from_op(self, var: relax.Var, user: relax.VarBinding) -> _Found | None:
+        call, rank = user.value, len(shape_of(var) or [])
+        if op_name(call) != "relax.nn.rms_norm" or [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
+            return None
+        return float(call.attrs.epsilon), call.args[1], [user]
+
+    def _from_squares(self, var: relax.Var, squares: relax.VarBinding) -> _Found | None:
+        if op_name(squares.value) != "relax.multiply" or not all(arg.same_as(var) for arg in squares.value.args):
+            return None
+        mean = self._sole_user(squares, "relax.mean")
+        shifted = self._sole_user(mean, "relax.add")
+        inverse = self._sole_user(shifted, "relax.rsqrt")
+        normal = self._sole_user(inverse, "relax.multiply")
+        result = self._sole_user(normal, "relax.multiply")
+        if mean is None or shifted is None or inverse is None or normal is None or result is None:
+            return None
+        rank, attrs = len(shape_of(var) or []), mean.value.attrs
+        axes = [int(axis) % rank for axis in attrs.axis or range(rank)]
+        if axes != [rank - 1] or not attrs.keepdims or not _other(normal, inverse.var).same_as(var):
+            return None
+        bindings = [squares, mean, shifted, inverse, normal, result]
+        return scalar_of(_other(shifted, mean.var)), _other(result, normal.var), bindings
+
+    def _sole_user(self, binding: relax.VarBinding | None, name: str) -> relax.VarBinding | None:
+        """The only use of a variable, if it is a call of an op."""
+        users = self._users.get(binding.var, []) if binding is not None else []
+        if binding is None or len(users) != 1 or binding.var in self._outputs or isinstance(users[0], Sum):
+            return None
+        return users[0] if op_name(users[0].value) == name else None
+
+    # -- kernels
+
+    def add(self, item: Sum) -> None:
+        """Add the kernels of a sum, one for each device."""
+        plan = self._plans[id(item)]
+        if self._is_alone[item.mesh]:
+            first = [self._writer.new_local(f"{var.name}_first", var.ty) for var in item.results]
+            self._add_pass(item, _Plan(AllReduce(item.shape, len(item.mesh)), plan.parts), first)
+        self._add_pass(item, plan, item.results)
+
+    def _add_pass(self, item: Sum, plan: _Plan, results: Sequence[relax.Var]) -> None:
+        slot, reduce = next(self._slots[item.mesh]), plan.reduce
+        for rank, (device, part) in enumerate(zip(item.mesh, plan.parts, strict=True)):
+            after = self._last.get(device, part)
+            keeps_sum = bool(plan.norms) and plan.keeps_sum[rank]
+            before = tuple(int(extent) for extent in shape_of(after) or ()), str(after.ty.dtype)
+            kernel = all_reduce_kernel(reduce, rank, slot, self._slot_bytes, before, keeps_sum)
+            function = self._writer.add_kernel(opaque_kernel(kernel), f"all_reduce_{rank}_of_{reduce.ranks}")
+            operands = [part, self._addresses_of(item.mesh, device), after]
+            operands += [plan.residuals[rank]] if plan.residuals else []
+            operands += [plan.norms[rank].weight] if plan.norms else []
+            out = plan.norms[rank].result if plan.norms else results[rank]
+            outputs = [out, plan.rows[rank] if plan.rows else results[rank]] if keeps_sum else [out]
+            types = [var.ty for var in outputs]
+            call = relax.op.call_tir(function, relax.Tuple(operands), types if keeps_sum else out.ty)
+            if keeps_sum:
+                both = self._writer.new_local(f"{results[rank].name}_and_norm", tvm.ir.TupleType(types))
+                self._writer.add_binding(both, call)
+                for index, var in enumerate(outputs):
+                    self._writer.add_binding(var, relax.TupleGetItem(both, index))
+            else:
+                self._writer.add_binding(out, call)
+            self._last[device] = out
+
+    def _addresses_of(self, mesh: Mesh, device: int) -> relax.Var:
+        """Addresses of the memory that the GPUs of a mesh write to."""
+        key = mesh, device
+        if key not in self._addresses:
+            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *mesh)]
+            self._addresses[key] = self._writer.new_addresses(PEER_MEMORY, numbers, len(mesh), device)
+        return self._addresses[key]
+
+
+def _users_of(items: Sequence[relax.VarBinding | Sum]) -> Mapping[relax.Var, list[relax.VarBinding | Sum]]:
+    users: dict[relax.Var, list[relax.VarBinding | Sum]] = {}
+    for item in items:
+        values = item.parts if isinstance(item, Sum) else [item.value]
+        for var in {var for value in values for var in used_vars(value)}:
+            users.setdefault(var, []).append(item)
+    return users
+
+
+def _other(binding: relax.VarBinding, operand: relax.Var) -> relax.Expr:
+    """The other operand of a call of two."""
+    first, second = binding.value.args
+    return second if first.same_as(operand) else first
+
+
+def _tensor(shape: Sequence[int], dtype: str, like: relax.Var) -> relax.TensorType:
+    return relax.TensorType(list(shape), dtype, like.ty.vdevice)

@@ -1,0 +1,114 @@
+"""Arrangements of a language model on many devices: limits, identities, and the command."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import relax_hetero as rh
+from llm.gguf_files import FOUR_BITS, QWEN3_30B, write_gguf
+from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
+from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
+from relax_hetero.frontend.gguf.place_layers import LayerProblem
+from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements
+from relax_hetero.target.make_vdevice import parse_vdevices
+
+GPU = {"kind": "cuda", "arch": "sm_90a"}
+COSTS = CostModel([DeviceCost(40e12, 2e12, 2e-6, {"quantized": 400e12, "float16": 400e12})], {})
+FAST, SLOW = LinkCost(400e9, 5e-6), LinkCost(1e9, 1e-3)
+CACHE = PagedCache((1, 8), (256,), None, 4096)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    """Qwen 3 30B-A3B in 4 bits, without its numbers."""
+    path = write_gguf(tmp_path_factory.mktemp("large") / "model.gguf", QWEN3_30B, FOUR_BITS, sparse=True)
+    file = read_gguf(path)
+    return path, file, hyperparameters_of(file), parse_vdevices([GPU])
+
+
+def on(large, hosts, devices, texts=32, network=SLOW, limit=None):
+    _, file, model, (vdevice,) = large
+    return arrangements(file, model, CACHE, vdevice, COSTS, Fleet(hosts, devices, FAST, network), texts, limit)
+
+
+def pipeline(large, tensor, stages, devices=8):
+    _, file, model, vdevices = large
+    problem = LayerProblem(file, model, CACHE, vdevices, COSTS, {})
+    return problem, Pipeline(problem.search.parts, model, COSTS, Fleet(1, devices, FAST, SLOW), tensor, stages)
+
+
+def test_one_device_has_the_time_of_its_plan(large):
+    problem, alone = pipeline(large, 1, 1, 1)
+    seconds, busy = alone.decode(1, CACHE.context // 2)
+    assert seconds == pytest.approx(problem.best().seconds)
+    assert busy == pytest.approx(1)
+    assert list(alone.exchanges(1)) == []
+    (only,) = on(large, 1, 1)
+    assert (only.tensor, only.stages, only.replicas, only.texts) == (1, 1, 1, 32)
+
+
+def test_a_full_pipeline_is_as_fast_as_its_slowest_stage(large):
+    _, four = pipeline(large, 1, 4)
+    slowest = max(four.stage_seconds(stage, 8, 1, 2048) for stage in range(4))
+    seconds, busy = four.decode(32, 2048)
+    assert seconds >= 4 * slowest
+    assert seconds == pytest.approx(4 * slowest + FAST.latency, rel=0.1)
+    assert 0.8 < busy <= 1
+    one_text, lone = four.decode(1, 2048)  # a single text is in one stage at a time
+    assert lone == pytest.approx(0.25, rel=0.1)
+    assert one_text > sum(four.stage_seconds(stage, 1, 1, 2048) for stage in range(4))
+
+
+def test_groups_share_weights_and_add_sums(large):
+    _, alone = pipeline(large, 1, 1)
+    _, pair = pipeline(large, 2, 1)
+    one, two = alone.decode(1, 2048)[0], pair.decode(1, 2048)[0]
+    assert 1.1 < one / two < 2
+    sums = next(iter(pair.exchanges(1)))
+    assert (sums.what, sums.count, sums.bytes) == ("all-reduce", 2 * 48, 4 * 2048)
+    # Embeddings are whole on both.
+    assert alone.device_bytes / 2 < pair.device_bytes < alone.device_bytes / 2 + 700e6
+
+
+def test_arrangements_are_sorted_and_fit(large):
+    found = on(large, 2, 8)
+    assert [each.tokens_per_second for each in found] == sorted((e.tokens_per_second for e in found), reverse=True)
+    assert all(each.tensor * each.stages * each.replicas == 16 and each.tensor in (1, 2, 4) for each in found)
+    assert {each.tensor for each in found} == {1, 2, 4}  # heads of keys: 4
+    limit = sorted(each.device_bytes for each in found)[len(found) // 2]
+    assert 0 < len(on(large, 2, 8, limit=limit)) < len(found)
+    with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes for a device, expected at least"):
+        on(large, 2, 8, limit=1000)
+
+
+def test_a_slow_network_is_crossed_seldom(large):
+    def seconds(network):
+        return next(e for e in on(large, 2, 1, 2, network) if e.stages == 2).token_seconds
+
+    assert seconds(SLOW) > seconds(FAST) + 1e-3
+
+
+def test_the_command(large, runner):
+    path = large[0]
+    arguments = ["scale", str(path), "--vdevice", json.dumps(GPU), "--devices", "4", "--memory-limit", "64GiB"]
+    shown = runner(*arguments)
+    assert "Arrangements" in shown and "on 1 host of 4 devices, 32 texts" in shown
+    found = json.loads(runner(*arguments, "--json"))["arrangements"]
+    assert {each["tensor"] * each["stages"] * each["replicas"] for each in found} == {4}
+
+
+@pytest.fixture
+def runner():
+    from click.testing import CliRunner
+
+    from relax_hetero.tools.cli import cli
+
+    def run(*arguments):
+        result = CliRunner().invoke(cli, arguments)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
