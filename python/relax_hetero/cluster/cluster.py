@@ -294,9 +294,14 @@ class Cluster:
                 self._release(replica)
                 self._send_next()  # the capacity is free for another call
                 return
-            if replica.submit(call, waits):
+            taken: list[Replica] = []
+            try:
+                replica.submit(call, waits, taken)
+            finally:  # also after Ctrl-C
+                if not taken:
+                    self._release(replica)
+            if taken:
                 return
-            self._release(replica)
         if copy:
             call.copy_values()
         call.waiting_since = time.monotonic()

@@ -160,37 +160,47 @@ class Replica:
             for host, state in self._actors.states.items()
         }
 
-    def submit(self, call: ClusterCall, waits: bool = False) -> bool:
-        """Send a call's inputs; False if the replica is not ready, so that the call has not begun.
+    def submit(self, call: ClusterCall, waits: bool, taken: list[Replica]) -> None:
+        """Take a call and send its inputs, if the replica is ready.
 
-        If the caller `waits` for the result and no other call is in flight, its own thread reads it, which saves two
-        thread switches.
+        Parameters
+        ----------
+        call : ClusterCall
+            The call.
+        waits : bool
+            Whether the caller waits for the result. If no other call is in flight, its own thread then reads it, which
+            saves two thread switches.
+        taken : list of Replica
+            Gets this replica if it will report the call's end, even if Ctrl-C is raised.
         """
         with self._sending:
             graph = self._graph
             if not self.is_ready:
-                return False
+                return
             if graph is None or call.plan.runs:
                 self._attempts += 1
                 self._mailbox_calls.add(call, self._attempts)
                 self._waiters.submit(self._await_mailbox_call, call, self._attempts)
-                return True
+                taken.append(self)
+                return
             key = graph.new_key(call.name)
             graph.calls[key] = call
             try:
                 graph.send(key, call.name, call.values)
             except BaseException as error:
                 self._break(graph, error)
-                if not isinstance(error, Exception):  # Ctrl-C; the call is lost
+                # If it has been removed, it is already lost with the graph; after Ctrl-C, it will be.
+                if not isinstance(error, Exception) or graph.calls.pop(key, None) is None:
+                    taken.append(self)
+                if not isinstance(error, Exception):
                     raise
-                del graph.calls[key]
-                return False
+                return
+            taken.append(self)
             reads = waits and len(graph.calls) == 1 and self._reading.acquire(blocking=False)
             if not reads:
                 self._events.put((graph, key))
         if reads:
             self._read_now(graph, key)
-        return True
 
     def _read_now(self, graph: TaskGraph, key: tuple[int, int]) -> None:
         """Read a call's result in the caller's thread, which holds `_reading`; the collector does everything else."""
