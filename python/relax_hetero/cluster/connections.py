@@ -34,7 +34,7 @@ CONNECT_SECONDS = 30.0
 """Time within which all processes of a replica are connected."""
 
 _TOKEN_BYTES = 32
-_TOKEN_SECONDS = 1.0
+_TOKEN_SECONDS = 5.0
 """Time within which a process that has connected sends the token."""
 _INDEX = struct.Struct("<I")
 """Index of the process that connects, which it sends after the token."""
@@ -45,8 +45,8 @@ _MAX_PIECES = 512
 _ACCEPT_MILLISECONDS = 100
 _BUFFER_BYTES = 4 << 20
 """Bytes of a Unix socket's buffer, where the system allows as many. A smaller one needs more switches of threads."""
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 2, socket.TCP_KEEPCNT: 5}
-"""Seconds and counts after which the connection to a machine that has vanished ends."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
+"""Linux's options, in seconds and tries, by which an idle connection to a machine that has vanished ends."""
 
 
 class Address(NamedTuple):
@@ -100,8 +100,8 @@ class Connection:
         else:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            for option, value in _KEEPALIVE.items():
-                sock.setsockopt(socket.IPPROTO_TCP, option, value)
+            for name, value in _KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket, self.peer = sock, peer
         self._messages = _read(sock)
 
