@@ -127,7 +127,7 @@ class Connection:
         _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(message)
         body = file.getvalue()
         arrays = [buffer.raw() for buffer in buffers]
-        sizes = np.array([array.nbytes for array in arrays], "<u8").tobytes()
+        sizes = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays))
         pieces = [memoryview(_HEADER.pack(len(body), len(arrays)) + sizes + body), *arrays]
         first = 0
         while first < len(pieces):
@@ -168,7 +168,7 @@ def _read(sock: socket.socket) -> Generator[Any, None, None]:
         body_bytes, count = _HEADER.unpack(header)
         head = memoryview(bytearray(8 * count + body_bytes))
         yield from _fill(sock, head)
-        buffers = [aligned_bytes(int(nbytes)) for nbytes in np.frombuffer(head, "<u8", count)]
+        buffers = [aligned_bytes(nbytes) for nbytes in struct.unpack_from(f"<{count}Q", head)]
         for buffer in buffers:
             yield from _fill(sock, buffer.data)
         message = pickle.loads(head[8 * count :], buffers=buffers)

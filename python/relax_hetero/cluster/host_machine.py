@@ -113,6 +113,7 @@ class HostMachine:
         self._routes: tuple[Route, ...] = ()
         # Values that later tasks of this host read, by route and call, and by task.
         self._later_values: dict[tuple[int, int], dict[int, Any]] = {}
+        self._facts: dict[str, tuple[bool, bool]] = {}  # results of `_look_up`
         self._mailboxes: Any = None
         self._listener: Listener | None = None
         self._loop: TaskLoop | None = None
@@ -245,10 +246,13 @@ class HostMachine:
         function, call = messages[0].function, messages[0].call
         task = self._routes[route].tasks[number]
         work = task.work[function]
-        messages = tuple(message._replace(values=self.call_links("receive", message.values)) for message in messages)
+        links = self._links if self._links and self._links.are_used else None
+        received: Sequence[Any] = [message.values for message in messages]
+        if links:
+            received = [links.receive(values) for values in received]
         results: list[Any] | Failure
         try:
-            results = self._run_task(task, work, messages, self._later_values.get((route, call), {}))
+            results = self._run_task(task, work, received, self._later_values.get((route, call), {}))
         except Exception as error:
             results = self._make_failure(error)
         self._keep(task, number, (route, call), work, results)
@@ -258,10 +262,11 @@ class HostMachine:
             sent = []
             for target, indices in zip(task.targets, work.sends, strict=True):
                 values = [results[index] for index in indices]
-                if route == 0:  # only the first route has links
-                    values = self.call_links("announce", (number, target), function, values)
+                if links and route == 0:  # only the first route has links
+                    values = links.announce((number, target), function, values)
                 sent.append(wire.Message(function, call, tuple(map(wire.encode, values))))
-        self.call_links("send_announced")
+        if links:
+            links.send_announced()
         return sent
 
     def set_peers(self, peers: dict[str, Any]) -> bool:
@@ -290,21 +295,19 @@ class HostMachine:
         """End a call that has ended on another host."""
         self._mailboxes.end(call, reason)
 
-    def _run_task(self, task: Task, work: TaskWork, messages: tuple[Message, ...], earlier: dict[int, Any]) -> Any:
+    def _run_task(self, task: Task, work: TaskWork, messages: Sequence[Any], earlier: dict[int, Any]) -> Any:
         """Results of the task's function, or the failure of an earlier task that it depends on."""
         wire = self._wire
         received: dict[int, Any] = {}
-        for source, message in zip(task.inputs, messages, strict=True):
-            if isinstance(message.values, wire.Failure):
-                return message.values
-            received[source] = message.values
+        for source, values in zip(task.inputs, messages, strict=True):
+            if isinstance(values, wire.Failure):
+                return values
+            received[source] = values
         for source in task.follows:
             values = earlier.get(source)  # None if this function reads nothing from that task
             if isinstance(values, wire.Failure):
                 return values
-        executable = self._machine.executable
-        signature = executable.signature(work.function)
-        writes_arguments = executable.metadata.writes_arguments or bool(signature.donated)
+        writes_arguments, output_is_tuple = self._facts.get(work.function) or self._look_up(work.function)
         decode = wire.decode_copy if writes_arguments else wire.decode
         arguments = [
             decode(received[source][index]) if source in received else earlier[source][index]
@@ -314,7 +317,15 @@ class HostMachine:
             self.call_links("finish")
         result = self._machine.call(work.function, tuple(arguments))
         self.call_links("check")
-        return list(result) if signature.output_is_tuple else [result]
+        return list(result) if output_is_tuple else [result]
+
+    def _look_up(self, function: str) -> tuple[bool, bool]:
+        """Return whether a function writes to arguments, and whether it returns a tuple."""
+        executable = self._machine.executable
+        signature = executable.signature(function)
+        writes_arguments = executable.metadata.writes_arguments or bool(signature.donated)
+        self._facts[function] = facts = writes_arguments, signature.output_is_tuple
+        return facts
 
     def _keep(self, task: Task, number: int, call: tuple[int, int], work: TaskWork, results: Any) -> None:
         wire = self._wire
