@@ -1,5 +1,6 @@
 # Every target sets up what it needs: a virtual environment in .venv, reinstalled only when pyproject.toml changes.
-# Settings: PYTHON=/path/to/python3.12 (3.10 to 3.14; else the first suitable one on PATH), WORKERS=2, PYTEST_ARGS=...
+# Settings: PYTHON=/path/to/python3.12 (3.10 to 3.14; else the first suitable one on PATH), WORKERS=2, PYTEST_ARGS=...,
+# DEV=dev-all for the packages of all tests, as .ci/run has them (1.2 GB more: OpenCL on CPUs, clang).
 
 VENV := .venv
 TORCH_VENV := .venv-torch
@@ -8,6 +9,7 @@ DIST_VENV := .venv-dist
 ARM_VENV := .venv-arm
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --quiet --quiet --disable-pip-version-check
+DEV ?= dev
 WORKERS ?= 2
 # Machines with GPUs may lack a network: without a .venv their own interpreter is used.
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),python3)
@@ -21,7 +23,7 @@ CHECKED := python apps examples release tests
 
 help:
 	@echo "make demo         rank sentences with a real embedding model, cut over two devices"
-	@echo "make test         the test suite (under ten minutes on two cores)"
+	@echo "make test         the test suite (under ten minutes on two cores); DEV=dev-all with OpenCL on CPUs and clang"
 	@echo "make test-slow    long tests that rarely find more; make test-timing: tests of measured time or resident"
 	@echo "                  memory, on a quiet machine; make test-all: all of them"
 	@echo "make test-torch   rh.from_torch and the reference of language models against PyTorch, in $(TORCH_VENV)"
@@ -43,14 +45,14 @@ demo: $(VENV)/.stamp-demo
 	@$(PY) apps/sentence_similarity/run.py
 
 # By default pytest leaves out tests marked slow and timing (tests/python/conftest.py).
-test: $(VENV)/.stamp-dev
+test: $(VENV)/.stamp-$(DEV)
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
-test-slow: $(VENV)/.stamp-dev
+test-slow: $(VENV)/.stamp-$(DEV)
 	$(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "slow and not timing" $(PYTEST_ARGS)
 
 # One test at a time: parallel tests would disturb each other.
-test-timing: $(VENV)/.stamp-dev
+test-timing: $(VENV)/.stamp-$(DEV)
 	$(PY) -m pytest -q -m timing $(PYTEST_ARGS)
 
 # If torch is installed, TVM imports it in every process, and tests start many: so torch has an environment of its own.
@@ -58,7 +60,7 @@ test-torch: $(TORCH_VENV)/.stamp-dev
 	$(TORCH_VENV)/bin/python -m pytest -q tests/python/frontend/torch tests/python/compat tests/python/llm tests/python/test_docs.py -k torch $(PYTEST_ARGS)
 
 # Every test of two devices that takes any, with the simulated accelerator of examples/backend_npu as the second one.
-test-npu: $(VENV)/.stamp-dev
+test-npu: $(VENV)/.stamp-$(DEV)
 	RELAX_HETERO_TEST_SECOND=npu $(PY) -m pytest -q -n $(WORKERS) --dist worksteal -m "two_devices and not slow and not gpu" $(PYTEST_ARGS)
 
 # Kernels, command buffers, networks whole and cut, language models of real widths, commands of the documents.
@@ -66,26 +68,26 @@ gpu:
 	@PYTHONPATH=python:$$PYTHONPATH $(GPU_PYTHON) tests/python/gpu/needs.py
 	$(GPU_PYTHON) -m pytest -q -n $(GPU_WORKERS) --dist worksteal -m gpu $(PYTEST_ARGS)
 
-test-arm: $(VENV)/.stamp-dev $(ARM_VENV)/.stamp
+test-arm: $(VENV)/.stamp-$(DEV) $(ARM_VENV)/.stamp
 	$(PY) tests/python/arm/suite.py -n $(WORKERS) --dist worksteal $(PYTEST_ARGS)
 
 test-all: test test-slow test-timing test-torch test-npu
 
 # Attacks with random models, sizes, arguments and files, in child processes. Half a minute of them is in `make test`.
-fuzz: $(VENV)/.stamp-dev
+fuzz: $(VENV)/.stamp-$(DEV)
 	$(PY) tests/python/fuzz/run.py --seconds $(FUZZ_SECONDS)
 
-lint: $(VENV)/.stamp-dev
+lint: $(VENV)/.stamp-$(DEV)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
 	$(PY) -m mypy
 	$(VENV)/bin/lint-imports
 
-format: $(VENV)/.stamp-dev
+format: $(VENV)/.stamp-$(DEV)
 	$(PY) -m ruff check --fix $(CHECKED)
 	$(PY) -m ruff format $(CHECKED)
 
-conformance: $(VENV)/.stamp-dev
+conformance: $(VENV)/.stamp-$(DEV)
 	$(PY) apps/onnx_backend/run.py --write-docs
 
 # The home page is build/site/index.html, and needs no server. Notebooks write their files where MkDocs is started.
@@ -97,13 +99,13 @@ docs: $(DOCS_VENV)/.stamp-docs
 
 # The wheel is built from the source distribution; both are checked as a package index does. The wheel of the run time
 # has a part of the installed TVM.
-dist: $(DIST_VENV)/.stamp-dist $(VENV)/.stamp-dev
+dist: $(DIST_VENV)/.stamp-dist $(VENV)/.stamp-$(DEV)
 	$(DIST_VENV)/bin/python release/build.py
 	$(PY) release/runtime_wheel.py dist
 	$(DIST_VENV)/bin/python -m twine check --strict dist/relax_hetero_runtime-*.whl
 
 # The package ships C and LLVM IR: only a change of workers.c needs a compiler.
-workers: $(VENV)/.stamp-dev
+workers: $(VENV)/.stamp-dev-all
 	$(PY) python/relax_hetero/driver/link/threads/generate.py
 
 clean:
@@ -138,9 +140,9 @@ $(VENV)/.stamp-demo: pyproject.toml | $(PY)
 	@$(PIP) install --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.stamp-dev: pyproject.toml | $(PY)
+$(VENV)/.stamp-dev $(VENV)/.stamp-dev-all: $(VENV)/.stamp-%: pyproject.toml | $(PY)
 	@echo "Installing relax-hetero and its development tools into $(VENV) (first time: a few minutes)"
-	@$(PIP) install --editable '.[dev]'
+	@$(PIP) install --editable '.[$*]'
 	@touch $(VENV)/.stamp-demo $@
 
 $(TORCH_VENV)/.stamp-dev: pyproject.toml | $(PY)

@@ -12,14 +12,21 @@ from __future__ import annotations
 import argparse
 import re
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 PRODUCTS = re.compile(r"fml[as]l?[2bt]?|mla|[su]ml[as]l2?[bt]?|[su]dot|s?us?dot|[us]?s?u?mmla|bf(mmla|dot|mlal[bt])")
 
 F32, BF16 = ("float32",) * 3, ("bfloat16", "bfloat16", "float32")
-F16, S8 = ("float16", "float16", "float32"), ("int8", "int8", "int32")
-CPUS = {"neoverse-n1": (F32, F16, S8), "neoverse-v2": (F32, F16, BF16, S8)}
+F16, S8, U8 = ("float16", "float16", "float32"), ("int8", "int8", "int32"), ("uint8", "int8", "int32")
+CPUS = {
+    "neoverse-n1": (F32, F16, BF16, S8),
+    "neoverse-v2": (F32, F16, BF16, S8),
+    "neoverse-v1": (F32, F16, BF16, S8),
+    "fujitsu-monaka": (F32, F16, BF16, S8),
+    "a64fx": (F32, F16, BF16, S8),
+}
 
 
 @dataclass(frozen=True)
@@ -63,37 +70,110 @@ def functions_of(file: str, pattern: str) -> Iterator[tuple[str, Loop]]:
                 yield name, loop
 
 
-def our_loop(mcpu: str, types: tuple[str, str, str], shape: tuple[int, int, int]) -> Loop | None:
-    """The main loop of this library's product."""
+def target_of(mcpu: str) -> Any:
+    """The target of a CPU."""
+    import tvm
+
+    return tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": mcpu, "num-cores": 2})
+
+
+def our_loop(mcpu: str, problem: Any) -> Loop | None:
+    """The main loop of this library's kernel for a problem."""
     import tvm
 
     import relax_hetero as rh
-    from relax_hetero.encoding.encoding import LHS, RESULT, RHS, Encoding
-    from relax_hetero.encoding.problem import MatmulProblem, Operand
 
-    target = tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": mcpu, "num-cores": 2})
-    resolver = rh.encoding.resolver_for(target)
-    m, k, n = shape
-    maps = (("m", "k"), ("k", "n"), ("m", "n"))
-    sizes = {"m": m, "n": n, "k": k}
-    operands = []
-    for index, dtype in zip((LHS, RHS, RESULT), (types[0], types[1], types[2]), strict=True):
-        encoding = Encoding("matmul", index, types, maps, tuple(sizes.items()))
-        layout = resolver.resolve(encoding, target)
-        operands.append(Operand(tuple(sizes[name] for name in maps[index]), dtype, maps[index], layout))
-    problem = MatmulProblem(*operands, types[2])
-    function = resolver.kernel(problem, target)
-    module = tvm.compile(tvm.IRModule({"matmul": function}), target=target)
+    target = target_of(mcpu)
+    function = rh.encoding.resolver_for(target).kernel(problem, target).with_attr("global_symbol", "kernel")
+    module = tvm.compile(tvm.IRModule({"kernel": function}), target=target)
     lines: list[tuple[str, str]] = []
     label = ""
     for line in module.mod.inspect_source("asm").splitlines():
         code = re.split("//", line)[0].strip()
         if start := re.fullmatch(r"(\.L\w+):", code):
-            label = start[1]
+            # Labels of debug information follow those of blocks.
+            label = label if start[1].startswith(".Ltmp") and label else start[1]
         elif code and not code.startswith(".") and not code.endswith(":"):
             lines.append((label, code))
             label = ""
     return main_loop(lines)
+
+
+def product(mcpu: str, types: tuple[str, str, str], shape: tuple[int, int, int] = (256, 512, 512)) -> Any:
+    """A matrix product, with the right operand packed for the CPU."""
+    from relax_hetero.encoding.encoding import Encoding
+    from relax_hetero.encoding.problem import MatmulProblem
+
+    maps, sizes = (("m", "k"), ("k", "n"), ("m", "n")), dict(zip("mkn", shape, strict=True))
+    operands = _operands(mcpu, lambda index: Encoding("matmul", index, types, maps, tuple(sizes.items())), sizes)
+    return MatmulProblem(*operands, types[2])
+
+
+def convolution(mcpu: str, types: tuple[str, str, str]) -> Any:
+    """A convolution of 64 by 64 channels, 28 by 28 pixels and windows of 3 by 3, channels last."""
+    from relax_hetero.encoding.encoding import CONVOLUTIONS, ConvAttrs, Encoding, conv_maps
+    from relax_hetero.encoding.problem import ConvProblem, Window
+
+    maps = conv_maps(2)
+    sizes = {"b": 1, "c": 64, "n": 64, "k": 64, **dict.fromkeys(("x0", "x1", "y0", "y1"), 28), "w0": 3, "w1": 3}
+    attrs = ConvAttrs((1, 1), (1,) * 4, (1, 1))
+
+    def encoding(index: int) -> Encoding:
+        return Encoding(CONVOLUTIONS[1], index, types, maps, tuple(sizes.items()), attrs, "exact")
+
+    operands = _operands(mcpu, encoding, sizes)
+    return ConvProblem(*operands, types[2], (Window(3, before=1, after=1),) * 2)
+
+
+def _operands(mcpu: str, encoding: Callable[[int], Any], sizes: dict[str, int]) -> list[Any]:
+    import relax_hetero as rh
+    from relax_hetero.encoding.encoding import LHS, RESULT, RHS
+    from relax_hetero.encoding.packed_layout import PackedLayout
+    from relax_hetero.encoding.problem import Operand
+
+    target, operands = target_of(mcpu), []
+    for index in (LHS, RHS, RESULT):
+        one = encoding(index)
+        is_image, names = one.conv is not None and index != RHS, one.index_maps[index]
+        layout = rh.encoding.resolver_for(target).resolve(one, target)
+        if is_image:
+            layout = PackedLayout((0, 2, 3, 1))
+        operands.append(Operand(tuple(sizes[name] for name in names), one.element_types[index], names, layout))
+    return operands
+
+
+def attention(mcpu: str) -> Any:
+    """Attention of 12 heads of 128 queries and keys by 64."""
+    from relax_hetero.encoding.expression import Expression
+    from relax_hetero.encoding.packed_layout import PackedLayout
+    from relax_hetero.encoding.problem import AttentionProblem, Epilogue, Operand
+
+    maps = ("b m h*d", "b n g*d", "b n g*e", "b m h*e")
+    operands = [Operand((1, 128, 768), "float32", tuple(m.split()), PackedLayout.identity(3)) for m in maps]
+    sizes = tuple({"b": 1, "h": 12, "g": 12, "m": 128, "n": 128, "d": 64, "e": 64}.items())
+    return AttentionProblem(*operands, ((0,) * 3,) * 3, sizes, Epilogue(Expression.parse("multiply(x0, 0.125)"), ()))
+
+
+def four_bits(mcpu: str, rows: int, activation_bits: int) -> Any:
+    """Rows by 512 columns of q4_0, 512 deep."""
+    import numpy as np
+
+    from relax_hetero.encoding.block_formats import block_format
+    from relax_hetero.encoding.block_panels import BlockSource, Panels
+    from relax_hetero.encoding.block_weights import panel_columns
+    from relax_hetero.encoding.packed_layout import PackedLayout
+    from relax_hetero.encoding.problem import Operand, QuantizedMatmulProblem
+    from relax_hetero.target.cpu_target import cpu_target_of
+
+    form = block_format("q4_0")
+    source = BlockSource((np.zeros((512, 512 // form.superblock_size * form.superblock_bytes), "uint8"),), form, 512)
+    packed = Panels(panel_columns(cpu_target_of(target_of(mcpu)))).pack(source)
+    identity = PackedLayout.identity
+    weights = tuple(Operand(each.shape, str(each.dtype), Panels.index_map, identity(each.ndim)) for each in packed)
+    lhs, result = (Operand((rows, 512), "float32", ("m", name), identity(2)) for name in "kn")
+    return QuantizedMatmulProblem(
+        lhs, weights, result, form.block, None, form.bits, form, activation_bits=activation_bits
+    )
 
 
 def main() -> None:
@@ -109,7 +189,14 @@ def main() -> None:
         return
     for mcpu, kinds in list(CPUS.items())[: 1 if arguments.smoke else None]:
         for types in kinds[: 1 if arguments.smoke else None]:
-            print(f"{mcpu:12} {' x '.join(types[:2]):22} {our_loop(mcpu, types, (256, 512, 512))}")
+            print(f"{mcpu:14} {' x '.join(types[:2]):34} {our_loop(mcpu, product(mcpu, types))}")
+    for mcpu in () if arguments.smoke else ("neoverse-n1", "neoverse-v2"):
+        others = {f"convolution, {types[0]}": convolution(mcpu, types) for types in (*CPUS["neoverse-v2"], U8)}
+        others["attention"] = attention(mcpu)
+        for rows, bits in ((1, 16), (8, 16), (1, 8), (8, 8)):
+            others[f"4 bits by {bits}, rows: {rows}"] = four_bits(mcpu, rows, bits)
+        for name, problem in others.items():
+            print(f"{mcpu:14} {name:34} {our_loop(mcpu, problem)}")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """The option ``--isa``: this library compiled for older instructions of this CPU, and peers held to the same.
 
-`HELD` has the environment that holds libraries: oneDNN's in OpenVINO and torch, and ATen's in torch. ONNX Runtime asks
-the CPU itself and cannot be held: it is timed, and left out of ratios. llama.cpp's instructions are chosen when it is
-compiled; README.md has the commands.
+`HELD` has the environment that holds libraries: oneDNN's in OpenVINO and torch, and ATen's and MKL's in torch. MKL
+takes AVX2 on other vendors' CPUs, unless its results are to be the same on all CPUs. ONNX Runtime asks the CPU itself
+and cannot be held: it is timed, and left out of ratios. llama.cpp's instructions are chosen when it is compiled;
+README.md has the commands.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ NEWER_LLAMA_CPP = {"sse4": ("AVX",), "avx2": ("AVX_VNNI", "AVX512"), "avx-vnni":
 
 HELD: dict[str, dict[str, str]] = {
     "": {},
-    "sse4": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default"},
+    "sse4": {"ONEDNN_MAX_CPU_ISA": "SSE41", "ATEN_CPU_CAPABILITY": "default", "MKL_CBWR": "COMPATIBLE"},
     "avx2": {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"},
     "avx-vnni": {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI", "ATEN_CPU_CAPABILITY": "avx2"},
 }

@@ -76,6 +76,7 @@ def _dims(_context: click.Context, _parameter: click.Parameter, text: str) -> di
 )
 @isa_option
 @click.option("--cpu-time", is_flag=True, help="Time the process's CPU time: for one thread, on a busy machine.")
+@click.option("--max-error", default=1.0, show_default=True, help="Time results with so many times the allowed error.")
 @click.option("--executables", type=click.Path(path_type=Path), help="Folder that keeps compiled files for reuse.")
 @click.option("--compile-limit", default=300.0, show_default=True, help="Time limit of a compilation, in seconds.")
 @click.option("--compile-only", is_flag=True, help="With --executables: compile only.")
@@ -98,6 +99,7 @@ def main(
     precision: str,
     isa: str,
     cpu_time: bool,
+    max_error: float,
     executables: Path | None,
     compile_limit: float,
     compile_only: bool,
@@ -120,7 +122,9 @@ def main(
             job = _referenced(case, folder, max(threads), seconds / max(rounds, 1), seed)
             for count in threads:
                 progress.update(task, description=f"{case.label}, {count} threads: compiling")
-                ready = replace(job, action="turns", peers=peers, threads=count, isa=isa, cpu_time=cpu_time)
+                ready = replace(
+                    job, action="turns", peers=peers, threads=count, isa=isa, cpu_time=cpu_time, max_error=max_error
+                )
                 ready, rows = prepare(
                     ready, folder, f"{case.label} {isa}".strip(), compile_limit, f"{case.family} {isa}".strip()
                 )

@@ -134,7 +134,8 @@ def model_stages() -> dict[str, str]:
 
 def shown(module: tvm.IRModule) -> str:
     """``main`` with encodings as aliases listed before it, as MLIR prints attributes."""
-    lines = module.script(show_meta=False).splitlines()
+    # From Python 3.12 on, TVM would print names of extents as type parameters.
+    lines = module.script(show_meta=False, extra_config={"script.use_pep695": False}).splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("    def main("))
     end = next(i for i, line in enumerate(lines[start:], start) if line.startswith("        return"))
     text = "\n".join(line[4:] for line in lines[start : end + 1])

@@ -1,4 +1,4 @@
-"""Errors of relax_hetero: a base class, and a subclass for each stage.
+"""Errors of relax_hetero: a base class, a subclass for each stage, and the command that installs a missing package.
 
 TVM's C++ `Sequential`, which calls passes in Python, passes exceptions on as a name and a message. Every class is
 registered under its name, so that it keeps its class.
@@ -7,6 +7,8 @@ registered under its name, so that it keeps its class.
 from __future__ import annotations
 
 import re
+from functools import cache
+from importlib import metadata
 from typing import Any
 
 from tvm_ffi import register_error  # the foreign-function layer, which does not import TVM
@@ -21,6 +23,33 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-
 def printable(text: str) -> str:
     """Escape control characters, which names in models and files may contain, for output on a terminal."""
     return _UNPRINTABLE.sub(lambda match: ascii(match[0])[1:-1], text)
+
+
+RUNTIME_DISTRIBUTION = "relax-hetero-runtime"
+"""Name of the run-time package, which has a part of TVM itself (release/runtime_wheel.py)."""
+
+
+@cache
+def distribution_name() -> str:
+    """Name by which pip knows this installation."""
+    try:
+        metadata.distribution(RUNTIME_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return "relax-hetero"
+    return RUNTIME_DISTRIBUTION
+
+
+def pip_install(extras: str) -> str:
+    """Command that installs extras, separated by commas: ``pip install 'relax-hetero[llm,serve]'``.
+
+    Extras that the run-time package lacks need the whole one in its place.
+    """
+    name = distribution_name()
+    if name == RUNTIME_DISTRIBUTION:
+        provided = metadata.metadata(name).get_all("Provides-Extra") or ()
+        if not set(extras.split(",")) <= set(provided):
+            return f"pip uninstall {name} && pip install 'relax-hetero[{extras}]'"
+    return f"pip install '{name}[{extras}]'"
 
 
 class HeteroError(Exception):

@@ -18,7 +18,7 @@ os.environ.setdefault("TVM_NUM_THREADS", "2")
 os.environ.setdefault("TVM_BIND_THREADS", "0")
 # Tests are of the code as it is compiled now; those of the compile cache have folders of their own.
 os.environ["RELAX_HETERO_CACHE"] = "off"
-# Intel's OpenCL for CPUs, from its wheel: PoCL's knows no CPUs that are newer than itself.
+# Intel's OpenCL for CPUs, if the extra opencl-cpu is installed; else the drivers of the machine.
 if (_driver := Path(sys.prefix) / "lib" / "libintelocl.so").exists():
     os.environ.setdefault("OCL_ICD_VENDORS", str(_driver))
 # The same numbers on every run; ``RELAX_HETERO_TEST_SEED=random`` draws a new seed. Workers of pytest-xdist inherit the

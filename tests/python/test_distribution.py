@@ -116,7 +116,7 @@ def extras():
 
 def test_the_page_names_each_extra_and_its_packages():
     page = (ROOT / "docs" / "install.md").read_text()
-    rows = dict(re.findall(r"^\| `(\w+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `([\w-]+)` \| .* \| ([^|]*) \|$", page, re.MULTILINE))
     (rest,) = re.findall(r"^The extras (.*) are for changing the library", page, re.MULTILINE)
     documented = {extra: re.findall(r"`([\w-]+)`", packages) for extra, packages in rows.items()}
     developers = re.findall(r"`([\w-]+)`", rest)

@@ -43,3 +43,25 @@ def test_errors_do_not_import_the_compiler():
     code = "import sys, relax_hetero.errors; assert 'tvm' not in sys.modules, 'the compiler was imported'"
     environment = {**os.environ, "PYTHONPATH": str(Path(errors.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+
+
+@pytest.fixture
+def runtime_distribution(tmp_path, monkeypatch):
+    """relax-hetero-runtime is installed, with the extra llm."""
+    folder = tmp_path / "relax_hetero_runtime-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.4\nName: relax-hetero-runtime\nProvides-Extra: llm\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    errors.distribution_name.cache_clear()
+    yield
+    errors.distribution_name.cache_clear()
+
+
+def test_a_hint_names_the_installed_distribution(runtime_distribution):
+    assert errors.pip_install("llm") == "pip install 'relax-hetero-runtime[llm]'"
+    whole = "pip uninstall relax-hetero-runtime && pip install 'relax-hetero[llm,cluster]'"
+    assert errors.pip_install("llm,cluster") == whole
+
+
+def test_a_hint_names_the_whole_library_without_the_run_time():
+    assert errors.pip_install("llm,serve") == "pip install 'relax-hetero[llm,serve]'"

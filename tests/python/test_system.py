@@ -23,12 +23,13 @@ import tvm.relax, tvm.s_tir, tvm.script.relax, tvm.support.cc
 
 name, folder = sys.argv[1:]
 compiler = shutil.which("g++") or shutil.which("cc")
+shutil.which = lambda program: compiler if program == compiler else None  # of Linux, whatever the name of the system
 sys.platform = name
 hidden = ["sched_getaffinity", "sched_setaffinity", "memfd_create", "MFD_CLOEXEC", "MFD_ALLOW_SEALING"]
 if name == "win32":
     hidden += ["O_NOFOLLOW", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_DIRECTORY", "pread", "geteuid", "sysconf"]
     hidden += ["register_at_fork", "fork"]
-    os.supports_dir_fd = set()
+    os.supports_dir_fd, shutil._use_fd_functions, shutil._rmtree_impl = set(), False, shutil._rmtree_unsafe
     for module in ("fcntl", "resource"):
         sys.modules[module] = None
 for attribute in hidden:

@@ -50,6 +50,8 @@ class Job:
         Newest instructions, a key of `isa.HELD`.
     cpu_time : bool
         Whether turns are timed by the CPU time of the process.
+    max_error : float
+        Multiple of the allowed error up to which a contestant is timed.
     """
 
     action: str
@@ -63,6 +65,7 @@ class Job:
     allowed: tuple[float, ...] = FLOAT32_ALLOWED
     isa: str = ""
     cpu_time: bool = False
+    max_error: float = 1.0
 
     def command(self) -> list[str]:
         """The command line that runs it."""
@@ -231,7 +234,7 @@ def _loaded(key: str, job: Job, inputs: dict[str, Any], expected: dict[str, Any]
     except Exception as failure:  # whatever a library raises belongs in its row
         return {"failure": f"{type(failure).__name__}: {first_line(failure)}"}, None
     row.update(error=min(error, 1e30), note=session.note)
-    if error > 1:
+    if error > job.max_error:
         row["failure"] = f"wrong numbers: {error:.3g} times what is allowed"
         return row, None
     return row, session

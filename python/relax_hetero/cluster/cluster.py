@@ -18,7 +18,7 @@ from typing import Any
 
 from ..artifact.messages import unknown_name
 from ..driver.link.parallel_codegen import Progress
-from ..errors import BindingError, HeteroError, HostError
+from ..errors import BindingError, HeteroError, HostError, pip_install
 from ..vm.args.argument_copies import copy_arguments
 from ..vm.queue.fence import Fence, thread_state, when_all_done
 from ..vm.queue.queued_calls import CallsInFlight
@@ -45,7 +45,7 @@ def _import_ray() -> Any:
         import ray
     except ImportError as error:
         raise HeteroError(
-            "clusters of hosts run on Ray, which is not installed here: pip install 'relax-hetero[cluster]'"
+            f"clusters of hosts run on Ray, which is not installed here: {pip_install('cluster')}"
         ) from error
     return ray
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ..errors import HostError
+from ..errors import HostError, pip_install
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,9 @@ def load_nccl() -> Nccl | str:
             warnings.simplefilter("ignore")  # about a missing library, which is reported below
             from cupy.cuda import nccl
     except Exception as error:  # CuPy raises various errors if parts of CUDA are missing
-        return f"the package cupy-cuda13x cannot be imported ({error}): pip install 'relax-hetero[nccl]'"
+        return f"the package cupy-cuda13x cannot be imported ({error}): {pip_install('nccl')}"
     if not nccl.available:
-        return "NCCL's library is not found: pip install 'relax-hetero[nccl]'"
+        return f"NCCL's library is not found: {pip_install('nccl')}"
     return Nccl(
         nccl.get_unique_id, nccl.NcclCommunicator, nccl.groupStart, nccl.groupEnd, int(nccl.NCCL_UINT8)
     )  # fmt: skip

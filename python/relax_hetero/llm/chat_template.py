@@ -22,6 +22,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
+from ..errors import pip_install
 from ..system import HAS_PROCESS_LIMITS
 from . import template_worker
 from .errors import RequestError, TokenizerError
@@ -335,7 +336,7 @@ class _Worker:
         for package in ("jinja2", "markupsafe"):
             spec = importlib.util.find_spec(package)
             if spec is None or spec.origin is None:
-                raise TokenizerError("chat templates need the package jinja2; pip install 'relax-hetero[llm]'")
+                raise TokenizerError(f"chat templates need the package jinja2; {pip_install('llm')}")
             folders.append(str(Path(spec.origin).parents[1]))
         self._setup = json.dumps({"path": list(dict.fromkeys(folders)), "source": source}).encode()
         self._lock = threading.Lock()

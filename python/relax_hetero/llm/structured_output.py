@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..encoding.token_masks import mask_words
+from ..errors import pip_install
 from .errors import EngineClosedError, RequestError
 from .model import TokenizerProtocol
 from .special_tokens import control_tokens
@@ -226,7 +227,7 @@ def _package() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise RequestError("structured output needs the package llguidance; pip install 'relax-hetero[llm]'") from error
+        raise RequestError(f"structured output needs the package llguidance; {pip_install('llm')}") from error
     return llguidance
 
 

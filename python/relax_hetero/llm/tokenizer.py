@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from ..errors import HeteroError
+from ..errors import HeteroError, pip_install
 from .errors import TokenizerError
 from .params import SamplingParams
 from .pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
@@ -390,9 +390,7 @@ def _sentencepiece_processor(tokenizer: Tokenizer, model_type: int, **options: A
     try:
         from sentencepiece import SentencePieceProcessor
     except ImportError as error:
-        raise TokenizerError(
-            "this tokenizer needs the package sentencepiece; pip install 'relax-hetero[llm]'"
-        ) from error
+        raise TokenizerError(f"this tokenizer needs the package sentencepiece; {pip_install('llm')}") from error
     with np.errstate(over="ignore"):
         scores = tokenizer.numbers("scores", "scores").astype("float32")
     if not np.isfinite(scores).all():
@@ -537,7 +535,7 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise TokenizerError("this tokenizer needs the package tokenizers; pip install 'relax-hetero[llm]'") from error
+        raise TokenizerError(f"this tokenizer needs the package tokenizers; {pip_install('llm')}") from error
     return tokenizers
 
 

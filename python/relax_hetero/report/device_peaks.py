@@ -31,7 +31,7 @@ def peaks_of(devices: Sequence[DeviceSpec]) -> dict[str, dict[str, Any]]:
         vdevice = relax.VDevice(tvm.target.Target(spec.target), spec.vdevice_id, spec.memory_scope)
         figures = figures_of([vdevice]) if are_present([vdevice]) else None
         if figures is not None:
-            (device,) = figures.devices
+            (device,) = figures.devices.values()
             peaks[name] = {
                 "operations_per_second": {short_name(dtype): rate for dtype, rate in device.products.items()},
                 "bytes_per_second": device.bandwidth,

@@ -35,7 +35,7 @@ from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import CpuTarget, cpu_target_of
 from ..target.dot_instructions import DotInstruction, dot_instruction_for
 from ..target.element_types import HALF_TYPES, bytes_of, stored_type
-from ..target.tiles import conv_columns, tile_columns
+from ..target.tiles import conv_columns, matmul_columns, tile_columns
 from ..tir.conv.winograd_plan import Shape, estimated_speedup
 
 if TYPE_CHECKING:
@@ -273,9 +273,9 @@ class GenericResolver(CpuKernels):
 
 
 def panel_width(cpu: CpuTarget, dot: DotInstruction, n: int) -> int:
-    """Columns of a packed panel: those of the kernel's tile, or of one vector if N is at most that."""
-    lanes = cpu.lanes(dot.types[2])
-    return lanes if 0 <= n <= lanes else tile_columns(cpu, dot.types[2])
+    """Columns of a packed panel: those of the kernel's tile, or fewer if N is at most that."""
+    lanes, columns = cpu.lanes(dot.types[2]), tile_columns(cpu, dot.types[2])
+    return lanes if 0 <= n <= lanes else columns if 0 <= n <= columns else matmul_columns(cpu, dot)
 
 
 def _read_in_place(encoding: Encoding, dot: DotInstruction) -> bool:

@@ -53,6 +53,13 @@ QUICK_BF16 = "quick-avx512bf16"
 ZEN4 = "zen4"
 """Feature besides LLVM's: vectors of 512 bits are loaded, and computed, as two halves; see also `prefetch_distance`."""
 
+WIDE_SVE = "wide-sve"
+"""Feature besides LLVM's: vectors of SVE have the known length `CpuTarget.sve_bytes`, more than 16 bytes."""
+
+# Sources: Arm Neoverse V1 Software Optimization Guide; Fujitsu A64FX Microarchitecture Manual; Fujitsu's announcement
+# of MONAKA. Others have vectors of 128 bits, whose rate is that of NEON.
+_SVE_BYTES = {"neoverse-v1": 32, "fujitsu-monaka": 32, "a64fx": 64}
+
 # CPUs with a slow vdpbf16ps. A Xeon (Sapphire Rapids) reaches 105 to 112 Gop/s with it, 148 with widened pairs, and 240
 # in float32; a Zen 5 is twice as fast with it as in float32. Virtual machines report Xeons under older names.
 _SLOW_BF16_CPUS = frozenset(
@@ -68,13 +75,15 @@ class CpuTarget:
     Attributes
     ----------
     features : frozenset of str
-        All LLVM features of the target ("avx512vnni", "dotprod", ...), `QUICK_BF16`, `ZEN4`.
+        All LLVM features of the target ("avx512vnni", "dotprod", ...), `QUICK_BF16`, `ZEN4`, `WIDE_SVE`.
     cores : int
         Number of tasks of parallel loops: one for each thread; more for cores of unlike speed.
     kind : str
         Target kind: "llvm" or "c".
     threads : int
         ``num-cores`` of the target, by default 1.
+    sve_bytes : int
+        Bytes of a vector register of SVE, which packed panels are multiplied by; 0 without `WIDE_SVE`.
     """
 
     isa: InstructionSet
@@ -82,6 +91,7 @@ class CpuTarget:
     cores: int
     kind: str
     threads: int = 1
+    sve_bytes: int = 0
 
     @property
     def prefetch_distance(self) -> int:
@@ -117,6 +127,9 @@ def _cpu_target_of(text: str) -> CpuTarget:
         features |= {QUICK_BF16}
     if mcpu == "znver4":
         features |= {ZEN4}
+    sve_bytes = _SVE_BYTES.get(mcpu, 0) if "sve" in features else 0
+    if sve_bytes:
+        features |= {WIDE_SVE}
     triple = str(codegen.llvm_get_system_triple() if not target.attrs.get("mtriple") else target.attrs["mtriple"])
     if "linux" not in triple:
         # Kernels request permission to use AMX with a system call of Linux.
@@ -124,5 +137,5 @@ def _cpu_target_of(text: str) -> CpuTarget:
     arch = triple.split("-")[0].replace("arm64", "aarch64")
     for isa in INSTRUCTION_SETS:
         if isa.arch in ("", arch) and features.issuperset(isa.features):
-            return CpuTarget(isa, features, cores, "llvm", threads)
+            return CpuTarget(isa, features, cores, "llvm", threads, sve_bytes)
     raise AssertionError("the generic row matches every target")

@@ -19,16 +19,16 @@ Matrix instructions of AArch64 (`DotInstruction.rows`) multiply two rows of the 
 operand, eight bytes each, which is twice the work of a dot product. They support all four pairs of signs. A product of
 one row computes that row twice, which is no slower than dot products of twice the steps.
 
-Where AArch64 multiplies packed panels of both operands (`relax_hetero.tir.microkernel.neon_panels`), the instruction is
-written with one element of the left operand's register instead of a broadcast.
+Where AArch64 multiplies packed panels of both operands (`relax_hetero.tir.microkernel.aarch64_panels`), the instruction
+is written with one element of the left operand's register instead of a broadcast, and may be that of SVE.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from .cpu_target import QUICK_BF16, CpuTarget
-from .element_types import stored_type
+from .cpu_target import QUICK_BF16, WIDE_SVE, CpuTarget
+from .element_types import bytes_of, stored_type
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ _PMADDWD = {
 _MADDUBS_SSE = "llvm.x86.ssse3.pmadd.ub.sw.128"
 _BFMMLA = "llvm.aarch64.neon.bfmmla"
 _I8MM = (("neon",), ("i8mm",))
+_A64FX = (("neon",), (WIDE_SVE,))
 
 # Sources: Intel SDM vol. 2 (VPDPBUSD, VDPBF16PS, PMADDWD, VCVTPH2PS); Arm ARM (SDOT, UDOT, BFDOT, SMMLA, UMMLA, USMMLA,
 # BFMMLA).
@@ -157,6 +158,11 @@ DOT_INSTRUCTIONS: tuple[DotInstruction, ...] = (
     DotInstruction("udot", ("neon",), ("dotprod",), _U8U8, "dot", 4, _UDOT),
     DotInstruction("sdot", ("neon",), ("dotprod",), _U8S8, "dot", 4, _SDOT, flip=True, compensation=-1),
     DotInstruction("udot", ("neon",), ("dotprod",), _S8U8, "dot", 4, _UDOT, flip=True, compensation=1),
+    # An A64FX has dot products of SVE only: those of packed panels.
+    DotInstruction("sdot", *_A64FX, _S8S8, "i32_bytes", 4, temporaries=5),
+    DotInstruction("udot", *_A64FX, _U8U8, "i32_bytes", 4, temporaries=5),
+    DotInstruction("sdot", *_A64FX, _U8S8, "i32_bytes", 4, flip=True, compensation=-1, temporaries=5),
+    DotInstruction("udot", *_A64FX, _S8U8, "i32_bytes", 4, flip=True, compensation=1, temporaries=5),
     *(DotInstruction("mla", ("neon",), (), t, "i32_bytes", 4, temporaries=5) for t in _BYTES),
     *(DotInstruction("fma", ("generic",), (), t, "fma") for t in (*_BYTES, _S16S8)),
     # halves
@@ -188,6 +194,8 @@ SIGN_INSTRUCTIONS: tuple[DotInstruction, ...] = (
 )
 """Products of signed bytes of which the left ones are not -128: the sign of the right ones moves to the left ones."""
 
+_SIGNED_DOT = DotInstruction("sdot", ("neon",), ("dotprod",), _S8S8, "dot", 4, _SDOT)
+
 MOVE_SIGN = {8: "llvm.x86.avx2.psign.b", 4: "llvm.x86.ssse3.psign.b.128"}
 """Bytes negated where others are negative (PSIGNB), by lanes of int32."""
 
@@ -213,6 +221,9 @@ def block_dot_instruction(cpu: CpuTarget, max_code: int, steps: int, is_one_byte
     dot = dot_instruction_for(cpu, "int8", "uint8", "int32")
     if dot is not None and dot.form == "dot" and cpu.isa.name in ("avx512", "avx2"):
         return dot
+    if cpu.features.issuperset(_SIGNED_DOT.features) and cpu.isa.name in _SIGNED_DOT.isas:
+        # Bytes up to 127 are the same with a sign.
+        return replace(_SIGNED_DOT, types=_S8U8) if max_code < 128 else _SIGNED_DOT
     short = next((count for count in range(min(steps, int16_steps(max_code)), 0, -1) if steps % count == 0), 0)
     for row in SMALL_CODE_INSTRUCTIONS if short else SIGN_INSTRUCTIONS if is_one_byte else ():
         if cpu.isa.name in row.isas and cpu.features.issuperset(row.features):
@@ -240,6 +251,31 @@ def multiplies_int16(cpu: CpuTarget) -> bool:
     """Return whether bytes of a left operand are better stored as int16: the CPU lacks dot products of bytes."""
     dot = dot_instruction_for(cpu, "uint8", "int8", "int32")
     return dot is not None and dot.form == "i16_pairs"
+
+
+def is_widened_in_panels(dot: DotInstruction) -> bool:
+    """Return whether packed panels of AArch64 hold factors in the accumulator's type, since a step converts them."""
+    return dot.name in ("cvtph", "bf16") or (dot.form == "i32_bytes" and dot.name == "mla")
+
+
+def panel_instruction(dot: DotInstruction) -> DotInstruction:
+    """The instruction of AArch64 that multiplies packed panels for `dot`."""
+    if not is_widened_in_panels(dot):
+        return dot
+    return INT32_MLA if dot.types[2] == "int32" else FLOAT32_FMA
+
+
+_SVE_FEATURES = {
+    **dict.fromkeys(("fma", "sdot", "udot", "smmla", "ummla", "usmmla", "bfmmla"), "sve"),
+    **dict.fromkeys(("mla", "fmlal"), "sve2"),
+}
+"""Features with which SVE has the instructions of packed panels, for accumulators of 4 bytes."""
+
+
+def multiplies_by_sve(cpu: CpuTarget, dot: DotInstruction) -> bool:
+    """Return whether vectors of SVE, longer than those of NEON, multiply packed panels for `dot`."""
+    feature = _SVE_FEATURES.get(panel_instruction(dot).name)
+    return cpu.features.issuperset((feature, WIDE_SVE)) and bytes_of(dot.types[2]) == 4
 
 
 def widened_instruction(dot: DotInstruction) -> DotInstruction:

@@ -16,8 +16,9 @@ from .element_types import HALF_TYPES, TF32
 from .gpu_target import gpu_target_of
 
 # By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
-# whose vdpbf16ps is even slower; "vnni" with weights of 4 bits on Zen 4 and 5, of bytes as of those. "bfmmla" does four
-# times the work of an "fma" (Arm's optimization guides, unmeasured).
+# whose vdpbf16ps is even slower; "vnni" with weights of 4 bits on Zen 4 and 5, of bytes as of those; "avxvnni" (2.3)
+# and "pmaddwd" (AVX2 1.7 to 1.9, SSE 2.0, AVX-512 0.9) with weights of 4 bits on one thread of a Zen 5. "bfmmla" does
+# four times the work of an "fma" (Arm's optimization guides, unmeasured).
 _CPU_RATES = {
     ("avx512", "dpbf16"): 2.0,
     ("avx512", "bf16"): 0.6,
@@ -26,6 +27,8 @@ _CPU_RATES = {
     ("neon", "bfmmla"): 4.0,
     ("avx512", "vnni"): 2.5,
     ("avx2", "avxvnni"): 2.5,
+    ("avx2", "pmaddwd"): 1.8,
+    ("sse", "pmaddwd"): 2.0,
 }
 
 _DEQUANTIZED_TILES_RATE = 1.2

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cpu_target import CpuTarget
-from .dot_instructions import DotInstruction
+from .dot_instructions import DotInstruction, multiplies_by_sve
 
 MAX_PIXELS = 14
 """Maximum number of pixels of a convolution's tile: with two vectors each, they fill the registers of AVX-512."""
@@ -27,8 +27,9 @@ class TileSizes:
         Columns (n) of a tile, in vectors of the accumulator's type (in elements on CPUs without vectors).
     pixels : int
         Maximum number of pixels of a convolution's tile.
-    left_steps : int
-        Steps of a convolution whose left factors, of 4 bytes each, one load fetches; products then multiply by a lane.
+    left_bytes : int
+        Bytes of a convolution's left factors, after they are widened, that one load of a pixel fetches, for several
+        steps that multiply by lanes; 0 if each step broadcasts its own.
     panel_rows : int
         Rows of a tile whose left factors are packed, too; 0 if products read the left operand in place.
     """
@@ -36,7 +37,7 @@ class TileSizes:
     rows: int
     vectors: int
     pixels: int = MAX_PIXELS
-    left_steps: int = 1
+    left_bytes: int = 0
     panel_rows: int = 0
 
 
@@ -47,7 +48,7 @@ TILE_SIZES: dict[str, TileSizes] = {
     "avx2": TileSizes(6, 2),
     "sse": TileSizes(4, 2),
     # LLVM hoists loads on AArch64: with more pixels it spills accumulators.
-    "neon": TileSizes(8, 2, 12, 4, 12),
+    "neon": TileSizes(8, 2, 12, 16, 12),
     "generic": TileSizes(4, 4),
 }
 
@@ -58,8 +59,14 @@ def tile_sizes(cpu: CpuTarget) -> TileSizes:
 
 
 def tile_columns(cpu: CpuTarget, acc_dtype: str) -> int:
-    """Columns of a tile, by which the right operand is packed."""
+    """Columns of a tile in NEON's or x86's vectors, by which weights are packed."""
     return tile_sizes(cpu).vectors * cpu.lanes(acc_dtype)
+
+
+def matmul_columns(cpu: CpuTarget, dot: DotInstruction) -> int:
+    """Columns of a product's tile, by which its right operand is packed: in vectors of SVE if those multiply."""
+    columns = tile_columns(cpu, dot.types[2])
+    return columns * cpu.sve_bytes // cpu.isa.vector_bytes if multiplies_by_sve(cpu, dot) else columns
 
 
 def conv_pixels(cpu: CpuTarget, dot: DotInstruction, vectors: int, has_left_vectors: bool = False) -> int:

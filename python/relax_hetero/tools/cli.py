@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from io import TextIOWrapper
 from typing import Any
 
 INTERRUPTED = 130
@@ -82,6 +83,9 @@ for _command in (
 
 def main() -> None:
     """Entry point of the console script; exits with 0, 1 (an error or a mismatch), 2 (wrong usage) or 130 (Ctrl-C)."""
+    for stream in (sys.stdout, sys.stderr):  # of files and pipes, whose encoding on Windows lacks characters
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         cli(prog_name="relax-hetero")
     except SystemExit as end:

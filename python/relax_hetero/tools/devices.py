@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import click
 
 from ..display.console import console, print_json, print_table
 from ..display.text import bytes_text
+from ..errors import HeteroError, printable
 from ..report.text.target_text import target_text
 from .command import command, json_option
 
@@ -28,12 +30,24 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
 
     Measuring takes some seconds for each device and pair, once per machine; automatic placement uses the figures.
     """
-    vdevices = _local_vdevices()
-    devices = [_describe(v) for v in vdevices]
-    figures = _measure(vdevices, again) if measure else None
+    vdevices, devices = _describe_devices()
+    figures = _measure(list(vdevices.values()), again) if measure else None
+    failures = {device["name"]: device["error"] for device in devices if "error" in device}
+    if figures is not None:
+        failures |= {" and ".join(names): error for names, error in _named(figures.failures, vdevices)}
     if as_json:
-        print_json({"devices": devices, "measured": None if figures is None else _figures_json(figures, devices)})
-        return
+        print_json({"devices": devices, "measured": None if figures is None else _figures_json(figures, vdevices)})
+    else:
+        _print_devices(devices)
+        if figures is not None:
+            _print_figures(figures, list(vdevices))
+    for name, error in failures.items():
+        click.echo(f"error: {name}: {printable(error)}", err=True)
+    if failures:
+        sys.exit(1)
+
+
+def _print_devices(devices: list[dict[str, Any]]) -> None:
     columns = ["device", "model", "target", "cores", "instructions", "memory"]
     rows = [
         # The target of a CPU would repeat the instructions.
@@ -48,20 +62,28 @@ def devices_command(measure: bool, again: bool, as_json: bool) -> None:
         for d in devices
     ]
     print_table("Devices", columns, rows, ["cores", "memory"])
-    if figures is not None:
-        _print_figures(figures, [d["name"] for d in devices])
 
 
 def local_devices() -> list[dict[str, Any]]:
-    """Describe the CPU and the GPUs of this machine as JSON data; imports TVM."""
-    return [_describe(vdevice) for vdevice in _local_vdevices()]
+    """Describe the CPU and the GPUs of this machine as JSON data, with the `error` of those that fail; imports TVM."""
+    return _describe_devices()[1]
 
 
-def _local_vdevices() -> list[relax.VDevice]:
+def _describe_devices() -> tuple[dict[str, relax.VDevice], list[dict[str, Any]]]:
+    """Devices that work, by name, and descriptions of all."""
     from ..target.backend import backends
     from ..target.vdevice import parse_vdevices
 
-    return parse_vdevices(["llvm", *(f"{kind.kind}:{index}" for kind in backends() for index in range(kind.count()))])
+    vdevices, described = {}, []
+    for name in ("llvm:0", *(f"{kind.kind}:{index}" for kind in backends() for index in range(kind.count()))):
+        try:
+            (vdevice,) = parse_vdevices([name])
+            described.append({"name": name, "target": str(vdevice.target), **_describe(vdevice)})
+            vdevices[name] = vdevice
+        except (HeteroError, RuntimeError) as error:  # a driver's error is a RuntimeError
+            absent = {"target": "", "model": "", "cores": 0, "instructions": "", "memory": 0}
+            described.append({"name": name, **absent, "error": str(error)})
+    return vdevices, described
 
 
 def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
@@ -75,55 +97,58 @@ def _describe(vdevice: relax.VDevice) -> dict[str, Any]:
     from ..target.instruction_names import instruction_names
     from ..target.vdevice import is_cpu
 
-    names = {"name": f"{vdevice.target.kind.name}:{int(vdevice.vdevice_id)}", "target": str(vdevice.target)}
     if is_cpu(vdevice):
         cpu = cpu_target_of(vdevice.target)
         instructions = ", ".join(instruction_names(cpu.features))
-        properties = {
+        return {
             "model": processor_name(),
             "cores": cpu.threads,
             "numa_nodes": len(cpus_of_nodes()),
             "instructions": instructions,
             "memory": installed_memory() or 0,
         }
-    else:
-        backend_of(vdevice.target).load()
-        device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id))
-        gpu = gpu_target_of(vdevice.target)
-        properties = {
-            "model": backend_of(vdevice.target).device_name(int(vdevice.vdevice_id)),
-            "cores": int(device.multi_processor_count or 0),
-            "instructions": gpu.tensor or "plain",
-            "memory": int(device.total_global_memory or 0),
-        }
-    return {**names, **properties}
+    backend_of(vdevice.target).load()
+    device = tvm.runtime.device(vdevice.target.kind.name, int(vdevice.vdevice_id))
+    return {
+        "model": backend_of(vdevice.target).device_name(int(vdevice.vdevice_id)),
+        "cores": int(device.multi_processor_count or 0),
+        "instructions": gpu_target_of(vdevice.target).tensor or "plain",
+        "memory": int(device.total_global_memory or 0),
+    }
 
 
-def _measure(vdevices: list[relax.VDevice], again: bool) -> Figures | None:
-    from ..frontend.auto.measure_devices import figures_of
+def _measure(vdevices: list[relax.VDevice], again: bool) -> Figures:
+    from ..frontend.auto.measure_devices import known_figures_of
 
     with console(stderr=True).status("Measuring"):
-        return figures_of(vdevices, "all" if again else "missing")
+        return known_figures_of(vdevices, "all" if again else "missing")
 
 
-def _figures_json(figures: Figures, described: list[dict[str, Any]]) -> dict[str, Any]:
-    names = [device["name"] for device in described]
+def _named(failures: dict[tuple[int, ...], str], names: Iterable[str]) -> list[tuple[list[str], str]]:
+    """Errors with the names of their devices."""
+    listed = list(names)
+    return [([listed[index] for index in indices], error) for indices, error in failures.items()]
+
+
+def _figures_json(figures: Figures, vdevices: Iterable[str]) -> dict[str, Any]:
+    names = list(vdevices)
     links = [{"from": names[a], "to": names[b], **asdict(link)} for (a, b), link in figures.links.items()]
-    devices = dict(zip(names, map(asdict, figures.devices), strict=True))
-    return {"devices": devices, "links": links, "other_work": figures.other_work}
+    failures = [{"devices": devices, "error": error} for devices, error in _named(figures.failures, names)]
+    devices = {names[index]: asdict(device) for index, device in figures.devices.items()}
+    return {"devices": devices, "links": links, "other_work": figures.other_work, "failures": failures}
 
 
 def _print_figures(figures: Figures, names: list[str]) -> None:
-    types = list(dict.fromkeys(dtype for device in figures.devices for dtype in device.products))
+    types = list(dict.fromkeys(dtype for device in figures.devices.values() for dtype in device.products))
     rows: Iterable[list[str]] = (
         [
-            name,
+            names[index],
             *(f"{device.products[dtype] / 1e12:.3g}" if dtype in device.products else "-" for dtype in types),
             f"{device.bandwidth / 1e9:.0f}",
             f"{device.launch * 1e6:.2f}",
             f"{device.call * 1e6:.0f}",
         ]
-        for name, device in zip(names, figures.devices, strict=True)
+        for index, device in figures.devices.items()
     )
     columns = [
         "device",

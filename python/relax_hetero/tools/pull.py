@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from ..display.console import console
-from ..errors import HeteroError
+from ..errors import HeteroError, pip_install
 from .command import command
 
 _FILES = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model", "spiece.model", "vocab.txt", "merges.txt")
@@ -62,9 +62,7 @@ def download(name: str, revision: str | None, include: tuple[str, ...], folder: 
     try:
         from huggingface_hub import snapshot_download
     except ImportError as error:
-        raise HeteroError(
-            f"pull needs the package huggingface_hub: {error}; pip install 'relax-hetero[llm]'"
-        ) from error
+        raise HeteroError(f"pull needs the package huggingface_hub: {error}; {pip_install('llm')}") from error
     try:
         path = Path(
             snapshot_download(

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..display.console import console
-from ..errors import EncoderError, HeteroError
+from ..errors import EncoderError, HeteroError, pip_install
 from ..llm.server.limits import Limits
 from .command import command
 from .language_model import AUTO, LanguageModelOptions, language_model_options
@@ -293,4 +293,4 @@ def _check_packages() -> None:
         import prometheus_client  # noqa: F401
         import uvicorn  # noqa: F401
     except ImportError as error:
-        raise HeteroError(f"serve needs the package {error.name}; pip install 'relax-hetero[llm,serve]'") from error
+        raise HeteroError(f"serve needs the package {error.name}; {pip_install('llm,serve')}") from error

@@ -61,6 +61,7 @@ def model(rng: np.random.Generator) -> onnx.ModelProto:
     [
         ("cortex-a72", "cortex-a72"),
         ("neoverse-n1", "neoverse-n1"),
+        ("a64fx", "a64fx"),
         # SVE2 code, with registers of 128, 256 and 512 bits.
         *(("neoverse-v2", f"max,sve-max-vq={segments}") for segments in (1, 2, 4)),
     ],

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 
 import numpy as np
 import onnx.parser
@@ -92,20 +96,28 @@ def test_integers_are_exact(level):
         np.testing.assert_array_equal(got.numpy(), want)
 
 
+def floats() -> tuple[onnx.ModelProto, dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """`FLOATS`, its weights and inputs."""
+    rng = np.random.default_rng(1)
+    weights = {
+        "quants": rng.integers(0, 256, (45, 3, 16), dtype=np.uint8),
+        "scales": rng.uniform(0.01, 0.02, 45 * 3).astype("float32"),
+        "windows": rng.standard_normal((19, 6, 3, 3)).astype("float32") / 8,
+    }
+    model = parsed(FLOATS, weights)
+    sizes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in model.graph.input}
+    return model, weights, {name: rng.standard_normal(size).astype("float32") for name, size in sizes.items()}
+
+
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.sampled(2)
 def test_floats_and_four_bits(level):
-    rng = np.random.default_rng(1)
-    quants = rng.integers(0, 256, (45, 3, 16), dtype=np.uint8)
-    scales = rng.uniform(0.01, 0.02, 45 * 3).astype("float32")
-    windows = rng.standard_normal((19, 6, 3, 3)).astype("float32") / 8
-    model = parsed(FLOATS, {"quants": quants, "scales": scales, "windows": windows})
-    sizes = {value.name: [d.dim_value for d in value.type.tensor_type.shape.dim] for value in model.graph.input}
-    inputs = {name: rng.standard_normal(size).astype("float32") for name, size in sizes.items()}
+    model, weights, inputs = floats()
     executable = rh.compile(rh.from_onnx(model, [rh.native("llvm", isa=level)]))
     check_instructions(code := code_of(executable), level)
     assert USED[level].rpartition("*")[2] in code
     four_bits, attended, maps = rh.vm.VirtualMachine(executable)["main"](**inputs)
+    quants, scales = weights["quants"], weights["scales"]
     codes = np.stack([quants & 15, quants >> 4], -1).reshape(45, 3, 32).astype("float64") - 8
     numbers = (codes * scales.reshape(45, 3, 1)).reshape(45, 96)
     error = np.abs(four_bits.numpy() - inputs["a"] @ numbers.T)
@@ -113,6 +125,31 @@ def test_floats_and_four_bits(level):
     del model.graph.node[0], model.graph.output[0]
     for got, want in zip((attended, maps), ReferenceEvaluator(model).run(None, inputs), strict=True):
         np.testing.assert_allclose(got.numpy(), want, rtol=2e-5, atol=2e-6)
+
+
+@pytest.mark.slow(reason="imports numpy and TVM under emulation: half a minute")
+@pytest.mark.skipif(shutil.which("qemu-x86_64") is None, reason="no qemu-x86_64: apt install qemu-user")
+@pytest.mark.parametrize(("level", "cpu"), [("sse4", "Nehalem"), ("avx2", "Haswell")])
+def test_an_emulated_older_cpu_computes_the_same_bits(level, cpu, tmp_path):
+    """Newer instructions would end the process, those of checks and of TVM's libraries included."""
+    model, _, inputs = floats()
+    executable = rh.compile(rh.from_onnx(model, [rh.native("llvm", isa=level)]))
+    executable.export_library(tmp_path / "model.so")
+    np.savez(tmp_path / "inputs.npz", **inputs)
+    program = """
+import numpy as np
+import relax_hetero as rh
+machine = rh.vm.VirtualMachine(rh.load("model.so"))
+np.savez("outputs.npz", *(output.numpy() for output in machine["main"](**np.load("inputs.npz"))))
+"""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OPENBLAS_")}
+    environment |= {"TVM_USE_RUNTIME_LIB": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = ["qemu-x86_64", "-cpu", cpu, sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    outputs = np.load(tmp_path / "outputs.npz")
+    for name, want in zip(outputs.files, rh.vm.VirtualMachine(executable)["main"](**inputs), strict=True):
+        assert outputs[name].tobytes() == want.numpy().tobytes()
 
 
 def test_levels_of_instructions():

@@ -16,7 +16,7 @@ PEAK = {"operations_per_second": {"f32": 1e11, "bf16": 2e11}, "bytes_per_second"
 def figures(monkeypatch):
     """Figures as if they were measured."""
     one = DeviceFigures({"float32": 1e11, "bfloat16": 2e11}, 1e10, 1e-6, 1e-5)
-    monkeypatch.setattr("relax_hetero.report.device_peaks.figures_of", lambda vdevices: Figures((one,), {}))
+    monkeypatch.setattr("relax_hetero.report.device_peaks.figures_of", lambda vdevices: Figures({0: one}, {}))
 
 
 def test_this_cpu_has_the_measured_figures(figures):

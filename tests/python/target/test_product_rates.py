@@ -5,7 +5,7 @@ import tvm
 
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.dot_instructions import dot_instruction_for
-from relax_hetero.target.product_rates import product_rate
+from relax_hetero.target.product_rates import QUANTIZED, product_rate
 
 X86 = {"kind": "llvm", "mtriple": "x86_64-linux-gnu"}
 XEON = {**X86, "mcpu": "sapphirerapids"}
@@ -32,6 +32,13 @@ def test_rates_of_types(name):
     assert product_rate(target, "float32") == 1.0
     assert product_rate(target, "bfloat16") == BFLOAT16[name]
     assert product_rate(target, "tfloat32") == (4.0 if name == "hopper" else 1.0)
+
+
+@pytest.mark.parametrize(
+    ("mcpu", "rate"), [("znver5", 2.5), ("alderlake", 2.5), ("haswell", 1.8), ("nehalem", 2.0), ("skylake-avx512", 1.0)]
+)
+def test_rates_of_block_quantized_weights(mcpu, rate):
+    assert product_rate(tvm.target.Target({**X86, "mcpu": mcpu}), QUANTIZED) == rate
 
 
 def test_xeons_widen_pairs_of_bfloat16():

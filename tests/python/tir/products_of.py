@@ -14,7 +14,7 @@ from relax_hetero.encoding.packed_layout import PackedLayout
 from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
 from relax_hetero.target.cpu_target import cpu_target_of
 from relax_hetero.target.dot_instructions import dot_instruction_for
-from relax_hetero.target.tiles import tile_columns
+from relax_hetero.target.tiles import matmul_columns
 from relax_hetero.tir.matmul.matmul import matmul_kernel
 from tir.kernel_runs import HOST_ARCH, target_of
 
@@ -55,7 +55,7 @@ def weight_layout(target: tvm.target.Target, types: tuple[str, str, str]) -> Pac
     """How a (k, n) right operand is packed for a target."""
     cpu = cpu_target_of(target)
     dot = dot_instruction_for(cpu, *types)
-    columns = tile_columns(cpu, types[2])
+    columns = matmul_columns(cpu, dot)
     if dot.k0 == 1:
         return PackedLayout((1, 0), (1,), (columns,))
     return PackedLayout((1, 0), (1, 0), (columns, dot.k0), dot.compensation != 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from click.testing import Result
 from onnx import numpy_helper
 
 import relax_hetero as rh
+from relax_hetero.display.console import print_table
+from relax_hetero.tools import cli
 
 from .conftest import TWO, parsed, save, two_layers
 
@@ -31,6 +34,16 @@ def test_help_does_not_import_tvm():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     shown = subprocess.run([sys.executable, "-m", "relax_hetero", "--help"], capture_output=True, text=True)
     assert shown.returncode == 0 and "Usage: relax-hetero" in shown.stdout
+
+
+def test_output_to_a_pipe_whose_encoding_lacks_characters(monkeypatch: pytest.MonkeyPatch):
+    """On Windows pipes and files have the encoding of the language; its absence ends no command."""
+    pipe = io.TextIOWrapper(io.BytesIO(), "cp1252", newline="\n")
+    monkeypatch.setattr(sys, "stdout", pipe)
+    monkeypatch.setattr(cli, "cli", lambda prog_name: print_table("µ →", ["µs"], [["1"]]))
+    cli.main()
+    pipe.flush()
+    assert pipe.buffer.getvalue().startswith("µ ?".encode("cp1252"))
 
 
 _WITHOUT_EXTRAS = """

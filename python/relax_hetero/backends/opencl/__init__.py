@@ -6,8 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ...errors import BindingError
-from ...target.gpu_target import device_facts_of
+from ...errors import BindingError, pip_install
 from ..gpu import GpuBackend
 from ..managed import ManagedBackend
 from .driver import EXTENSION
@@ -53,15 +52,21 @@ class OpenClBackend(ManagedBackend, GpuBackend):
 
     def peaks(self, target: tvm.target.Target) -> tuple[float, float, float]:
         """Peaks of a plain GPU, or of OpenCL on a CPU."""
+        from ...target.gpu_target import device_facts_of
+
         facts = device_facts_of(target)
         return (1e10 * facts.units, 1e10, 1.0) if facts.is_cpu else super().peaks(target)
 
     def may_share_memory(self, target: tvm.target.Target) -> bool:
         """Return whether the target is of a device in the host's memory."""
+        from ...target.gpu_target import device_facts_of
+
         return device_facts_of(target).in_host_memory
 
     def submission(self, target: tvm.target.Target) -> str:
         """The driver's command buffers, or launches with kept arguments."""
+        from ...target.gpu_target import device_facts_of
+
         return EXTENSION if device_facts_of(target).has_command_buffers else "recorded launches"
 
     def computes(self, dtype: str, index: int) -> bool:
@@ -119,7 +124,7 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         """The absent package, driver or ability."""
         memory = self.memory()
         if memory is None:
-            return "pyopencl is not installed; expected pip install 'relax-hetero[opencl]'"
+            return f"pyopencl is not installed; expected {pip_install('opencl')}"
         return memory.why_absent
 
     def copy_queues(self, indices: Sequence[int]) -> Any:

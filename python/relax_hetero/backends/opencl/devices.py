@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from typing import Any
 
 from ...artifact.cache_folder import resolve_cache_folder
-from ...errors import BuildError, MemoryLimitError
+from ...errors import BuildError, MemoryLimitError, pip_install
 from ...target.backend import DeviceMemory, Location
 from ...target.gpu_target import OTHER_BLOCK_THREADS, DeviceFacts
 from .driver import command_buffers_of, subgroups_of
@@ -365,7 +365,10 @@ def _usable_devices(cl: Any) -> tuple[list[Any], str]:
     try:
         platforms = cl.get_platforms()
     except cl.Error as error:
-        return [], f"no OpenCL platform ({error}); expected its vendor's driver, or PoCL (Debian: pocl-opencl-icd)"
+        return [], (
+            f"no OpenCL platform ({error}); expected its vendor's driver or, for a CPU, PoCL (Debian: pocl-opencl-icd) "
+            f"or {pip_install('opencl-cpu')}, whose libintelocl.so OCL_ICD_VENDORS then names"
+        )
     devices = sorted(
         (device for platform in platforms for device in platform.get_devices()),
         key=lambda device: bool(device.type & cl.device_type.CPU),

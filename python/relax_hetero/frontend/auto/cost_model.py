@@ -263,7 +263,7 @@ class CostModel:
 def _with_measurements(model: CostModel, figures: Figures) -> CostModel:
     """Replace costs by measurements; CPU devices that share cores keep their flops."""
     devices = []
-    for cost, measured in zip(model.devices, figures.devices, strict=True):
+    for cost, measured in zip(model.devices, figures.devices.values(), strict=True):
         products = {dtype: rate * _LAYER_EFFICIENCY for dtype, rate in measured.products.items()}
         products = {**dict.fromkeys(_TWO_BYTE_TYPES, _ABSENT_TYPE_RATE), **products}
         if QUANTIZED not in products:  # weights become floats

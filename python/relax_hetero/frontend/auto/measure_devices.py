@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -105,12 +105,22 @@ class LinkFigures:
 class Figures:
     """Measurements of devices by index, and of links by pairs of indices except between two CPUs.
 
-    `other_work` is the fraction of the CPUs that other work used meanwhile, 0 if it was negligible.
+    Attributes
+    ----------
+    devices : dict of int to DeviceFigures
+        All devices except those that failed.
+    links : dict of tuple of int to LinkFigures
+        Links by their source and destination, except those that failed, or whose ends did.
+    other_work : float
+        Fraction of the CPUs that other work used meanwhile, 0 if it was negligible.
+    failures : dict of tuple of int to str
+        Errors by the index of a device, or the indices of two that a link connects.
     """
 
-    devices: tuple[DeviceFigures, ...]
+    devices: dict[int, DeviceFigures]
     links: dict[tuple[int, int], LinkFigures]
     other_work: float = 0.0
+    failures: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 
 def are_present(vdevices: Sequence[relax.VDevice]) -> bool:
@@ -119,7 +129,33 @@ def are_present(vdevices: Sequence[relax.VDevice]) -> bool:
 
 
 def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures | None:
-    """Load or take the measurements of devices of this machine.
+    """Load or take the measurements of devices of this machine: all of them, or none.
+
+    Parameters
+    ----------
+    vdevices : sequence of relax.VDevice
+        Devices, all of them present.
+    measure : str
+        See `known_figures_of`, or "nothing" to take no measurements.
+
+    Returns
+    -------
+    Figures
+        None if a measurement fails, or some are not stored and nothing may be measured.
+    """
+    try:
+        figures = known_figures_of(vdevices, measure)
+    except _NotMeasured:
+        return None
+    if not figures.failures:
+        return figures
+    for failure in figures.failures.values():
+        _log.warning("the devices cannot be measured, so that placement uses tables: %s", failure)
+    return None
+
+
+def known_figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures:
+    """Load or take the measurements of devices of this machine; a device that fails leaves those of the others.
 
     They are stored in the folder of the compile cache, or in this process if there is none. Figures of a busy machine
     are kept for some minutes in this process only.
@@ -129,26 +165,33 @@ def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") 
     vdevices : sequence of relax.VDevice
         Devices, all of them present.
     measure : str
-        Figures to measure: "missing" ones, "all", even if they are stored, or "nothing".
+        Figures to measure: "missing" ones, or "all", even if they are stored.
 
     Returns
     -------
     Figures
-        None if a kernel of the measurement fails, or some are not stored and nothing may be measured.
+        With the errors of kernels and drivers as `failures`.
     """
+    devices: dict[int, DeviceFigures] = {}
+    links: dict[tuple[int, int], LinkFigures] = {}
+    failures: dict[tuple[int, ...], str] = {}
     keys: list[str] = []
-    try:
-        devices = tuple(_measured_or_cached(_DEVICE, [vdevice], measure, keys) for vdevice in vdevices)
-        links = {}
-        for a, b in itertools.combinations(range(len(vdevices)), 2):
-            if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])):
-                links[a, b], links[b, a] = _measured_or_cached(_LINKS, [vdevices[a], vdevices[b]], measure, keys)
-    except _NotMeasured:
-        return None
-    except HeteroError as error:
-        _log.warning("the devices cannot be measured, so that placement uses tables: %s", error)
-        return None
-    return Figures(devices, links, max((_rough_figures[key][0] for key in keys if key in _rough_figures), default=0.0))
+
+    def take(kind: _FigureKind[F], *indices: int) -> F | None:
+        try:
+            return _measured_or_cached(kind, [vdevices[index] for index in indices], measure, keys)
+        except (HeteroError, RuntimeError) as error:  # a driver's error is a RuntimeError
+            failures[indices] = str(error)
+            return None
+
+    for index in range(len(vdevices)):
+        if (device := take(_DEVICE, index)) is not None:
+            devices[index] = device
+    for a, b in itertools.combinations(devices, 2):
+        if not (is_cpu(vdevices[a]) and is_cpu(vdevices[b])) and (both := take(_LINKS, a, b)) is not None:
+            links[a, b], links[b, a] = both
+    other_work = max((_rough_figures[key][0] for key in keys if key in _rough_figures), default=0.0)
+    return Figures(devices, links, other_work, failures)
 
 
 class _NotMeasured(Exception):

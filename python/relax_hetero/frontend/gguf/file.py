@@ -26,7 +26,7 @@ import numpy as np
 
 from ...artifact.file_hints import describe_value, hint_of, near_file
 from ...artifact.regular_files import open_regular
-from ...errors import FrontendError
+from ...errors import FrontendError, pip_install
 
 MAX_ENTRIES = 1 << 16
 """Maximum number of keys, and of tensors; files with more are damaged."""
@@ -353,7 +353,7 @@ def _read_tensors(reader: Reader, count: int, alignment: int) -> dict[str, FileT
     try:
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
     except ImportError as error:
-        raise FrontendError("GGUF files are read by the package gguf; pip install 'relax-hetero[llm]'") from error
+        raise FrontendError(f"GGUF files are read by the package gguf; {pip_install('llm')}") from error
     if alignment < 1 or alignment & (alignment - 1):
         raise reader.error(f"general.alignment is {alignment}, expected a power of two")
     types = {int(kind): (str(kind.name), *GGML_QUANT_SIZES[kind]) for kind in GGMLQuantizationType}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from ...artifact.file_hints import describe_value
-from ...errors import FrontendError
+from ...errors import FrontendError, pip_install
 from ..onnx.node_names import NodeInfo
 from .fast_paths import fast_path_decompositions
 
@@ -97,9 +97,7 @@ def torch_package() -> Any:
     try:
         import torch
     except ImportError as error:
-        raise FrontendError(
-            "rh.from_torch needs PyTorch, which is not installed; pip install 'relax-hetero[torch]'"
-        ) from error
+        raise FrontendError(f"rh.from_torch needs PyTorch, which is not installed; {pip_install('torch')}") from error
     return torch
 
 

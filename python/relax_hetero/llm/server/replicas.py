@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
-from ...errors import HeteroError
+from ...errors import HeteroError, pip_install
 from .app import Settings, make_app
 
 NAME = "relax_hetero_llm"
@@ -87,5 +87,5 @@ def _ray_serve() -> Any:
     try:
         from ray import serve
     except ImportError as error:
-        raise HeteroError("--replicas needs Ray Serve; pip install 'relax-hetero[cluster]'") from error
+        raise HeteroError(f"--replicas needs Ray Serve; {pip_install('cluster')}") from error
     return serve

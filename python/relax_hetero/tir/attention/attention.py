@@ -48,7 +48,7 @@ from .attention_spec import (
     vector_plan,
 )
 from .attention_tile import VectorRows
-from .key_values import DenseKeyValues, Factors
+from .key_values import DenseKeyValues, LeftFactors
 
 
 class _DenseRows(VectorRows):
@@ -70,7 +70,7 @@ class _DenseRows(VectorRows):
             i, j = divmod(acc, len(columns))
             self.spec.registers[acc] = self.spec.load("scores", self._score_at(i, columns[j]), self.lanes)
 
-    def _queries(self) -> Factors:
+    def _queries(self) -> LeftFactors:
         plan, view = self.spec.plan, self.spec.query
         if plan.scratch_queries:
             return self._scratch_queries(0)
@@ -78,8 +78,10 @@ class _DenseRows(VectorRows):
         start = materialize(view.address(self.source.coordinates(self.row)) // word_elements)
         if plan.pair_dtype:
             words = view.pairs()
-            return lambda k, i: T.reinterpret("int32", words[start + self._query_offset(i) // word_elements + k])
-        return lambda k, i: view.element(start + self._query_offset(i) + k * view.stride("d"))
+            return lambda k, i, lanes=1: T.reinterpret(
+                "int32", words[start + self._query_offset(i) // word_elements + k]
+            )
+        return lambda k, i, lanes=1: view.load(start + self._query_offset(i) + k * view.stride("d"), "d", lanes)
 
     def _query_offset(self, i: int) -> Expr:
         """Distance of a row's query from the first of the tile, whose row is a multiple of `AttentionPlan.heads`."""

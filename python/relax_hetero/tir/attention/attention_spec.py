@@ -15,7 +15,7 @@ from ...encoding.problem import AttentionProblem, Operand
 from ...target.amx_instructions import TILE_ROWS, AmxInstruction, amx_instruction_for
 from ...target.cpu_target import CpuTarget
 from ...target.dot_instructions import FLOAT32_FMA, DotInstruction, dot_instruction_for
-from ...target.element_types import HALF_TYPES
+from ...target.element_types import HALF_TYPES, bytes_of
 from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
@@ -181,6 +181,8 @@ class AttentionPlan:
         Rows of queries that are copied to scratch; keys and values are converted when packed.
     amx : AmxInstruction, optional
         Instruction that multiplies, if AMX does: `rows` are then those of a pair of tiles, and terms are paired.
+    left_steps : int
+        Steps of float32 whose left factors one load fetches, for instructions that multiply by lanes.
     """
 
     tasks: int
@@ -197,6 +199,7 @@ class AttentionPlan:
     heads: int = 1
     scratch_queries: int = 0
     amx: AmxInstruction | None = None
+    left_steps: int = 1
 
     @property
     def word_elements(self) -> int:
@@ -273,7 +276,18 @@ def vector_plan(problem: AttentionProblem, cpu: CpuTarget) -> AttentionPlan:
     plan = _plan_of(problem, cpu, rows, columns, BLOCK_KEYS // columns * columns, heads)
     pair_dtype = dtype if accumulation(problem, cpu).k0 == 2 else ""
     is_widened = dtype in HALF_TYPES and not is_in_place and not pair_dtype
-    return replace(plan, is_in_place=is_in_place, pair_dtype=pair_dtype, scratch_queries=rows * is_widened)
+    return replace(
+        plan,
+        is_in_place=is_in_place,
+        pair_dtype=pair_dtype,
+        scratch_queries=rows * is_widened,
+        left_steps=left_steps(cpu),
+    )
+
+
+def left_steps(cpu: CpuTarget) -> int:
+    """`AttentionPlan.left_steps` of a CPU."""
+    return max(1, tile_sizes(cpu).left_bytes // bytes_of("float32"))
 
 
 def _static_queries(problem: AttentionProblem) -> int:

@@ -20,6 +20,7 @@ from ..core.builder import (
     Registers,
     broadcast,
     ceil_div,
+    lane_indices,
     lane_mask,
     let,
     loop,
@@ -36,7 +37,7 @@ from ..math.vector_math import exp_nonpositive
 from ..microkernel.fp16_partial_sums import MIN_SQUARE, Fp16PartialSums
 from ..microkernel.microkernel import VectorTile
 from .attention_spec import AttentionSpec
-from .key_values import Factors, KeyValueSource
+from .key_values import Factors, KeyValueSource, LeftFactors
 
 LOWEST = -3.4028234663852886e38
 """Lowest finite float32: lower bound of a row's maximum, so that -inf minus the maximum is -inf, not NaN."""
@@ -206,7 +207,7 @@ class VectorRows(AttentionRows):
         self,
         vectors: int,
         steps: Expr,
-        left: Factors,
+        left: LeftFactors,
         right: Factors,
         exact: tuple[Masks | None, float],
         prefetch: Callable[[Expr], None] | None,
@@ -219,6 +220,9 @@ class VectorRows(AttentionRows):
         dot = self.spec.dot
         tile = VectorTile(dot, self.spec.registers, self.rows, vectors, self.lanes)
         tile.clear()
+        if dot.form == "fma" and self.spec.plan.left_steps > 1:
+            tile.multiply_by_lanes(steps, self.spec.plan.left_steps, left, right, prefetch)
+            return
         if not dot.short:
             tile.multiply(steps, left, right, prefetch_step=prefetch)
             return
@@ -282,14 +286,14 @@ class VectorRows(AttentionRows):
         exact, prefetch = (masks, 0.0), source.prefetch(panel, len(columns), is_keys=True)
         self._accumulate(len(columns), steps, self._queries(), source.keys(panel), exact, prefetch)
 
-    def _queries(self) -> Factors:
+    def _queries(self) -> LeftFactors:
         """The left factors of scores."""
         return self._scratch_queries(self.within)
 
-    def _scratch_queries(self, first: Expr) -> Factors:
+    def _scratch_queries(self, first: Expr) -> LeftFactors:
         spec, width = self.spec, self.spec.plan.width
         start = materialize(spec.at("queries", first * width))
-        return lambda k, i: spec.scratch[start + i * width + k]
+        return lambda k, i, lanes=1: spec.scratch[lane_indices(start + i * width + k, lanes)]
 
     # -- softmax
 
@@ -330,14 +334,14 @@ class VectorRows(AttentionRows):
                 index = self._partial_at(i, first + j * self.lanes)
                 self.spec.store("partial", index, self._sum(i, j, first, len(masks)), self.lanes)
 
-    def _weights(self) -> Factors:
+    def _weights(self) -> LeftFactors:
         """The left factors of values: the softmax weights of the tile."""
         spec, plan = self.spec, self.spec.plan
         if plan.pair_dtype:
             weights = materialize(spec.at("weights"))
-            return lambda k, i: T.reinterpret("int32", spec.scratch[weights + i * plan.weight_distance + k])
+            return lambda k, i, lanes=1: T.reinterpret("int32", spec.scratch[weights + i * plan.weight_distance + k])
         scores = materialize(spec.at("scores"))
-        return lambda k, i: spec.scratch[scores + i * plan.score_distance + k]
+        return lambda k, i, lanes=1: spec.scratch[lane_indices(scores + i * plan.score_distance + k, lanes)]
 
     def _sum(self, i: int, j: int, first: Expr, vectors: int) -> Expr:
         block_sum, lanes = self.spec.registers[i * vectors + j], self.lanes

@@ -29,6 +29,8 @@ from ..pack.tile_transpose import riffle, riffle_orders
 from .attention_spec import AttentionSpec, DenseSpec
 
 Factors = Callable[[Expr, int], Expr]
+LeftFactors = Callable[..., Expr]
+"""The factor of a step k of row i, or those of ``lanes`` steps from k on: ``(k, i, lanes=1)``."""
 """Function of a k-step and a vector of a panel: a vector of keys' or values' elements, or of pairs as int32."""
 
 

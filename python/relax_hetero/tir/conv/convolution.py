@@ -40,6 +40,7 @@ from ..core.builder import (
 )
 from ..core.ties import tied_to
 from ..core.work_split import part
+from ..math.casts import cast
 from ..matmul.matmul import matmul_kernel
 from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
 from ..microkernel.fp16_partial_sums import Fp16PartialSums, mark_fp16_partial_sums
@@ -294,12 +295,17 @@ def _accumulate(
 
         rows = range(run.begin // dot.rows * dot.rows, run.end, dot.rows)
         if count > 1:
-            index = {t: lane_indices(data + t * window.stride * pixel_stride, count * dot.k0) for t in rows}
-            loads = {t: let(lhs_groups(dot, conv.data.data[index[t]], count)) for t in rows}
+            pixels = range(run.begin, run.end)
+            index = {t: lane_indices(data + t * window.stride * pixel_stride, count * dot.k0) for t in pixels}
+            loads = {t: let(_widened_groups(dot, conv.data.data[index[t]], count)) for t in pixels}
 
             def emit_lane(s: int) -> None:
                 at = weight + s * step_size
-                tile.step(lambda t: lane_of(loads[t], s), lambda j: _right_factors(conv, at, j), rows=rows)
+
+                def lane(t: int) -> Expr:
+                    return lane_of(loads[t], s) if t in loads else lhs_group(dot, [zeros(conv.data.dtype, 1)] * dot.k0)
+
+                tile.step(lane, lambda j: _right_factors(conv, at, j), rows=rows)
 
             for s in range(count):
                 emit_lane(s)
@@ -348,10 +354,17 @@ def _accumulate(
 
 
 def _steps_per_load(conv: Convolution) -> int:
-    """Steps whose left factors one load fetches, for instructions that multiply by a lane of a register."""
+    """Steps whose left factors one load fetches, for instructions that multiply by lanes of a register."""
     dot = conv.dot
-    is_by_lane = dot.form in ("fma", "dot") and dot.k0 * bytes_of(dot.types[0]) == 4
-    return tile_sizes(conv.cpu).left_steps if is_by_lane and conv.data.stride("c") == 1 else 1
+    is_by_lane = dot.form in ("fma", "f16_fma", "dot", "blocks", "bf16_blocks") and conv.data.stride("c") == 1
+    step_bytes = max(dot.k0 * bytes_of(dot.types[0]), 4)
+    return max(1, tile_sizes(conv.cpu).left_bytes // step_bytes) if is_by_lane else 1
+
+
+def _widened_groups(dot: DotInstruction, values: Expr, count: int) -> Expr:
+    """The left factors of `count` steps, float16 as float32."""
+    groups = lhs_groups(dot, values, count)
+    return cast(groups, dot.types[2]) if dot.form == "f16_fma" else groups
 
 
 def _left_factors(conv: Convolution, address: Expr, existing: int) -> Expr | list[Expr]:

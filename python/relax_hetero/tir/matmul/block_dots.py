@@ -1,4 +1,4 @@
-"""Products with block-quantized weights, computed with dot products of bytes (VNNI).
+"""Products with block-quantized weights, computed with dot products of bytes (VNNI, AArch64's DotProd).
 
 Quants are small integers, which need no conversion: a lane holds four of a column, and one instruction multiplies them
 by four bytes of a row and accumulates. Activations are quantized to one or two bytes (`Codes`), so four weights of a
@@ -23,6 +23,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import ZEN4, CpuTarget
 from ...target.dot_instructions import DotInstruction, block_dot_instruction
+from ...target.tiles import tile_sizes
 from ..core.builder import (
     Expr,
     Masks,
@@ -33,6 +34,7 @@ from ..core.builder import (
     either,
     lane_indices,
     lane_mask,
+    lane_of,
     let,
     loop,
     materialize,
@@ -347,6 +349,8 @@ class DotProduct(PanelProduct):
         self.chain = _chain_length(spec)
         self.chains = ceil_div(spec.problem.depth, self.chain)
         self.unrolled_weights = _unrolled_weights(spec)
+        # Quads of a row that one load fetches, for instructions that multiply by a lane of it.
+        self.left_quads = gcd(self.unrolled_weights // 4, max(1, tile_sizes(cpu).left_bytes // 4))
         self.tile_rows = min(_ROWS, spec.max_rows) if isinstance(spec.max_rows, int) else _ROWS
         self.row_bytes, self.block_bytes = self.terms * self.chains * self.chain, ROW_BLOCK_BYTES
         self.work = spec.problem.depth
@@ -519,6 +523,9 @@ class DotProduct(PanelProduct):
                 i, term = divmod(row, self.terms)
                 return self.codes.words[code_at[i] + (term * self.chain // 4 + quad)]
 
+            if self.left_quads > 1:
+                self._add_by_lane(list(quads(first)), code_at, sums, banks)
+                return
             for quad, quad_lanes in enumerate(quads(first)):
                 bank = quad % banks
                 if not self.dot.short:
@@ -538,6 +545,21 @@ class DotProduct(PanelProduct):
         with loop(iterations) as iteration:
             first = materialize(iteration * self.unrolled_weights)
             add_unrolled(first, [materialize(offset + first // 4) for offset in code_at])
+
+    def _add_by_lane(self, quads: Sequence[Sequence[Expr]], code_at: list[Expr], sums: VectorTile, banks: int) -> None:
+        """Add the products of unrolled quads, row by row, since a register holds several left factors of a row."""
+
+        def lane(words: Expr, s: int, _: int) -> Expr:
+            return lane_of(words, s)
+
+        for first in range(0, len(quads), self.left_quads):
+            for row in range(sums.rows):
+                i, term = divmod(row, self.terms)
+                at = code_at[i] + (term * self.chain // 4 + first)
+                words = let(self.codes.words[lane_indices(at, self.left_quads)])
+                for s in range(self.left_quads):
+                    right = quads[first + s].__getitem__
+                    sums.step(partial(lane, words, s), right, (first + s) % banks, rows=[row])
 
     def _scale(
         self, tile: BlockTile, j: int, tile_vectors: int, scale: Expr | None, minimum: Expr | None, scale_at: list[Expr]

@@ -31,13 +31,12 @@ from ..microkernel.amx import LLVM_TEXT, amx_or_vectors
 from ..microkernel.fp16_partial_sums import mark_fp16_partial_sums
 from ..microkernel.k_step import llvm_import
 from ..microkernel.microkernel import FMAS_IN_FLIGHT
-from ..microkernel.neon_panels import COLUMNS
 from ..rows.row_code import RowSpec, RowWriter
 from ..rows.rows import emit_rows, phase_code
 from .amx_matmul import emit_amx_product, supports_amx
 from .matmul_spec import Case, KRange, MatmulSpec, PanelProducts, Sweep, emit_cases, make_tile, row_cases
 from .matmul_tile import accumulator_count, emit_tile, k_blocks
-from .panels import Panels, panel_kernels
+from .panels import Panels, panel_kernels, panel_width
 
 # Approximate rows of a block (mc): with one block of k, they fill half of the L2 cache. Blocks have equal sizes,
 # because each reads the whole right operand, however few its rows (measured for 128 rows and weights in memory: one
@@ -150,7 +149,7 @@ def _emit_loops(spec: MatmulSpec, cpu: CpuTarget, batch: list[str], rows_code: R
         return
     k_block_count, k_block_size = _loop_k_blocks(spec)
     panel_rows = Panels.rows_of(spec, cpu, k_block_count)
-    rows, vectors = (panel_rows, COLUMNS // spec.lanes) if panel_rows else _tile_size(spec, cpu)
+    rows, vectors = (panel_rows, panel_width(spec) // spec.lanes) if panel_rows else _tile_size(spec, cpu)
     tiles, panels = ceil_div(spec.m, rows), ceil_div(spec.n, vectors * spec.lanes)
     extents = {name: extent_of([spec.result], name) for name in batch}
     batch_count = prod(extents.values())

@@ -1,4 +1,4 @@
-"""Panels of operands, for micro-kernels that read both operands packed (`neon_panels`).
+"""Panels of operands, for micro-kernels that read both operands packed (`aarch64_panels`).
 
 A task packs its block of rows once for all panels of columns: a copy of M by K elements besides M by N by K products.
 Where a CPU lacks products of float16, bfloat16 or bytes, rows are widened to float32 or int32 as they are packed, and
@@ -15,13 +15,14 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...target.cpu_target import CpuTarget
-from ...target.dot_instructions import FLOAT32_FMA, INT32_MLA, DotInstruction
+from ...target.dot_instructions import DotInstruction, is_widened_in_panels, multiplies_by_sve, panel_instruction
+from ...target.element_types import bytes_of
 from ...target.tiles import tile_sizes
 from ..core.builder import Expr, constant, int64, lane_indices, let, loop, materialize, scratch, vector_type
 from ..core.view import Coordinates
+from ..microkernel.aarch64_panels import SEGMENT_BYTES, PanelKernel, SvePanelKernel, group_bytes, has_neon_step
 from ..microkernel.k_step import lhs_group, lhs_groups
 from ..microkernel.microkernel import VectorTile
-from ..microkernel.neon_panels import COLUMNS, PanelKernel, group_bytes, has_panel_step
 from .matmul_spec import KRange, MatmulSpec, PanelProducts, left_factors
 
 MIN_ROWS = 4
@@ -29,8 +30,6 @@ MIN_ROWS = 4
 
 MAX_LEFT_BYTES = 1 << 21
 """Maximum bytes of a task's left panels: the L2 cache of server cores has 1 or 2 MiB."""
-
-_VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,8 @@ class Panels:
     ----------
     rows : int
         Rows of a panel, a multiple of 4.
+    columns : int
+        Columns of a right panel.
     steps : int
         Maximum number of k-steps of a panel.
     words : Buffer
@@ -53,6 +54,7 @@ class Panels:
 
     spec: MatmulSpec
     rows: int
+    columns: int
     steps: int
     words: Any
     sums: Any
@@ -67,10 +69,13 @@ class Panels:
         rhs, dot = spec.rhs, spec.dot
         rows = tile_sizes(cpu).panel_rows
         n, k = (rhs.index_map.index(name) for name in "nk")
-        tiles = (rhs.layout.tile(n), rhs.layout.tile(k))
-        is_packed = tiles == (COLUMNS, dot.k0) and rhs.stride("n") == dot.k0 and rhs.layout.outer_perm[-1] == k
+        is_packed = rhs.layout.tile(k) == dot.k0 == rhs.stride("n") and rhs.layout.outer_perm[-1] == k
         is_bounded = isinstance(spec.k, int) or not isinstance(k_blocks, int)
-        if not rows or not has_panel_step(_panel_dot(dot)) or not is_packed or not is_bounded or spec.k == 0:
+        # A tile has two vectors of columns.
+        vector_bytes = rhs.layout.tile(n) // 2 * bytes_of(dot.types[2])
+        has_neon = has_neon_step(panel_instruction(dot)) and vector_bytes == SEGMENT_BYTES
+        has_sve = multiplies_by_sve(cpu, dot) and vector_bytes == cpu.sve_bytes
+        if not rows or not (has_neon or has_sve) or not is_packed or not is_bounded or spec.k == 0:
             return 0
         if not isinstance(spec.m, int):
             return rows
@@ -79,22 +84,22 @@ class Panels:
     @staticmethod
     def max_tiles(spec: MatmulSpec, tile_rows: int, max_k: int) -> int:
         """Maximum number of tiles of a block of rows, by the size of their panels."""
-        bytes_of_tile = tile_rows * max_k * group_bytes(_panel_dot(spec.dot)) // _panel_dot(spec.dot).k0
+        bytes_of_tile = tile_rows * max_k * bytes_of(panel_instruction(spec.dot).types[0])
         return max(1, MAX_LEFT_BYTES // max(1, bytes_of_tile))
 
     @staticmethod
     def of(spec: MatmulSpec, tile_rows: int, tiles: int, max_k: int) -> Panels:
         """Scratch for `tiles` tiles of `tile_rows` rows by at most `max_k`; called inside of a task."""
-        dot = _panel_dot(spec.dot)
+        dot, columns = panel_instruction(spec.dot), panel_width(spec)
         rows, steps = _panel_rows(tile_rows), max(1, max_k // dot.k0)
-        words, sums = scratch(tiles * steps * rows, _word(dot)), scratch(rows * COLUMNS, dot.types[2])
-        right = scratch(steps * COLUMNS, dot.types[1]) if _is_widened(spec.dot) else None
-        return Panels(spec, rows, steps, words, sums, right)
+        words, sums = scratch(tiles * steps * rows, _word(dot)), scratch(rows * columns, dot.types[2])
+        right = scratch(steps * columns, dot.types[1]) if is_widened_in_panels(spec.dot) else None
+        return Panels(spec, rows, columns, steps, words, sums, right)
 
     @property
     def dot(self) -> DotInstruction:
         """The instruction of the micro-kernel."""
-        return _panel_dot(self.spec.dot)
+        return panel_instruction(self.spec.dot)
 
     def _steps_in(self, size: Expr) -> Expr:
         """Steps of the micro-kernel in whole steps of the product."""
@@ -111,7 +116,7 @@ class Panels:
         spec, k0 = self.spec, self.dot.k0
         start = materialize(tile * self.size)
         rows = [materialize(T.min(first_row + i, spec.m - 1)) for i in range(self.rows)]
-        width = _VECTOR_BYTES // group_bytes(self.dot)  # steps that a vector load of a row reads
+        width = SEGMENT_BYTES // group_bytes(self.dot)  # steps that a vector load of a row reads
         is_contiguous = spec.lhs.stride("k") == 1 and spec.lhs.layout.tile(spec.lhs.index_map.index("k")) == 1
         whole = materialize(self._steps_in(k.size))
         vectors = materialize(whole // width) if is_contiguous else 0
@@ -155,13 +160,13 @@ class Panels:
             return
         k0 = self.spec.dot.k0
         with loop(materialize(k.size // k0)) as step:
-            start = materialize(step * (COLUMNS * k0))
-            loaded = self.spec.rhs.load_run({**batch, "k": k.begin + step * k0, "n": column}, COLUMNS * k0)
+            start = materialize(step * (self.columns * k0))
+            loaded = self.spec.rhs.load_run({**batch, "k": k.begin + step * k0, "n": column}, self.columns * k0)
             # Pairs are moved as bits: TVM's legalization would widen values of bfloat16.
             values = let(_bits(loaded) if self.spec.rhs.dtype == "bfloat16" else loaded)
             for i in range(k0):
-                factors = values if k0 == 1 else T.Shuffle([values], list(range(i, COLUMNS * k0, k0)))
-                index = lane_indices(start + i * COLUMNS, COLUMNS)
+                factors = values if k0 == 1 else T.Shuffle([values], list(range(i, self.columns * k0, k0)))
+                index = lane_indices(start + i * self.columns, self.columns)
                 T.buffer_store(self.right, _widened(factors), [index])
 
     def products(self, tile: Expr, first_k: Expr) -> PanelProducts:
@@ -180,12 +185,16 @@ class Panels:
         at : Coordinates
             Position of the tile.
         """
-        rhs, kernel = self.spec.rhs, PanelKernel(self.dot, sums.rows, self.rows)
+        rhs, kernel = self.spec.rhs, _kernel(self.spec, sums.rows, self.rows)
 
         def slots() -> list[tuple[int, Any]]:
-            places = [(i * sums.vectors + j, 2 * i + j) for i in range(sums.rows) for j in range(sums.vectors)]
+            places = [(i, j) for i in range(sums.rows) for j in range(sums.vectors)]
             return [
-                (number, lane_indices(tirx.const(slot * sums.lanes, "int64"), sums.lanes)) for number, slot in places
+                (
+                    i * sums.vectors + j,
+                    lane_indices(tirx.const(kernel.segment(i, j) * sums.lanes, "int64"), sums.lanes),
+                )
+                for i, j in places
             ]
 
         for number, index in slots():
@@ -195,7 +204,7 @@ class Panels:
         right = (
             rhs.data[rhs.address({**at, "k": int64(k.begin)})]
             if self.right is None
-            else self.right[int64(first_step * COLUMNS)]
+            else self.right[int64(first_step * self.columns)]
         )
         steps = materialize(self._steps_in(k.size))
         T.evaluate(
@@ -217,15 +226,16 @@ def _panel_rows(tile_rows: int) -> int:
     return -(-tile_rows // 4) * 4
 
 
-def _is_widened(dot: DotInstruction) -> bool:
-    return dot.name in ("cvtph", "bf16") or dot.form == "i32_bytes"
+def panel_width(spec: MatmulSpec) -> int:
+    """Columns of a right panel."""
+    return int(spec.rhs.layout.tile(spec.rhs.index_map.index("n")))
 
 
-def _panel_dot(dot: DotInstruction) -> DotInstruction:
-    """The instruction that multiplies panels for another one."""
-    if not _is_widened(dot):
-        return dot
-    return INT32_MLA if dot.types[2] == "int32" else FLOAT32_FMA
+def _kernel(spec: MatmulSpec, rows: int, panel_rows: int) -> PanelKernel:
+    """The micro-kernel of tiles of `rows` rows."""
+    dot, vector_bytes = panel_instruction(spec.dot), panel_width(spec) // 2 * bytes_of(spec.dot.types[2])
+    kind = SvePanelKernel if vector_bytes > SEGMENT_BYTES else PanelKernel
+    return kind(dot, rows, panel_rows, vector_bytes)
 
 
 def _word(dot: DotInstruction) -> str:
@@ -251,4 +261,4 @@ def _widened(values: Expr) -> Expr:
 def panel_kernels(spec: MatmulSpec, tile_rows: int, sizes: Iterable[int]) -> list[str]:
     """The micro-kernels, in LLVM IR, of tiles of `sizes` rows in panels of `tile_rows`."""
     rows = {spec.dot.whole_rows(size) for size in sizes}
-    return [PanelKernel(_panel_dot(spec.dot), size, _panel_rows(tile_rows)).text() for size in sorted(rows)]
+    return [_kernel(spec, size, _panel_rows(tile_rows)).text() for size in sorted(rows)]

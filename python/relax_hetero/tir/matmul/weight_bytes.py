@@ -21,9 +21,14 @@ from .weight_unpacking import PanelReader
 _PICK = "llvm.x86.avx512.pmultishift.qb.512"
 """Eight bytes from any bits of every 64 (Intel SDM: VPMULTISHIFTQB)."""
 
-_LOOKUP = {16: "llvm.x86.avx512.pshuf.b.512", 8: "llvm.x86.avx2.pshuf.b", 4: "llvm.x86.ssse3.pshuf.b.128"}
-"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: PSHUFB), by lanes of
-32 bits."""
+_LOOKUP = {
+    "avx512": "llvm.x86.avx512.pshuf.b.512",
+    "avx2": "llvm.x86.avx2.pshuf.b",
+    "sse": "llvm.x86.ssse3.pshuf.b.128",
+    "neon": "llvm.aarch64.neon.tbl1.v16i8",
+}
+"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: PSHUFB; Arm ARM:
+TBL), by instruction set."""
 
 _OFFSET = 128
 """8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""
@@ -65,18 +70,25 @@ class ByteReader:
     panel : PanelReader
     picks : bool
         Whether the CPU moves four quants of a lane with one instruction.
+    lookup : str
+        LLVM intrinsic that looks bytes up in a table.
+    shifts_bytes : bool
+        Whether the CPU shifts each byte of a vector, as NEON does and x86 does not.
     is_signed : bool
         Whether bytes are signed codes, of formats of 8 bits or with a table; else they are codes less `min_code`.
     """
 
     panel: PanelReader
     picks: bool
+    lookup: str
+    shifts_bytes: bool
     is_signed: bool = False
 
     @staticmethod
     def of(panel: PanelReader, cpu: CpuTarget, is_signed: bool = False) -> ByteReader:
         """The reader for a CPU."""
-        return ByteReader(panel, "avx512vbmi" in cpu.features and panel.lanes == 16, is_signed)
+        picks = "avx512vbmi" in cpu.features and panel.lanes == 16
+        return ByteReader(panel, picks, _LOOKUP[cpu.isa.name], cpu.isa.name == "neon", is_signed)
 
     @property
     def min_code(self) -> int:
@@ -107,8 +119,17 @@ class ByteReader:
         bits = self.panel.plan.form.bits
         for word in words:
             for quad in range(8 // bits):
+                if self.shifts_bytes and (quad + 1) * bits == 8:
+                    yield self._codes(self._highest_fields(word))
+                    continue
                 shifted = tirx.shift_right(word, self._bits(quad * bits)) if quad else word
                 yield self._codes(let(tirx.bitwise_and(shifted, self._splat_byte((1 << bits) - 1))))
+
+    def _highest_fields(self, word: Expr) -> Expr:
+        """The highest quant of each byte, which needs no mask if bytes are shifted."""
+        kind, bits = f"uint8x{4 * self.panel.lanes}", self.panel.plan.form.bits
+        shifted = tirx.shift_right(tirx.reinterpret(kind, word), constant(8 - bits, "uint8", 4 * self.panel.lanes))
+        return let(tirx.reinterpret(f"int32x{self.panel.lanes}", shifted))
 
     def _unpack_3_bits(self, word: Expr, high: Expr) -> Iterator[Expr]:
         # In the low bits of each byte are those of the weights that share a byte of the low plane.
@@ -127,7 +148,7 @@ class ByteReader:
         table = bytes(code - self.min_code & 255 for code in form.codes) * (16 // len(form.codes))
         halves = [tirx.const(int.from_bytes(table[i : i + 8], "little", signed=True), "int64") for i in (0, 8)]
         table_vector = tirx.reinterpret(kind, tirx.Shuffle(halves * (lanes // 4), list(range(lanes // 2))))
-        picked = tirx.call_llvm_pure_intrin(kind, _LOOKUP[lanes], table_vector, tirx.reinterpret(kind, quants))
+        picked = tirx.call_llvm_pure_intrin(kind, self.lookup, table_vector, tirx.reinterpret(kind, quants))
         return let(tirx.reinterpret(f"int32x{lanes}", picked))
 
     def _unpack_5_bits(self, words: list[Expr]) -> Iterator[Expr]:

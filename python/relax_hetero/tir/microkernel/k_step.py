@@ -229,10 +229,10 @@ def _f16_fma(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -
 
 
 def _dot(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int) -> Expr:
-    """Four bytes by four bytes in one instruction."""
+    """Four bytes by four bytes in one instruction; NEON's multiplies by a lane of its second factor."""
     left = tirx.reinterpret(f"int8x{4 * lanes}", tirx.Broadcast(lhs, lanes))
     right = tirx.reinterpret(f"int8x{4 * lanes}", rhs)
-    first, second = (right, left) if dot.swapped else (left, right)
+    first, second = (right, left) if dot.swapped or "neon" in dot.isas else (left, right)
     return tirx.call_llvm_pure_intrin(f"int32x{lanes}", dot.instruction, acc, first, second)
 
 
@@ -354,8 +354,9 @@ def _i32_bytes(dot: DotInstruction, acc: Expr, lhs: Expr, rhs: Expr, lanes: int)
         shifted_bits = tirx.shift_left(bits, constant(24 - 8 * position, "int32", count))
         return tirx.shift_right(shifted_bits, constant(24, "int32", count))
 
+    left_type = dot.types[1] if dot.flip else dot.types[0]  # a flip is to the sign of the right factors
     for position in range(4):
-        left = tirx.Broadcast(byte(position, lhs, dot.types[0], 1), lanes)
+        left = tirx.Broadcast(byte(position, lhs, left_type, 1), lanes)
         acc = acc + left * byte(position, rhs, dot.types[1], lanes)
     return acc
 

@@ -21,7 +21,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...target.amx_instructions import TILE_BYTES, TILE_ROWS, AmxInstruction
 from ...target.dot_instructions import DotInstruction, widened_instruction
-from ..core.builder import Expr, Masks, Registers, ceil_div, let, loop, when, zeros
+from ..core.builder import Expr, Masks, Registers, ceil_div, lane_of, let, loop, materialize, when, zeros
 from . import amx
 from .fp16_partial_sums import MIN_SQUARE, is_out_of_range
 from .k_step import add_step, deinterleave_rows, rows_group
@@ -88,6 +88,31 @@ class VectorTile(AccumulatorTile):
         """Set the accumulators of some banks to zero."""
         for number in range(first_bank * self.count, (first_bank + banks) * self.count):
             self.sums[number] = zeros(self.dot.types[2], self.lanes)
+
+    def multiply_by_lanes(
+        self,
+        steps: Expr,
+        count: int,
+        left: Callable[[Expr, int, int], Expr],
+        right: Callable[[Expr, int], Expr],
+        prefetch_step: Callable[[Expr], None] | None = None,
+    ) -> None:
+        """Add `steps` k-steps, `count` of which share a load of each row's factors; `left` takes a number of lanes."""
+        blocks = materialize(steps // count)
+        with loop(blocks) as number:
+            first = number * count
+            lefts = [let(left(first, i, count)) for i in range(self.rows)]
+
+            def add(s: int) -> None:
+                if prefetch_step is not None:
+                    prefetch_step(first + s)
+                self.step(lambda i: lane_of(lefts[i], s), lambda j: right(first + s, j))
+
+            for s in range(count):
+                add(s)
+        if not isinstance(steps, int) or steps % count:
+            rest, first = materialize(steps % count), materialize(blocks * count)
+            self.multiply(rest, lambda k, i: left(k, i, 1), right, first, prefetch_step)
 
     def step(
         self,

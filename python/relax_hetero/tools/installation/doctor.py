@@ -18,16 +18,16 @@ import click
 from ...artifact.cache_folder import CacheFolder, resolve_cache_folder
 from ...display.console import console, print_json, print_table
 from ...display.text import bytes_text, plural
-from ...errors import HeteroError
+from ...errors import HeteroError, pip_install
 from ...system import why_untrusted
 from ..command import command, json_option
-from .packages import DISTRIBUTION, Finding, State, extra_findings, package_findings, versions
+from .packages import Finding, State, extra_findings, package_findings, versions
 
 _DRIVER_GPUS_FOLDER = Path("/proc/driver/nvidia/gpus")
 SELF_TEST_TIMEOUT_SECONDS = 120.0
 """Timeout of the self-test, which takes about five seconds on an idle machine."""
 _SELF_TEST_MODULE = "relax_hetero.tools.installation.self_test"
-_INSTALL_CUDA = "pip install 'relax-hetero[cuda]'"
+_INSTALL_CUDA = pip_install("cuda")
 _CACHE_VARIABLE = "RELAX_HETERO_CACHE"
 _SECTIONS = ("packages", "extras", "devices", "tools", "self-test")
 _STATE_TEXTS = {"ok": "ok", "absent": "-", "warning": "warning", "error": "ERROR"}
@@ -129,6 +129,9 @@ def _decode(output: bytes | str | None) -> str:
 def _device_findings(devices: list[dict[str, Any]]) -> Iterator[Finding]:
     version = _driver_version() if len(devices) > 1 else ""
     for device in devices:
+        if "error" in device:
+            yield Finding("devices", device["name"], "error", device["error"])
+            continue
         parts = [device["model"], plural(device["cores"], "core"), device["instructions"], bytes_text(device["memory"])]
         if device["name"].startswith("llvm"):
             parts.insert(2, plural(device["numa_nodes"], "NUMA node"))
@@ -160,7 +163,7 @@ def _compiler_findings(compiler: dict[str, Any] | None) -> Iterator[Finding]:
         yield Finding("tools", "C compiler", "ok", compiler["about"])
     else:
         fix = (
-            f"install one, such as apt install g++ or pip install '{DISTRIBUTION}[compiler]', or name one with CXX; "
+            f"install one, such as apt install g++ or {pip_install('compiler')}, or name one with CXX; "
             "without it models run but are not exported"
         )
         yield Finding("tools", "C compiler", "warning", compiler["about"], fix)

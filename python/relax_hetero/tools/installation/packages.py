@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ...backends.cuda import CudaBackend
+from ...errors import RUNTIME_DISTRIBUTION, distribution_name, pip_install
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -50,13 +51,10 @@ def _installed_version(name: str) -> str | None:
         return None
 
 
-_RUNTIME = "relax-hetero-runtime"
-DISTRIBUTION = _RUNTIME if _installed_version(_RUNTIME) else "relax-hetero"
-"""Name by which pip knows this package; the run-time package (release/runtime_wheel.py) has a part of TVM itself."""
-
 EXTRAS = {
     CudaBackend.KIND: "compiling for NVIDIA GPUs without a CUDA toolkit",
     "opencl": "running on OpenCL devices",
+    "opencl-cpu": "Intel's driver, for which a CPU is an OpenCL device",
     "torch": "rh.from_torch",
     "llm": "GGUF files, tokenizers and chat templates: rh.llm, relax-hetero chat",
     "serve": "the endpoints of OpenAI: relax-hetero serve",
@@ -93,9 +91,9 @@ def versions() -> dict[str, str]:
     """Versions that belong into a bug report, by name; ``missing`` if a package is not installed."""
     from ... import __version__
 
-    names = ("apache-tvm-ffi",) if DISTRIBUTION == _RUNTIME else ("apache-tvm", "apache-tvm-ffi")
+    names = ("apache-tvm-ffi",) if distribution_name() == RUNTIME_DISTRIBUTION else ("apache-tvm", "apache-tvm-ffi")
     return {
-        DISTRIBUTION: __version__,
+        distribution_name(): __version__,
         **{name: _installed_version(name) or "missing" for name in names},
         "Python": platform.python_version(),
     }
@@ -107,7 +105,7 @@ def package_findings() -> list[Finding]:
         dependencies = dependencies_of("")
     except metadata.PackageNotFoundError:
         about, fix = "a source tree that pip did not install, without requirements", "pip install --editable ."
-        return [Finding("packages", DISTRIBUTION, "warning", about, fix)]
+        return [Finding("packages", distribution_name(), "warning", about, fix)]
     except ImportError:
         return [Finding("packages", "packaging", "error", "missing: versions cannot be compared", _REINSTALL)]
     return [_check_python(), *(_check_package(dependency) for dependency in dependencies)]
@@ -147,7 +145,7 @@ def dependencies_of(extra: str) -> list[Dependency]:
 def _requirements(extra: str) -> Iterable[Requirement]:
     from packaging.requirements import Requirement
 
-    for text in metadata.requires(DISTRIBUTION) or ():
+    for text in metadata.requires(distribution_name()) or ():
         requirement = Requirement(text)
         marker = requirement.marker
         is_required = marker is None or marker.evaluate({"extra": ""})
@@ -164,7 +162,7 @@ def _dependency(requirement: Requirement) -> Dependency:
 def _check_python() -> Finding:
     from packaging.specifiers import SpecifierSet
 
-    required, version = metadata.metadata(DISTRIBUTION)["Requires-Python"], platform.python_version()
+    required, version = metadata.metadata(distribution_name())["Requires-Python"], platform.python_version()
     if SpecifierSet(required or "").contains(version, prereleases=True):
         return Finding("packages", "Python", "ok", version)
     fix = "make an environment with a Python of these versions: python3.12 -m venv .venv"
@@ -180,7 +178,7 @@ def _check_package(dependency: Dependency) -> Finding:
 
 
 def _check_extra(extra: str, purpose: str, dependencies: list[Dependency]) -> Finding:
-    command = f"pip install '{DISTRIBUTION}[{extra}]'"
+    command = pip_install(extra)
     unsatisfied = [each for each in dependencies if each.version is not None and not each.is_satisfied]
     if unsatisfied:
         about = ", ".join(f"{_name(each)} {each.version}, expected {each.requirement}" for each in unsatisfied)

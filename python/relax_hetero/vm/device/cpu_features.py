@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 from dataclasses import replace
 
@@ -29,8 +30,10 @@ _LINUX_NAMES: dict[str, str] = {
     "neon": "asimd",
     "dotprod": "asimddp",
     "fullfp16": "asimdhp",
-    **{name: name for name in ("sve", "sve2", "i8mm", "bf16")},
+    **{name: name for name in ("sve", "sve2", "i8mm", "bf16", "sve-256-bits", "sve-512-bits")},
 }
+
+_PR_SVE_GET_VL, _VL_MASK = 51, 0xFFFF  # Linux's prctl(2)
 
 
 def with_features(spec: DeviceSpec) -> DeviceSpec:
@@ -44,21 +47,36 @@ def with_features(spec: DeviceSpec) -> DeviceSpec:
 def _llvm_features(target: str) -> tuple[str, ...]:
     from tvm.target import Target, codegen
 
-    return tuple(sorted(str(name) for name in codegen.llvm_get_cpu_features(Target(target))))
+    from ...target.cpu_target import cpu_target_of
+
+    sve_bytes = cpu_target_of(Target(target)).sve_bytes
+    names = {str(name) for name in codegen.llvm_get_cpu_features(Target(target))}
+    return tuple(sorted(names | ({_sve_length(sve_bytes)} if sve_bytes else set())))
+
+
+def _sve_length(vector_bytes: int) -> str:
+    """Name of the length of SVE's vectors, among features."""
+    return f"sve-{8 * vector_bytes}-bits"
 
 
 @functools.cache
 def linux_features() -> frozenset[str]:
-    """The features of this CPU by Linux's names; empty if Linux does not list them."""
+    """The features of this CPU by Linux's names, and the length of SVE's vectors; empty if Linux does not list them."""
     try:
         with open("/proc/cpuinfo") as file:
             for line in file:
                 name, _, value = line.partition(":")
                 if name.strip() in ("flags", "Features"):
-                    return frozenset(value.split())
+                    names = frozenset(value.split())
+                    return names | {_sve_length(_sve_bytes())} if "sve" in names else names
     except OSError:
         pass
     return frozenset()
+
+
+def _sve_bytes() -> int:
+    """Bytes of a vector of SVE in this process."""
+    return int(ctypes.CDLL(None).prctl(_PR_SVE_GET_VL, 0, 0, 0, 0)) & _VL_MASK
 
 
 def check_cpu(name: str, spec: DeviceSpec) -> None:

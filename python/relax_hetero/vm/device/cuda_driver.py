@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from tvm import runtime
 
 from ...artifact.metadata import DeviceSpec
-from ...errors import BindingError, HeteroError
+from ...errors import BindingError, HeteroError, pip_install
 from ...target.gpu_target import arch_of
 
 _log = logging.getLogger("relax_hetero")
@@ -128,7 +128,7 @@ def cuda_driver() -> CudaDriver | str:
     try:
         from cuda.bindings import driver
     except ImportError:
-        return "the package cuda-bindings is not installed (pip install 'relax-hetero[cuda]')"
+        return f"the package cuda-bindings is not installed ({pip_install('cuda')})"
     try:
         return CudaDriver(driver)
     except (CudaError, RuntimeError) as error:  # the driver's library is absent or too old
@@ -202,7 +202,7 @@ def why_no_gpu(failure: str) -> str:
             f"the NVIDIA driver supports CUDA {_text(supported)}, expected {_text(needed)} or newer: update the driver"
         )
     if failure:
-        return f"TVM's CUDA runtime cannot be loaded: {failure}: pip install 'relax-hetero[cuda]'"
+        return f"TVM's CUDA runtime cannot be loaded: {failure}: {pip_install('cuda')}"
     count = ctypes.c_int(0)
     if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return "the NVIDIA driver finds no GPU that this process may use"

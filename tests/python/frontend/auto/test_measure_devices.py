@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import tvm
@@ -11,9 +12,10 @@ import relax_hetero as rh
 from relax_hetero.artifact.cache_folder import resolve_cache_folder
 from relax_hetero.frontend import CostModel
 from relax_hetero.frontend.auto import cost_model, measure_devices
-from relax_hetero.frontend.auto.measure_devices import DeviceFigures, Figures, LinkFigures, figures_of
+from relax_hetero.frontend.auto.measure_devices import DeviceFigures, Figures, LinkFigures, figures_of, known_figures_of
 from relax_hetero.frontend.auto.work_graph import Work
 from relax_hetero.target.vdevice import parse_vdevices
+from relax_hetero.tools import devices as devices_of_command
 from relax_hetero.tools.cli import cli
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
@@ -39,13 +41,13 @@ def pair():
 
 
 def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
-    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair, "nothing") is None
+    assert figures_of(pair[:1]).devices == {0: SLOW} and figures_of(pair, "nothing") is None
     figures = figures_of(pair)
-    assert figures == figures_of(pair, "nothing") == Figures((SLOW, SLOW), {(0, 1): LINK, (1, 0): LINK})
+    assert figures == figures_of(pair, "nothing") == Figures({0: SLOW, 1: SLOW}, {(0, 1): LINK, (1, 0): LINK})
     assert counted == ["device", "device", "links"]
     assert figures_of(pair) == figures
     monkeypatch.setattr(measure_devices, "_figures", {})  # another process
-    assert figures_of(pair[:1]).devices == (SLOW,) and figures_of(pair) == figures
+    assert figures_of(pair[:1]).devices == {0: SLOW} and figures_of(pair) == figures
     assert len(counted) == 3
     figures_of(pair, "all")
     assert len(counted) == 6
@@ -56,7 +58,7 @@ def test_figures_are_measured_once_on_a_machine(counted, pair, monkeypatch):
 
 
 def test_cpu_devices_of_one_target_are_measured_once(counted):
-    assert figures_of(parse_vdevices(["llvm", "llvm"])).devices == (SLOW, SLOW) and counted == ["device"]
+    assert figures_of(parse_vdevices(["llvm", "llvm"])).devices == {0: SLOW, 1: SLOW} and counted == ["device"]
 
 
 def test_figures_of_a_busy_machine_are_reported_and_measured_again(counted, pair, monkeypatch, caplog):
@@ -97,7 +99,7 @@ def test_figures_that_are_spoilt_are_measured_again(counted, pair, text):
     for file, other in zip(files, [*texts[1:], texts[0]], strict=True):
         file.write_text(other if text == "of the next key" else text.replace("KEY", file.stem))
     measure_devices._figures.clear()
-    assert figures_of(pair).devices == (SLOW, SLOW) and len(counted) == 6
+    assert figures_of(pair).devices == {0: SLOW, 1: SLOW} and len(counted) == 6
 
 
 def test_without_a_cache_the_process_keeps_them(counted, pair, monkeypatch):
@@ -115,8 +117,23 @@ def test_a_kernel_that_fails_leaves_tables(counted, pair, monkeypatch, caplog):
     assert CostModel.measured(pair) == CostModel.for_vdevices(pair)
 
 
+def test_a_device_that_fails_leaves_the_figures_of_the_others(counted, monkeypatch):
+    gpus = parse_vdevices(["llvm", GPU, rh.VDevice(GPU, 1)])
+
+    def measure(*vdevices):
+        if vdevices[-1] == gpus[1]:
+            raise RuntimeError("out of memory")
+        return SLOW if len(vdevices) == 1 else (LINK, LINK)
+
+    for kind in (measure_devices._DEVICE, measure_devices._LINKS):
+        monkeypatch.setattr(kind, "measure", measure)
+    links = {(0, 2): LINK, (2, 0): LINK}
+    assert known_figures_of(gpus) == Figures({0: SLOW, 2: SLOW}, links, failures={(1,): "out of memory"})
+    assert figures_of(gpus) is None and figures_of([gpus[0], gpus[2]]).links == {(0, 1): LINK, (1, 0): LINK}
+
+
 def test_the_cost_model_has_what_was_measured(pair, monkeypatch):
-    figures = Figures((SLOW, FAST), {(0, 1): LINK, (1, 0): dataclasses.replace(LINK, bandwidth=1e10)})
+    figures = Figures({0: SLOW, 1: FAST}, {(0, 1): LINK, (1, 0): dataclasses.replace(LINK, bandwidth=1e10)})
     monkeypatch.setattr(cost_model, "are_present", lambda vdevices: True)
     monkeypatch.setattr(cost_model, "figures_of", lambda vdevices, measure: figures)
     model = CostModel.measured(pair)
@@ -162,3 +179,36 @@ def test_the_command(counted):
     assert counted == []
     done = CliRunner().invoke(cli, ["devices"])
     assert done.exit_code == 0 and "llvm:0" in done.output and "device" in counted
+
+
+def test_the_command_names_devices_that_fail_and_shows_the_others(counted, monkeypatch):
+    describe = devices_of_command._describe
+
+    def describe_gpu(vdevice):
+        if vdevice.target.kind.name == "llvm":
+            return describe(vdevice)
+        if int(vdevice.vdevice_id) == 1:
+            raise RuntimeError("CUDA_ERROR_NO_DEVICE")
+        return {"model": "a GPU", "cores": 132, "instructions": "wgmma", "memory": 1 << 37}
+
+    def fail(*vdevices):
+        raise rh.BuildError("no kernel between them")
+
+    kinds = [SimpleNamespace(kind="cuda", count=lambda: 2)]
+    monkeypatch.setattr("relax_hetero.target.backend.backends", lambda: kinds)
+    monkeypatch.setattr(devices_of_command, "_describe", describe_gpu)
+    monkeypatch.setattr(measure_devices._LINKS, "measure", fail)
+    done = CliRunner().invoke(cli, ["devices"])
+    assert done.exit_code == 1 and counted == ["device", "device"]
+    assert done.stderr.splitlines() == [
+        "error: cuda:1: CUDA_ERROR_NO_DEVICE",
+        "error: llvm:0 and cuda:0: no kernel between them",
+    ]
+    listed, measured = done.stdout.split("Measured")
+    assert all(name in listed for name in ("llvm:0", "cuda:0", "cuda:1"))
+    assert "llvm:0" in measured and "cuda:0" in measured and "cuda:1" not in measured
+    done = CliRunner().invoke(cli, ["devices", "--json"])
+    data = json.loads(done.stdout)
+    assert done.exit_code == 1 and data["devices"][2]["error"] == "CUDA_ERROR_NO_DEVICE"
+    assert set(data["measured"]["devices"]) == {"llvm:0", "cuda:0"} and data["measured"]["links"] == []
+    assert data["measured"]["failures"] == [{"devices": ["llvm:0", "cuda:0"], "error": "no kernel between them"}]

@@ -88,7 +88,7 @@ def as_bytes(x: np.ndarray, chain: int) -> np.ndarray:
     padded.reshape(len(x), -1)[:, : x.shape[1]] = x
     largest = np.abs(padded).max(-1, keepdims=True)
     factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    codes = np.rint(padded * factor).astype("float64")
+    codes = np.rint(padded.astype("float64") * factor)  # exact, as LLVM fuses the product with what rounds it
     return (codes * largest / 127).reshape(len(x), -1)[:, : x.shape[1]]
 
 

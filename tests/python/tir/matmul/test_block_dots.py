@@ -15,7 +15,7 @@ from seeds import fresh_rng
 from tir.kernel_runs import assembly, cpu_named, kernel, runs_here
 from tir.matmul.block_problems import Weights, as_bytes, assert_close, call, integers, of_file, problem_of
 
-NAMES = [name for name in ("vnni", "early_vnni", "avxvnni", "avx2", "sse4") if runs_here(name)]
+NAMES = [name for name in ("vnni", "early_vnni", "avxvnni", "avx2", "sse4", "dotprod") if runs_here(name)]
 PLAIN = ("f16", "bf16")
 MANY = max(MIN_UNPACKED_ROWS.values())
 
@@ -127,7 +127,7 @@ def test_machine_code(name):
     """A chain of 32 weights: for each row eight steps, for each byte of a number and each vector of columns."""
     cpu = cpu_named(name)
     weights = of_file("q5_0", 64, 512)
-    step = "vpdpbusd" if "vnni" in name else "pmaddubsw"
+    step = "vpdpbusd" if "vnni" in name else "\tsdot" if name == "dotprod" else "pmaddubsw"
     text = assembly(quantized_matmul_kernel(problem_of(weights, 1, panel_columns(cpu)), cpu), name)
     assert text.count(step) == 8 * 2 * 2
     bytes_alone = assembly(quantized_matmul_kernel(problem_of(weights, 1, panel_columns(cpu), 8), cpu), name)

@@ -68,7 +68,7 @@ def check(weights, experts, tokens, used, shared, name, folder):
     np.testing.assert_array_less(np.abs(actual - want)[index >= 0], (1e-6 * size + 1e-30)[index >= 0])
 
 
-DOT_NAMES = [name for name in ("vnni", "early_vnni", "avxvnni", "avx2", "sse4") if runs_here(name)]
+DOT_NAMES = [name for name in ("vnni", "early_vnni", "avxvnni", "avx2", "sse4", "dotprod") if runs_here(name)]
 
 
 @pytest.mark.sampled(8)

@@ -34,6 +34,16 @@ def test_missing_instructions_are_named(old_cpu):
         cpu_features.check_cpu("llvm:1", spec(mtriple="x86_64-linux-gnu", mattr=["+avx512f"]))
 
 
+def test_vectors_of_sve_have_the_length_of_the_code(monkeypatch):
+    a64fx = {"asimd", "asimdhp", "sve"}
+    arm = spec(mtriple="aarch64-linux-gnu", mcpu="a64fx")
+    monkeypatch.setattr(cpu_features, "linux_features", lambda: frozenset(a64fx | {"sve-512-bits"}))
+    cpu_features.check_cpu("llvm:0", arm)
+    monkeypatch.setattr(cpu_features, "linux_features", lambda: frozenset(a64fx | {"sve-256-bits"}))
+    with pytest.raises(rh.BindingError, match="llvm:0 was compiled for a CPU with sve-512-bits, which this one lacks"):
+        cpu_features.check_cpu("llvm:0", arm)
+
+
 def test_the_file_remembers_them(chain, tmp_path, monkeypatch):
     chain.export_library(tmp_path / "model.so")
     exe = rh.load(tmp_path / "model.so")

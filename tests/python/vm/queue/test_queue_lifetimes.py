@@ -223,6 +223,7 @@ print(total(vm["main"](x)))
 @pytest.mark.parametrize("threads", ["workers", "stock"])
 def test_plain_calls_after_a_fork(folder, monkeypatch, threads):
     """A fork leaves TVM's helper threads behind; kernels shared by several threads would wait for them for ever."""
+    monkeypatch.setenv("TVM_NUM_THREADS", "2")  # a pool of one thread has no helpers to leave behind
     if threads == "stock":
         monkeypatch.setenv("TVM_BIND_THREADS", "1")
     script = """

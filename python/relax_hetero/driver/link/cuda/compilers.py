@@ -23,7 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from ....errors import BuildError
+from ....errors import BuildError, pip_install
 from ....target.runtime_libraries import cuda_includes, cuda_libraries, nvcc_path
 from . import nvrtc_worker
 
@@ -312,7 +312,7 @@ def find_compiler() -> CudaCompiler:
     if paths is None:
         raise BuildError(
             "code for CUDA devices needs a compiler: found neither NVRTC with its headers (pip's nvidia-cuda-nvrtc and "
-            "nvidia-cuda-runtime) nor nvcc; expected one of them: pip install 'relax-hetero[cuda]', or a CUDA toolkit "
+            f"nvidia-cuda-runtime) nor nvcc; expected one of them: {pip_install('cuda')}, or a CUDA toolkit "
             "with its nvcc on PATH"
         )
     # Not cached, because each object has processes of its own.

@@ -24,7 +24,7 @@ from ...core.builder import (
 )
 from ...core.view import View
 from ...math.casts import cast
-from ..attention_spec import AttentionPlan, AttentionSpec
+from ..attention_spec import AttentionPlan, AttentionSpec, left_steps
 
 # Rows (a query of one head each) of a unit of a chunk, which share a widened page. Measured (AVX-512, one core, 512
 # queries of 4 heads of 256): 64, 128 and 256 rows are within 6 % of each other.
@@ -91,6 +91,7 @@ def cached_plan(problem: CachedAttentionProblem, cpu: CpuTarget) -> CachedPlan:
         value_panels=ceil_div(problem.value_size, vectors * lanes),
         width=problem.size,
         # Keys that are values are in the order of values: they are transposed to scratch.
+        left_steps=left_steps(cpu),
         is_in_place=not problem.shared_values and (not is_chunk or count <= 2 * tile_rows),
         scratch_queries=padded_rows,
         unit_queries=queries,

@@ -20,7 +20,7 @@ def test_the_llvm_ir_is_that_of_the_source(architecture):
     assert ir_path(architecture).read_text().startswith(header()), "run `make workers`"
 
 
-@pytest.mark.skipif(find_spec("ziglang") is None, reason="no compiler: the package ziglang is not installed")
+@pytest.mark.skipif(find_spec("ziglang") is None, reason="no clang: make test DEV=dev-all")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_llvm_ir_is_what_the_compiler_makes(architecture):
     assert ir_path(architecture).read_text() == generate(architecture), "run `make workers`"
