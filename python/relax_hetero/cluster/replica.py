@@ -180,8 +180,12 @@ class Replica:
             if graph is None or call.plan.runs:
                 self._attempts += 1
                 self._mailbox_calls.add(call, self._attempts)
-                self._waiters.submit(self._await_mailbox_call, call, self._attempts)
-                taken.append(self)
+                try:
+                    self._waiters.submit(self._await_mailbox_call, call, self._attempts)
+                except RuntimeError:  # it has been closed
+                    self._mailbox_calls.finish(call, self._attempts)
+                else:
+                    taken.append(self)
                 return
             key = graph.new_key(call.name)
             graph.calls[key] = call
