@@ -130,7 +130,7 @@ class Cluster:
 
         self._replicas = [Replica(ray, number, actors, self._routes, limit, listener) for number in range(count)]
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._sender)
-        atexit.register(self._finalizer)  # runs before Ray's, which would wait for loops of graphs
+        atexit.register(self._finalizer)  # runs before Ray's, which would wait for loops of hosts
         try:
             self._start()
         except BaseException:

@@ -131,9 +131,7 @@ class Replica:
         self._graph: TaskGraph | None = None
         self._link_texts: LinkTexts = {}
         self._may_be_broken = False
-        self._events: queue.SimpleQueue[_EndedCall | tuple[TaskGraph, tuple[int, int]] | BaseException | None] = (
-            queue.SimpleQueue()
-        )
+        self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._mailbox_calls, self._attempts, self._exchanges = MailboxCalls(), 0, 0
         self._waiters = ThreadPoolExecutor(in_flight, f"calls of replica {number}")
         self._actors = actors(self._pause)
