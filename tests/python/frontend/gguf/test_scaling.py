@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,9 +11,10 @@ import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, QWEN3_30B, write_gguf
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
+from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
-from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements
+from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements, group_shapes
+from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.target.make_vdevice import parse_vdevices
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
@@ -82,6 +84,17 @@ def test_arrangements_are_sorted_and_fit(large):
     assert 0 < len(on(large, 2, 8, limit=limit)) < len(found)
     with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes for a device, expected at least"):
         on(large, 2, 8, limit=1000)
+
+
+def test_groups_are_those_that_can_share_layers(large):
+    """A layer with a state, as the gated delta rule has, stays on one device; `tensor_parallel=` refuses it."""
+    model = large[2]
+    with_states = replace(model, delta=DeltaRule(2, 4, 8, 16, 4, is_tiled=False, period=3))
+    with pytest.raises(rh.FrontendError, match="has a state, expected heads"):
+        split_caches(with_states, {"*": "vdevice[0:2]"}, parse_vdevices([GPU] * 2))
+    fleet = Fleet(1, 8, FAST, SLOW)
+    assert {tensor for tensor, _, _ in group_shapes(model, fleet)} == {1, 2, 4}
+    assert {tensor for tensor, _, _ in group_shapes(with_states, fleet)} == {1}
 
 
 def test_a_slow_network_is_crossed_seldom(large):
