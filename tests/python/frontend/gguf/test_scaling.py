@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -16,6 +17,7 @@ from relax_hetero.frontend.gguf.place_layers import LayerProblem
 from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.target.make_vdevice import parse_vdevices
+from relax_hetero.tools.scale import costs_of
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
 COSTS = CostModel([DeviceCost(40e12, 2e12, 2e-6, {"quantized": 400e12, "float16": 400e12})], {})
@@ -111,6 +113,13 @@ def test_the_command(large, runner):
     assert "Arrangements" in shown and "on 1 host of 4 devices, 32 texts" in shown
     found = json.loads(runner(*arguments, "--json"))["arrangements"]
     assert {each["tensor"] * each["stages"] * each["replicas"] for each in found} == {4}
+
+
+def test_a_device_with_a_number_stands_for_its_kind():
+    """The link is between two devices: that of one to itself would cost nothing."""
+    costs, link = costs_of("cuda:1")
+    assert link == costs_of("cuda")[1]
+    assert link.bandwidth < math.inf and len(costs.devices) == 2
 
 
 @pytest.fixture
