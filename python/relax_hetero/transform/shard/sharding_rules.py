@@ -500,7 +500,8 @@ def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[in
         size = int(call.attrs.size)
         return tuple(int(count) * size for count in (call.attrs.heads, call.attrs.kv_heads, call.attrs.kv_heads))
     if name == "relax.split" and int(call.attrs.axis) % len(shape) == len(shape) - 1:
-        return tuple(known(field.shape.values[-1]) or 0 for field in call.ty.fields)
+        fields = call.ty.fields if isinstance(call.ty, tvm.ir.TupleType) else [call.ty]  # of one section: a tensor
+        return tuple(known(field.shape.values[-1]) or 0 for field in fields)
     if (name in ELEMENTWISE or name in RESHAPES) and sum(result) == known(shape[-1]):
         return result
     return ()
