@@ -602,16 +602,15 @@ _RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
     "relax.broadcast_to": _broadcast_to,
     **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(
-        """relax.nn.softmax relax.nn.log_softmax relax.cumsum relax.cumprod relax.topk relax.flip relax.repeat
-        relax.nn.prelu""".split(),
+        """relax.nn.softmax relax.nn.log_softmax relax.cumsum relax.cumprod relax.sort relax.argsort relax.topk
+        relax.flip relax.repeat relax.nn.prelu""".split(),
         _along("axis"),
     ),
     "relax.nn.layer_norm": _along("axes"),
     "relax.nn.rms_norm": _along("axes"),
     "relax.nn.group_norm": _along("axes", "channel_axis"),
     "relax.nn.instance_norm": _along("axes", "channel_axis"),
-    "relax.argmax": _reduction,
-    "relax.argmin": _reduction,
+    **dict.fromkeys(("relax.variance", "relax.std", "relax.argmax", "relax.argmin"), _reduction),
     "relax.nn.batch_norm": _batch_norm,
     **{name: _conv for name, traits in TRAITS.items() if traits.kind == "conv"},
     **{name: _conv_transpose for name, traits in TRAITS.items() if traits.kind == "conv_transpose"},
