@@ -143,7 +143,8 @@ def arrangements(
     ----------
     file, model : GgufFile, Hyperparameters
     cache : PagedCache
-        For its context and chunks; replicas have as many sequences as texts.
+        For its context and chunks; replicas have as many sequences as texts, and decode as many rows as their stages
+        have at a time.
     vdevice : VDevice
         A device of the fleet.
     costs : CostModel
@@ -162,7 +163,8 @@ def arrangements(
     found, least = [], math.inf
     for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
-        problem = LayerProblem(file, model, replace(cache, slots=own), [vdevice], costs, {})
+        own_cache = replace(cache, batches=(math.ceil(own / stages),), slots=own)  # as `Pipeline.decode` calls
+        problem = LayerProblem(file, model, own_cache, [vdevice], costs, {})
         pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages)
         device_bytes = pipeline.device_bytes + problem.working[0]
         least = min(least, device_bytes)

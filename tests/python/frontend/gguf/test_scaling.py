@@ -99,6 +99,13 @@ def test_groups_are_those_that_can_share_layers(large):
     assert {tensor for tensor, _, _ in group_shapes(with_states, fleet)} == {1}
 
 
+def test_logits_of_many_texts_take_memory(large):
+    """Besides their caches: a call decodes all texts of a replica that has one stage."""
+    one, many = (on(large, 1, 1, texts)[0].device_bytes for texts in (1024, 3072))
+    cache = sum(cache.kv_heads * cache.size * 2 * 2 * 4096 for cache in large[2].caches)
+    assert many - one >= 2048 * (cache + 4 * large[2].vocabulary)
+
+
 def test_a_slow_network_is_crossed_seldom(large):
     def seconds(network):
         return next(e for e in on(large, 2, 1, 2, network) if e.stages == 2).token_seconds
