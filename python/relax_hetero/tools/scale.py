@@ -83,7 +83,7 @@ def scale_command(
     context = context or min(sizes.context, CONTEXT)
     cache = PagedCache(BATCHES, default_chunks(sizes, vdevices, context), texts, context)
     with console(stderr=True).status("Measuring the devices"):
-        costs, link = _costs(vdevice)
+        costs, link = costs_of(vdevice)
     rate, latency = network or (NETWORK_BYTES_PER_SECOND / 1e9, NETWORK_LATENCY_SECONDS * 1e6)
     fleet = Fleet(hosts, devices, link, LinkCost(rate * 1e9, latency * 1e-6))
     limit = memory_limits(memory_limit, vdevices).get(0)
@@ -94,12 +94,13 @@ def scale_command(
         show(_tables(found, model.name, costs, fleet))
 
 
-def _costs(vdevice: str | dict[str, Any]) -> tuple[CostModel, LinkCost]:
+def costs_of(vdevice: str | dict[str, Any]) -> tuple[CostModel, LinkCost]:
     """Costs of a device, and of the link to another one like it; measured if they are in this machine."""
     from ..frontend.auto.cost_model import CostModel
     from ..target.make_vdevice import parse_vdevices
 
-    costs = CostModel.measured(parse_vdevices([vdevice] * 2), "throughput")
+    kind = vdevice.partition(":")[0] if isinstance(vdevice, str) else vdevice  # two devices, not one twice
+    costs = CostModel.measured(parse_vdevices([kind] * 2), "throughput")
     return costs, costs.links[0, 1]
 
 
