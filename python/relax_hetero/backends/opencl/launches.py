@@ -157,11 +157,12 @@ class _Recording:
         """Launch the kernels; as a command buffer of the driver, where there are any, from the second time on."""
         device = self._device
         device.touch(self._addresses)
-        if self._releases != device.releases:
+        releases = device.releases
+        if self._releases != releases:
             self.close()
-            self._releases = device.releases
             for launch in self._launches:
                 launch.kernel.set(launch.arguments)
+            self._releases = releases  # after an error they are set again
         elif self._buffer is None and device.commands is not None and len(self._launches) > 1:
             launches = ((launch.kernel.handle, launch.grid, launch.group) for launch in self._launches)
             try:
@@ -169,12 +170,14 @@ class _Recording:
             except HeteroError as error:
                 _log.warning("%s; kernels are launched one by one", error)
                 device.commands = None
-        if self._buffer is not None:
-            self._buffer.submit()
-        else:
-            for launch in self._launches:
-                launch.kernel.enqueue(launch.grid, launch.group)
-        device.launched += 1
+        try:
+            if self._buffer is not None:
+                self._buffer.submit()
+            else:
+                for launch in self._launches:
+                    launch.kernel.enqueue(launch.grid, launch.group)
+        finally:
+            device.launched += 1  # an error may come after some launches
 
     def close(self) -> dict[int, _Kernel]:
         """Free the driver's command buffer; the kernels by position, whose arguments may change afterwards."""

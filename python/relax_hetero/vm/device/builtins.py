@@ -23,7 +23,7 @@ from ...errors import HeteroError, MemoryLimitError
 from ...target.backend import backend_of_device
 from . import loop_rows  # noqa: F401 - registers its functions
 from .host_memory import host_memory
-from .memory_pools import receive_buffer, send_buffer
+from .memory_pools import PINNED_BYTES, receive_buffer, send_buffer
 from .tensors import alias, copy_into, empty, from_numpy, is_host
 
 
@@ -136,13 +136,13 @@ def stream_to_device(value: runtime.Tensor, index: int, age: int, buffer: runtim
 def pinned_storage(size: Sequence[int], index: int) -> runtime.Tensor:
     """``size[0]`` bytes of pinned memory on the CPU of manifest entry `index` (-1: the host), for copies to a GPU.
 
-    Memory of a device that shares it with the host, if the machine has one, which then needs no copy. Plain memory if
-    pinning makes no difference, fails or has reached its limit.
+    Memory of a device that shares it with the host, if the machine has one, which then needs no copy. Plain memory for
+    small sizes, and if pinning fails or has reached its limit.
     """
     devices, _ = _machine("pinned_storage", index)
     device, nbytes = devices[index], int(size[0])
     sharing = next((other for other in devices if not is_host(other) and _shares_memory(other)), None)
-    if sharing is not None and nbytes:
+    if sharing is not None and nbytes >= PINNED_BYTES:
         return _lent_storage(nbytes, sharing, device)
     gpu = next((other.index for other in devices if backend_of_device(other).pins_memory), None)
     pinned = None if gpu is None else send_buffer(nbytes, device, gpu)

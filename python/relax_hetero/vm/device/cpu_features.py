@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import re
 from dataclasses import replace
 
 from tvm.base import _RUNTIME_ONLY
@@ -33,6 +34,7 @@ _LINUX_NAMES: dict[str, str] = {
     **{name: name for name in ("sve", "sve2", "i8mm", "bf16", "sve-256-bits", "sve-512-bits")},
 }
 
+_SVE_LENGTH = re.compile(r"sve-(\d+)-bits")
 _PR_SVE_GET_VL, _VL_MASK = 51, 0xFFFF  # Linux's prctl(2)
 
 
@@ -52,6 +54,12 @@ def _llvm_features(target: str) -> tuple[str, ...]:
     sve_bytes = cpu_target_of(Target(target)).sve_bytes
     names = {str(name) for name in codegen.llvm_get_cpu_features(Target(target))}
     return tuple(sorted(names | ({_sve_length(sve_bytes)} if sve_bytes else set())))
+
+
+def sve_bytes(spec: DeviceSpec) -> int:
+    """Bytes of the vectors of SVE that code for `spec` needs; 0 for code of any length, and without LLVM."""
+    matches = map(_SVE_LENGTH.fullmatch, with_features(spec).cpu_features or ())
+    return next((int(match[1]) // 8 for match in matches if match), 0)
 
 
 def _sve_length(vector_bytes: int) -> str:

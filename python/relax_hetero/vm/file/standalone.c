@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/prctl.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
@@ -618,6 +619,15 @@ static bool define_refusals(void) {
     return true;
 }
 
+/* With another length kernels would read and write other addresses. */
+static int check_vectors(void) {
+    int length = rh_sve_bytes > 0 ? prctl(PR_SVE_GET_VL, 0, 0, 0, 0) : 0; /* negative on CPUs without SVE */
+    if (length >= 0 && (length & PR_SVE_VL_LEN_MASK) == rh_sve_bytes)
+        return 0;
+    return fail("RuntimeError", "the file was compiled for vectors of SVE of %d bits, which this process lacks",
+                8 * rh_sve_bytes);
+}
+
 /* The machine of these devices, made in their first call. */
 static struct machine *machine_on(const DLDevice *devices) {
     size_t bytes = (size_t)rh_info.num_devices * sizeof *devices;
@@ -632,8 +642,8 @@ static struct machine *machine_on(const DLDevice *devices) {
         fail("MemoryError", "no memory for a machine");
     } else if (each->constants.type_index == kTVMFFINone) {
         memcpy(each->devices, devices, bytes);
-        if (map_weights() == 0 && (machines != NULL || (start_workers() && define_refusals())) &&
-            place_constants(each) == 0) {
+        if (check_vectors() == 0 && map_weights() == 0 &&
+            (machines != NULL || (start_workers() && define_refusals())) && place_constants(each) == 0) {
             each->next = machines;
             __atomic_store_n(&machines, each, __ATOMIC_RELEASE);
         } else {

@@ -56,6 +56,7 @@ extern const struct gpu_code rh_gpu_codes[];
 extern const int32_t rh_num_gpu_codes;
 extern const int64_t rh_check_keys[]; /* of rh_info.checks, in error records */
 extern const int64_t rh_mailboxes[];  /* position of each mailbox, in bytes */
+extern const int32_t rh_sve_bytes; /* of the vectors of SVE that kernels were compiled for, or 0 */
 extern const int32_t rh_num_mailboxes;
 extern const int64_t rh_mailbox_bytes;
 

@@ -39,6 +39,7 @@ from ...errors import BuildError
 from ...target.c_options import compile_options
 from ...target.cpu_cores import TASKS_OF_UNLIKE_CORES
 from ...target.element_types import bytes_for
+from ..device.cpu_features import sve_bytes
 from ..device.cuda_driver import gpu_code
 from ..device.workers import SPIN_NANOSECONDS
 
@@ -142,6 +143,7 @@ def description(metadata: Metadata, offsets: Sequence[int]) -> str:
                 *_checks(metadata),
                 *_bounds(metadata),
                 *_gpu_codes(metadata),
+                f"const int32_t rh_sve_bytes = {max(map(sve_bytes, metadata.devices), default=0)};",
                 *_info(metadata),
             ]
         )

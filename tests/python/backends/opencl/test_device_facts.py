@@ -1,6 +1,8 @@
 """Kernels have sizes that fit the device: facts of devices that are not at hand, in targets."""
 
+import json
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +14,7 @@ from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.frontend.auto import measure_devices
 from relax_hetero.target.backend import backend_of
 from relax_hetero.target.gpu_target import OTHER_BLOCK_THREADS, DeviceFacts, device_facts_of, gpu_target_of
+from relax_hetero.target.native_target import with_hardware
 
 pyopencl = pytest.importorskip("pyopencl")
 pytestmark = pytest.mark.skipif(
@@ -56,6 +59,15 @@ def test_facts_of_this_machines_device():
     assert facts == memory.facts(0)
     assert facts.units == device.max_compute_units and facts.cache_line == device.global_mem_cacheline_size
     assert facts.has_command_buffers == (memory.opened(0).commands is not None)
+
+
+def test_targets_of_the_guide_are_not_those_of_the_present_device():
+    guide = (Path(__file__).resolve().parents[4] / "docs" / "guides" / "opencl.md").read_text()
+    targets = [json.loads(text) for text in re.findall(r'`({"kind": "opencl".*?})`', guide)]
+    assert [target["max_shared_memory_per_block"] for target in targets] == [16384, 49152]
+    for target in targets:
+        vdevice = with_hardware(rh.VDevice(target))
+        assert {name: vdevice.target.attrs[name] for name in target if name != "kind"} | {"kind": "opencl"} == target
 
 
 def attention(builder, q, w):

@@ -1,5 +1,7 @@
 """Command buffers on OpenCL devices: recordings, and the driver's command buffers where it has them."""
 
+import gc
+
 import numpy as np
 import pytest
 from tvm import runtime
@@ -159,3 +161,33 @@ def test_command_buffers_that_the_driver_refuses_are_launched_one_by_one(executa
         np.testing.assert_allclose(machine["main"](x, w)[0].numpy(), expected(x, w)[0], rtol=1e-5, atol=1e-6)
     (warning,) = [record.getMessage() for record in caplog.records if "clFinalizeCommandBufferKHR" in record.message]
     assert "INVALID_COMMAND_QUEUE; kernels are launched one by one" in warning and device.commands is None
+
+
+def test_calls_after_a_failed_one_are_right(executable, monkeypatch):
+    """The failed call left arguments of other calls in some kernels, or some launches in the queue."""
+    machine, generator, device = rh.vm.VirtualMachine(executable), np.random.default_rng(3), opencl.opencl_memory()
+    w = generator.standard_normal((40, 24)).astype("float32")
+
+    def check(rows):
+        x = generator.standard_normal((rows, 40)).astype("float32")
+        np.testing.assert_allclose(machine["main"](x, w)[0].numpy(), expected(x, w)[0], rtol=1e-5, atol=1e-6)
+
+    for failing, rows in (("set", 11), ("enqueue", 21)):
+        for more in range(launches._MAX_RECORDINGS):  # whose kernels the failed call takes
+            check(rows + more)
+        launched, method, calls = device.opened(0).launched, getattr(launches._Kernel, failing), []
+
+        def fail_second(*arguments, method=method, calls=calls):
+            calls.append(arguments)
+            if len(calls) == 2:
+                raise rh.HeteroError("no resources")
+            return method(*arguments)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(launches._Kernel, failing, fail_second)
+            with pytest.raises(rh.HeteroError, match="no resources"):
+                machine["main"](np.zeros((rows + 9, 40), "float32"), w)
+        gc.collect()  # the error has references to its call's memory, which the next calls use again
+        assert device.opened(0).launched == launched + (failing == "enqueue")
+        for _ in range(2):
+            check(rows + 9)

@@ -9,7 +9,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.target.backend import backend_of
-from relax_hetero.vm.device import builtins
+from relax_hetero.vm.device import builtins, memory_pools
 
 pytest.importorskip("pyopencl")
 pytestmark = pytest.mark.skipif(
@@ -71,12 +71,15 @@ def test_values_cross_in_place(machine, copies, monkeypatch, submits):
     assert copies == [] and len(lent) == 2 * len(results)
 
 
+SIZE = memory_pools.PINNED_BYTES
+
+
 def test_the_device_works_on_the_address_that_the_host_has_written(monkeypatch):
     """And the host waits before it writes memory that the device may still read."""
     memory, device = opencl.opencl_memory(), runtime.device("opencl", 0)
     waits = []
     with builtins.running_on([runtime.device("cpu", 0), device], ["global", "global"]):
-        storage = builtins.pinned_storage([4096], 0)
+        storage = builtins.pinned_storage([SIZE], 0)
         address = storage.data_ptr()
         np.from_dlpack(storage)[:] = 7
         there = builtins.to_device(storage, 1)
@@ -84,13 +87,15 @@ def test_the_device_works_on_the_address_that_the_host_has_written(monkeypatch):
         np.from_dlpack(storage)[5] = 9
         assert (there.numpy()[:7] == [7, 7, 7, 7, 7, 9, 7]).all()
         del storage
-        assert memory.is_lent(0, address + 4095) and not memory.is_lent(0, address + 4096)
+        assert memory.is_lent(0, address + SIZE - 1) and not memory.is_lent(0, address + SIZE)
         del there
         assert not memory.is_lent(0, address)
         finish = memory.opened(0).synchronize
         monkeypatch.setattr(memory.opened(0), "synchronize", lambda: waits.append(1) or finish())
-        again = builtins.pinned_storage([4096], 0)
+        small = builtins.pinned_storage([SIZE - 1], 0)  # as of values of unknown size
+        assert not waits and not memory.is_lent(0, small.data_ptr())
+        again = builtins.pinned_storage([SIZE], 0)
         assert again.data_ptr() == address and waits == [1]
         forced = builtins.to_device(again, 1, 1)
-        plain = builtins.to_device(runtime.tensor(np.arange(4096, dtype="uint8")), 1)
+        plain = builtins.to_device(runtime.tensor(np.zeros(SIZE, "uint8")), 1)
         assert address not in (forced.data_ptr(), plain.data_ptr())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+from dataclasses import replace
 
 import numpy as np
 import onnx.parser
@@ -16,6 +17,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from in_place import InPlace
 from modules import ir_module
+from relax_hetero.vm.file import standalone
 from relax_hetero.vm.file.standalone import description
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files run without Python on Linux only")
@@ -196,3 +198,18 @@ def test_names_become_strings_of_c():
     model.graph.input[0].name = model.graph.node[0].input[0] = 'naïve "x"\\'
     text = description(rh.compile(rh.from_onnx(model)).metadata, [])
     assert r'"na\303\257ve \042x\042\134"' in text
+
+
+def test_vectors_of_sve_have_the_length_of_the_code(decoder, tmp_path, monkeypatch):
+    """Also in programs without Python; a file for an A64FX is imitated."""
+    metadata = rh.load(decoder).metadata
+    for cpu, size in (("generic", 0), ("neoverse-v2", 0), ("neoverse-v1", 32), ("a64fx", 64)):
+        device = rh.vm.DeviceSpec(f'{{"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mcpu": "{cpu}"}}')
+        devices = (device, *metadata.devices[1:])
+        tables = description(replace(metadata, devices=devices), [0] * len(metadata.constants))
+        assert f"rh_sve_bytes = {size};" in tables
+    monkeypatch.setattr(standalone, "sve_bytes", lambda spec: 64)
+    path = tmp_path / "wide.so"
+    rh.compile(Decoder, params={"weight": WEIGHT}, donate=["cache"]).export_library(path)
+    with pytest.raises(RuntimeError, match="compiled for vectors of SVE of 512 bits, which this process lacks"):
+        load(path, 0, 1, 1)["main"](*arguments())

@@ -22,6 +22,7 @@ from ...attention.attention_tile import LOWEST
 from ...core.builder import Expr, ceil_div, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
+from ..core.dialect import has_ptx
 from ..core.expression import emit
 from ..core.launch import SharedMemory, local, to_int32, unrolled
 from ..tile.register_tile import add, reduce_lanes
@@ -153,6 +154,7 @@ class _Kernel:
         with unrolled(count * self.columns * _QUAD) as i:
             T.buffer_store(self.sums, T.float32(0), [i])
         self._load(tensors.query, self.q_at, self.at, "row", self.row, to_int32(rows.count), plan.rows, self.d)
+        self._separate_accesses()
         end = self.end
         with T.serial(tiles_of(end, plan.keys)) as tile:
             first = T.bind(tile * plan.keys)
@@ -160,6 +162,7 @@ class _Kernel:
             self._load(tensors.key, self.k_at, self.at_keys, "n", first, n, plan.keys, self.d)
             ptx.block_barrier()
             self._compute_scores()
+            self._separate_accesses()
             self._softmax(first)
             ptx.block_barrier()
             self._load(tensors.value, self.k_at, self.at_keys, "n", first, n, plan.keys, self.e)
@@ -167,6 +170,14 @@ class _Kernel:
             self._accumulate_values()
             ptx.block_barrier()
         self._store()
+
+    def _separate_accesses(self) -> None:
+        """A barrier between accesses of two tiles, which TVM takes for one buffer in other languages than CUDA.
+
+        It would insert the barrier itself, but not within the condition that blocks of a symbolic grid have.
+        """
+        if not has_ptx():
+            ptx.block_barrier()
 
     # -- tiles
 
