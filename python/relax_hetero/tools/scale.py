@@ -23,7 +23,7 @@ _SHOWN = 12
 
 @command("scale")
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--vdevice", type=VDeviceParam(), default="cuda", show_default=True, help="A device of the fleet.")
+@click.option("--vdevice", type=VDeviceParam(), required=True, help="A device of the fleet.")
 @click.option("--devices", type=click.IntRange(min=1), default=8, show_default=True, help="Devices of each host.")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
@@ -62,8 +62,8 @@ def scale_command(
     device, and for those between devices another one, is in this machine.
 
     \b
-    relax-hetero scale model.gguf --devices 8 --texts 256
-    relax-hetero scale model.gguf --devices 8 --hosts 16 --texts 4096 --network 50 10 --memory-limit 80GiB
+    relax-hetero scale model.gguf --vdevice cuda --devices 8 --texts 256
+    relax-hetero scale model.gguf --vdevice cuda --devices 8 --hosts 16 --texts 4096 --network 50 10
     """
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.auto.cost_model import LinkCost

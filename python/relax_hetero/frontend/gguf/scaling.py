@@ -24,6 +24,7 @@ import tvm
 from ...artifact.messages import AUTO
 from ...display.text import time_text
 from ...errors import PlacementError
+from ...target.backend import backend_of
 from ...target.hosts import hosts_of
 from ...vm.device.cuda_copies import has_peer_access
 from ..auto.cost_model import CostModel, LinkCost
@@ -237,7 +238,7 @@ def shared_layers(
     """
     count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
     is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
-    if not is_alike or str(vdevices[0].target.kind.name) != "cuda" or hosts_of(vdevices):
+    if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):
         return None
     if not _can_share(model, count):
         return None
