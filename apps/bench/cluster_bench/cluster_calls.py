@@ -5,22 +5,24 @@ python apps/bench/cluster_bench/cluster_calls.py --part nodes  # one of them
 
 - ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that forward
   their input, and one of two that compute the same with numpy.
+- ``timeline``: where the time of such a call goes, from clocks in all three processes.
 - ``nodes``: 64 MB from one host to another on a second node, against bare actors by compiled graph and by actor calls.
 - ``pipeline``: products in two stages with 16 calls in flight, against the same stages on two devices of one process.
 - ``replicas``: two replicas of one host against two processes that run the same calls.
 
-Contestants take turns, medians are of all turns. Each part starts a Ray of its own.
+Contestants take turns, medians are of all turns; only one of them runs at a time. Each part starts a Ray of its own.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,8 @@ HOSTS = {"a": {"resources": {"a": 1}, "num_cpus": 1}, "b": {"resources": {"b": 1
 STAGES = CallPlan(
     (HostStep("a", "main", (Source(CALL, 0),), 1), HostStep("b", "main", (Source(0, 0),), 1)), Source(1, 0), ("x",)
 )
-PARTS = ("calls", "nodes", "pipeline", "replicas")
+TURNS = 3
+PARTS = ("calls", "timeline", "nodes", "pipeline", "replicas")
 
 
 def module(shape: tuple[int, ...], compute: Callable[[relax.Expr], relax.Expr]) -> tvm.IRModule:
@@ -101,39 +104,42 @@ class Bare:
         return x[:1].copy()
 
 
-def bare_graph(ray: Any, methods: tuple[str, str], count: int, room: int) -> tuple[Callable[..., Any], list[Any]]:
-    """A call of two bare actors by compiled graph, and the actors."""
+Contestant = Callable[[], AbstractContextManager[Callable[[], object]]]
+"""Opens a context with a function that makes a call."""
+
+
+@contextmanager
+def bare_graph(ray: Any, methods: tuple[str, str], x: np.ndarray, count: int, room: int) -> Iterator[Callable[[], Any]]:
+    """Calls with `x` of two bare actors by compiled graph."""
     from ray.dag import DAGContext, InputNode
 
+    logging.getLogger("ray.dag.compiled_dag_node").setLevel(logging.CRITICAL)  # about actors that are killed
     actors = [ray.remote(Bare).options(resources={host: 1}).remote(count if host == "a" else 0) for host in ("a", "b")]
     ray.get([actor.hand_on.remote(0) for actor in actors])
     DAGContext.get_current().buffer_size_bytes = room
     with InputNode() as argument:
         node = getattr(actors[1], methods[1]).bind(getattr(actors[0], methods[0]).bind(argument))
     graph = node.experimental_compile(_max_inflight_executions=1)
-
-    def call(x: np.ndarray) -> Any:
-        return graph.execute(x).get()
-
-    return call, [graph, *actors]
+    yield lambda: graph.execute(x).get().copy()
+    for actor in actors:
+        ray.kill(actor)  # a graph may not end while its actors live
 
 
-def in_turns(calls: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """The median time of each call in milliseconds; calls take turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        for _ in range(3):
-            call()
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or not all(times.values()):
-        for name, call in calls.items():
-            for repeat in range(10):
-                begin = time.perf_counter()
-                call()
-                if repeat:  # the first call of a turn has cold caches
+def in_turns(contestants: dict[str, Contestant], seconds: float) -> dict[str, float]:
+    """The median time of each contestant's call in milliseconds.
+
+    Contestants take turns, and only one is open at a time, since processes of Ray's graphs poll while they wait.
+    """
+    times: dict[str, list[float]] = {name: [] for name in contestants}
+    for _ in range(TURNS):
+        for name, contestant in contestants.items():
+            with contestant() as call:
+                for _ in range(5):
+                    call()
+                end = time.perf_counter() + seconds / TURNS / len(contestants)
+                while (begin := time.perf_counter()) < end or not times[name]:
+                    call()
                     times[name].append(time.perf_counter() - begin)
-                if time.perf_counter() - begin > 0.05 and repeat:
-                    break
     return {name: 1e3 * statistics.median(seconds_of_call) for name, seconds_of_call in times.items()}
 
 
@@ -142,18 +148,94 @@ def calls_part(seconds: float, megabytes: int, size: int) -> None:
     x = np.ones(50_000, "float32")
     part = module((50_000,), relax.op.negative)
     with ray_of(1) as ray, Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=2) as cluster:
-        bare, actors = bare_graph(ray, ("hand_on", "hand_on"), 0, 1 << 20)
-        computing, more = bare_graph(ray, ("negate", "negate"), 0, 1 << 20)
         medians = in_turns(
             {
-                "relax_hetero": lambda: cluster["main"](x).numpy(),
-                "bare": lambda: bare(x).copy(),
-                "bare that computes with numpy": lambda: computing(x).copy(),
+                "relax_hetero": lambda: nullcontext(lambda: cluster["main"](x)),
+                "bare": lambda: bare_graph(ray, ("hand_on", "hand_on"), x, 0, 1 << 20),
+                "bare that computes with numpy": lambda: bare_graph(ray, ("negate", "negate"), x, 0, 1 << 20),
             },
             seconds,
         )
-        actors += more[1:]
-        _report("200 KB through two hosts", medians, "ms", actors)
+        report("200 KB through two hosts", medians, "ms")
+
+
+HOST_STAGES = ("copy to {host}, wake up", "{host}: unpack", "{host}: check arguments, run", "{host}: pack results")
+STAGES_OF_A_CALL = (
+    "caller: check arguments",
+    *(stage.format(host=f"host {host}") for host in "ab" for stage in HOST_STAGES),
+    "copy to the caller, wake up",
+    "caller: make results",
+    "caller: end the call",
+)
+BURST = 50
+"""Calls between two readings of the hosts' clocks."""
+
+
+class Stamps:
+    """Times at which functions end."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def note(self, owner: Any, name: str, before: bool = False) -> None:
+        """Note when calls of ``owner.name`` end (unless they return nothing yet, an empty list) and begin."""
+        function = getattr(owner, name)
+
+        def noted(*args: Any) -> Any:
+            if before:
+                self.times.append(time.perf_counter())
+            result = function(*args)
+            if not isinstance(result, list) or result:
+                self.times.append(time.perf_counter())
+            return result
+
+        setattr(owner, name, noted)
+
+    def take(self) -> np.ndarray:
+        """The times since the last `take`, by call and stage."""
+        times, self.times[:] = np.array(self.times), []
+        return times.reshape(BURST, -1)
+
+
+def stamp_host(host: Any) -> None:
+    """Note the ends of a host's stages (runs in its process)."""
+    host.stamps = Stamps()
+    host.stamps.note(host._loop._peers, "receive")
+    host.stamps.note(host._machine, "call", before=True)
+    host.stamps.note(host._loop, "_run")
+
+
+def timeline_part(seconds: float, megabytes: int, size: int) -> None:
+    """Stages of a call of 200 KB through two hosts."""
+    from relax_hetero.cluster import cluster as module_of_calls
+
+    x = np.ones(50_000, "float32")
+    part = module((50_000,), relax.op.negative)
+    with ray_of(1) as ray, Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=2) as cluster:
+        replica, stamps = cluster._replicas[0], Stamps()
+        actors, call = list(replica._actors.handles.values()), cluster["main"]
+
+        def on_hosts(function: Callable[[Any], Any]) -> list[Any]:
+            time.sleep(0.05)  # after the end of a host's last stage
+            return ray.get([actor.__ray_call__.remote(function) for actor in actors])
+
+        on_hosts(stamp_host)
+        call(x)  # hosts were in functions without stamps
+        on_hosts(lambda host: host.stamps.times.clear())
+        stamps.note(module_of_calls, "bind")
+        stamps.note(module_of_calls, "result_of", before=True)
+        durations: list[np.ndarray] = []
+        end = time.perf_counter() + seconds
+        while time.perf_counter() < end or not durations:
+            begins = [begin for _ in range(BURST) for begin in (time.perf_counter(), call(x))[:1]]
+            first, second = on_hosts(lambda host: host.stamps.take())
+            bound, received, ended = stamps.take().T
+            edges = [begins, bound, *first.T, *second.T, received, ended, [*begins[1:], np.nan]]
+            durations.append(np.diff(edges, axis=0)[:, :-1])
+    by_stage = np.concatenate(durations, axis=1)
+    for name, duration in zip(STAGES_OF_A_CALL, np.median(by_stage, axis=1), strict=True):
+        console.print(f"{name:30} {1e6 * duration:5.0f} us")
+    console.print(f"{'call':30} {1e6 * np.median(by_stage.sum(axis=0)):5.0f} us")
 
 
 def nodes_part(seconds: float, megabytes: int, size: int) -> None:
@@ -164,17 +246,18 @@ def nodes_part(seconds: float, megabytes: int, size: int) -> None:
     second = module((count,), lambda x: relax.op.strided_slice(x, [0], [0], [1]))
     program = Program({"a": first, "b": second}, {"main": STAGES})
     with ray_of(2) as ray, Cluster(program, HOSTS, in_flight=2) as cluster:
-        bare, actors = bare_graph(ray, ("make", "first"), count, count * 4 + 10_000)
         by_calls = [ray.remote(Bare).options(resources={host: 1}).remote(count) for host in ("a", "b")]
         medians = in_turns(
             {
-                "relax_hetero": lambda: cluster["main"](x).numpy(),
-                "bare graph": lambda: bare(x).copy(),
-                "bare actor calls": lambda: ray.get(by_calls[1].first.remote(by_calls[0].make.remote(x))),
+                "relax_hetero": lambda: nullcontext(lambda: cluster["main"](x)),
+                "bare graph": lambda: bare_graph(ray, ("make", "first"), x, count, count * 4 + 10_000),
+                "bare actor calls": lambda: nullcontext(
+                    lambda: ray.get(by_calls[1].first.remote(by_calls[0].make.remote(x)))
+                ),
             },
             seconds,
         )
-        _report(f"{megabytes} MB through two nodes", medians, "ms", actors)
+        report(f"{megabytes} MB through two nodes", medians, "ms")
 
 
 def stage_of(size: int) -> Callable[[relax.Expr], relax.Expr]:
@@ -201,9 +284,13 @@ def pipeline_part(seconds: float, megabytes: int, size: int) -> None:
                 fence.result()
 
         medians = in_turns(
-            {"relax_hetero": lambda: all_of(cluster.submit), "one process": lambda: all_of(vm.submit)}, seconds
+            {
+                "relax_hetero": lambda: nullcontext(lambda: all_of(cluster.submit)),
+                "one process": lambda: nullcontext(lambda: all_of(vm.submit)),
+            },
+            seconds,
         )
-        _report("32 calls of two stages, 16 in flight", medians, "ms", [])
+        report("32 calls of two stages, 16 in flight", medians, "ms")
 
 
 def replicas_part(seconds: float, megabytes: int, size: int) -> None:
@@ -222,6 +309,7 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
         for fence in fences:
             fence.result()
         ours = len(fences) / (time.perf_counter() - begin)
+    os.environ.update(TVM_NUM_THREADS="1", TVM_BIND_THREADS="0")  # of processes that are started from now on
     context = multiprocessing.get_context("spawn")
     with context.Pool(2) as pool:
         theirs = sum(pool.starmap(_plain_process, [(size, seconds)] * 2))
@@ -230,7 +318,6 @@ def replicas_part(seconds: float, megabytes: int, size: int) -> None:
 
 def _plain_process(size: int, seconds: float) -> float:
     """The calls per second of a process that does nothing else."""
-    os.environ["TVM_NUM_THREADS"] = "1"
     x = np.random.default_rng(0).random((size, size), dtype="float32") / size
     vm = rh.vm.VirtualMachine(rh.compile(module((size, size), stage_of(size))))
     vm["main"](x)
@@ -257,16 +344,12 @@ def _on_two_devices(size: int) -> tvm.IRModule:
     return mod
 
 
-def _report(title: str, medians: dict[str, float], unit: str, actors: list[Any]) -> None:
+def report(title: str, medians: dict[str, float], unit: str) -> None:
+    """Print the median times of contestants."""
     ours = medians["relax_hetero"]
     best = min(time for name, time in medians.items() if name != "relax_hetero")
     text = ", ".join(f"{name} {time:.2f} {unit}" for name, time in medians.items())
     console.print(f"{title}: {text}; {ours / best:.2f} times the best other, {best / ours:.2f} of its rate")
-    if actors:
-        import ray
-
-        for actor in actors[1:]:
-            ray.kill(actor)  # a graph may not end while its actors live
 
 
 @click.command()

@@ -18,8 +18,8 @@ _POLL_SECONDS = 0.1
 """Interval between checks for a closed cluster."""
 _ALIVE_SECONDS = 5.0
 """Time within which a living actor answers."""
-_EXTRA_THREADS = 4
-"""Threads of an actor besides that of its graph, for actor calls."""
+_ACTOR_THREADS = 5
+"""Threads of an actor: one runs tasks, the others actor calls."""
 
 
 @dataclass
@@ -34,8 +34,6 @@ class HostState:
         Ray actor, if there is one.
     info : mapping of str to object
         Result of `node_info`.
-    sizes : mapping of str to (list of int or None, list of int or None)
-        Bytes of each function's inputs and results (`node_info.sizes_of`).
     starts : int
         Number of starts.
     pending : object
@@ -45,7 +43,6 @@ class HostState:
     state: str = "dead"
     actor: Any = None
     info: Mapping[str, Any] = field(default_factory=dict)
-    sizes: Mapping[str, tuple[list[int | None], list[int | None]]] = field(default_factory=dict)
     starts: int = 0
     pending: Any = None
 
@@ -112,11 +109,11 @@ class Actors:
                 state.state, state.pending = "loading", state.actor.load.remote(self._parts[host])
         for host in missing:
             state = self.states[host]
-            sizes = self._wait_for_answer(host, None)
-            if isinstance(sizes, Failure):
+            failure = self._wait_for_answer(host, None)
+            if isinstance(failure, Failure):
                 self._drop(host)
-                raise sizes.kind(sizes.message)
-            state.sizes, state.state, state.pending = sizes, "ready", None
+                raise failure.kind(failure.message)
+            state.state, state.pending = "ready", None
 
     def find_dead(self) -> list[str]:
         """Find the hosts whose processes do not answer, and mark them as dead."""
@@ -142,7 +139,7 @@ class Actors:
             return
         remote = self._ray.remote(HostMachine)
         options = binding.options(self._ray)
-        state.actor = remote.options(max_concurrency=_EXTRA_THREADS, **options).remote(host, binding.threads)
+        state.actor = remote.options(max_concurrency=_ACTOR_THREADS, **options).remote(host, binding.threads)
         state.pending = state.actor.info.remote()
         state.state, state.starts = "starting", state.starts + 1
 

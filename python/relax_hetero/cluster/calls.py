@@ -6,17 +6,19 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tvm_ffi
 from tvm import runtime
 
 from ..artifact.signature import FunctionSignature, TensorSpec, tensors_of
 from ..vm.args.argument_binding import match_names
-from ..vm.args.arguments import Placement, place
+from ..vm.args.arguments import Placement, check_tensor, place
+from ..vm.device.tensors import dtype_name
 from ..vm.queue.fence import Fence
 from .call_plan import CallPlan, HostRun, Source, flatten_value, substitute
 from .mailbox import CallEndedError
 from .route import Route
-from .wire import Failure, Message, copy_value, decode_copy, encode, fetch
+from .wire import Failure, Message, copy_value, decode_copy, decode_received, encode, is_plain
 
 _HOST = runtime.device("cpu", 0)
 
@@ -37,16 +39,13 @@ class ClusterCall:
 
     Attributes
     ----------
-    waiting_since, sent_at : float
-        Times at which it began to wait for a replica, and was sent to one (``time.monotonic``).
-    sent : list of object
-        References to inputs in the object store, kept until the call has ended.
+    waiting_since : float
+        Time at which it began to wait for a replica (``time.monotonic``).
     """
 
     def __init__(self, name: str, plan: CallPlan, values: Sequence[Any], fence: Fence, retries: int) -> None:
         self.name, self.plan, self.values, self.fence, self.retries = name, plan, list(values), fence, retries
-        self.waiting_since = self.sent_at = time.monotonic()
-        self.sent: list[Any] = []
+        self.waiting_since = time.monotonic()
 
     def copy_values(self) -> None:
         """Copy inputs, since the caller may change its arrays before they are sent."""
@@ -70,7 +69,10 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
     encoded: list[Any] = []
     for (value, _), spec in zip(match_names(signature, args, kwargs, {}), signature.inputs, strict=True):
         where = f"argument {spec.name!r} of {name!r}"
-        if plan.signature is None and isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
+        if isinstance(spec, TensorSpec) and isinstance(value, np.ndarray) and is_plain(value):
+            check_tensor(dtype_name(value.dtype), value.shape, spec, where, placement.dims)
+            encoded.append(value)
+        elif plan.signature is None and isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
             encoded.append(encode(value))
         else:
             encoded += map(encode, flatten_value(place(value, spec, where, placement), spec))
@@ -78,7 +80,7 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
     return encoded + [tuple(placement.dims.values[size] for size in sizes) for sizes in plan.sizes]
 
 
-def result_of(call: ClusterCall, route: Route, messages: Sequence[Message], get: Any) -> Any:
+def result_of(call: ClusterCall, route: Route, messages: Sequence[Message]) -> Any:
     """Decode a call's result as TVM tensors on the CPU, in memory of their own.
 
     Parameters
@@ -89,24 +91,26 @@ def result_of(call: ClusterCall, route: Route, messages: Sequence[Message], get:
         Route of its function.
     messages : sequence of Message
         Messages of the route's exits, in order.
-    get : object
-        Function that reads a reference of Ray's object store.
 
     Raises
     ------
     HeteroError
         If a step failed; the error that it raised.
     """
-    received: dict[int, list[Any]] = {}
+    received: dict[int, tuple[Any, ...]] = {}
     for task, message in zip(route.exits, messages, strict=True):
         if isinstance(message.values, Failure):
             raise message.values.kind(message.values.message)
-        received[task] = fetch(message.values, get)
-    results = route.results[call.name]
+        received[task] = message.values
+    results, returned = route.results[call.name], set[Source]()
 
     def value_of(source: Source) -> Any:
         task, index = results[source]
-        return decode_copy(received[task][index] if task in received else call.values[index])
+        if task not in received:
+            return decode_copy(call.values[index])
+        decode = decode_copy if source in returned else decode_received
+        returned.add(source)
+        return decode(received[task][index])
 
     return substitute(call.plan.result, value_of)
 

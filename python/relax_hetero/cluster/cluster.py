@@ -130,7 +130,7 @@ class Cluster:
 
         self._replicas = [Replica(ray, number, actors, self._routes, limit, listener) for number in range(count)]
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._sender)
-        atexit.register(self._finalizer)  # runs before Ray's, which would wait for loops of graphs
+        atexit.register(self._finalizer)  # runs before Ray's, which would wait for loops of hosts
         try:
             self._start()
         except BaseException:
@@ -294,9 +294,14 @@ class Cluster:
                 self._release(replica)
                 self._send_next()  # the capacity is free for another call
                 return
-            if replica.submit(call, waits):
+            taken: list[Replica] = []
+            try:
+                replica.submit(call, waits, taken)
+            finally:  # also after Ctrl-C
+                if not taken:
+                    self._release(replica)
+            if taken:
                 return
-            self._release(replica)
         if copy:
             call.copy_values()
         call.waiting_since = time.monotonic()
@@ -319,7 +324,7 @@ class Cluster:
             replica.in_flight -= 1
 
     def _send_next(self) -> None:
-        """Send the next queued call, in the sender thread, since channels may be full for a while."""
+        """Send the next queued call, in the sender thread, since a host may be busy for a while."""
         with self._lock:
             has_capacity = not self._is_closed and any(replica.has_capacity for replica in self._replicas)
             call = self._waiting.popleft() if has_capacity and self._waiting else None
@@ -332,13 +337,9 @@ class Cluster:
             if call.plan.runs:
                 result = result_of_runs(call.plan, messages)
             else:
-                result = result_of(call, self._route_by_function[call.name], messages, self._ray.get)
+                result = result_of(call, self._route_by_function[call.name], messages)
         except HeteroError as raised:
             error = raised
-        except Exception as raised:  # an object that was lost with its node
-            self._fail_calls(replica, [call], HostError(f"a result of {call.name!r} was lost: {raised}"))
-            return
-        call.sent.clear()
         self._release(replica)
         call.fence.settle(result, error)
         self._send_next()
@@ -346,7 +347,6 @@ class Cluster:
     def _fail_calls(self, replica: Replica, calls: Sequence[ClusterCall], error: HostError) -> None:
         for call in calls:
             self._release(replica)
-            call.sent.clear()
             if call.retries > 0 and not self._is_closed:
                 call.retries -= 1
                 self._start_after(partial(self._dispatch, call, False), call.fence)

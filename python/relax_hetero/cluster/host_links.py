@@ -350,6 +350,11 @@ class HostLinks:
         self._pending: dict[int, list[Any]] = {}
         self._rejects_results = False
 
+    @property
+    def are_used(self) -> bool:
+        """True if steps must call `receive`, `announce` and `send_announced`."""
+        return bool(self._links) or self._rejects_results
+
     def info(self) -> GpuInfo:
         """Describe the machine's GPUs, and the reason if they cannot have links."""
         machine = self._machine

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..errors import HostError
 from ..vm.machine import VirtualMachine
 from .call_plan import HostRun, Source, flatten_value
 from .mailbox import CallMessages, Mailbox, register
@@ -19,11 +20,17 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from .call_plan import HostRun
+    from .connections import Address, Listener
     from .host_links import HostLinks
     from .links import GpuInfo
     from .payloads import Payload
     from .route import Route, Task, TaskWork
+    from .task_graph import TaskLoop
     from .wire import Failure, Message
+
+_END_SECONDS = 10.0
+"""Time that a task of an earlier call may still run."""
+_MAX_FAILURE_CHARACTERS = 1024
 
 
 class Mailboxes:
@@ -102,18 +109,15 @@ class HostMachine:
         self._host = host
         self._machine: Any = None
         self._wire: Any = None
-        self._get: Any = None
-        self._store: Any = None
         self._links: HostLinks | None = None
         self._routes: tuple[Route, ...] = ()
-        self._channel_bytes: tuple[int, ...] = ()
-        self._in_flight = 1
-        # Values that later tasks of this host read, by call and task.
-        self._later_values: dict[int, dict[int, Any]] = {}
+        # Values that later tasks of this host read, by route and call, and by task.
+        self._later_values: dict[tuple[int, int], dict[int, Any]] = {}
+        self._facts: dict[str, tuple[bool, bool]] = {}  # results of `_look_up`
         self._mailboxes: Any = None
-        # References to values in the object store, by call, kept until the receivers have read them.
-        self._sent: dict[int, list[Any]] = {}
-        self._lock = threading.Lock()
+        self._listener: Listener | None = None
+        self._loop: TaskLoop | None = None
+        self._running_tasks = threading.Lock()
 
     def info(self) -> dict[str, Any]:
         """Describe this process (`node_info`)."""
@@ -126,19 +130,13 @@ class HostMachine:
         return True
 
     def load(self, part: Payload) -> Any:
-        """Load or compile this host's code, and make the machine.
-
-        Returns
-        -------
-        dict or Failure
-            Bytes of each function's inputs and results (`node_info.sizes_of`).
-        """
+        """Load or compile this host's code, and make the machine; returns None or a `Failure`."""
         import ray
 
         try:
             from ..vm.machine import VirtualMachine
             from .host_links import HostLinks
-            from .node_info import check_memory, sizes_of
+            from .node_info import check_memory
             from .payloads import unpack
 
             self._mailboxes = Mailboxes()
@@ -146,86 +144,130 @@ class HostMachine:
             check_memory(executable)
             self._machine = VirtualMachine(executable)
             self._links = HostLinks(self._host, self._machine)
-            return sizes_of(self._machine.executable)
         except Exception as error:
             return self._make_failure(error)
+        return None
 
-    def connect(self, routes: tuple[Route, ...], channel_bytes: tuple[int, ...], in_flight: int) -> GpuInfo:
-        """Set the routes, and forget all calls.
+    def connect(self, routes: tuple[Route, ...], token: bytes, has_other_nodes: bool) -> tuple[GpuInfo, Address]:
+        """Set the routes, forget all calls, and listen for the other processes.
 
         Parameters
         ----------
         routes : tuple of Route
             Routes of the program.
-        channel_bytes : tuple of int
-            Sizes of the channels of each route, in bytes; 0 if messages are arguments of actor calls.
-        in_flight : int
-            Maximum number of calls in flight.
+        token : bytes
+            Token of the connections.
+        has_other_nodes : bool
+            Whether processes of other nodes will connect.
 
         Returns
         -------
         GpuInfo
             GPUs of this host.
+        Address
+            Where it listens, for `run_tasks`.
+
+        Raises
+        ------
+        HostError
+            If a task of an earlier call is still running.
         """
         import ray
 
         from . import wire
-        from .cluster_graph import set_channel_bytes
+        from .connections import Listener
 
-        # Cached, since an import inside of a function takes a microsecond each time.
-        self._wire, self._get, self._store = wire, ray.get, ray.put
-        with self._lock:
-            self._routes, self._channel_bytes, self._in_flight = routes, channel_bytes, in_flight
-            self._later_values.clear()
-            self._sent.clear()
+        if self._listener is not None:
+            self._listener.is_cancelled = True
+        if self._loop is not None:
+            self._loop.close()
+        if not self._running_tasks.acquire(timeout=_END_SECONDS):
+            raise HostError(f"host {self._host!r} still runs a task of an earlier call")
+        self._running_tasks.release()
+        self._wire = wire  # cached, since an import inside of a function takes a microsecond each time
+        self._routes = routes
+        self._later_values.clear()
         self.call_links("reset")
-        set_channel_bytes(max(channel_bytes))
-        info: GpuInfo = self.call_links("info")
-        return info
+        node, ip_address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        self._listener = Listener(node, ip_address if has_other_nodes else None, token)
+        return self.call_links("info"), self._listener.address
+
+    def run_tasks(self, token: bytes, addresses: Mapping[str, Address], in_order: Sequence[int]) -> str:
+        """Connect with the other processes, and run tasks until a connection ends.
+
+        Parameters
+        ----------
+        token : bytes
+            Token of the connections.
+        addresses : mapping of str to Address
+            Addresses of all hosts.
+        in_order : sequence of int
+            Routes whose calls run one after the other.
+
+        Returns
+        -------
+        str
+            Reason of the end.
+        """
+        from .connections import CALLER, connect
+        from .task_graph import TaskLoop
+
+        if self._listener is None or self._listener.token != token:
+            return "the replica has been connected again"
+        listener, names = self._listener, [*addresses, CALLER]
+        own_index, node = names.index(self._host), listener.address.node
+        with self._running_tasks:
+            try:
+                connections = {
+                    name: connect(addresses[name], node, token, own_index, name) for name in names[:own_index]
+                }
+                connections |= listener.accept(dict(enumerate(names[own_index + 1 :], own_index + 1)))
+                self._loop = TaskLoop(self._host, self._routes, connections, self.step, in_order)
+                del connections
+                self._loop.run()
+            except Exception as error:
+                return str(self._make_failure(error).message)
+            finally:
+                self._loop = None
 
     def call_links(self, method: str, *args: Any) -> Any:
         """Call a method of `HostLinks`; does nothing before the code is loaded."""
         return None if self._links is None else getattr(self._links, method)(*args)
 
-    def remove_semaphores(self) -> bool:
-        """Remove the names of this process's semaphores, which all processes have opened by now."""
-        from .cluster_graph import process_semaphores, remove_names
-
-        remove_names(process_semaphores())
-        return True
-
-    def step(self, route: int, number: int, *messages: Message) -> Any:
+    def step(self, route: int, number: int, *messages: Message) -> list[Message]:
         """Run a task of a route for one call.
-
-        Values of messages must not be kept: the channel reuses their memory once they are released.
 
         Returns
         -------
-        Message, or tuple of Message
+        list of Message
             Message for each target of the task.
         """
         wire = self._wire
         function, call = messages[0].function, messages[0].call
         task = self._routes[route].tasks[number]
-        if function == wire.PROBE:
-            return messages[0] if len(task.targets) == 1 else (messages[0],) * len(task.targets)
-        messages = tuple(message._replace(values=self.call_links("receive", message.values)) for message in messages)
-        earlier = self._later_values.get(call, {})
+        work = task.work[function]
+        links = self._links if self._links and self._links.are_used else None
+        received: Sequence[Any] = [message.values for message in messages]
+        if links:
+            received = [links.receive(values) for values in received]
         results: list[Any] | Failure
         try:
-            results = self._run_task(task, task.work[function], messages, earlier)
+            results = self._run_task(task, work, received, self._later_values.get((route, call), {}))
         except Exception as error:
             results = self._make_failure(error)
-        self._keep(task, number, call, task.work[function], results)
+        self._keep(task, number, (route, call), work, results)
         if isinstance(results, wire.Failure):
             sent = [wire.Message(function, call, results)] * len(task.targets)
         else:
             sent = []
-            for target, indices in zip(task.targets, task.work[function].sends, strict=True):
-                values = self._announce(route, number, target, function, [results[index] for index in indices])
-                sent.append(wire.Message(function, call, self._fit(route, call, values)))
-        self.call_links("send_announced")
-        return sent[0] if len(sent) == 1 else tuple(sent)
+            for target, indices in zip(task.targets, work.sends, strict=True):
+                values = [results[index] for index in indices]
+                if links and route == 0:  # only the first route has links
+                    values = links.announce((number, target), function, values)
+                sent.append(wire.Message(function, call, tuple(map(wire.encode, values))))
+        if links:
+            links.send_announced()
+        return sent
 
     def set_peers(self, peers: dict[str, Any]) -> bool:
         """Set the actors of the other hosts, for functions whose hosts exchange messages; end all calls."""
@@ -253,21 +295,19 @@ class HostMachine:
         """End a call that has ended on another host."""
         self._mailboxes.end(call, reason)
 
-    def _run_task(self, task: Task, work: TaskWork, messages: tuple[Message, ...], earlier: dict[int, Any]) -> Any:
+    def _run_task(self, task: Task, work: TaskWork, messages: Sequence[Any], earlier: dict[int, Any]) -> Any:
         """Results of the task's function, or the failure of an earlier task that it depends on."""
         wire = self._wire
         received: dict[int, Any] = {}
-        for source, message in zip(task.inputs, messages, strict=False):
-            if isinstance(message.values, wire.Failure):
-                return message.values
-            received[source] = wire.fetch(message.values, self._get)
+        for source, values in zip(task.inputs, messages, strict=True):
+            if isinstance(values, wire.Failure):
+                return values
+            received[source] = values
         for source in task.follows:
             values = earlier.get(source)  # None if this function reads nothing from that task
             if isinstance(values, wire.Failure):
                 return values
-        executable = self._machine.executable
-        signature = executable.signature(work.function)
-        writes_arguments = executable.metadata.writes_arguments or bool(signature.donated)
+        writes_arguments, output_is_tuple = self._facts.get(work.function) or self._look_up(work.function)
         decode = wire.decode_copy if writes_arguments else wire.decode
         arguments = [
             decode(received[source][index]) if source in received else earlier[source][index]
@@ -277,9 +317,17 @@ class HostMachine:
             self.call_links("finish")
         result = self._machine.call(work.function, tuple(arguments))
         self.call_links("check")
-        return list(result) if signature.output_is_tuple else [result]
+        return list(result) if output_is_tuple else [result]
 
-    def _keep(self, task: Task, number: int, call: int, work: TaskWork, results: Any) -> None:
+    def _look_up(self, function: str) -> tuple[bool, bool]:
+        """Return whether a function writes to arguments, and whether it returns a tuple."""
+        executable = self._machine.executable
+        signature = executable.signature(function)
+        writes_arguments = executable.metadata.writes_arguments or bool(signature.donated)
+        self._facts[function] = facts = writes_arguments, signature.output_is_tuple
+        return facts
+
+    def _keep(self, task: Task, number: int, call: tuple[int, int], work: TaskWork, results: Any) -> None:
         wire = self._wire
         if task.is_last:
             self._later_values.pop(call, None)
@@ -288,30 +336,10 @@ class HostMachine:
         elif work.keeps:
             self._later_values.setdefault(call, {})[number] = {index: results[index] for index in work.keeps}
 
-    def _announce(self, route: int, number: int, target: int, function: str, values: list[Any]) -> list[Any]:
-        """Results for a target, with tensors that go by links announced; only the first route, the graph, has links."""
-        message: list[Any] = values if route else self.call_links("announce", (number, target), function, values)
-        return message
-
-    def _fit(self, route: int, call: int, values: list[Any]) -> tuple[Any, ...]:
-        wire = self._wire
-        encoded = [wire.encode(value) for value in values]
-        channel_bytes = self._channel_bytes[route]
-        if not channel_bytes:
-            return tuple(encoded)
-        fitting, references = wire.fit(encoded, channel_bytes, self._store)
-        if references or self._sent:
-            with self._lock:
-                self._sent.setdefault(call, []).extend(references)
-                # Not by numbers of calls: they are not consecutive, as actor calls are counted, too.
-                while len(self._sent) > self._in_flight:
-                    del self._sent[next(iter(self._sent))]
-        return fitting
-
     def _make_failure(self, error: Exception) -> Failure:
         from ..errors import HeteroError
-        from .wire import HEAD_BYTES, Failure
+        from .wire import Failure
 
         message = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         kind = type(error) if isinstance(error, HeteroError) else HeteroError
-        return Failure(kind, f"host {self._host!r}: {message}"[: HEAD_BYTES // 4])
+        return Failure(kind, f"host {self._host!r}: {message}"[:_MAX_FAILURE_CHARACTERS])

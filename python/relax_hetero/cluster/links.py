@@ -1,7 +1,7 @@
 """Plans of links (`host_links`), by which tensors go from GPU to GPU; other tensors go through host memory.
 
-A tensor goes by a link if its sender has it on a GPU and all its readers need it on one other GPU. The message in Ray's
-channel only announces it: since channels keep order, so do the operations of a link.
+A tensor goes by a link if its sender has it on a GPU and all its readers need it on one other GPU. The message only
+announces it. With links, hosts run the tasks of one call after the other, so that both ends agree on the order.
 
 The sender's GPU may wait until a tensor is received. To avoid deadlocks, links connect only tasks without another task
 of the sender's host between them: a task then waits only for earlier tasks, never for one whose host waits for it.

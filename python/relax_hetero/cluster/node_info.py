@@ -11,7 +11,6 @@ from ..system import allowed_cpus, free_memory
 from ..target.element_types import bytes_for
 
 if TYPE_CHECKING:
-    from ..artifact.signature import FunctionSignature, ValueSpec
     from ..vm.file.executable import Executable
 
 
@@ -66,22 +65,3 @@ def check_memory(executable: Executable) -> None:
     free = free_memory() or _UNKNOWN_MEMORY
     if weights > free:
         raise MemoryLimitError(f"its part has {weights:,} bytes of weights, expected less than the {free:,} bytes free")
-
-
-def sizes_of(executable: Executable) -> dict[str, tuple[list[int | None], list[int | None]]]:
-    """Bytes of each function's inputs and of its results; None if they are symbolic."""
-    signatures: Mapping[str, FunctionSignature] = executable.metadata.signatures
-    return {
-        name: ([_nbytes(spec) for spec in signature.inputs], [_nbytes(spec) for spec in signature.outputs])
-        for name, signature in signatures.items()
-    }
-
-
-def _nbytes(spec: ValueSpec) -> int | None:
-    from ..artifact.signature import TensorSpec
-
-    if not isinstance(spec, TensorSpec):
-        return 0
-    if spec.shape is None or spec.dtype is None or not all(isinstance(extent, int) for extent in spec.shape):
-        return None
-    return bytes_for(tuple(int(extent) for extent in spec.shape), spec.dtype)

@@ -1,8 +1,8 @@
 """Routes: tasks of hosts and messages between them, as plain data.
 
-Ray compiles one graph per actor. So functions whose steps are on the same hosts in the same order (such as prefill and
-decode of a language model) share a route: task i runs step i of each function, and there is a channel between two tasks
-if any function sends a value there. A function without values for a channel sends an empty message.
+Functions whose steps are on the same hosts in the same order (such as prefill and decode of a language model) share a
+route: task i runs step i of each function, and a message goes between two tasks if any function sends a value there. A
+function without values for it sends an empty message.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TaskWork:
 
 @dataclass(frozen=True)
 class Task:
-    """Node of a graph, on one host.
+    """Part of a route on one host.
 
     Attributes
     ----------
@@ -69,7 +69,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Route:
-    """Tasks of functions that share a graph, and messages of the caller.
+    """Tasks of functions, and messages of the caller.
 
     Attributes
     ----------
@@ -84,17 +84,6 @@ class Route:
     tasks: tuple[Task, ...]
     sent: Mapping[str, Mapping[int, tuple[int, ...]]]
     results: Mapping[str, Mapping[Source, tuple[int, int]]]
-
-    @property
-    def is_chain(self) -> bool:
-        """True if no host has two tasks: calls in flight then overlap in a graph."""
-        hosts = [task.host for task in self.tasks]
-        return len(set(hosts)) == len(hosts)
-
-    @property
-    def entries(self) -> list[int]:
-        """Tasks that receive a message of the caller."""
-        return [index for index, task in enumerate(self.tasks) if CALL in task.inputs]
 
     @property
     def exits(self) -> list[int]:

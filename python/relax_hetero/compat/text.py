@@ -9,8 +9,10 @@ with ops that change them (`StringNormalizer`, `Tokenizer`); these and everythin
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,58 @@ from relax_hetero.frontend.onnx.onnx_model import read_model
 
 _MARKS = ("\x02", "\x03")
 """Tokens at both ends of a text with ``mark=1``."""
+_CLASSES = {
+    "alnum": "a-zA-Z0-9", "alpha": "a-zA-Z", "ascii": "\\x00-\\x7f", "blank": " \\t", "digit": "0-9", "lower": "a-z",
+    "punct": re.escape(string.punctuation), "space": "\\s", "upper": "A-Z", "word": "\\w", "xdigit": "0-9a-fA-F",
+}  # fmt: skip
+"""Character classes of POSIX (``[[:alpha:]]``), which `re` lacks."""
+
+
+@lru_cache(maxsize=8192)
+def _compiled(expression: str, dot: str, rest: int | None = None) -> re.Pattern[str]:
+    """An expression of RE2, which ONNX Runtime uses, for `re`: the classes are ASCII's.
+
+    `dot` is "s" if ``.`` matches line ends. With `rest`, fewer characters follow a match.
+    """
+    flags, body = re.fullmatch(r"(?:\(\?([ims]+)\))?(.*)", expression, re.DOTALL).groups("")  # type: ignore[union-attr]
+    body = re.sub(r"\[:(\w+):\]", lambda match: _CLASSES[match[1]], body)
+    end = "" if rest is None else rf"(?!(?s:.{{{rest}}}))"
+    options = "".join(sorted({*flags, *dot}))
+    return re.compile(f"(?{options}:{body}){end}", re.ASCII)
+
+
+def _matches(expression: str, text: str, dot: str = "") -> Iterator[tuple[int, int]]:
+    """Begins and ends of the matches that are not empty: the longest at each place, where `re` takes the first."""
+    end = 0
+    while (match := _compiled(expression, dot).search(text, end)) is not None:
+        begin, end = match.span()
+        while match is not None and "|" in expression and end < len(text):
+            match = _compiled(expression, dot, len(text) - end).match(text, begin)
+            end = end if match is None else match.end()
+        if begin < end:
+            yield begin, end
+        elif end == len(text):
+            return
+        else:
+            end += 1
+
+
+def _split(text: str, separator: str) -> Iterator[str]:
+    begin = 0
+    for end, next_begin in _matches(separator, text):
+        yield text[begin:end]
+        begin = next_begin
+    yield text[begin:]
+
+
+def _lower(text: str) -> str:
+    """Lower case, character by character, as ONNX Runtime changes it."""
+    return "".join(character.lower()[0] for character in text)
+
+
+def _upper(text: str) -> str:
+    """Upper case; characters that become several stay."""
+    return "".join(upper if len(upper := character.upper()) == 1 else character for character in text)
 
 
 class StringNormalizer(OpRun):  # type: ignore[misc]
@@ -43,11 +97,11 @@ class StringNormalizer(OpRun):  # type: ignore[misc]
         stopwords: Sequence[str] | None = None,
     ) -> tuple[np.ndarray]:
         del locale  # Python's case mappings are Unicode's
-        stops = set(stopwords or ()) if is_case_sensitive else {word.lower() for word in stopwords or ()}
-        changes: dict[str, Callable[[str], str]] = {"LOWER": str.lower, "UPPER": str.upper, "NONE": str}
+        stops = set(stopwords or ()) if is_case_sensitive else set(map(_lower, stopwords or ()))
+        changes: dict[str, Callable[[str], str]] = {"LOWER": _lower, "UPPER": _upper, "NONE": str}
         change = changes[case_change_action]
         texts = map(str, x.reshape(-1))
-        kept = [change(text) for text in texts if (text if is_case_sensitive else text.lower()) not in stops]
+        kept = [change(text) for text in texts if (text if is_case_sensitive else _lower(text)) not in stops]
         return (np.array(kept or [""], object).reshape((1, -1) if x.ndim == 2 else (-1,)),)
 
 
@@ -71,9 +125,13 @@ class Tokenizer(OpRun):  # type: ignore[misc]
     def _tokens(text: str, attribute: Mapping[str, Any]) -> list[str]:
         separators = [separator.decode() for separator in attribute.get("separators", ())]
         if "tokenexp" in attribute:
-            tokens = [match.group() for match in re.finditer(attribute["tokenexp"].decode(), text, re.ASCII)]
+            tokens = [text[begin:end] for begin, end in _matches(attribute["tokenexp"].decode(), text, dot="s")]
+        elif separators == [""]:
+            tokens = list(text)
         else:
-            tokens = list(text) if separators == [""] else re.split("|".join(f"(?:{s})" for s in separators), text)
+            tokens = [text]
+            for separator in separators:
+                tokens = [part for token in tokens for part in _split(token, separator)]
         return [token for token in tokens if len(token) >= max(1, attribute.get("mincharnum", 1))]
 
 
@@ -97,10 +155,15 @@ class TextSteps:
         self._inputs = [info.name for info in model.graph.input]
         self._outputs = [info.name for info in model.graph.output]
         self._passed = passed
+        self._ops = ", ".join(dict.fromkeys(node.op_type for node in model.graph.node))
 
     def __call__(self, feed: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the program for those of a session."""
-        results = self._evaluator.run(None, {name: np.asarray(feed[name]) for name in self._inputs})
+        arrays = {name: np.asarray(feed[name]) for name in self._inputs if name in feed}
+        try:
+            results = self._evaluator.run(None, arrays)
+        except Exception as error:  # onnx.reference raises exceptions of any class
+            raise HeteroError(f"the ops that change strings ({self._ops}) fail: {error!r}") from error
         passed = {name: value for name, value in feed.items() if name in self._passed}
         return {**passed, **dict(zip(self._outputs, results, strict=True))}
 
@@ -121,7 +184,7 @@ def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
         node = pending.pop()
         if id(node) not in steps:
             steps[id(node)] = node
-            pending += [makers[name] for name in node.input if name in makers]
+            pending += [makers[name] for name in _reads(node) if name in makers]
     first = [node for node in nodes if id(node) in steps]
     rest = [node for node in nodes if id(node) not in steps]
     for info in proto.graph.output:  # a result of these ops passes through the program
@@ -131,14 +194,16 @@ def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
     made = {name for node in first for name in node.output} - {name for node in rest for name in node.output}
     weights = {tensor.name for tensor in proto.graph.initializer}
     read_first, read = ({name for node in nodes for name in _reads(node)} for nodes in (first, rest))
-    inputs = [info for info in proto.graph.input if info.name in read_first - weights]
+    inputs = [info for info in proto.graph.input if info.name in read_first]
     outputs = [onnx.ValueInfoProto(name=name) for name in sorted(made & read)]
-    text_steps = TextSteps(_model(proto, first, inputs, outputs, read_first), read)
+    model = _model(proto, first, inputs, outputs, read_first)
+    text_steps = TextSteps(model, read)
     try:
-        values = text_steps(_samples(inputs))
-    except Exception as error:  # onnx.reference raises exceptions of any class
-        ops = ", ".join(dict.fromkeys(node.op_type for node in first))
-        raise HeteroError(f"the ops that change strings ({ops}) fail on a text of one letter: {error!r}") from error
+        values = text_steps(_samples([info for info in inputs if info.name not in weights]))
+    except HeteroError:  # maybe only for texts of one letter
+        values = _inferred(model)
+        if not made & read <= values.keys():
+            raise
     infos = [_info(output.name, values[output.name]) for output in outputs]
     kept = [info for info in proto.graph.input if info.name in read]
     program = _model(proto, rest, [*kept, *infos], proto.graph.output, read)
@@ -172,6 +237,17 @@ def _samples(inputs: Sequence[onnx.ValueInfoProto]) -> dict[str, np.ndarray]:
         shape = [dim.dim_value or 1 for dim in kind.shape.dim]
         samples[info.name] = np.full(shape, "a" if dtype is object else 1, dtype)
     return samples
+
+
+def _inferred(model: onnx.ModelProto) -> dict[str, np.ndarray]:
+    """Arrays without elements, of the outputs whose type and rank `onnx` infers."""
+    arrays = {}
+    for info in onnx.shape_inference.infer_shapes(model).graph.output:
+        kind = info.type.tensor_type
+        if kind.elem_type and kind.HasField("shape"):
+            dtype = object if kind.elem_type == TensorProto.STRING else helper.tensor_dtype_to_np_dtype(kind.elem_type)
+            arrays[info.name] = np.empty([0] * len(kind.shape.dim), dtype)
+    return arrays
 
 
 def _info(name: str, value: np.ndarray) -> onnx.ValueInfoProto:

@@ -140,7 +140,7 @@ def from_gguf(
     EncodingError
         If `activation_bits` is invalid.
     VDeviceError
-        If a device string is not in `vdevices`.
+        If a device string is not in `vdevices`, or `cost_model` is one of other devices.
     PlacementError
         If no split over the devices fits `memory_limit`.
     """
@@ -172,6 +172,7 @@ def from_gguf(
     if isinstance(placement, str):
         assert devices is not None, "check_placement refuses placement without devices"
         costs, limits = cost_model or CostModel.measured(devices), memory_limits(memory_limit, devices)
+        costs.check(len(devices))
         counts = read_expert_counts(expert_counts, model)
         shared = None if count_experts else shared_layers(file, model, cache, devices, costs, limits)
         if shared is None:

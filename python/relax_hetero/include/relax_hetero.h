@@ -30,7 +30,7 @@
 extern "C" {
 #endif
 
-#define RH_ABI 1 /* version of the structures that files contain */
+#define RH_ABI 2 /* version of the structures and functions that files contain */
 #define RH_REFUSED "relax_hetero refuses a value:" /* begin of the errors of checks in kernels */
 
 typedef enum { RH_TENSOR, RH_SHAPE, RH_SCALAR, RH_TUPLE, RH_OBJECT } rh_kind;

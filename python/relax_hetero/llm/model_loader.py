@@ -339,9 +339,10 @@ def _shared_rules(
 
     if len(devices) < 2 or any(map(is_cpu, devices)) or options["count_experts"]:
         return None
-    sizes = options["batches"], options["chunks"], options["slots"], options["context"], options["page_type"]
+    names = ("batches", "chunks", "slots", "context", "page_type", "verify_rows", "masks_tokens")
+    cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)  # that of `from_gguf`
     limits, costs = memory_limits(options["memory_limit"], devices), CostModel.measured(devices)
-    shared = shared_layers(file, model, PagedCache(*sizes), devices, costs, limits)
+    shared = shared_layers(file, model, cache, devices, costs, limits)
     return None if shared is None else shared.rules
 
 

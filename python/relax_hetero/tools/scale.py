@@ -23,7 +23,7 @@ _SHOWN = 12
 
 @command("scale")
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--vdevice", type=VDeviceParam(), default="cuda", show_default=True, help="A device of the fleet.")
+@click.option("--vdevice", type=VDeviceParam(), required=True, help="A device of the fleet.")
 @click.option("--devices", type=click.IntRange(min=1), default=8, show_default=True, help="Devices of each host.")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True)
 @click.option(
@@ -62,8 +62,8 @@ def scale_command(
     device, and for those between devices another one, is in this machine.
 
     \b
-    relax-hetero scale model.gguf --devices 8 --texts 256
-    relax-hetero scale model.gguf --devices 8 --hosts 16 --texts 4096 --network 50 10 --memory-limit 80GiB
+    relax-hetero scale model.gguf --vdevice cuda --devices 8 --texts 256
+    relax-hetero scale model.gguf --vdevice cuda --devices 8 --hosts 16 --texts 4096 --network 50 10
     """
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.auto.cost_model import LinkCost
@@ -83,7 +83,7 @@ def scale_command(
     context = context or min(sizes.context, CONTEXT)
     cache = PagedCache(BATCHES, default_chunks(sizes, vdevices, context), texts, context)
     with console(stderr=True).status("Measuring the devices"):
-        costs, link = _costs(vdevice)
+        costs, link = costs_of(vdevice)
     rate, latency = network or (NETWORK_BYTES_PER_SECOND / 1e9, NETWORK_LATENCY_SECONDS * 1e6)
     fleet = Fleet(hosts, devices, link, LinkCost(rate * 1e9, latency * 1e-6))
     limit = memory_limits(memory_limit, vdevices).get(0)
@@ -94,12 +94,13 @@ def scale_command(
         show(_tables(found, model.name, costs, fleet))
 
 
-def _costs(vdevice: str | dict[str, Any]) -> tuple[CostModel, LinkCost]:
+def costs_of(vdevice: str | dict[str, Any]) -> tuple[CostModel, LinkCost]:
     """Costs of a device, and of the link to another one like it; measured if they are in this machine."""
     from ..frontend.auto.cost_model import CostModel
     from ..target.make_vdevice import parse_vdevices
 
-    costs = CostModel.measured(parse_vdevices([vdevice] * 2), "throughput")
+    kind = vdevice.partition(":")[0] if isinstance(vdevice, str) else vdevice  # two devices, not one twice
+    costs = CostModel.measured(parse_vdevices([kind] * 2), "throughput")
     return costs, costs.links[0, 1]
 
 

@@ -386,7 +386,8 @@ def _take(call: relax.Call, axes: Axes) -> Plan | None:
 
 def _split(call: relax.Call, axes: Axes) -> Plan:
     axis = axes[int(call.attrs.axis) % len(axes)]
-    return _on_data(call, axes, (axes,) * len(call.ty.fields), axis=axis)
+    count = len(call.ty.fields) if isinstance(call.ty, tvm.ir.TupleType) else 1  # of one section: a tensor
+    return _on_data(call, axes, (axes,) * count, axis=axis)
 
 
 def _batch_norm(call: relax.Call, axes: Axes) -> Plan:

@@ -116,10 +116,10 @@ class _Replica:
         self.asked += 1
         return self.in_flight < 1
 
-    def submit(self, call: ClusterCall, waits: bool) -> bool:
+    def submit(self, call: ClusterCall, waits: bool, taken: list[Any]) -> None:
         self.taken.append(call)
+        taken.append(self)
         self.came.release()
-        return True
 
 
 @pytest.fixture

@@ -86,7 +86,7 @@ def test_two_hosts(clusters: Make) -> None:
 @pytest.mark.slow
 def test_large_tensors(clusters: Make) -> None:
     cluster = clusters(program())
-    for rows in (1, 40_000, 700_000, 3):  # within a channel's room, beyond it, and through the store
+    for rows in (1, 40_000, 700_000, 3):  # within the buffers of sockets, and beyond
         for seed in range(3):
             _check(cluster["main"](_random(rows, seed)), _random(rows, seed))
 

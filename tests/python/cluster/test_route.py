@@ -22,7 +22,6 @@ def test_a_chain_sends_only_what_the_next_host_reads() -> None:
     assert second.work["main"].arguments == ((0, 0),)
     assert route.sent["main"] == {0: (0,)}
     assert route.results["main"] == {Source(1, 0): (1, 0), Source(0, 0): (0, 0), Source(CALL, 0): (CALL, 0)}
-    assert route.is_chain
 
 
 def test_values_that_a_host_reads_again_stay_there() -> None:
@@ -33,7 +32,6 @@ def test_values_that_a_host_reads_again_stay_there() -> None:
     assert third.follows == (0,) and third.inputs == (CALL, 1) and third.is_last
     assert third.work["main"].arguments == ((0, 0), (1, 0), (CALL, 0))
     assert route.sent["main"] == {0: (0,), 2: (1,)}
-    assert not route.is_chain
 
 
 def test_functions_on_the_same_hosts_share_a_route() -> None:

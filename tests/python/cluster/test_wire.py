@@ -1,4 +1,4 @@
-"""Values as they travel: every element type, and those too large for a channel."""
+"""Values as they travel: every element type."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOST = tvm.runtime.device("cpu", 0)
 
 
 def _sent(value: object) -> object:
-    """A value as it arrives: from read-only memory, as Ray gives it."""
+    """A value as it arrives."""
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(wire.encode(value), protocol=5, buffer_callback=buffers.append)
     return pickle.loads(text, buffers=[bytes(buffer.raw()) for buffer in buffers])
@@ -33,10 +33,11 @@ def test_tensors_arrive_as_they_are(dtype: str, shape: tuple[int, ...]) -> None:
     array = numbers.astype(getattr(ml_dtypes, dtype, None) or np.dtype(dtype))
     tensor = from_numpy(np.asarray(array), HOST)
     for value in (tensor, array):
-        arrived = wire.decode_copy(_sent(value))
-        assert isinstance(arrived, tvm_ffi.core.Tensor)
-        assert (str(arrived.dtype), tuple(arrived.shape)) == (dtype, shape)
-        assert np.array_equal(bytes_of(arrived), bytes_of(tensor))
+        for decode in (wire.decode_copy, wire.decode_received):
+            arrived = decode(_sent(value))
+            assert isinstance(arrived, tvm_ffi.core.Tensor)
+            assert (str(arrived.dtype), tuple(arrived.shape)) == (dtype, shape)
+            assert np.array_equal(bytes_of(arrived), bytes_of(tensor))
 
 
 def test_tensors_on_this_host_are_not_copied() -> None:
@@ -49,22 +50,3 @@ def test_tensors_on_this_host_are_not_copied() -> None:
 
 def test_shapes_and_scalars_arrive_as_numbers() -> None:
     assert [_sent(value) for value in (tvm_ffi.Shape([2, 3]), [4, 5], 7, 1.5, True)] == [(2, 3), (4, 5), 7, 1.5, True]
-
-
-def test_large_values_go_through_the_store() -> None:
-    store: list[object] = []
-
-    def put(value: object) -> int:
-        store.append(value)
-        return len(store) - 1
-
-    small, large = np.ones(100, "uint8"), np.ones(5000, "uint8")
-    capacity = wire.channel_bytes_for([100, 5000, 0])
-    sent, references = wire.fit([small, large, 3], capacity, put)
-    assert sent[0] is small and sent[1] is large and not references and not store
-    sent, references = wire.fit([small, large, 3], wire.channel_bytes_for([100, 0, 0]) + 2000, put)
-    assert references == [0] and sent[1] == wire.Stored(0) and sent[0] is small and store == [large]
-    assert [id(value) for value in wire.fetch(sent, store.__getitem__)] == [id(small), id(large), id(3)]
-    huge = np.empty(wire.STORED_BYTES, "uint8")
-    sent, references = wire.fit([huge], 1 << 30, put)
-    assert references == [1]  # though there is room: the store is faster from this size on

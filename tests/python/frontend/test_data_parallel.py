@@ -134,6 +134,11 @@ def all_ops():
         lambda: op.repeat(x, 2, 1),
         lambda: op.argmax(x, 3, True),
         lambda: op.argmin(op.reshape(x, rows), 1),
+        lambda: op.variance(x, [-1, 1]),
+        lambda: op.std(op.reshape(x, rows), 2, True),
+        lambda: op.sort(op.reshape(x, rows), -1),
+        lambda: op.argsort(op.reshape(x, rows), 1, True),
+        lambda: op.split(op.reshape(x, rows), 1, 2),  # a tensor, not a tuple
         lambda: op.topk(op.reshape(x, rows), 3, 2, "values"),
         lambda: op.gather_elements(op.reshape(x, [4, 384]), ids, 1),
         lambda: op.take(weight(400, 7), ids, 0),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
+from importlib import import_module
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -135,6 +137,23 @@ def test_errors(name, arguments, message, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], "F16")
     with pytest.raises(rh.FrontendError, match=message):
         rh.from_gguf(path, context=64, **arguments)
+
+
+@pytest.mark.parametrize("verifies", [False, True])
+def test_a_loader_and_the_import_choose_from_the_same_facts(verifies, tmp_path, monkeypatch):
+    """Both decide whether GPUs share layers: one for the caches, the other for the functions."""
+    calls = []
+    scaling, importing = (import_module(f"relax_hetero.frontend.{name}") for name in ("gguf.scaling", "from_gguf"))
+    for module in (scaling, importing):
+        monkeypatch.setattr(module, "shared_layers", lambda *arguments: calls.append(arguments))
+    monkeypatch.setattr(importing, "place_layers", Mock(side_effect=rh.PlacementError("chosen")))
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+    with pytest.raises(rh.PlacementError, match="chosen"):
+        rh.llm.load(path, [gpu, gpu], "auto", context=64, memory_limit="8GiB", verify_drafts=verifies)
+    loader, importer = (arguments[2:] for arguments in calls)
+    assert loader == importer
+    assert (loader[0].verify_rows > 0) == verifies
 
 
 def test_devices_of_a_number():

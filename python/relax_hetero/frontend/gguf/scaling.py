@@ -24,6 +24,7 @@ import tvm
 from ...artifact.messages import AUTO
 from ...display.text import time_text
 from ...errors import PlacementError
+from ...target.backend import backend_of
 from ...target.hosts import hosts_of
 from ...vm.device.cuda_copies import has_peer_access
 from ..auto.cost_model import CostModel, LinkCost
@@ -143,7 +144,8 @@ def arrangements(
     ----------
     file, model : GgufFile, Hyperparameters
     cache : PagedCache
-        For its context and chunks; replicas have as many sequences as texts.
+        For its context and chunks; replicas have as many sequences as texts, and decode as many rows as their stages
+        have at a time.
     vdevice : VDevice
         A device of the fleet.
     costs : CostModel
@@ -160,9 +162,10 @@ def arrangements(
         If the model fits in no arrangement.
     """
     found, least = [], math.inf
-    for tensor, stages, replicas in _shapes(model, fleet):
+    for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
-        problem = LayerProblem(file, model, replace(cache, slots=own), [vdevice], costs, {})
+        own_cache = replace(cache, batches=(math.ceil(own / stages),), slots=own)  # as `Pipeline.decode` calls
+        problem = LayerProblem(file, model, own_cache, [vdevice], costs, {})
         pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages)
         device_bytes = pipeline.device_bytes + problem.working[0]
         least = min(least, device_bytes)
@@ -234,11 +237,10 @@ def shared_layers(
         None if layers, or parts of them, are on single devices.
     """
     count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
-    heads = math.gcd(*(own.kv_heads for own in model.caches if not own.state), model.heads)
     is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
-    if not is_alike or str(vdevices[0].target.kind.name) != "cuda" or hosts_of(vdevices):
+    if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):
         return None
-    if heads % count or any(own.state or own.shared for own in model.caches) or 0 < model.experts < count:
+    if not _can_share(model, count):
         return None
     if not all(has_peer_access(a, b) for a, b in permutations(indices, 2)):
         return None
@@ -270,12 +272,17 @@ def shared_layers(
     return SharedLayers([("*", f"vdevice[0:{count}]")], {"*": reason}, estimate)
 
 
-def _shapes(model: Hyperparameters, fleet: Fleet) -> Iterator[tuple[int, int, int]]:
-    """Devices of a group, stages and replicas of each arrangement; the heads of keys are divided by groups."""
+def _can_share(model: Hyperparameters, count: int) -> bool:
+    """Return whether devices can share each layer, as `tensor_parallel.split_caches` and dealt experts demand."""
+    heads = math.gcd(model.heads, *(own.kv_heads for own in model.caches))
+    return not (heads % count or any(own.state or own.shared for own in model.caches) or 0 < model.experts < count)
+
+
+def group_shapes(model: Hyperparameters, fleet: Fleet) -> Iterator[tuple[int, int, int]]:
+    """Devices of a group, stages and replicas of each arrangement."""
     total = fleet.hosts * fleet.devices
-    heads = math.gcd(*(count for count in model.kv_heads if count), model.heads)
     for tensor in range(1, fleet.devices + 1):
-        if fleet.devices % tensor or heads % tensor or (model.experts and model.experts % tensor):
+        if fleet.devices % tensor or (tensor > 1 and not _can_share(model, tensor)):
             continue
         for stages in range(1, min(model.layers, MAX_STAGES, total // tensor) + 1):
             if total % (tensor * stages) == 0:

@@ -91,7 +91,9 @@ def _take(x: te.Tensor, index: te.Tensor, axis: int) -> te.Tensor:
     rank = len(index.shape)
 
     def element(*indices: tirx.Var) -> tirx.PrimExpr:
-        return x(*indices[:axis], index(*indices[axis : axis + rank]), *indices[axis + rank :])
+        at = index(*indices[axis : axis + rank])
+        # A constant takes the place of a scalar, and fusion that of a dimension, whose type is int64.
+        return x(*indices[:axis], at if rank else at.astype("int64"), *indices[axis + rank :])
 
     return te.compute([*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]], element, name="take")
 

@@ -161,14 +161,16 @@ class GpuSums:
         self._users = _users_of(items)
         self._outputs = set(outputs)
         self.replaced: set[relax.Var] = set()
-        self._plans = {id(each): _Plan(AllReduce(each.shape, len(each.mesh)), list(each.parts)) for each in sums}
+        plain = {id(each): AllReduce(each.shape, len(each.mesh)) for each in sums}
+        self._plans = {id(each): _Plan(plain[id(each)], list(each.parts)) for each in sums}
         for each in sums:
             self._plan(each)
         # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
         counts = Counter(each.mesh for each in sums)
         self._slots = {mesh: iter(slots_of(max(2, count))) for mesh, count in counts.items()}
         self._is_alone = {mesh: count == 1 for mesh, count in counts.items()}
-        self._slot_bytes = max((plan.reduce.slot_bytes for plan in self._plans.values()), default=0)
+        reduces = [*plain.values(), *(plan.reduce for plan in self._plans.values())]
+        self._slot_bytes = max((reduce.slot_bytes for reduce in reduces), default=0)
         self._addresses: dict[tuple[Mesh, int], relax.Var] = {}
         self._last: dict[int, relax.Expr] = {}
 

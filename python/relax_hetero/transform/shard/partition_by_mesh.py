@@ -432,11 +432,10 @@ class _FunctionPartition:
                 locals_.append(self._emit(add, own, device, self._named(var, number)))
             elif own and str(shape_of(own[0])) == str(_extents(call.ty)):
                 locals_.append(own[0])
-            elif not own:
-                zeros = np.zeros([int(extent) for extent in _extents(call.ty) or []], str(call.ty.dtype))
-                locals_.append(relax.const(zeros))
+            elif own or None in (extents := [known(extent) for extent in _extents(call.ty) or []]):
+                return False  # zeros of an unknown size are no constant
             else:
-                return False
+                locals_.append(relax.const(np.zeros([extent or 0 for extent in extents], str(call.ty.dtype))))
         self._values[var] = _Value(mesh, [PARTIAL], locals_)
         return True
 

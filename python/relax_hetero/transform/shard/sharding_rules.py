@@ -500,7 +500,8 @@ def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[in
         size = int(call.attrs.size)
         return tuple(int(count) * size for count in (call.attrs.heads, call.attrs.kv_heads, call.attrs.kv_heads))
     if name == "relax.split" and int(call.attrs.axis) % len(shape) == len(shape) - 1:
-        return tuple(known(field.shape.values[-1]) or 0 for field in call.ty.fields)
+        fields = call.ty.fields if isinstance(call.ty, tvm.ir.TupleType) else [call.ty]  # of one section: a tensor
+        return tuple(known(field.shape.values[-1]) or 0 for field in fields)
     if (name in ELEMENTWISE or name in RESHAPES) and sum(result) == known(shape[-1]):
         return result
     return ()
@@ -601,16 +602,15 @@ _RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
     "relax.broadcast_to": _broadcast_to,
     **dict.fromkeys(REDUCTIONS, _reduction),
     **dict.fromkeys(
-        """relax.nn.softmax relax.nn.log_softmax relax.cumsum relax.cumprod relax.topk relax.flip relax.repeat
-        relax.nn.prelu""".split(),
+        """relax.nn.softmax relax.nn.log_softmax relax.cumsum relax.cumprod relax.sort relax.argsort relax.topk
+        relax.flip relax.repeat relax.nn.prelu""".split(),
         _along("axis"),
     ),
     "relax.nn.layer_norm": _along("axes"),
     "relax.nn.rms_norm": _along("axes"),
     "relax.nn.group_norm": _along("axes", "channel_axis"),
     "relax.nn.instance_norm": _along("axes", "channel_axis"),
-    "relax.argmax": _reduction,
-    "relax.argmin": _reduction,
+    **dict.fromkeys(("relax.variance", "relax.std", "relax.argmax", "relax.argmin"), _reduction),
     "relax.nn.batch_norm": _batch_norm,
     **{name: _conv for name, traits in TRAITS.items() if traits.kind == "conv"},
     **{name: _conv_transpose for name, traits in TRAITS.items() if traits.kind == "conv_transpose"},

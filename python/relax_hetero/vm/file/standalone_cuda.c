@@ -4,6 +4,7 @@
  * code shares with a machine are the same (artifact/graph_layout.py). TVM's CUDA runtime launches kernels and owns
  * memory; the driver's library captures and launches graphs. A machine has one GPU, and runs one call at a time.
  */
+#include <errno.h>
 #include <time.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
@@ -431,6 +432,15 @@ static int check_code(const struct gpu *gpu) {
     return 0;
 }
 
+/* Make the lock that calls hold; the next one gets it, too, if a call has failed and its thread has ended. */
+static void make_lock(struct gpu *gpu) {
+    pthread_mutexattr_t robust;
+    pthread_mutexattr_init(&robust);
+    pthread_mutexattr_setrobust(&robust, PTHREAD_MUTEX_ROBUST);
+    pthread_mutex_init(&gpu->in_use, &robust);
+    pthread_mutexattr_destroy(&robust);
+}
+
 /* The GPU of these devices; null without one. */
 static int make_gpu(const DLDevice *devices, struct gpu **result) {
     const char *blocking = getenv("CUDA_LAUNCH_BLOCKING");
@@ -451,7 +461,7 @@ static int make_gpu(const DLDevice *devices, struct gpu **result) {
     if (gpu == NULL)
         return fail("MemoryError", "no memory for a machine");
     gpu->device = devices[first];
-    pthread_mutex_init(&gpu->in_use, NULL);
+    make_lock(gpu);
     if (find_driver() != 0 || check_code(gpu) != 0 || CUDA(PrimaryContext, &gpu->context, gpu->device.device_id) != 0 ||
         CUDA(SetContext, gpu->context) != 0)
         return -1;
@@ -492,7 +502,7 @@ static int place_of_gpu(struct gpu *gpu, const struct constant *constant, DLDevi
 /* ---- Functions that compiled code calls by global names ---- */
 
 static int serve(enum request request, int64_t address, int64_t number) {
-    for (struct machine *each = machines; each != NULL; each = each->next) {
+    for (struct machine *each = __atomic_load_n(&machines, __ATOMIC_ACQUIRE); each != NULL; each = each->next) {
         const char *first = each->gpu == NULL ? NULL : each->gpu->mailboxes, *wanted = (const char *)address;
         if (request == AWAIT && first != NULL && first <= wanted && wanted < first + rh_mailbox_bytes)
             return await_flag(each->gpu, (const volatile int32_t *)address, (int32_t)number);
@@ -538,7 +548,7 @@ static int await_mailbox(void *self, const TVMFFIAny *args, int32_t count, TVMFF
 /* Fail for values that kernels of a GPU have refused; relax_hetero.h calls it after it has read a tensor. */
 static int raise_reported(void *self, const TVMFFIAny *args, int32_t count, TVMFFIAny *result) {
     *result = none();
-    for (struct machine *each = machines; each != NULL; each = each->next)
+    for (struct machine *each = __atomic_load_n(&machines, __ATOMIC_ACQUIRE); each != NULL; each = each->next)
         if (each->gpu != NULL && each->gpu->device.device_id == args[0].v_int64 && check_reported(each->gpu) != 0)
             return -1;
     if (before[RAISE_REPORTED] == NULL)
@@ -568,7 +578,10 @@ static int define_functions_of_gpus(void) {
 
 /* Reserve the GPU for a call of this thread. */
 static int enter_gpu(struct gpu *gpu) {
-    pthread_mutex_lock(&gpu->in_use);
+    if (pthread_mutex_lock(&gpu->in_use) == EOWNERDEAD) {
+        pthread_mutex_consistent(&gpu->in_use);
+        reset_mailboxes(gpu);
+    }
     if (CUDA(SetContext, gpu->context) == 0 && check_reported(gpu) == 0)
         return 0;
     pthread_mutex_unlock(&gpu->in_use);

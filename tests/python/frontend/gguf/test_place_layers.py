@@ -291,6 +291,11 @@ def test_experts_stay_on_the_cpu_where_they_do_not_fit_the_gpu(experts):
     )
 
 
+def test_a_cost_model_of_other_devices_is_refused(experts):
+    with pytest.raises(rh.VDeviceError, match="the cost model has 2 devices for 3 vdevices"):
+        rh.from_gguf(experts, ["llvm"] * 3, "auto", context=256, cost_model=costs_of(2))
+
+
 def test_a_layer_that_fits_nowhere_is_refused_by_name(experts):
     with pytest.raises(
         rh.PlacementError, match=r"no split by layers or by parts .* on llvm:1, where the limit is 1,024"

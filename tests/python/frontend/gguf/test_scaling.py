@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,10 +12,12 @@ import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, QWEN3_30B, write_gguf
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
 from relax_hetero.frontend.gguf.file import read_gguf
-from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
+from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
-from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements
+from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements, group_shapes
+from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.target.make_vdevice import parse_vdevices
+from relax_hetero.tools.scale import costs_of
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
 COSTS = CostModel([DeviceCost(40e12, 2e12, 2e-6, {"quantized": 400e12, "float16": 400e12})], {})
@@ -84,6 +88,24 @@ def test_arrangements_are_sorted_and_fit(large):
         on(large, 2, 8, limit=1000)
 
 
+def test_groups_are_those_that_can_share_layers(large):
+    """A layer with a state, as the gated delta rule has, stays on one device; `tensor_parallel=` refuses it."""
+    model = large[2]
+    with_states = replace(model, delta=DeltaRule(2, 4, 8, 16, 4, is_tiled=False, period=3))
+    with pytest.raises(rh.FrontendError, match="has a state, expected heads"):
+        split_caches(with_states, {"*": "vdevice[0:2]"}, parse_vdevices([GPU] * 2))
+    fleet = Fleet(1, 8, FAST, SLOW)
+    assert {tensor for tensor, _, _ in group_shapes(model, fleet)} == {1, 2, 4}
+    assert {tensor for tensor, _, _ in group_shapes(with_states, fleet)} == {1}
+
+
+def test_logits_of_many_texts_take_memory(large):
+    """Besides their caches: a call decodes all texts of a replica that has one stage."""
+    one, many = (on(large, 1, 1, texts)[0].device_bytes for texts in (1024, 3072))
+    cache = sum(cache.kv_heads * cache.size * 2 * 2 * 4096 for cache in large[2].caches)
+    assert many - one >= 2048 * (cache + 4 * large[2].vocabulary)
+
+
 def test_a_slow_network_is_crossed_seldom(large):
     def seconds(network):
         return next(e for e in on(large, 2, 1, 2, network) if e.stages == 2).token_seconds
@@ -98,6 +120,13 @@ def test_the_command(large, runner):
     assert "Arrangements" in shown and "on 1 host of 4 devices, 32 texts" in shown
     found = json.loads(runner(*arguments, "--json"))["arrangements"]
     assert {each["tensor"] * each["stages"] * each["replicas"] for each in found} == {4}
+
+
+def test_a_device_with_a_number_stands_for_its_kind():
+    """The link is between two devices: that of one to itself would cost nothing."""
+    costs, link = costs_of("cuda:1")
+    assert link == costs_of("cuda")[1]
+    assert link.bandwidth < math.inf and len(costs.devices) == 2
 
 
 @pytest.fixture

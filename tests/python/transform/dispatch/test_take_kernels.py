@@ -6,6 +6,7 @@ import tvm
 from tvm import relax
 from tvm.relax import op
 
+import relax_hetero as rh
 from relax_hetero.transform.dispatch.numpy_kernels import take_legalizations
 
 
@@ -24,3 +25,17 @@ def test_as_numpy(axis, index, capfd):
     actual = relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](tvm.runtime.tensor(array)).numpy()
     np.testing.assert_array_equal(actual, np.take(array, index, axis))
     assert "in bound" not in capfd.readouterr().err
+
+
+def test_a_short_number_of_a_joined_tensor():
+    """A kernel that joins tensors compares positions with int64 extents."""
+    builder = relax.BlockBuilder()
+    x, y = (relax.Var(name, relax.TensorType((2, 4), "float32")) for name in "xy")
+    with builder.function("main", [x, y]):
+        with builder.dataflow():
+            joined = builder.emit(op.concat([x, y], 0))
+            output = builder.emit_output(builder.emit(op.take(joined, relax.const(3, "int32"), 0)))
+        builder.emit_func_output(output)
+    arrays = np.arange(16, dtype="float32").reshape(2, 2, 4)
+    actual = rh.vm.VirtualMachine(rh.compile(builder.get()))["main"](*arrays).numpy()
+    np.testing.assert_array_equal(actual, arrays[1, 1])

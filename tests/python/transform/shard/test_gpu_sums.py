@@ -109,3 +109,23 @@ def test_blocks_cover_all_rows_and_fit_the_gpu(shape, ranks):
         assert reduce.slot_bytes >= (8 * reduce.count if reduce.is_short else 8 * reduce.count // ranks)
         if reduce.norm is not None or reduce.has_residual:
             assert reduce.row * reduce.lanes == shape[-1]
+
+
+def test_a_slot_holds_the_first_pass_of_a_lone_sum():
+    """A function's only sum is computed twice; the first pass has no norm, so that its parts are no whole rows."""
+    shape = (4098, WIDTH)
+
+    @ir_module(*GPUS)
+    def module(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN))
+            b = R.nn.rms_norm(a, R.const(SCALE), axes=[-1])
+            c = R.matmul(b, R.const(UP))
+            R.output(c)
+        return c
+
+    first, _, after = kernels_of(module)
+    assert len(first) == 2
+    (slot_bytes,) = {int(call.args[2]) for call in calls_of("relax.call_pure_packed", after)}
+    plain, with_norm = AllReduce(shape, 2), AllReduce(shape, 2, RowNorm(1e-5, "float32"))
+    assert slot_bytes >= plain.slot_bytes > with_norm.slot_bytes

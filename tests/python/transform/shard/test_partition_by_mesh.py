@@ -6,13 +6,14 @@ import json
 
 import numpy as np
 import pytest
+import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from modules import calls_of, check_pass, ir_module, ops_of
-from relax_hetero.target.vdevice import parse_vdevices, with_vdevices
+from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
 from relax_hetero.tir.cuda.all_reduce import slots_of
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 from relax_hetero.transform.shard.sharding import Sharding
@@ -119,6 +120,28 @@ def test_a_residual_joins_the_sum_on_one_device():
     assert sorted(int(call.ty.vdevice.vdevice_id) for call in adds) == [0, 0, 1]
     x = fresh_rng().standard_normal((4, 8)).astype("float32")
     np.testing.assert_allclose(run(partition_by_mesh(module), x), run(module, x), rtol=1e-5, atol=1e-6)
+
+
+def test_sums_of_single_devices_on_a_larger_mesh():
+    """The third device adds nothing: zeros, but there is no constant of an unknown number of them."""
+    rows, devices, bindings = tvm.tirx.Var("rows", "int64"), parse_vdevices([CORE] * 3), []
+    mesh = lookup("llvm[0:3]", devices)
+
+    def bound(device, call):
+        var = relax.DataflowVar(f"value{len(bindings)}", relax.TensorType([rows, 8], "float32", device))
+        relax.expr._update_type(call, var.ty)
+        bindings.append(relax.VarBinding(var, call))
+        return var
+
+    x = relax.Var("x", relax.TensorType([rows, 8], "float32", mesh))
+    a, b = bound(devices[0], relax.op.nn.relu(x)), bound(devices[1], relax.op.exp(x))
+    total = bound(mesh, relax.op.nn.softmax(bound(mesh, relax.op.add(a, b))))
+    result = relax.Var("result", total.ty)
+    body = relax.SeqExpr([relax.DataflowBlock([*bindings, relax.VarBinding(result, total)])], result)
+    relax.expr._update_type(body, result.ty)
+    module = with_vdevices(tvm.IRModule({"main": relax.Function([x], body, result.ty)}), devices)
+    values = fresh_rng().standard_normal((4, 8)).astype("float32")
+    np.testing.assert_allclose(run(partition_by_mesh(module), values), run(module, values), rtol=1e-5, atol=1e-6)
 
 
 def test_gpus_sum_by_kernels_in_one_order():

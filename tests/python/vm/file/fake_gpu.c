@@ -254,6 +254,17 @@ static void check_submissions(struct graph *graph, const int64_t *sizes, int cou
             CHECK(y[i][k] == x[i][k] + 5);
 }
 
+static int set_context(void *context) {
+    return 0;
+}
+
+/* A call that fails in a thread that ends without another one. */
+static void *fail_in_thread(void *gpu) {
+    CHECK(enter_gpu(gpu) == 0);
+    *flag_of(gpu, 1) = 7;
+    return NULL;
+}
+
 int main(void) {
     ffi.ErrorSetRaisedFromCStr = set_error, ffi.ErrorMoveFromRaised = move_error;
     ffi.ObjectIncRef = ffi.ObjectDecRef = ignore, ffi.TensorFromDLPack = from_dlpack;
@@ -286,6 +297,13 @@ int main(void) {
         CHECK(make_graph(gpu, &spec, &constant, &state) == 0 && tensor_of(state)->shape[0] == words);
         graphs[i] = gpu->graphs;
     }
+
+    /* The next call does not wait for a thread that has ended. */
+    pthread_t thread;
+    make_lock(gpu);
+    cuda.SetContext = set_context;
+    CHECK(pthread_create(&thread, NULL, fail_in_thread, gpu) == 0 && pthread_join(thread, NULL) == 0);
+    CHECK(enter_gpu(gpu) == 0 && *flag_of(gpu, 1) == 0 && pthread_mutex_unlock(&gpu->in_use) == 0);
 
     /* Without parameters: captured after the first submission. Then rows are reused, and submissions wait for some. */
     int64_t hundreds[100];

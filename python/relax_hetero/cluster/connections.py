@@ -1,0 +1,394 @@
+"""Connections between the processes of a cluster, by which messages are sent directly.
+
+Processes of one node use Unix sockets, those of different nodes TCP. Tensors are not serialized: the kernel copies them
+from the sender's memory, and into memory that the receiver allocates for them. A process that waits sleeps, and the
+connections of a process that dies close at once.
+
+Whoever connects first sends a token, which Ray distributes; listeners end once all processes are connected.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import hmac
+import io
+import pickle
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Generator, Mapping
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..errors import HostError
+from ..vm.device.tensors import ALIGNMENT
+
+CALLER = ""
+"""Name of the caller's process among those of hosts."""
+
+CONNECT_SECONDS = 30.0
+"""Time within which all processes of a replica are connected."""
+
+_TOKEN_BYTES = 32
+_TOKEN_SECONDS = 5.0
+"""Time within which a process that has connected sends the token."""
+_INDEX = struct.Struct("<I")
+"""Index of the process that connects, which it sends after the token."""
+_HEADER = struct.Struct("<QQ")
+"""Bytes of the pickled message, and number of buffers with elements of tensors."""
+_MAX_PIECES = 512
+"""Maximum pieces of one system call; Linux allows 1024."""
+_ACCEPT_MILLISECONDS = 100
+_BUFFER_BYTES = 4 << 20
+"""Bytes of a Unix socket's buffer, where the system allows as many. A smaller one needs more switches of threads."""
+_KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
+"""Linux's options, in seconds and tries, by which an idle connection to a machine that has vanished ends."""
+
+
+class Address(NamedTuple):
+    """Addresses at which a process listens.
+
+    Attributes
+    ----------
+    node : str
+        Ray's id of its node.
+    unix : bytes
+        Abstract name of its Unix socket, for processes of the same node.
+    tcp : (str, int) or None
+        IP address and port, for processes of other nodes; None if there are none.
+    """
+
+    node: str
+    unix: bytes
+    tcp: tuple[str, int] | None
+
+
+def _array(buffer: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ndarray(shape, dtype, buffer)
+
+
+def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
+    return _array, (pickle.PickleBuffer(array.data), array.dtype.str, array.shape)
+
+
+class _Pickler(pickle.Pickler):
+    """Describes contiguous arrays in half of numpy's time."""
+
+    dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_array}  # type: ignore[assignment]  # noqa: RUF012
+
+
+class Connection:
+    """One end of a connection: one thread may send while another one receives.
+
+    Parameters
+    ----------
+    sock : socket.socket
+        Connected socket.
+    peer : str
+        Name of the process at the other end.
+    """
+
+    def __init__(self, sock: socket.socket, peer: str) -> None:
+        sock.setblocking(False)
+        if sock.family == socket.AF_UNIX:
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                sock.setsockopt(socket.SOL_SOCKET, option, _BUFFER_BYTES)
+        else:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            for name, value in _KEEPALIVE.items():
+                sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._socket, self.peer = sock, peer
+        self._messages = _read(sock)
+
+    def __del__(self) -> None:
+        self._socket.close()
+
+    def fileno(self) -> int:
+        """Descriptor of the socket."""
+        return self._socket.fileno()
+
+    def send(self, message: Any, wait: Callable[[Connection], None]) -> None:
+        """Send a message, whose arrays may change once this returns.
+
+        Parameters
+        ----------
+        message : object
+            Picklable object; contiguous numpy arrays in it are sent from their memory.
+        wait : callable
+            Waits until the connection can take more.
+        """
+        buffers: list[pickle.PickleBuffer] = []
+        file = io.BytesIO()
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(message)
+        body = file.getvalue()
+        arrays = [buffer.raw() for buffer in buffers]
+        sizes = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays))
+        pieces = [memoryview(_HEADER.pack(len(body), len(arrays)) + sizes + body), *arrays]
+        first = 0
+        while first < len(pieces):
+            try:
+                sent = self._socket.sendmsg(pieces[first : first + _MAX_PIECES])
+            except BlockingIOError:
+                wait(self)
+                continue
+            except OSError as error:
+                raise self._ended() from error
+            while first < len(pieces) and sent >= pieces[first].nbytes:
+                sent -= pieces[first].nbytes
+                first += 1
+            if sent:
+                pieces[first] = pieces[first][sent:]
+
+    def receive(self) -> Any:
+        """Return the next message, or None if it has not come as a whole; HostError if the connection has ended."""
+        try:
+            return next(self._messages)
+        except (OSError, StopIteration) as error:
+            raise self._ended() from error
+
+    def close(self) -> None:
+        """End the connection for both ends, which wakes threads that wait for it; the descriptor closes with `self`."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _ended(self) -> HostError:
+        return HostError(f"the connection with {f'host {self.peer!r}' if self.peer else 'the caller'} has ended")
+
+
+def _read(sock: socket.socket) -> Generator[Any, None, None]:
+    """Yield messages, and None whenever nothing more has come; ends with the connection."""
+    header = memoryview(bytearray(_HEADER.size))
+    while True:
+        yield from _fill(sock, header)
+        body_bytes, count = _HEADER.unpack(header)
+        head = memoryview(bytearray(8 * count + body_bytes))
+        yield from _fill(sock, head)
+        buffers = [aligned_bytes(nbytes) for nbytes in struct.unpack_from(f"<{count}Q", head)]
+        for buffer in buffers:
+            yield from _fill(sock, buffer.data)
+        message = pickle.loads(head[8 * count :], buffers=buffers)
+        buffers.clear()  # the message owns its memory
+        yield message
+        del message
+
+
+def _fill(sock: socket.socket, view: memoryview) -> Generator[None, None, None]:
+    while view.nbytes:
+        try:
+            received = sock.recv_into(view)
+        except BlockingIOError:
+            yield None
+            continue
+        if not received:
+            raise ConnectionError
+        view = view[received:]
+
+
+class Peers:
+    """All connections of a process.
+
+    Parameters
+    ----------
+    connections : mapping of str to Connection
+        Connections by the name of the other process.
+    receives_while_sending : bool
+        Whether `send` takes what comes while it waits, because no other thread does. Otherwise two processes that send
+        large messages to each other would wait forever.
+    """
+
+    def __init__(self, connections: Mapping[str, Connection], receives_while_sending: bool) -> None:
+        self._connections, self._receives_while_sending = dict(connections), receives_while_sending
+        self._by_descriptor = {connection.fileno(): connection for connection in connections.values()}
+        self._arrived: list[Any] = []
+        self._poll = select.poll()
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
+
+    def send(self, peer: str, message: Any) -> None:
+        """Send a message; HostError if a connection has ended."""
+        self._connections[peer].send(message, self._wait_to_send)
+
+    def receive(self, seconds: float | None = None) -> list[Any]:
+        """Wait for something to come.
+
+        Parameters
+        ----------
+        seconds : float, optional
+            Maximum time to wait; None for no limit.
+
+        Returns
+        -------
+        list of object
+            Messages that have come; empty if there are only parts of one.
+
+        Raises
+        ------
+        HostError
+            If a connection has ended.
+        """
+        if not self._arrived:
+            self._take(self._poll.poll(None if seconds is None else 1e3 * seconds))
+        arrived, self._arrived = self._arrived, []
+        return arrived
+
+    def close(self) -> None:
+        """End all connections; thread-safe."""
+        for connection in self._connections.values():
+            connection.close()
+
+    def _take(self, ready: list[tuple[int, int]]) -> None:
+        for descriptor, _ in ready:
+            message = self._by_descriptor[descriptor].receive()
+            if message is not None:
+                self._arrived.append(message)
+
+    def _wait_to_send(self, connection: Connection) -> None:
+        poll, descriptor = select.poll(), connection.fileno()
+        events = select.POLLIN if self._receives_while_sending else 0
+        for other in self._by_descriptor if events else ():
+            poll.register(other, events)
+        poll.register(descriptor, select.POLLOUT | events)
+        ready = poll.poll()
+        if self._receives_while_sending:
+            self._take([(each, found) for each, found in ready if found & ~select.POLLOUT])
+
+
+class Listener:
+    """Sockets at which a process waits for those of others.
+
+    Parameters
+    ----------
+    node : str
+        Ray's id of this process's node.
+    ip_address : str or None
+        IP address for processes of other nodes; None if there are none, so that no port is opened.
+    token : bytes
+        Token that processes send.
+
+    Attributes
+    ----------
+    address : Address
+        Where it listens.
+    is_cancelled : bool
+        Set by another thread to end `accept` soon.
+    """
+
+    def __init__(self, node: str, ip_address: str | None, token: bytes) -> None:
+        self.token, self.is_cancelled = token, False
+        self._sockets = [socket.socket(socket.AF_UNIX)]
+        unix = b"\0relax_hetero-" + secrets.token_hex(16).encode()
+        self._sockets[0].bind(unix)
+        if ip_address is not None:
+            family = socket.AF_INET6 if ":" in ip_address else socket.AF_INET
+            self._sockets.append(socket.create_server((ip_address, 0), family=family))
+        for listening in self._sockets:
+            listening.listen()
+        self.address = Address(node, unix, self._sockets[1].getsockname()[:2] if ip_address else None)
+
+    def accept(self, names: Mapping[int, str]) -> dict[str, Connection]:
+        """Wait for other processes, and stop listening.
+
+        Parameters
+        ----------
+        names : mapping of int to str
+            Names of the processes by index.
+
+        Raises
+        ------
+        HostError
+            If they have not connected within `CONNECT_SECONDS`, or it is cancelled.
+        """
+        connections: dict[str, Connection] = {}
+        end = time.monotonic() + CONNECT_SECONDS
+        poll, sockets = select.poll(), {listening.fileno(): listening for listening in self._sockets}
+        for descriptor in sockets:
+            poll.register(descriptor, select.POLLIN)
+        while len(connections) < len(names):
+            if time.monotonic() > end or self.is_cancelled:
+                missing = ", ".join(repr(name or "the caller") for name in names.values() if name not in connections)
+                raise HostError(f"{missing} did not connect within {CONNECT_SECONDS:g} s")
+            for descriptor, _ in poll.poll(_ACCEPT_MILLISECONDS):
+                sock, _ = sockets[descriptor].accept()
+                name = names.get(_read_index(sock, self.token))
+                if name is None:
+                    sock.close()
+                else:
+                    connections[name] = Connection(sock, name)
+        self.close()
+        return connections
+
+    def close(self) -> None:
+        """Close the sockets."""
+        for listening in self._sockets:
+            listening.close()
+
+    __del__ = close
+
+
+def connect(address: Address, node: str, token: bytes, index: int, peer: str) -> Connection:
+    """Connect to a process.
+
+    Parameters
+    ----------
+    address : Address
+        Where the other process listens.
+    node : str
+        Ray's id of this process's node.
+    token : bytes
+        Token of the replica.
+    index : int
+        Index of this process.
+    peer : str
+        Name of the other process.
+
+    Raises
+    ------
+    HostError
+        If it cannot be reached.
+    """
+    sock = socket.socket(socket.AF_UNIX) if address.node == node else None
+    try:
+        if sock is not None:
+            sock.connect(address.unix)
+        else:
+            assert address.tcp is not None
+            sock = socket.create_connection(address.tcp, timeout=CONNECT_SECONDS)
+        sock.sendall(token + _INDEX.pack(index))
+    except OSError as error:
+        if sock is not None:
+            sock.close()
+        where = "on this node" if address.node == node else "at {}:{}".format(*address.tcp or ())
+        raise HostError(f"host {peer!r} cannot be reached {where}: {error}") from error
+    return Connection(sock, peer)
+
+
+def new_token() -> bytes:
+    """Make the token of a replica's connections."""
+    return secrets.token_bytes(_TOKEN_BYTES)
+
+
+def aligned_bytes(nbytes: int) -> np.ndarray:
+    """Allocate uninitialised bytes that kernels can read in place."""
+    memory = np.empty(nbytes + ALIGNMENT, "uint8")
+    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[begin : begin + nbytes]
+
+
+def _read_index(sock: socket.socket, token: bytes) -> int:
+    """Index of the process that has connected; -1 if it does not send the token soon."""
+    received, end = b"", time.monotonic() + _TOKEN_SECONDS
+    with suppress(OSError):
+        while len(received) < _TOKEN_BYTES + _INDEX.size:
+            sock.settimeout(max(end - time.monotonic(), 1e-3))
+            piece = sock.recv(_TOKEN_BYTES + _INDEX.size - len(received))
+            if not piece:
+                break
+            received += piece
+    if len(received) < _TOKEN_BYTES + _INDEX.size or not hmac.compare_digest(received[:_TOKEN_BYTES], token):
+        return -1
+    return int(_INDEX.unpack(received[_TOKEN_BYTES:])[0])
