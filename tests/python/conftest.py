@@ -58,12 +58,12 @@ OPTIONAL = ("slow", "timing")
 # One in so many variants of a test runs by default, unless the test has a number of its own: kernels are compiled
 # for each, an interpreter runs those of GPUs here, and `-m slow` and `-m gpu` run the rest.
 ONE_OF = {
-    "tests/python/tir/matmul/": 16,
-    "tests/python/tir/": 8,
-    "tests/python/frontend/ops/": 5,
-    "tests/python/transform/": 4,
+    "tests/python/tir/matmul/": 20,
+    "tests/python/tir/": 10,
+    "tests/python/frontend/ops/": 6,
+    "tests/python/transform/": 5,
     "tests/python/driver/": 4,
-    "tests/python/llm/": 3,
+    "tests/python/llm/": 4,
     "tests/python/test_": 1,
     "tests/python/": 2,
     "": 1,

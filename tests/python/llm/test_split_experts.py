@@ -29,11 +29,11 @@ THREE = {
     [
         pytest.param("qwen3moe", {"*exps*": "Q4_K", "*": "Q8_0"}, [CPU, OTHER, CPU], THREE, marks=pytest.mark.slow),
         # Biases of experts, and rows without a choice among the experts of a device.
-        ("gpt-oss", {"*exps*": "MXFP4", "*": "Q8_0"}, [CPU, OTHER], TWO),
+        pytest.param("gpt-oss", {"*exps*": "MXFP4", "*": "Q8_0"}, [CPU, OTHER], TWO, marks=pytest.mark.slow),
         # Layers without experts, groups, an expert of all tokens.
         pytest.param("deepseek2", {"*exps*": "Q4_K", "*": "Q8_0"}, [CPU, OTHER], TWO, marks=pytest.mark.slow),
         pytest.param("glm4moe", {"*exps*": "F16", "*": "Q8_0"}, [CPU, OTHER], TWO, marks=pytest.mark.slow),
-        pytest.param("qwen2moe", {"*": "F32"}, [CPU, OTHER], TWO, marks=pytest.mark.slow),
+        ("qwen2moe", {"*": "F32"}, [CPU, OTHER], TWO),
     ],
 )
 def test_logits_and_tokens(name, types, devices, placement, tmp_path):

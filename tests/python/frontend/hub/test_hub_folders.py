@@ -49,7 +49,7 @@ def test_tensors_and_numbers_of_architectures(name, tmp_path):
     assert_same_model(folder, path)
 
 
-@pytest.mark.parametrize("name", slow_but_for(["gemma3", "mixtral", "deepseek2"], ["deepseek2"]))
+@pytest.mark.parametrize("name", slow_but_for(["gemma3", "mixtral", "deepseek2"], ["gemma3"]))
 def test_logits(name, tmp_path):
     path, folder = write_folder(name, tmp_path)
     np.testing.assert_array_equal(run(folder, TOKENS, 3), run(path, TOKENS, 3))
