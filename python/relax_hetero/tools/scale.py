@@ -115,7 +115,7 @@ def _tables(found: list[Arrangement], name: str, costs: CostModel, fleet: Fleet)
             bytes_text(each.device_bytes),
             f"{each.busy:.0%}",
             ", ".join(
-                f"{exchange.count:,} {exchange.what} of {bytes_text(exchange.bytes)}: {time_text(exchange.seconds)}"
+                f"{exchange.count:,} {exchange.kind} of {bytes_text(exchange.bytes)}: {time_text(exchange.seconds)}"
                 for exchange in each.exchanges
             )
             or "-",

@@ -289,6 +289,30 @@ def plan_model(
         for part, device, reason in zip(layout.search.parts, layout.plan.devices, layout.reasons, strict=True)
     )
     streaming = _streaming(problem, layout, vdevices)
+    devices = [
+        _device_use(problem, placed, index, layout.plan.resident_bytes.get(index, 0.0))
+        for index in range(len(vdevices))
+    ]
+    plan = _plan(file, problem, model, cache, is_auto, placed, devices, _speeds(problem, layout, cache, streaming))
+    return replace(
+        plan,
+        more=tuple(_more_memory(problem, model, vdevices, layout, device) for device in limited),
+        curves={problem.names[device]: _curve(problem, device) for device in limited},
+        streaming=streaming,
+    )
+
+
+def _plan(
+    file: GgufFile,
+    problem: LayerProblem,
+    model: Hyperparameters,
+    cache: PagedCache,
+    is_auto: bool,
+    parts: Sequence[PlacedPart],
+    devices: Sequence[DeviceUse],
+    speeds: Sequence[Speed],
+) -> ModelPlan:
+    """A plan without the effects of more memory, and of copies of experts."""
     return ModelPlan(
         model=file.path.name,
         architecture=model.name,
@@ -297,15 +321,15 @@ def plan_model(
         experts_used=model.experts_used,
         context=cache.context,
         slots=cache.sequences,
-        cached=step.cached,
+        cached=problem.search.step.cached,
         is_auto=is_auto,
-        figures=costs.figures,
-        parts=placed,
-        devices=tuple(_device_use(problem, layout.plan, placed, index) for index in range(len(vdevices))),
-        speeds=_speeds(problem, layout, cache, streaming),
-        more=tuple(_more_memory(problem, model, vdevices, layout, device) for device in limited),
-        curves={problem.names[device]: _curve(problem, device) for device in limited},
-        streaming=streaming,
+        figures=problem.search.costs.figures,
+        parts=tuple(parts),
+        devices=tuple(devices),
+        speeds=tuple(speeds),
+        more=(),
+        curves={},
+        streaming=None,
     )
 
 
@@ -322,45 +346,15 @@ def _shared_plan(
         seconds = group.seconds([part], 1, step.rows, step.cached)
         name = f"{problem.names[0].partition(':')[0]}[0:{count}]"
         placed.append(PlacedPart(part.name, part.layer, name, round(weights), round(cached), seconds, reason))
-    all_seconds, cached_bytes = sum(part.seconds for part in placed), sum(part.cache for part in placed)
-    devices = tuple(
-        DeviceUse(
-            name,
-            group.device_bytes - cached_bytes,
-            cached_bytes,
-            problem.working[index],
-            problem.limits.get(index),
-            all_seconds,
-            search.costs.devices[index].bandwidth,
-            search.costs.devices[index].products.get("quantized", search.costs.devices[index].flops),
-        )
-        for index, name in enumerate(problem.names)
-    )
+    devices = [_device_use(problem, placed, index, group.device_bytes) for index in range(count)]
     longest = max(cache.chunks)
-    speeds = [Speed("decode", 1, 1, all_seconds)]
+    speeds = [Speed("decode", 1, 1, devices[0].seconds)]
     speeds += [
         Speed("prefill", tokens, min(longest, tokens), group.prefill(tokens, longest))
         for tokens in PROMPTS
         if tokens <= cache.context
     ]
-    return ModelPlan(
-        model=file.path.name,
-        architecture=model.name,
-        layers=model.layers,
-        experts=model.experts,
-        experts_used=model.experts_used,
-        context=cache.context,
-        slots=cache.sequences,
-        cached=step.cached,
-        is_auto=is_auto,
-        figures=search.costs.figures,
-        parts=tuple(placed),
-        devices=devices,
-        speeds=tuple(speeds),
-        more=(),
-        curves={},
-        streaming=None,
-    )
+    return _plan(file, problem, model, cache, is_auto, placed, devices, speeds)
 
 
 @dataclass(frozen=True)
@@ -414,13 +408,14 @@ def patterns_without_matrix(file: GgufFile, rules: PlacementRules) -> list[str]:
     return [pattern for i, (pattern, _) in enumerate(pairs) if i not in matched and "_exps[" not in pattern]
 
 
-def _device_use(problem: LayerProblem, plan: LayerPlan, placed: Sequence[PlacedPart], index: int) -> DeviceUse:
+def _device_use(problem: LayerProblem, placed: Sequence[PlacedPart], index: int, resident: float) -> DeviceUse:
+    """Memory and time of a device with `resident` bytes of weights and cache; parts on a mesh are on each device."""
     name, cost = problem.names[index], problem.search.costs.devices[index]
-    own = [part for part in placed if part.device == name]
+    own = [part for part in placed if part.device == name or "[" in part.device]
     cached = sum(part.cache for part in own)
     return DeviceUse(
         name,
-        round(plan.resident_bytes.get(index, 0.0)) - cached,
+        round(resident) - cached,
         cached,
         problem.working[index] if own else 0,
         problem.limits.get(index),

@@ -30,10 +30,13 @@ class Step:
         Consecutive tokens of one sequence: 1, or those of a prefill chunk.
     cached : int
         Tokens of the sequence before them.
+    texts : int
+        Sequences with so many rows each.
     """
 
     rows: int
     cached: int
+    texts: int = 1
 
 
 def prefill_steps(tokens: int, chunks: Sequence[int]) -> list[Step]:
@@ -112,7 +115,8 @@ class Part:
 
     def read_bytes(self, device: int, step: Step) -> float:
         """Bytes that a step reads on a device."""
-        return self.weights_read[device] * self.touched(step.rows) + self.cache_bytes * self.positions(step)
+        weights = self.weights_read[device] * self.touched(step.rows * step.texts)
+        return weights + step.texts * self.cache_bytes * self._positions(step)
 
     def seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device."""
@@ -121,14 +125,14 @@ class Part:
     def work_seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device without that of launches."""
         cost = costs.devices[device]
-        rows = 1 if self.name == "output" else step.rows  # prefill returns the logits of one row
+        rows = step.texts * (1 if self.name == "output" else step.rows)  # prefill returns the logits of one row
         compute = sum(rows * count / cost.products.get(kind, cost.flops) for kind, count in self.products.items())
         # Attention multiplies 16-bit floats where that is faster, as on GPUs.
-        compute += rows * self.scores * self.positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
+        compute += rows * self.scores * self._positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
         compute *= _OPERATIONS
         return max(self.read_bytes(device, step) / cost.bandwidth, compute)
 
-    def positions(self, step: Step) -> float:
+    def _positions(self, step: Step) -> float:
         """Mean number of positions that a row attends to."""
         positions = step.cached + (step.rows + 1) / 2
         return min(positions, self.window or positions)

@@ -71,8 +71,8 @@ class Exchange:
 
     Attributes
     ----------
-    what : str
-        Kind of the exchange.
+    kind : str
+        Such as "all-reduce".
     count : int
     bytes : int
         Size of one, to each other device.
@@ -80,7 +80,7 @@ class Exchange:
         Time of all of them.
     """
 
-    what: str
+    kind: str
     count: int
     bytes: int
     seconds: float
@@ -312,7 +312,7 @@ class Pipeline:
         tensor: int,
         stages: int,
     ) -> None:
-        self._model, self._cost, self._fleet, self._tensor = model, costs.devices[0], fleet, tensor
+        self._model, self._costs, self._fleet, self._tensor = model, costs, fleet, tensor
         self._row_bytes = model.hidden_size * 4
         self._stages = self._balanced(parts, stages)
 
@@ -405,14 +405,9 @@ class Pipeline:
         return link.latency + (self._tensor - 1) * nbytes / link.bandwidth
 
     def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
-        cost, step = self._cost, Step(rows, cached)
-        own = self._tensor / self._imbalance(part, texts * rows)
-        computed = texts * (1 if part.name == "output" else rows)
-        positions = part.positions(step)
-        compute = sum(computed * count / cost.products.get(kind, cost.flops) for kind, count in part.products.items())
-        compute += texts * rows * part.scores * positions / max(cost.flops, cost.products.get("float16", 0.0))
-        read = part.weights_read[0] * part.touched(texts * rows) + texts * part.cache_bytes * positions
-        return max(read / cost.bandwidth, 2.0 * compute) / own + KERNELS[part.name] * cost.launch
+        work = part.work_seconds(0, self._costs, Step(rows, cached, texts))
+        launches = KERNELS[part.name] * self._costs.devices[0].launch
+        return work * self._imbalance(part, texts * rows) / self._tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
         """Expected work of the device with the most chosen experts over the mean."""

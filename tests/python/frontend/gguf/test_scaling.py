@@ -72,7 +72,7 @@ def test_groups_share_weights_and_add_sums(large):
     one, two = alone.decode(1, 2048)[0], pair.decode(1, 2048)[0]
     assert 1.1 < one / two < 2
     sums = next(iter(pair.exchanges(1)))
-    assert (sums.what, sums.count, sums.bytes) == ("all-reduce", 2 * 48, 4 * 2048)
+    assert (sums.kind, sums.count, sums.bytes) == ("all-reduce", 2 * 48, 4 * 2048)
     # Embeddings are whole on both.
     assert alone.device_bytes / 2 < pair.device_bytes < alone.device_bytes / 2 + 700e6
 
