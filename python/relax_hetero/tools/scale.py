@@ -87,11 +87,11 @@ def scale_command(
     rate, latency = network or (NETWORK_BYTES_PER_SECOND / 1e9, NETWORK_LATENCY_SECONDS * 1e6)
     fleet = Fleet(hosts, devices, link, LinkCost(rate * 1e9, latency * 1e-6))
     limit = memory_limits(memory_limit, vdevices).get(0)
-    found = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit)
+    fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit)
     if as_json:
-        print_json({"figures": costs.figures, "arrangements": [each.to_json() for each in found]})
+        print_json({"figures": costs.figures, "arrangements": [each.to_json() for each in fitting]})
     else:
-        show(_tables(found, model.name, costs, fleet))
+        show(_tables(fitting, model.name, costs, fleet))
 
 
 def costs_of(vdevice: str | dict[str, Any]) -> tuple[CostModel, LinkCost]:
@@ -104,7 +104,7 @@ def costs_of(vdevice: str | dict[str, Any]) -> tuple[CostModel, LinkCost]:
     return costs, costs.links[0, 1]
 
 
-def _tables(found: list[Arrangement], name: str, costs: CostModel, fleet: Fleet) -> Any:
+def _tables(fitting: list[Arrangement], name: str, costs: CostModel, fleet: Fleet) -> Any:
     columns = ["tensor", "stages", "replicas", "tokens/s", "a token", "prompt", "memory", "busy", "exchanges of a step"]
     rows = [
         [
@@ -120,10 +120,10 @@ def _tables(found: list[Arrangement], name: str, costs: CostModel, fleet: Fleet)
             )
             or "-",
         ]
-        for each in found[:_SHOWN]
+        for each in fitting[:_SHOWN]
     ]
     yield table("Arrangements", columns, rows, columns[:-1])
-    best = found[0]
+    best = fitting[0]
     yield (
         f"{name} on {plural(fleet.hosts, 'host')} of {plural(fleet.devices, 'device')}, "
         f"{plural(best.texts, 'text')} at the same time, prompts of {best.prompt:,} tokens. Devices of a group share "
@@ -131,7 +131,7 @@ def _tables(found: list[Arrangement], name: str, costs: CostModel, fleet: Fleet)
     )
     if best.replicas == 1 and best.stages == 1 and fleet.hosts == 1:
         yield f"The first one is rh.llm.load(..., tensor_parallel={best.tensor})."
-    if len(found) > _SHOWN:
-        yield f"{plural(len(found) - _SHOWN, 'slower arrangement')} not shown; --json has all."
+    if len(fitting) > _SHOWN:
+        yield f"{plural(len(fitting) - _SHOWN, 'slower arrangement')} not shown; --json has all."
     source = "were measured on this machine" if costs.figures != "tables" else "are assumed (tables), not measured"
     yield f"Rates {source}; that of sums, and waits, are simulated. Nothing was compiled."

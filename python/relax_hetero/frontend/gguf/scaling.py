@@ -161,7 +161,7 @@ def arrangements(
     PlacementError
         If the model fits in no arrangement.
     """
-    found, least = [], math.inf
+    fitting, least = [], math.inf
     for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
         own_cache = replace(cache, batches=(math.ceil(own / stages),), slots=own)  # as `Pipeline.decode` calls
@@ -173,7 +173,7 @@ def arrangements(
             continue
         token_seconds, busy = pipeline.decode(own, cache.context // 2)
         prompt = min(cache.context, 4096)
-        found.append(
+        fitting.append(
             Arrangement(
                 tensor,
                 stages,
@@ -188,13 +188,13 @@ def arrangements(
                 tuple(pipeline.exchanges(own)),
             )
         )
-    if not found:
+    if not fitting:
         raise PlacementError(
             f"{file.path}: found a limit of {limit:,} bytes for a device, expected at least {int(least):,}, which "
             f"{fleet.hosts * fleet.devices} devices need; raise the limit, or take more devices, fewer texts or a "
             "smaller context"
         )
-    return sorted(found, key=lambda each: (-each.tokens_per_second, each.token_seconds))
+    return sorted(fitting, key=lambda each: (-each.tokens_per_second, each.token_seconds))
 
 
 @dataclass(frozen=True)

@@ -127,8 +127,8 @@ class _Plan:
     rows: list[relax.Var] = field(default_factory=list)
 
 
-_Found: TypeAlias = "tuple[float | None, relax.Expr, list[relax.VarBinding]]"
-"""Number that a norm adds, weight, and bindings."""
+_NormPattern: TypeAlias = "tuple[float | None, relax.Expr, list[relax.VarBinding]]"
+"""Epsilon, weight and bindings of a norm."""
 
 
 class GpuSums:
@@ -178,22 +178,24 @@ class GpuSums:
 
     def _plan(self, item: Sum) -> None:
         plan = self._plans[id(item)]
-        norms = [self._norm_of(result) for result in item.results]
-        found = [norm for norm in norms if norm is not None]
-        if len(found) < len(norms) or len({norm.norm for norm in found}) > 1:
+        norms = [norm for result in item.results if (norm := self._norm_of(result)) is not None]
+        if len(norms) < len(item.results) or len({norm.norm for norm in norms}) > 1:
             return
-        reduce = replace(plan.reduce, norm=found[0].norm)
+        reduce = replace(plan.reduce, norm=norms[0].norm)
         if not reduce.supports_rows:
             return
-        others = [self._other_users(result, norm) for result, norm in zip(item.results, found, strict=True)]
-        keeps_sum = [bool(users) or result in self._outputs for users, result in zip(others, item.results, strict=True)]
+        readers = [self._other_users(result, norm) for result, norm in zip(item.results, norms, strict=True)]
+        keeps_sum = [
+            bool(users) or result in self._outputs for users, result in zip(readers, item.results, strict=True)
+        ]
         if not reduce.is_short and any(keeps_sum):
-            readers = [user for users in others for user in users]
-            if len(readers) != 1 or self._outputs.intersection(item.results) or not self._joins(item, readers[0]):
+            all_readers = [user for users in readers for user in users]
+            is_one = len(all_readers) == 1 and not self._outputs.intersection(item.results)
+            if not is_one or not self._joins(item, all_readers[0]):
                 return
-            keeps_sum = [True] * len(found)
-        plan.reduce, plan.norms, plan.keeps_sum = reduce, found, keeps_sum
-        self.replaced.update(binding.var for norm in found for binding in norm.bindings)
+            keeps_sum = [True] * len(norms)
+        plan.reduce, plan.norms, plan.keeps_sum = reduce, norms, keeps_sum
+        self.replaced.update(binding.var for norm in norms for binding in norm.bindings)
 
     def _joins(self, item: Sum, reader: relax.VarBinding | Sum) -> bool:
         """Make a sum the residual of the next one, if its reader only adds it to a part of that."""
@@ -225,10 +227,10 @@ class GpuSums:
     def _norm_of(self, var: relax.Var) -> _Norm | None:
         """The RMS norm of a variable over its last axis, with all of its bindings."""
         for user in self._users.get(var, []):
-            found = None if isinstance(user, Sum) else self._from_op(var, user) or self._from_squares(var, user)
-            if found is None:
+            pattern = None if isinstance(user, Sum) else self._from_op(var, user) or self._from_squares(var, user)
+            if pattern is None:
                 continue
-            eps, weight, bindings = found
+            eps, weight, bindings = pattern
             is_row = is_tensor_constant(weight) and same_shape(shape_of(weight) or (), (shape_of(var) or [0])[-1:])
             if eps is None or not is_row or {str(weight.ty.dtype), str(bindings[-1].var.ty.dtype)} != {"float32"}:
                 continue
@@ -238,13 +240,13 @@ class GpuSums:
             return _Norm(RowNorm(float(eps), str(bindings[-1].var.ty.dtype)), weight, bindings)
         return None
 
-    def _from_op(self, var: relax.Var, user: relax.VarBinding) -> _Found | None:
+    def _from_op(self, var: relax.Var, user: relax.VarBinding) -> _NormPattern | None:
         call, rank = user.value, len(shape_of(var) or [])
         if op_name(call) != "relax.nn.rms_norm" or [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
             return None
         return float(call.attrs.epsilon), call.args[1], [user]
 
-    def _from_squares(self, var: relax.Var, squares: relax.VarBinding) -> _Found | None:
+    def _from_squares(self, var: relax.Var, squares: relax.VarBinding) -> _NormPattern | None:
         if op_name(squares.value) != "relax.multiply" or not all(arg.same_as(var) for arg in squares.value.args):
             return None
         mean = self._sole_user(squares, "relax.mean")
