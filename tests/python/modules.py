@@ -51,6 +51,17 @@ def ir_module(*devices: str | dict[str, Any] | tuple[Any, ...], pure: bool = Tru
     return parse
 
 
+def built_module(build: Callable[..., relax.Expr], *shapes: tuple[Any, ...]) -> tvm.IRModule:
+    """A module whose ``main``, of float32 tensors of these shapes, is what `build` emits into a block builder."""
+    builder = relax.BlockBuilder()
+    params = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
+    with builder.function("main", params):
+        with builder.dataflow():
+            result = builder.emit_output(build(builder, *params))
+        builder.emit_func_output(result)
+    return builder.get()
+
+
 def check_pass(
     transform: Callable[[tvm.IRModule], tvm.IRModule],
     before: tvm.IRModule,

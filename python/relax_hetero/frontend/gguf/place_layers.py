@@ -213,6 +213,26 @@ class LayerProblem:
         plan = place_experts(layers, costs, free, dense_costs, self.search.row_bytes) if layers else None
         return plan if plan is not None and plan.has_split_layers else None
 
+    def estimate(self, seconds: float, busy_seconds: Mapping[str, float]) -> dict[str, Any]:
+        """The estimate of a decoded token in the form of `AutoPlacement.to_json`.
+
+        Parameters
+        ----------
+        seconds : float
+            Time of the token.
+        busy_seconds : mapping from str to float
+            Name of a device -> time that it works.
+        """
+        alone = {name: self.search.plan((i,) * len(self.search.parts)).seconds for i, name in enumerate(self.names)}
+        return {
+            "objective": "latency",
+            "seconds": seconds,
+            "busy_seconds": busy_seconds,
+            "single_device_seconds": {name: time for name, time in alone.items() if math.isfinite(time)},
+            "assumed_sizes": {},
+            "figures": self.search.costs.figures,
+        }
+
     def misfit(self) -> PlacementError:
         """The error of a model that does not fit; the text has the required bytes."""
         needs = ", ".join(
@@ -285,7 +305,7 @@ def place_layers(
             busy[problem.names[device]] += part.seconds(device, costs, problem.search.step)
     rules = problem.rules(plan)
     reasons = {pattern: reason for pattern, _, reason in rules}
-    return [(pattern, name) for pattern, name, _ in rules], reasons, _estimate(problem, plan.seconds, busy)
+    return [(pattern, name) for pattern, name, _ in rules], reasons, problem.estimate(plan.seconds, busy)
 
 
 def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
@@ -305,19 +325,6 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
     names += ["post_attention*"] if model.architecture.norms.attention_out else []
     readers = [layer for layer in range(model.layers) if model.cache_index(layer) == part.layer]
     return [(0, f"blk.{layer}.{name}") for layer in readers for name in names]
-
-
-def _estimate(problem: LayerProblem, seconds: float, busy_seconds: Mapping[str, float]) -> dict[str, Any]:
-    search, names = problem.search, problem.names
-    alone = {name: search.plan((i,) * len(search.parts)).seconds for i, name in enumerate(names)}
-    return {
-        "objective": "latency",
-        "seconds": seconds,
-        "busy_seconds": busy_seconds,
-        "single_device_seconds": {name: time for name, time in alone.items() if math.isfinite(time)},
-        "assumed_sizes": {},
-        "figures": search.costs.figures,
-    }
 
 
 _INPUTS = (("per_layer", "altup_proj"), ("altup_unembd",))

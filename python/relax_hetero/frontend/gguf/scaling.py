@@ -256,18 +256,7 @@ def shared_layers(
     if seconds > _MAX_SHARED_TIME * alone:
         return None
     other = "no layers on single devices fit" if math.isinf(alone) else f"{time_text(alone)} on single devices"
-    single = {
-        name: problem.search.plan((device,) * len(problem.search.parts)).seconds
-        for device, name in enumerate(problem.names)
-    }
-    estimate = {
-        "objective": "latency",
-        "seconds": seconds,
-        "busy_seconds": dict.fromkeys(problem.names, seconds),
-        "single_device_seconds": single,
-        "assumed_sizes": {},
-        "figures": costs.figures,
-    }
+    estimate = problem.estimate(seconds, dict.fromkeys(problem.names, seconds))
     reason = f"{AUTO}sharing each layer is fastest: {time_text(seconds)} a token, {other}"
     return SharedLayers([("*", f"vdevice[0:{count}]")], {"*": reason}, estimate)
 

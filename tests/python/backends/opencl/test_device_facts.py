@@ -10,6 +10,7 @@ from tvm import relax, tirx
 from tvm.target import Target
 
 import relax_hetero as rh
+from modules import built_module
 from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.frontend.auto import measure_devices
 from relax_hetero.target.backend import backend_of
@@ -85,23 +86,13 @@ WORK = {
 }  # fmt: skip
 
 
-def module_of(shapes, build):
-    builder = relax.BlockBuilder()
-    params = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
-    with builder.function("main", params):
-        with builder.dataflow():
-            result = builder.emit_output(build(builder, *params))
-        builder.emit_func_output(result)
-    return builder.get()
-
-
 @pytest.fixture(scope="module")
 def plain_results():
     """Arguments and results on a CPU."""
     generator, results = np.random.default_rng(0), {}
     for name, (shapes, build) in WORK.items():
         arrays = [generator.standard_normal(shape).astype("float32") for shape in shapes]
-        results[name] = arrays, rh.vm.VirtualMachine(rh.compile(module_of(shapes, build)))["main"](*arrays).numpy()
+        results[name] = arrays, rh.vm.VirtualMachine(rh.compile(built_module(build, *shapes)))["main"](*arrays).numpy()
     return results
 
 
@@ -111,7 +102,7 @@ def test_kernels_fit_local_memory_and_groups(plain_results, name):
     """And compute right numbers, on the device at hand."""
     local_bytes, _ = DEVICES[name]
     for work, (shapes, build) in WORK.items():
-        mod = rh.transform.UpdateVDevice([rh.VDevice(target_of(name))])(module_of(shapes, build))
+        mod = rh.transform.UpdateVDevice([rh.VDevice(target_of(name))])(built_module(build, *shapes))
         executable = rh.compile(mod)
         kernels = executable.metadata.device_code[0].text.split("__kernel void")
         for kernel in kernels:

@@ -20,6 +20,7 @@ import relax_hetero as rh
 from backends.test_npu import npu  # noqa: F401 (a fixture)
 from models.running import assert_both_devices_hold_ops, assert_same, cut, expected_outputs, outputs_of
 from models.zoo import inputs_of, minilm, node_names, random_model
+from modules import built_module
 from relax_hetero.backends.opencl import devices as opencl
 from relax_hetero.backends.opencl import text
 from relax_hetero.errors import BindingError, BuildError, MemoryLimitError
@@ -146,13 +147,7 @@ TILES = {"kind": "opencl", "max_shared_memory_per_block": 32 << 10}
 
 def with_tiles(build, *shapes):
     """A machine and random arguments of the function of Relax variables `build`, for `TILES`."""
-    builder = relax.BlockBuilder()
-    params = [relax.Var(f"x{i}", relax.TensorType(shape, "float32")) for i, shape in enumerate(shapes)]
-    with builder.function("main", params):
-        with builder.dataflow():
-            result = builder.emit_output(build(builder, *params))
-        builder.emit_func_output(result)
-    executable = rh.compile(rh.transform.UpdateVDevice([rh.VDevice(TILES)])(builder.get()))
+    executable = rh.compile(rh.transform.UpdateVDevice([rh.VDevice(TILES)])(built_module(build, *shapes)))
     shapes = tuple([1 if isinstance(extent, tirx.Var) else extent for extent in shape] for shape in shapes)
     return rh.vm.VirtualMachine(executable), [random(*shape) for shape in shapes]
 
