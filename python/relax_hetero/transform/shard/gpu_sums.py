@@ -34,8 +34,8 @@ from ..ir.kernels import opaque_kernel
 from ..ir.relax_expressions import scalar_of
 from ..ir.rewriting import is_tensor_constant, op_name
 
-Mesh: TypeAlias = "tuple[int, ...]"
-"""Positions of devices in the module's list; one for a value of a single device."""
+Group: TypeAlias = "tuple[int, ...]"
+"""Positions of devices in the module's list, which exchange values: those of a mesh, or along an axis of it."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Sum:
         The sum on each device.
     parts : list of relax.Expr
         Summand of each device.
-    mesh : tuple of int
+    group : tuple of int
     """
 
     results: list[relax.Var]
     parts: list[relax.Expr]
-    mesh: Mesh
+    group: Group
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -161,17 +161,17 @@ class GpuSums:
         self._users = _users_of(items)
         self._outputs = set(outputs)
         self.replaced: set[relax.Var] = set()
-        plain = {id(each): AllReduce(each.shape, len(each.mesh)) for each in sums}
+        plain = {id(each): AllReduce(each.shape, len(each.group)) for each in sums}
         self._plans = {id(each): _Plan(plain[id(each)], list(each.parts)) for each in sums}
         for each in sums:
             self._plan(each)
         # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
-        counts = Counter(each.mesh for each in sums)
-        self._slots = {mesh: iter(slots_of(max(2, count))) for mesh, count in counts.items()}
-        self._is_alone = {mesh: count == 1 for mesh, count in counts.items()}
+        counts = Counter(each.group for each in sums)
+        self._slots = {group: iter(slots_of(max(2, count))) for group, count in counts.items()}
+        self._is_alone = {group: count == 1 for group, count in counts.items()}
         reduces = [*plain.values(), *(plan.reduce for plan in self._plans.values())]
         self._slot_bytes = max((reduce.slot_bytes for reduce in reduces), default=0)
-        self._addresses: dict[tuple[Mesh, int], relax.Var] = {}
+        self._addresses: dict[tuple[Group, int], relax.Var] = {}
         self._last: dict[int, relax.Expr] = {}
 
     # -- plans
@@ -206,7 +206,7 @@ class GpuSums:
             return False
         after = users[0]
         operands = [arg for arg in reader.value.args if not any(arg.same_as(result) for result in item.results)]
-        if after.mesh != item.mesh or after.shape != item.shape or len(operands) != 1:
+        if after.group != item.group or after.shape != item.shape or len(operands) != 1:
             return False
         if not same_shape(shape_of(operands[0]) or (), item.shape):
             return False
@@ -275,20 +275,20 @@ class GpuSums:
     def add(self, item: Sum) -> None:
         """Add the kernels of a sum, one for each device."""
         plan = self._plans[id(item)]
-        if self._is_alone[item.mesh]:
+        if self._is_alone[item.group]:
             first = [self._writer.new_local(f"{var.name}_first", var.ty) for var in item.results]
-            self._add_pass(item, _Plan(AllReduce(item.shape, len(item.mesh)), plan.parts), first)
+            self._add_pass(item, _Plan(AllReduce(item.shape, len(item.group)), plan.parts), first)
         self._add_pass(item, plan, item.results)
 
     def _add_pass(self, item: Sum, plan: _Plan, results: Sequence[relax.Var]) -> None:
-        slot, reduce = next(self._slots[item.mesh]), plan.reduce
-        for rank, (device, part) in enumerate(zip(item.mesh, plan.parts, strict=True)):
+        slot, reduce = next(self._slots[item.group]), plan.reduce
+        for rank, (device, part) in enumerate(zip(item.group, plan.parts, strict=True)):
             after = self._last.get(device, part)
             keeps_sum = bool(plan.norms) and plan.keeps_sum[rank]
             before = tuple(int(extent) for extent in shape_of(after) or ()), str(after.ty.dtype)
             kernel = all_reduce_kernel(reduce, rank, slot, self._slot_bytes, before, keeps_sum)
             function = self._writer.add_kernel(opaque_kernel(kernel), f"all_reduce_{rank}_of_{reduce.ranks}")
-            operands = [part, self._addresses_of(item.mesh, device), after]
+            operands = [part, self._addresses_of(item.group, device), after]
             operands += [plan.residuals[rank]] if plan.residuals else []
             operands += [plan.norms[rank].weight] if plan.norms else []
             out = plan.norms[rank].result if plan.norms else results[rank]
@@ -304,12 +304,12 @@ class GpuSums:
                 self._writer.add_binding(out, call)
             self._last[device] = out
 
-    def _addresses_of(self, mesh: Mesh, device: int) -> relax.Var:
+    def _addresses_of(self, group: Group, device: int) -> relax.Var:
         """Addresses of the memory that the GPUs of a mesh write to."""
-        key = mesh, device
+        key = group, device
         if key not in self._addresses:
-            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *mesh)]
-            self._addresses[key] = self._writer.new_addresses(PEER_MEMORY, numbers, len(mesh), device)
+            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *group)]
+            self._addresses[key] = self._writer.new_addresses(PEER_MEMORY, numbers, len(group), device)
         return self._addresses[key]
 
 
