@@ -174,6 +174,8 @@ class Exchanges:
         self, var: relax.Var, value: MeshValue, group: _Group, own: Sharding, sharding: Sharding
     ) -> list[relax.Expr]:
         """What each device of a group has after an exchange within it."""
+        if len(group.devices) == 1:
+            return list(group.parts)
         if own.is_partial:
             return self._scattered(group, sharding) if sharding.is_split else self._reduced(group)
         if own == REPLICATED:
