@@ -157,8 +157,11 @@ def test_a_loader_and_the_import_choose_from_the_same_facts(verifies, tmp_path, 
 
 
 def test_devices_of_a_number():
-    devices, placement = parallel_devices("llvm", None, 3, "tensor_parallel")
+    devices, placement = parallel_devices("llvm", None, tensor_parallel=3)
     assert len(devices) == 3
     assert placement == {"*": "vdevice[0:3]"}
-    devices, _ = parallel_devices(["cuda:0", "cuda:1", "llvm"], None, 2, "tensor_parallel")
+    devices, placement = parallel_devices("llvm", None, data_parallel=2, tensor_parallel=3)
+    assert len(devices) == 6
+    assert placement == {"*": "vdevice[0:6](2, 3)"}
+    devices, _ = parallel_devices(["cuda:0", "cuda:1", "llvm"], None, tensor_parallel=2)
     assert len(devices) == 3
