@@ -76,6 +76,26 @@ def test_norms_of_sums(rows, width, dtype):
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
 
 
+def test_a_new_size_that_concerns_one_gpu():
+    ones = [np.ones(shape, "float32") for shape in ((64, 8), (8, 64))]
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((4, 64), "float32", "cuda[0:2]"), y: R.Tensor(("n", 8), "float32", "cuda:0")):
+        with R.dataflow():
+            a = R.nn.softmax(R.matmul(R.matmul(x, R.const(ones[0])), R.const(ones[1])))
+            b = R.matmul(a, R.const(ones[0]))
+            z = R.nn.relu(y)
+            R.output(b, z)
+        return b, z
+
+    vm, x = rh.vm.VirtualMachine(rh.compile(mod)), fresh_rng().standard_normal((4, 64)).astype("float32")
+    for size in (3, 5, 3, 7):
+        y = fresh_rng().standard_normal((size, 8)).astype("float32")
+        b, z = vm["main"](x, y)
+        np.testing.assert_allclose(b.numpy(), np.ones((4, 8)), rtol=1e-5)
+        np.testing.assert_array_equal(z.numpy(), np.maximum(y, 0))
+
+
 def test_kernels_that_wait_are_not_profiled():
     vm, x = sums(1024), np.ones((2, 1024), "float32")
     for _ in range(2):

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tvm.script import relax as R
 
+import relax_hetero as rh
 from modules import calls_of, ir_module, ops_of
 from relax_hetero.tir.cuda.all_reduce import AllReduce, RowNorm
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
@@ -129,3 +130,19 @@ def test_a_slot_holds_the_first_pass_of_a_lone_sum():
     (slot_bytes,) = {int(call.args[2]) for call in calls_of("relax.call_pure_packed", after)}
     plain, with_norm = AllReduce(shape, 2), AllReduce(shape, 2, RowNorm(1e-5, "float32"))
     assert slot_bytes >= plain.slot_bytes > with_norm.slot_bytes
+
+
+def test_graphs_of_gpus_are_selected_by_the_same_sizes():
+    """The second GPU's work does not depend on the size: but it must not launch while the first one makes a graph."""
+
+    @ir_module(*GPUS)
+    def module(x: R.Tensor((4, WIDTH), "float32", "cuda[0:2]"), y: R.Tensor(("n", 8), "float32", "cuda:0")):
+        with R.dataflow():
+            a = R.nn.softmax(R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN)))
+            b = R.matmul(a, R.const(UP))
+            z = R.nn.relu(y)
+            R.output(b, z)
+        return b, z
+
+    regions = rh.compile(module).metadata.regions
+    assert [(region.device, region.parameters) for region in regions] == [(0, ("n",)), (1, ("n",))]
