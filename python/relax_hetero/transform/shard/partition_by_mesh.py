@@ -28,13 +28,15 @@ Results of functions are whole, on the first device of their mesh.
 The attribute `SPLIT_PARAMETERS` of a function names parameters, such as caches, that callers give in parts, one for
 each device: they become as many parameters, and results with their names as many results.
 
+Functions over meshes that others call are inlined there. A ``match_cast`` is one on each device, of its part.
+
 Assumes functions without control flow, and devices of one host. A module without meshes is returned as it is.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -85,13 +87,13 @@ def partition_by_mesh(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     PlacementError
-        If a function over a mesh has control flow, or a value cannot be split as it says.
+        If a function over a mesh has control flow or calls itself, or a value cannot be split as it says.
     """
     vdevices = vdevices_of(mod)
-    over_meshes = {gv: func for gv, func in relax_functions(mod) if _has_mesh(func)}
-    if not over_meshes:
+    if not any(_has_mesh(func) for _, func in relax_functions(mod)):
         return mod
-    _check_calls(mod, {gv.name_hint for gv in over_meshes})
+    mod = _with_inlined_calls(mod)
+    over_meshes = {gv: func for gv, func in relax_functions(mod) if _has_mesh(func)}
     cuts: _Cuts = {}
     builder = relax.BlockBuilder(mod)
     kernels: dict[tvm.ir.GlobalVar, tvm.tirx.PrimFunc] = {}
@@ -109,16 +111,45 @@ def partition_by_mesh(mod: tvm.IRModule) -> tvm.IRModule:
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
 
 
-def _check_calls(mod: tvm.IRModule, over_meshes: set[str]) -> None:
-    """Raise PlacementError if a function calls one of those over meshes."""
-    for gv, func in relax_functions(mod):
-        for binding in walk_bindings(func.body):
-            callee = binding.value.op if isinstance(binding.value, relax.Call) else None
-            if isinstance(callee, tvm.ir.GlobalVar) and callee.name_hint in over_meshes:
-                raise PlacementError(
-                    f"function {gv.name_hint!r} calls {callee.name_hint!r}, which has values over a mesh; expected "
-                    "meshes only in functions that no other one calls"
-                )
+def _with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
+    """A module in which no function calls one with values over a mesh: these are inlined, so that shardings spread.
+
+    Raises
+    ------
+    PlacementError
+        If such a function calls itself.
+    """
+    functions = dict(relax_functions(mod))
+    called = {gv: _callees(func, functions) for gv, func in functions.items()}
+    while wider := {  # callees of callees
+        gv: callees | more
+        for gv, callees in called.items()
+        if not (more := {each for callee in callees for each in called[callee]}) <= callees
+    }:
+        called |= wider
+    meshes = {gv for gv, func in functions.items() if _has_mesh(func)}
+    inlined = {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
+    for gv in inlined:
+        if gv in called[gv]:
+            raise PlacementError(
+                f"function {gv.name_hint!r} has values over a mesh, or calls a function that has, and calls itself; "
+                "expected no recursion besides meshes"
+            )
+    callers = [gv for gv, callees in called.items() if callees & inlined]
+    if not callers:
+        return mod
+    by_name = {gv.name_hint: functions[gv] for gv in inlined}
+    changed = {gv: functions[gv].inline_functions(by_name) for gv in callers}
+    unused = {
+        gv for gv in inlined & frozenset().union(*called.values()) if "global_symbol" not in (functions[gv].attrs or {})
+    }
+    return copy_module(mod, {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused})
+
+
+def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> frozenset[tvm.ir.GlobalVar]:
+    """The Relax functions that a function calls."""
+    calls = [binding.value for binding in walk_bindings(func.body) if isinstance(binding.value, relax.Call)]
+    return frozenset(call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar) and call.op in functions)
 
 
 _Cuts: TypeAlias = "dict[tuple[relax.Expr, tuple[tuple[Sharding, int, int], ...]], relax.Expr]"

@@ -11,6 +11,7 @@ import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import calls_of, check_pass, ir_module, ops_of
@@ -235,24 +236,48 @@ def test_placements_are_checked():
             rh.op.shard(relax.Var("x", R.Tensor((4,), "float32")), text)
 
 
-def test_control_flow_and_calls_are_refused():
+def test_functions_over_meshes_are_inlined():
     @I.ir_module
     class Calls:
         I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 
-        @R.function
-        def inner(x: R.Tensor((4,), "float32", "llvm[0:2]")):
-            y = R.nn.relu(x)
+        @R.function(private=True)
+        def layer(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+            with R.dataflow():
+                h: R.Tensor((4, 16), "float32", "llvm[0:2]") = R.matmul(x, R.const(W))
+                y: R.Tensor((4, 8), "float32", "llvm[0:2]") = R.matmul(h, R.const(V))
+                R.output(y)
             return y
 
         @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm[0:2]")):
+        def main(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
             cls = Calls
-            y = cls.inner(x)
+            with R.dataflow():
+                y: R.Tensor((4, 8), "float32", "llvm[0:2]") = cls.layer(x)
+                z: R.Tensor((4, 8), "float32", "llvm[0:2]") = cls.layer(y)
+                R.output(z)
+            return z
+
+    after = partition_by_mesh(Calls)
+    assert [gv.name_hint for gv in after.functions] == ["main"]
+    assert ops_of(after).count("relax.matmul") == 8  # two products in two calls on two devices
+    x = np.random.default_rng(2).standard_normal((4, 8)).astype("float32")
+    np.testing.assert_allclose(run(after, x), x @ W @ V @ W @ V, rtol=1e-3, atol=1e-3)
+
+
+def test_control_flow_and_recursion_are_refused():
+    @I.ir_module
+    class Recursive:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm[0:2]")) -> R.Tensor((4,), "float32", "llvm[0:2]"):
+            cls = Recursive
+            y: R.Tensor((4,), "float32", "llvm[0:2]") = cls.main(x)
             return y
 
-    with pytest.raises(rh.PlacementError, match="'main' calls 'inner', which has values over a mesh"):
-        partition_by_mesh(Calls)
+    with pytest.raises(rh.PlacementError, match="'main' has values over a mesh, .* calls itself"):
+        partition_by_mesh(Recursive)
 
     @ir_module("llvm", "llvm:1")
     def branches(x: R.Tensor((4,), "float32", "llvm[0:2]"), c: R.Tensor((), "bool")):
@@ -264,6 +289,25 @@ def test_control_flow_and_calls_are_refused():
 
     with pytest.raises(rh.PlacementError, match="no control flow besides meshes"):
         partition_by_mesh(branches)
+
+
+def test_sizes_of_match_casts_are_known_on_each_device():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor(("m", 8), "float32", "llvm[0:2]"), mask: R.Tensor((8,), "bool")):
+        n = T.int64()
+        s = R.hetero.shard(x, "S[1]")
+        y = R.match_cast(s, R.Tensor((n, 8), "float32", "llvm[0:2]"))
+        z: R.Tensor((n, 8), "float32", "llvm[0:2]") = R.nn.relu(y)
+        w = R.matmul(z, R.const(W))
+        return w
+
+    after = partition_by_mesh(module)
+    casts = [binding for block in after["main"].body.blocks for binding in block.bindings]
+    casts = [binding for binding in casts if isinstance(binding, relax.MatchCast)]
+    assert [int(cast.ty.shape.values[1]) for cast in casts] == [4, 4]
+    vm = rh.vm.VirtualMachine(rh.compile(module))
+    x = np.random.default_rng(2).standard_normal((3, 8)).astype("float32")
+    np.testing.assert_allclose(np.asarray(vm["main"](x, np.ones(8, bool))), np.maximum(x, 0) @ W, rtol=1e-4, atol=1e-4)
 
 
 class RandomGraph:
