@@ -11,7 +11,11 @@ from modules import ir_module
 from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")]
+pytestmark = [
+    pytest.mark.usefixtures("free_exchanges"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs"),
+]
 TOKENS = np.random.default_rng(1).integers(0, 320, 40)
 
 

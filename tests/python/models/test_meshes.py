@@ -144,6 +144,7 @@ def _on(ty, mesh):
     return type(ty)([_on(field, mesh) for field in ty.fields]) if hasattr(ty, "fields") else ty
 
 
+@pytest.mark.usefixtures("free_exchanges")
 @pytest.mark.parametrize("name", SMALL)
 def test_data_and_tensor_parallel(name):
     """Over 2 x 2 devices: each pair has its part of the batch, and adds its sums."""
@@ -151,6 +152,7 @@ def test_data_and_tensor_parallel(name):
     assert {region.device for region in executable.metadata.regions} == {0, 1, 2, 3}
 
 
+@pytest.mark.usefixtures("free_exchanges")
 @pytest.mark.parametrize("name", SMALL)
 def test_any_sharding_of_a_small_model(name):
     mod, generator = rh.from_onnx(case(name)[0]), fresh_rng()

@@ -38,8 +38,8 @@ def dealt_rules(
     for (pattern, _), mesh in zip(pairs, meshes, strict=True):
         if mesh is not None and len(mesh.shape) > 1:
             raise FrontendError(
-                f"placement rule {pattern!r} names a mesh of shape {mesh.shape}; expected a mesh of one axis for layers "
-                "of language models"
+                f"placement rule {pattern!r} names a mesh of shape {mesh.shape}; expected a mesh of one axis for "
+                "layers of language models"
             )
     if not model.experts or not any(meshes):
         return pairs

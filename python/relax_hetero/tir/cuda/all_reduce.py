@@ -50,6 +50,9 @@ _TIMEOUT_SECONDS = 60
 _LL_BYTES = 512 << 10
 """Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
+_SHORTEST_SECONDS = 2.5e-6
+"""Time of the shortest all-reduce in a graph (`apps/bench/collectives.py`, two H200s)."""
+
 _MAX_LL_PAIRS = 8
 _MAX_VECTORS = 4
 """Maximum registers of a thread for a row, in pairs (short operands) and fours (long ones) of numbers."""
@@ -445,6 +448,19 @@ class AllReduce:
 def supports(count: int, dtype: str) -> bool:
     """Return whether the kernel reduces tensors of so many elements of a type."""
     return dtype == "float32" and count % 4 == 0 and 0 < count < 1 << 31
+
+
+def all_reduce_seconds(ranks: int, link_seconds: float) -> float:
+    """Estimate of an all-reduce in a graph: each GPU writes its operand to every other one.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of GPUs.
+    link_seconds : float
+        Time of the operand's bytes over the link between two GPUs.
+    """
+    return _SHORTEST_SECONDS + (ranks - 1) * link_seconds
 
 
 def slots_of(count: int) -> list[int]:

@@ -214,6 +214,8 @@ class Remarks:
         Steps in which functions go through queues, by FormSchedules.
     checks : tuple of CheckSpec, optional
         Checks of values that kernels make, by number, by CheckValues.
+    shardings : dict of str to str, optional
+        Variable of a product over a mesh to the reason of its sharding, by PartitionByMesh.
     origins : dict of str to str, optional
         Variable to the name of its node in the model's file, by the import.
     graph : ModelGraph, optional
@@ -230,6 +232,7 @@ class Remarks:
     single_calls: tuple[SingleCall, ...] | None = None
     schedules: tuple[Schedule, ...] | None = None
     checks: tuple[CheckSpec, ...] | None = None
+    shardings: dict[str, str] | None = None
     origins: dict[str, str] | None = None
     graph: ModelGraph | None = None
     aliases: Aliases | None = None
@@ -260,6 +263,7 @@ _FORMATS = {
     "checks": _Format(
         lambda checks: [vars(check) for check in checks], lambda data: tuple(CheckSpec(**d) for d in data)
     ),
+    "shardings": _Format(lambda reasons: reasons, lambda data: data),
     "origins": _Format(lambda names: names, lambda data: data),
     "graph": _Format(lambda graph: graph.to_json(), ModelGraph.from_json),
     "aliases": _Format(lambda names: names, lambda data: data),

@@ -36,8 +36,9 @@ Assumes functions without control flow, and devices of one host. A module withou
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -46,6 +47,7 @@ import tvm
 from tvm import relax
 
 from ...errors import PlacementError
+from ...op.cached_attention import CACHED_ATTENTION
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axes
 from ...op.traits import ELEMENTWISE
@@ -56,11 +58,13 @@ from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import HINT, TRANSFER
+from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, is_tensor_constant, op_name, relax_functions, typed, walk_bindings
 from .exchanges import Exchanges, MeshValue, whole_on
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import LocalCall
 from .sharding import PARTIAL, REPLICATED, Sharding, Shardings, divide, known, local_shape
+from .sharding_costs import Readers, ShardingCosts, Splits, nbytes_of, readers_of
 from .sharding_rules import (
     PRODUCTS,
     REDUCTIONS,
@@ -81,8 +85,14 @@ the placement of its parts, or "R" for copies, the names of the parameters that 
 their devices in the module's list."""
 
 
-def partition_by_mesh(mod: tvm.IRModule) -> tvm.IRModule:
+def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     """See the module's docstring.
+
+    Parameters
+    ----------
+    mod : tvm.IRModule
+    by_cost : bool
+        False to split every product that rules can, even if its exchanges take longer than what it saves.
 
     Raises
     ------
@@ -96,16 +106,18 @@ def partition_by_mesh(mod: tvm.IRModule) -> tvm.IRModule:
     over_meshes = {gv: func for gv, func in relax_functions(mod) if _has_mesh(func)}
     cuts: _Cuts = {}
     builder = relax.BlockBuilder(mod)
+    costs = ShardingCosts(vdevices) if by_cost else None
+    reasons: dict[str, str] = {}
     kernels: dict[tvm.ir.GlobalVar, tvm.tirx.PrimFunc] = {}
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in mod.functions.items():
         if gv in over_meshes:
             is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in func.body.blocks)
             bindings = LocalBindings(builder, vdevices, is_dataflow, kernels)
-            func = _FunctionPartition(gv.name_hint, func, cuts, bindings).function()
+            func = _FunctionPartition(gv.name_hint, func, cuts, bindings, costs, reasons).function()
             gv = typed(tvm.ir.GlobalVar(gv.name_hint), func.ty)
         functions[gv] = func
-    return copy_module(mod, {**functions, **kernels})
+    return with_remarks(copy_module(mod, {**functions, **kernels}), shardings=reasons or None)
 
 
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
@@ -192,8 +204,17 @@ class _CallPlan:
 class _FunctionPartition:
     """Partitions one function."""
 
-    def __init__(self, name: str, func: relax.Function, cuts: _Cuts, bindings: LocalBindings) -> None:
+    def __init__(
+        self,
+        name: str,
+        func: relax.Function,
+        cuts: _Cuts,
+        bindings: LocalBindings,
+        costs: ShardingCosts | None,
+        reasons: dict[str, str],
+    ) -> None:
         self._name, self._func, self._cuts, self._bindings = name, func, cuts, bindings
+        self._costs, self._reasons = costs, reasons
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
         self._values = self._exchanges.values
@@ -204,6 +225,9 @@ class _FunctionPartition:
         self._segments: dict[relax.Var, tuple[int, ...]] = {}
         self._read_by_products: set[relax.Var] = set()
         self._outputs = _leaves(func.body.body)
+        self._wanted: dict[relax.Var, set[int]] = {}
+        self._annotated_splits: set[relax.Var] = set()
+        self._readers = Readers(readers_of(self._source), self._outputs, self._bytes_of_weight)
         self._find_readers()
         attributes = json.loads(str(func.attrs.get(SPLIT_PARAMETERS, "{}")))
         self._split_names: dict[str, list[str]] = {name: each["names"] for name, each in attributes.items()}
@@ -269,12 +293,26 @@ class _FunctionPartition:
             operands = [var for arg in value.args for var in _leaves(arg)]
             if op_name(value) in PRODUCTS or (passes_on(value) and binding.var in self._read_by_products):
                 self._read_by_products.update(operands)
+            self._want_splits(binding, value, operands)
             for index, var in enumerate(operands):
                 shape = shape_of(var)
                 if shape and (index == 0 or op_name(value) in ELEMENTWISE):
                     wanted = segments_of_operand(value, shape, self._segments.get(binding.var, ()))
                     if wanted:
                         self._segments[var] = wanted
+
+    def _want_splits(self, binding: relax.Binding, call: relax.Call, operands: list[relax.Var]) -> None:
+        """Note the axes of the mesh along which readers ask for a split of the last axis of an operand."""
+        wanted = set(self._wanted.get(binding.var, ())) if op_name(call) in ELEMENTWISE else set()
+        if op_name(call) == SHARD:
+            last = len(shape_of(operands[0]) or ()) - 1
+            axes = split_axes(str(call.attrs.placement))
+            wanted = {number for number, axis in enumerate(axes) if axis == last}
+        elif op_name(call) == CACHED_ATTENTION:  # its rule has no other form
+            wanted = {0}
+        for var in operands[:1] if op_name(call) == CACHED_ATTENTION else operands:
+            if wanted and len(shape_of(var) or ()) == len(shape_of(binding.var) or ()):
+                self._wanted.setdefault(var, set()).update(wanted)
 
     # -- parameters and results
 
@@ -412,6 +450,8 @@ class _FunctionPartition:
             id(tensor): self._get(tensor, mesh, shardings)
             for tensor, shardings in zip(tensors, plan.operands, strict=True)
         }
+        if passes_on(call) and not self._annotated_splits.isdisjoint(tensors):
+            self._annotated_splits.add(var)
         locals_ = []
         for number, device in enumerate(mesh):
             args = [by_tensor[id(leaf)][number] if id(leaf) in by_tensor else self._get_plain(leaf) for leaf in leaves]
@@ -444,8 +484,8 @@ class _FunctionPartition:
                 Operand(tensor, shape, state and state[axis], self._can(tensor, mesh, earlier))
                 for tensor, shape, state, earlier in zip(tensors, local.shapes, states, operands, strict=True)
             ]
-            is_read = var in self._read_by_products
-            plan = plan_op(OpCall(local.call, described, count, results, segments, is_read))  # type: ignore[arg-type]
+            op = OpCall(local.call, described, count, results, segments, var in self._read_by_products)  # type: ignore[arg-type]
+            plan = plan_op(self._with_costs(op, var, mesh, axis))
             operands = [(*earlier, each) for earlier, each in zip(operands, plan.operands, strict=True)]
             outputs = [(*earlier, each) for earlier, each in zip(outputs, plan.results, strict=True)]
             local.split(plan.operands, plan.local, count)
@@ -455,6 +495,42 @@ class _FunctionPartition:
                 segments = tuple(size // count for size in segments) if is_same else ()
             results = [each.local_shape(shape, count) for each, shape in zip(plan.results, results, strict=True)]  # type: ignore[arg-type]
         return _CallPlan(operands, outputs, local.make, factor)
+
+    def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, axis: int) -> OpCall:
+        """The call with tests of what pays; splits that a reader asks for do."""
+        if self._costs is None or op_name(op.call) not in PRODUCTS or op.count == 1:
+            return op
+        group = tuple(mesh.positions[number] for number in mesh.groups(axis)[0])
+        earlier = math.prod(mesh.shape[:axis])
+        operand_bytes = 0.0
+        for operand in op.operands:
+            ty, stored = operand.expr.ty, self._bytes_of_weight(operand.expr)
+            extents = zip(operand.shape, shape_of(operand.expr) or (), strict=True)
+            share = math.prod((known(part) or 1) / (known(whole) or 1) for part, whole in extents)
+            operand_bytes += share * (nbytes_of(ty) if stored is None else stored)
+        record = partial(self._record, str(var.name))
+        splits = Splits(self._costs, self._readers, var, op.call, operand_bytes, group, earlier, record)
+        is_wanted = axis in self._wanted.get(var, ())
+        return replace(
+            op,
+            columns_pay=lambda: is_wanted or splits.columns_pay(),
+            rows_pay=lambda operand: operand.expr in self._annotated_splits or splits.rows_pay(operand),
+        )
+
+    def _record(self, variable: str, reason: str) -> None:
+        """Record the reason of a decision; the last one of a variable counts."""
+        self._reasons[variable] = reason
+
+    def _bytes_of_weight(self, expr: relax.Expr) -> float | None:
+        """Bytes of the constants that a weight follows from; None for other values."""
+        if not self._is_weight(expr):
+            return None
+        value = self._weights.get(expr, expr)
+        if is_tensor_constant(value):
+            return float(math.prod(value.value.shape) * np.dtype(str(value.ty.dtype)).itemsize)
+        return sum(
+            self._bytes_of_weight(arg) or 0.0 for arg in ([value] if isinstance(value, relax.Var) else value.args)
+        )
 
     def _joins(self, var: relax.Var, call: relax.Call, tensors: list[relax.Expr], mesh: Mesh) -> bool:
         """Add to a sum over devices what single devices have, such as sums of their experts, or what all have.
@@ -562,6 +638,7 @@ class _FunctionPartition:
                     f"{source.ty} on {self._mesh_name(mesh)}; expected a mesh of several devices, a placement for each "
                     f"of {axes}and an axis whose extent they divide"
                 )
+            self._annotated_splits.add(var)
         self._values[var] = MeshValue(mesh, [shardings], self._get(source, mesh, shardings))
 
     # -- meshes

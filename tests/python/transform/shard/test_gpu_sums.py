@@ -12,6 +12,7 @@ from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
 WIDTH = 64
+pytestmark = pytest.mark.usefixtures("free_exchanges")
 UP = np.random.default_rng(0).standard_normal((WIDTH, 8)).astype("float32")
 DOWN = np.random.default_rng(1).standard_normal((8, WIDTH)).astype("float32")
 SCALE = np.random.default_rng(2).uniform(0.5, 2, WIDTH).astype("float32")

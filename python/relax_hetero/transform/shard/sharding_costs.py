@@ -1,0 +1,242 @@
+"""Estimates that decide whether devices of a mesh share a product: the time that it saves, against its exchanges.
+
+A product of a whole operand may split the columns of its weight. The split lasts until a product adds its parts, or an
+op needs the whole, so that the products up to there save time, and the exchanges there cost it. A product of an operand
+that is split along the depth may split the rows of its weight, and add the parts; or the operand is gathered.
+
+Figures of devices and links are those of ``placement="auto"``, measured ones if there are any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import tvm
+from tvm import relax
+
+from ...op.sharding import SHARD
+from ...op.traits import TRAITS
+from ...providers import provided
+from ...target.backend import backend_of
+from ...tir.cuda.all_reduce import all_reduce_seconds
+from ..ir.blocks import used_vars
+from ..ir.rewriting import op_name
+from .sharding import known
+from .sharding_rules import PRODUCTS, Operand, passes_on
+
+_SYMBOLIC_EXTENT = 64
+"""Assumed size of symbolic dimensions."""
+
+
+class DeviceCosts(Protocol):
+    """Figures of devices and links."""
+
+    def product_seconds(self, flops: float, nbytes: float, dtype: str, device: int) -> float:
+        """Time of a product of operands of a type, given its operations and bytes."""
+
+    def transfer_seconds(self, size: float, source: int, destination: int) -> float:
+        """Time of a transfer of `size` bytes."""
+
+
+class ShardingCosts:
+    """Times of products and exchanges.
+
+    Parameters
+    ----------
+    vdevices : sequence of VDevice
+        Devices of the module.
+    """
+
+    def __init__(self, vdevices: Sequence[relax.VDevice]) -> None:
+        self._vdevices = vdevices
+
+    @cached_property
+    def _costs(self) -> DeviceCosts:
+        return provided("device_costs")(self._vdevices)  # type: ignore[no-any-return]
+
+    def product_seconds(self, call: relax.Call, operand_bytes: float, device: int) -> float:
+        """Time of a product on one device."""
+        shapes = [_extents(arg.ty) for arg in call.args if isinstance(arg.ty, relax.TensorType)]
+        kind = TRAITS[call.op.name].kind if call.op.name in TRAITS else ""
+        depth = math.prod(shapes[1][1:]) if kind == "conv" else shapes[0][-1] if shapes[0] else 1
+        flops, nbytes = 2.0 * math.prod(_extents(call.ty)) * depth, operand_bytes + nbytes_of(call.ty)
+        return self._costs.product_seconds(flops, nbytes, str(call.args[0].ty.dtype), device)
+
+    def all_reduce_seconds(self, ty: tvm.ir.Type, group: Sequence[int]) -> float:
+        """Time of an all-reduce of values of a type within a group of devices, given their positions."""
+        first, second = group[0], group[1]
+        has_kernel = backend_of(self._vdevices[first].target).records_graphs and _is_float32(ty)
+        if not has_kernel:
+            return self._costs.transfer_seconds(nbytes_of(ty) * (len(group) - 1), first, second)
+        latency = self._costs.transfer_seconds(0, first, second)
+        return all_reduce_seconds(len(group), self._costs.transfer_seconds(nbytes_of(ty), first, second) - latency)
+
+    def gather_seconds(self, nbytes: float, group: Sequence[int]) -> float:
+        """Time of an all-gather of a value within a group of devices, or of a gather on one of them."""
+        share = nbytes * (len(group) - 1) / len(group)
+        return self._costs.transfer_seconds(share, group[0], group[1])
+
+
+@dataclass(frozen=True)
+class Readers:
+    """Uses of the values of a function.
+
+    Attributes
+    ----------
+    of : mapping of relax.Var to sequence of relax.Binding
+    outputs : sequence of relax.Var
+    weight_bytes : callable
+        Bytes of an operand that follows from constants; None for others.
+    """
+
+    of: Mapping[relax.Var, Sequence[relax.Binding]]
+    outputs: Sequence[relax.Var]
+    weight_bytes: Callable[[relax.Expr], float | None]
+
+    def has_weights(self, call: relax.Call) -> bool:
+        """Return whether some operands follow from constants."""
+        return any(self.weight_bytes(arg) is not None for arg in call.args)
+
+    def operand_bytes(self, call: relax.Call) -> float:
+        """Bytes of a call's operands; those of weights are as they are stored."""
+        sizes = [(self.weight_bytes(arg), arg.ty) for arg in call.args]
+        return sum(nbytes_of(ty) if stored is None else stored for stored, ty in sizes)
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Decision about a product on a group of devices.
+
+    Attributes
+    ----------
+    costs : ShardingCosts
+    readers : Readers
+    var : relax.Var
+        Result of the product.
+    call : relax.Call
+        The product, as the devices along earlier axes of the mesh compute it.
+    operand_bytes : float
+        Bytes of its operands.
+    group : tuple of int
+        Positions of devices along this axis of the mesh.
+    earlier : int
+        Number of devices along earlier axes, which share later products, too.
+    record : callable
+        Takes the reason of a decision.
+    """
+
+    costs: ShardingCosts
+    readers: Readers
+    var: relax.Var
+    call: relax.Call
+    operand_bytes: float
+    group: tuple[int, ...]
+    earlier: int
+    record: Callable[[str], None]
+
+    def columns_pay(self) -> bool:
+        """Return whether a split of the weight's columns, or of its output channels, takes less time than none."""
+        saved, exchanges = self._after_split()
+        saved = (saved / self.earlier + self._seconds) * self._saved_fraction
+        exchanges /= self.earlier
+        pays = saved > exchanges
+        self.record(
+            f"columns split: saves about {_time(saved)}, with exchanges of {_time(exchanges)}"
+            if pays
+            else f"whole on each device: a split would save {_time(saved)}, with exchanges of {_time(exchanges)}"
+        )
+        return pays
+
+    def rows_pay(self, operand: Operand) -> bool:
+        """Return whether a split of the weight's rows, with a sum, takes less time than a whole operand."""
+        split = self._seconds / len(self.group)
+        with_rows = split + self.costs.all_reduce_seconds(self.call.ty, self.group)
+        nbytes = math.prod(known(extent) or _SYMBOLIC_EXTENT for extent in operand.shape) * _itemsize(operand.expr.ty)
+        without_rows = self.costs.gather_seconds(nbytes, self.group) + min(
+            self._seconds, split + self.costs.gather_seconds(nbytes_of(self.call.ty), self.group)
+        )
+        pays = with_rows <= without_rows
+        self.record(
+            f"rows split: about {_time(with_rows)} with the sum, {_time(without_rows)} with a whole operand"
+            if pays
+            else f"operand gathered: about {_time(without_rows)}, a split of rows would take {_time(with_rows)}"
+        )
+        return pays
+
+    @property
+    def _seconds(self) -> float:
+        """Time of the product on one device."""
+        return self.costs.product_seconds(self.call, self.operand_bytes, self.group[0])
+
+    @property
+    def _saved_fraction(self) -> float:
+        return 1.0 - 1.0 / len(self.group)
+
+    def _after_split(self) -> tuple[float, float]:
+        """Time of the products that share a split of the result, and of the exchanges that end it."""
+        seconds = exchanges = 0.0
+        pending, seen = [self.var], {self.var}
+        gathered: dict[relax.Var, None] = {}
+        while pending:
+            value = pending.pop()
+            if value in self.readers.outputs:
+                gathered.setdefault(value)
+            for binding in self.readers.of.get(value, ()):
+                call = binding.value
+                if binding.var in seen or op_name(call) == SHARD:
+                    continue
+                if op_name(call) not in PRODUCTS:
+                    if isinstance(call, relax.Call) and not passes_on(call):
+                        gathered.setdefault(value)
+                        continue
+                else:
+                    seconds += self.costs.product_seconds(call, self.readers.operand_bytes(call), self.group[0])
+                    if self.readers.has_weights(call):
+                        exchanges += self.costs.all_reduce_seconds(call.ty, self.group)
+                        seen.add(binding.var)
+                        continue
+                seen.add(binding.var)
+                pending.append(binding.var)
+        return seconds, exchanges + sum(
+            self.costs.gather_seconds(nbytes_of(value.ty), self.group) for value in gathered
+        )
+
+
+def readers_of(bindings: Sequence[relax.Binding]) -> dict[relax.Var, list[relax.Binding]]:
+    """Bindings that use each variable."""
+    readers: dict[relax.Var, list[relax.Binding]] = {}
+    for binding in bindings:
+        for var in used_vars(binding.value):
+            readers.setdefault(var, []).append(binding)
+    return readers
+
+
+def _extents(ty: tvm.ir.Type) -> list[int]:
+    if not isinstance(ty, relax.TensorType):
+        return [1]
+    if not isinstance(ty.shape, relax.ShapeExpr):
+        return [_SYMBOLIC_EXTENT] * max(int(ty.ndim), 1)
+    return [known(extent) or _SYMBOLIC_EXTENT for extent in ty.shape.values]
+
+
+def nbytes_of(ty: tvm.ir.Type) -> float:
+    """Bytes of all tensors in a type."""
+    if isinstance(ty, tvm.ir.TupleType):
+        return sum(map(nbytes_of, ty.fields))
+    return math.prod(_extents(ty)) * _itemsize(ty) if isinstance(ty, relax.TensorType) else 0.0
+
+
+def _itemsize(ty: relax.TensorType) -> float:
+    return float(tvm.DataType(str(ty.dtype)).bits / 8)
+
+
+def _is_float32(ty: tvm.ir.Type) -> bool:
+    return isinstance(ty, relax.TensorType) and str(ty.dtype) == "float32"
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e6:.3g} us"
