@@ -15,7 +15,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import tvm
@@ -238,8 +238,18 @@ class Remarks:
     aliases: Aliases | None = None
 
     def to_data(self) -> dict[str, Any]:
-        """JSON data by field."""
+        """JSON data by field; reasons of devices include those of shardings."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.placement is not None and self.shardings:
+            reasons = [
+                (entry, self.shardings.get(entry.variable.partition("@")[0])) for entry in self.placement.entries
+            ]
+            values["placement"] = PlacementReport(
+                [
+                    replace(entry, reason=f"{entry.reason}; {reason}") if reason and entry.kind == "op" else entry
+                    for entry, reason in reasons
+                ]
+            )
         return {name: None if value is None else _FORMATS[name].write(value) for name, value in values.items()}
 
 

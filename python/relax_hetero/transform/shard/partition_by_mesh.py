@@ -313,6 +313,7 @@ class _FunctionPartition:
         for var in operands[:1] if op_name(call) == CACHED_ATTENTION else operands:
             if wanted and len(shape_of(var) or ()) == len(shape_of(binding.var) or ()):
                 self._wanted.setdefault(var, set()).update(wanted)
+                self._read_by_products.add(var)
 
     # -- parameters and results
 
@@ -481,7 +482,7 @@ class _FunctionPartition:
         segments, factor = self._segments.get(var, ()), 1.0
         for axis, count in enumerate(mesh.shape):
             described = [
-                Operand(tensor, shape, state and state[axis], self._can(tensor, mesh, earlier))
+                Operand(tensor, shape, None if state is None else state[axis], self._can(tensor, mesh, earlier))
                 for tensor, shape, state, earlier in zip(tensors, local.shapes, states, operands, strict=True)
             ]
             op = OpCall(local.call, described, count, results, segments, var in self._read_by_products)  # type: ignore[arg-type]
@@ -588,7 +589,8 @@ class _FunctionPartition:
                 make: Make = lambda args: relax.op.add(*args)  # noqa: E731
                 locals_.append(self._bindings.emit(make, own, device, numbered(var.name, number)))
             else:
-                locals_.append(own[0] if own else relax.const(np.zeros(zeros, str(call.ty.dtype))))
+                extents = [extent or 0 for extent in zeros]
+                locals_.append(own[0] if own else relax.const(np.zeros(extents, str(call.ty.dtype))))
         self._values[var] = MeshValue(mesh, [result], locals_)
         return True
 
@@ -607,7 +609,7 @@ class _FunctionPartition:
                 result = (*result, PARTIAL)
                 continue
             described = [
-                Operand(tensor, shape, state and state[axis], self._can(tensor, mesh, earlier))
+                Operand(tensor, shape, None if state is None else state[axis], self._can(tensor, mesh, earlier))
                 for tensor, shape, state, earlier in zip(tensors, shapes, given, operands, strict=True)
             ]
             plan = plan_op(OpCall(call, described, count, [extents], (), False))

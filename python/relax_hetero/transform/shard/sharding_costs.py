@@ -18,6 +18,7 @@ from typing import Protocol
 import tvm
 from tvm import relax
 
+from ...display.text import time_text
 from ...op.sharding import SHARD
 from ...op.traits import TRAITS
 from ...providers import provided
@@ -144,11 +145,8 @@ class Splits:
         saved = (saved / self.earlier + self._seconds) * self._saved_fraction
         exchanges /= self.earlier
         pays = saved > exchanges
-        self.record(
-            f"columns split: saves about {_time(saved)}, with exchanges of {_time(exchanges)}"
-            if pays
-            else f"whole on each device: a split would save {_time(saved)}, with exchanges of {_time(exchanges)}"
-        )
+        decision = "columns split: saves" if pays else "whole on each device: a split would save"
+        self.record(f"{decision} about {time_text(saved)}, with exchanges of {time_text(exchanges)}")
         return pays
 
     def rows_pay(self, operand: Operand) -> bool:
@@ -161,9 +159,9 @@ class Splits:
         )
         pays = with_rows <= without_rows
         self.record(
-            f"rows split: about {_time(with_rows)} with the sum, {_time(without_rows)} with a whole operand"
+            f"rows split: about {time_text(with_rows)} with the sum, {time_text(without_rows)} with a whole operand"
             if pays
-            else f"operand gathered: about {_time(without_rows)}, a split of rows would take {_time(with_rows)}"
+            else f"operand gathered: about {time_text(without_rows)}, a split of rows would take {time_text(with_rows)}"
         )
         return pays
 
@@ -236,7 +234,3 @@ def _itemsize(ty: relax.TensorType) -> float:
 
 def _is_float32(ty: tvm.ir.Type) -> bool:
     return isinstance(ty, relax.TensorType) and str(ty.dtype) == "float32"
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds * 1e6:.3g} us"
