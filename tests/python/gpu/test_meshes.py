@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -50,25 +51,32 @@ def test_sums(count):
 # Short; long; rows that GPUs cannot share; rows of more than 512 threads, short and long.
 @pytest.mark.parametrize(("rows", "width"), [(3, 64), (96, 2048), (97, 2048), (2, 12288), (40, 16384)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_norms_of_sums(rows, width, dtype):
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+def test_norms_of_sums(rows, width, dtype, kind):
     generator = np.random.default_rng(2)
     scale = generator.uniform(0.5, 2, width).astype("float32")
     ups = [generator.standard_normal((width, 64)).astype("float32") / width**0.5 for _ in range(3)]
     downs = [(generator.standard_normal((64, width)) * size).astype("float32") for size in (1, 1e6)]
-    shape = (rows, width)
+    shape, shift, is_layer = (rows, width), generator.standard_normal(width).astype("float32"), kind == "layer"
+
+    def norm_op(a):
+        if is_layer:
+            return relax.op.nn.layer_norm(a, relax.const(scale), relax.const(shift), axes=[-1], epsilon=1e-5)
+        return relax.op.nn.rms_norm(a, relax.const(scale), axes=[-1], epsilon=1e-5)
 
     @ir_module("cuda", "cuda:1")
     def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
         with R.dataflow():
             a = R.add(x, R.matmul(R.matmul(x, R.const(ups[0])), R.const(downs[0])))
-            b = R.astype(R.nn.rms_norm(a, R.const(scale), axes=[-1], epsilon=1e-5), dtype)
+            b = R.astype(norm_op(a), dtype)
             c = R.add(a, R.matmul(R.matmul(R.astype(b, "float32"), R.const(ups[1])), R.const(downs[1])))
             y = R.matmul(R.multiply(c, R.const(1e-6, "float32")), R.const(ups[2]))
             R.output(y)
         return y
 
     def norm(a):
-        return a / np.sqrt((a * a).mean(1, keepdims=True) + 1e-5) * scale
+        centered = a - a.mean(1, keepdims=True) if is_layer else a
+        return centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * scale + is_layer * shift
 
     vm = rh.vm.VirtualMachine(rh.compile(mod))
     for _ in range(3):

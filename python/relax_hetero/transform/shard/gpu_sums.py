@@ -1,4 +1,4 @@
-"""Sums over the GPUs of a mesh, by kernels that write to each other's memory, with the RMS norms that follow them.
+"""Sums over the GPUs of a mesh, by kernels that write to each other's memory, with the norms of rows that follow them.
 
 Before, on each GPU, where only the first one adds a residual::
 
@@ -79,19 +79,19 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class _Norm:
-    """RMS norm of a variable.
+    """Norm of a variable's rows.
 
     Attributes
     ----------
     norm : RowNorm
-    weight : relax.Expr
-        Constant, (width,) of float32.
+    weights : list of relax.Expr
+        Constants, (width,) of float32: the weight, then the bias of a layer norm.
     bindings : list of relax.VarBinding
         Bindings that compute it, the result's last.
     """
 
     norm: RowNorm
-    weight: relax.Expr
+    weights: list[relax.Expr]
     bindings: list[relax.VarBinding]
 
     @property
@@ -127,8 +127,8 @@ class _Plan:
     rows: list[relax.Var] = field(default_factory=list)
 
 
-_NormPattern: TypeAlias = "tuple[float | None, relax.Expr, list[relax.VarBinding]]"
-"""Epsilon, weight and bindings of a norm."""
+_NormPattern: TypeAlias = "tuple[float | None, list[relax.Expr], list[relax.VarBinding]]"
+"""Epsilon, weights and bindings of a norm."""
 
 
 class GpuSums:
@@ -225,43 +225,83 @@ class GpuSums:
         return [user for user in self._users.get(result, []) if isinstance(user, Sum) or user.var not in inside]
 
     def _norm_of(self, var: relax.Var) -> _Norm | None:
-        """The RMS norm of a variable over its last axis, with all of its bindings."""
+        """The norm of a variable over its last axis, with all of its bindings."""
         for user in self._users.get(var, []):
-            pattern = None if isinstance(user, Sum) else self._from_op(var, user) or self._from_squares(var, user)
+            if isinstance(user, Sum):
+                continue
+            pattern = self._from_op(var, user) or self._from_squares(var, user) or self._from_mean(var, user)
             if pattern is None:
                 continue
-            eps, weight, bindings = pattern
-            is_row = is_tensor_constant(weight) and same_shape(shape_of(weight) or (), (shape_of(var) or [0])[-1:])
-            if eps is None or not is_row or {str(weight.ty.dtype), str(bindings[-1].var.ty.dtype)} != {"float32"}:
+            eps, weights, bindings = pattern
+            row, dtypes = (shape_of(var) or [0])[-1:], {str(bindings[-1].var.ty.dtype)}
+            are_rows = all(is_tensor_constant(each) and same_shape(shape_of(each) or (), row) for each in weights)
+            if eps is None or not are_rows or dtypes.union(str(each.ty.dtype) for each in weights) != {"float32"}:
                 continue
             narrow = self._sole_user(bindings[-1], "relax.astype")
             if narrow is not None and str(narrow.var.ty.dtype) == "float16":
                 bindings.append(narrow)
-            return _Norm(RowNorm(float(eps), str(bindings[-1].var.ty.dtype)), weight, bindings)
+            dtype = str(bindings[-1].var.ty.dtype)
+            return _Norm(RowNorm(float(eps), dtype, is_centered=len(weights) > 1), weights, bindings)
         return None
 
     def _from_op(self, var: relax.Var, user: relax.VarBinding) -> _NormPattern | None:
         call, rank = user.value, len(shape_of(var) or [])
-        if op_name(call) != "relax.nn.rms_norm" or [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
+        name = op_name(call)
+        if name not in ("relax.nn.rms_norm", "relax.nn.layer_norm") or not call.args[0].same_as(var):
             return None
-        return float(call.attrs.epsilon), call.args[1], [user]
+        if [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
+            return None
+        if name == "relax.nn.layer_norm" and not (call.attrs.center and call.attrs.scale):
+            return None
+        return float(call.attrs.epsilon), list(call.args[1:]), [user]
 
     def _from_squares(self, var: relax.Var, squares: relax.VarBinding) -> _NormPattern | None:
-        if op_name(squares.value) != "relax.multiply" or not all(arg.same_as(var) for arg in squares.value.args):
+        scaled = self._scaled(var, squares)
+        if scaled is None:
             return None
-        mean = self._sole_user(squares, "relax.mean")
+        eps, bindings = scaled
+        result = self._sole_user(bindings[-1], "relax.multiply")
+        if result is None:
+            return None
+        return eps, [_other(result, bindings[-1].var)], [*bindings, result]
+
+    def _from_mean(self, var: relax.Var, mean: relax.VarBinding) -> _NormPattern | None:
+        """A layer norm of several ops, as exporters write it."""
+        centered = self._sole_user(mean, "relax.subtract") if _is_row_mean(mean, var) else None
+        if centered is None or not centered.value.args[0].same_as(var) or centered.var in self._outputs:
+            return None
+        users = self._users.get(centered.var, [])
+        for squares in users:
+            scaled = None if isinstance(squares, Sum) else self._scaled(centered.var, squares)
+            if scaled is None:
+                continue
+            eps, bindings = scaled
+            weighted = self._sole_user(bindings[-1], "relax.multiply")
+            result = self._sole_user(weighted, "relax.add")
+            if weighted is not None and result is not None and len(users) == 2:
+                weights = [_other(weighted, bindings[-1].var), _other(result, weighted.var)]
+                return eps, weights, [mean, centered, *bindings, weighted, result]
+        return None
+
+    def _scaled(self, var: relax.Var, squares: relax.VarBinding) -> tuple[float | None, list[relax.VarBinding]] | None:
+        """Epsilon and bindings of a variable divided by the root of the mean of its squares."""
+        value = squares.value
+        is_product = op_name(value) == "relax.multiply" and all(arg.same_as(var) for arg in value.args)
+        is_power = op_name(value) == "relax.power" and value.args[0].same_as(var) and scalar_of(value.args[1]) == 2.0
+        mean = self._sole_user(squares, "relax.mean") if is_product or is_power else None
         shifted = self._sole_user(mean, "relax.add")
-        inverse = self._sole_user(shifted, "relax.rsqrt")
-        normal = self._sole_user(inverse, "relax.multiply")
-        result = self._sole_user(normal, "relax.multiply")
-        if mean is None or shifted is None or inverse is None or normal is None or result is None:
+        root = self._sole_user(shifted, "relax.rsqrt")
+        normal = self._sole_user(root, "relax.multiply")
+        if root is None:
+            root = self._sole_user(shifted, "relax.sqrt")
+            normal = self._sole_user(root, "relax.divide")
+        if mean is None or shifted is None or root is None or normal is None or not _is_row_mean(mean, squares.var):
             return None
-        rank, attrs = len(shape_of(var) or []), mean.value.attrs
-        axes = [int(axis) % rank for axis in attrs.axis or range(rank)]
-        if axes != [rank - 1] or not attrs.keepdims or not _other(normal, inverse.var).same_as(var):
+        if not normal.value.args[0].same_as(var) and op_name(normal.value) == "relax.divide":
             return None
-        bindings = [squares, mean, shifted, inverse, normal, result]
-        return scalar_of(_other(shifted, mean.var)), _other(result, normal.var), bindings
+        if not _other(normal, root.var).same_as(var):
+            return None
+        return scalar_of(_other(shifted, mean.var)), [squares, mean, shifted, root, normal]
 
     def _sole_user(self, binding: relax.VarBinding | None, name: str) -> relax.VarBinding | None:
         """The only use of a variable, if it is a call of an op."""
@@ -290,7 +330,7 @@ class GpuSums:
             function = self._writer.add_kernel(opaque_kernel(kernel), f"all_reduce_{rank}_of_{reduce.ranks}")
             operands = [part, self._addresses_of(item.group, device), after]
             operands += [plan.residuals[rank]] if plan.residuals else []
-            operands += [plan.norms[rank].weight] if plan.norms else []
+            operands += plan.norms[rank].weights if plan.norms else []
             out = plan.norms[rank].result if plan.norms else results[rank]
             outputs = [out, plan.rows[rank] if plan.rows else results[rank]] if keeps_sum else [out]
             types = [var.ty for var in outputs]
@@ -326,6 +366,14 @@ def _other(binding: relax.VarBinding, operand: relax.Var) -> relax.Expr:
     """The other operand of a call of two."""
     first, second = binding.value.args
     return second if first.same_as(operand) else first
+
+
+def _is_row_mean(binding: relax.VarBinding, var: relax.Var) -> bool:
+    """Return whether a value is the mean of a variable's rows."""
+    if op_name(binding.value) != "relax.mean" or not binding.value.args[0].same_as(var):
+        return False
+    rank, attrs = len(shape_of(var) or []), binding.value.attrs
+    return bool(attrs.keepdims) and [int(axis) % rank for axis in attrs.axis or range(rank)] == [rank - 1]
 
 
 def _tensor(shape: Sequence[int], dtype: str, like: relax.Var) -> relax.TensorType:

@@ -143,7 +143,6 @@ class Splits:
         """Return whether a split of the weight's columns, or of its output channels, takes less time than none."""
         saved, exchanges = self._after_split()
         saved = (saved / self.earlier + self._seconds) * self._saved_fraction
-        exchanges /= self.earlier
         pays = saved > exchanges
         decision = "columns split: saves" if pays else "whole on each device: a split would save"
         self.record(f"{decision} about {time_text(saved)}, with exchanges of {time_text(exchanges)}")

@@ -74,6 +74,51 @@ def test_long_sums_share_rows_and_keep_residuals():
     assert ops_of(after).count("relax.add") == 1  # the first residual
 
 
+def layer_norms(rows, form):
+    """Sums with layer norms after them, as BERT has: an op, or those of older exporters."""
+    shape, bias = (rows, WIDTH), np.float32(0.1) * SCALE
+
+    @ir_module(*GPUS)
+    def op(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.add(x, R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN)))
+            b = R.nn.layer_norm(a, R.const(SCALE), R.const(bias), axes=[-1])
+            c = R.matmul(b, R.const(UP))
+            R.output(c)
+        return c
+
+    @ir_module(*GPUS)
+    def ops(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.add(x, R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN)))
+            centered = R.subtract(a, R.mean(a, axis=[-1], keepdims=True))
+            variance = R.mean(R.power(centered, R.const(2.0, "float32")), axis=[-1], keepdims=True)
+            normal = R.divide(centered, R.sqrt(R.add(variance, R.const(1e-5, "float32"))))
+            b = R.add(R.multiply(normal, R.const(SCALE)), R.const(bias))
+            c = R.matmul(b, R.const(UP))
+            R.output(c)
+        return c
+
+    return {"op": op, "ops": ops}[form]
+
+
+@pytest.mark.parametrize("form", ["op", "ops"])
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_layer_norms_become_parts_of_sums(rows, form):
+    first, second, after = kernels_of(layer_norms(rows, form))
+    for calls in (first, second):
+        plain, with_norm = calls  # the only sum of a function is computed twice
+        assert len(with_norm.args[1].fields) == len(plain.args[1].fields) + 2  # weight and bias
+        assert shapes_of(with_norm) == [([rows, 64], "float32")]
+    assert not {"relax.nn.layer_norm", "relax.mean", "relax.sqrt", "relax.subtract"}.intersection(ops_of(after))
+
+
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_kernels_of_layer_norms_compile(rows):
+    regions = rh.compile(layer_norms(rows, "op")).metadata.regions
+    assert all(any("all_reduce" in kernel for kernel in region.kernels) for region in regions)
+
+
 def test_rows_that_gpus_cannot_share_keep_their_norm():
     first, _, after = kernels_of(layers(4097))
     assert [shapes_of(call) for call in first] == [[([4097, 64], "float32")]] * 2
