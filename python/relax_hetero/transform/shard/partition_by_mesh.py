@@ -73,6 +73,8 @@ from .sharding_rules import (
     Local,
     OpCall,
     Operand,
+    consecutive,
+    last_axis_slice,
     passes_on,
     plan_op,
     segments_of_operand,
@@ -281,6 +283,7 @@ class _FunctionPartition:
     def _find_readers(self) -> None:
         """Find segments that readers would like, and values that products read, from the last binding to the first."""
         self._read_by_products |= set(self._outputs)
+        slices: dict[relax.Var, dict[int, int]] = {}  # of the last axis: begin to end
         for binding in reversed(self._source):
             value = binding.value
             if isinstance(value, (relax.Var, relax.TupleGetItem)):
@@ -294,6 +297,11 @@ class _FunctionPartition:
             if op_name(value) in PRODUCTS or (passes_on(value) and binding.var in self._read_by_products):
                 self._read_by_products.update(operands)
             self._want_splits(binding, value, operands)
+            if (piece := last_axis_slice(value)) is not None and isinstance(value.args[0], relax.Var):
+                pieces = slices.setdefault(value.args[0], {})
+                pieces[piece[0]] = piece[1]
+                if segments := consecutive(pieces, known((shape_of(value.args[0]) or [None])[-1])):
+                    self._segments[value.args[0]] = segments
             for index, var in enumerate(operands):
                 shape = shape_of(var)
                 if shape and (index == 0 or op_name(value) in ELEMENTWISE):

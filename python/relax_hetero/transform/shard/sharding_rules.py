@@ -13,7 +13,7 @@ with an all-reduce (Megatron-LM, arXiv:1909.08053), which here follows from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -458,6 +458,27 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
         return relax.op.strided_slice(args[0], [state.axis], [begin // count], [end // count])
 
     return OpPlan([state], [Sharding(state.axis, tuple(kept) if len(kept) > 1 else ())], of_segments)
+
+
+def last_axis_slice(call: relax.Call) -> tuple[int, int] | None:
+    """Begin and end of a slice of the last axis; None for other calls."""
+    if not isinstance(call.op, tvm.ir.Op) or call.op.name != "relax.strided_slice":
+        return None
+    shape = call.args[0].ty.shape
+    numbers = [_numbers(arg) for arg in call.args[1:]]
+    if not isinstance(shape, relax.ShapeExpr) or any(each is None or len(each) != 1 for each in numbers):
+        return None
+    (axis,), (begin,), (end,) = numbers[0] or (0,), numbers[1] or (0,), numbers[2] or (0,)
+    is_plain = len(numbers) < 4 or numbers[3] == [1]
+    return (begin, end) if is_plain and axis % len(shape.values) == len(shape.values) - 1 else None
+
+
+def consecutive(pieces: Mapping[int, int], extent: int | None) -> tuple[int, ...]:
+    """Sizes of several pieces, given the end of each by its begin, that make up an axis; () if they do not."""
+    begins = sorted(pieces)
+    ends = [*begins[1:], extent]
+    is_whole = len(begins) > 1 and begins[0] == 0 and all(pieces[a] == b for a, b in zip(begins, ends, strict=True))
+    return tuple(pieces[begin] - begin for begin in begins) if is_whole else ()
 
 
 def _numbers(expr: relax.Expr) -> list[int] | None:

@@ -206,6 +206,8 @@ def test_parameters_in_parts():
         ("llvm[1:1]", "expected a range"),
         ("llvm[0-2]", "a mesh 'kind"),
         ("vdevice[0:3]", "equal targets"),
+        ("llvm[0:2](2, 2)", "2 devices and the shape .* which has 4"),
+        ("llvm[0:2](2 2)", "a mesh 'kind"),
     ],
 )
 def test_names_of_meshes(name, message):
@@ -443,6 +445,74 @@ def test_parts_of_segments():
     assert sharding.part(array, 1, 2).tolist() == [4, 5, 6, 7, 10, 11]
     assert not Sharding(0, (8, 3)).divides([11], 2)
     assert not Sharding(0, (8, 4)).divides([13], 2)
+
+
+def test_slices_of_a_product_split_its_segments():
+    """Queries, keys and values of one product, as ONNX's Split is imported: each device has heads of all three."""
+    weight = np.random.default_rng(3).standard_normal((8, 24)).astype("float32")
+
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            joined = R.nn.relu(R.matmul(x, R.const(weight)))
+            q = R.strided_slice(joined, [1], [0], [8])
+            k = R.strided_slice(joined, [1], [8], [16])
+            v = R.strided_slice(joined, [1], [16], [24])
+            y = R.matmul(R.add(R.multiply(q, k), v), R.const(V[:8]))
+            R.output(y)
+        return y
+
+    after = partition_by_mesh(module)
+    assert "relax.concat" not in ops_of(after)
+    assert {int(call.ty.shape.values[1]) for call in calls_of("relax.strided_slice", after)} == {4}
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    np.testing.assert_allclose(run(after, x), run(module, x), rtol=1e-4, atol=1e-4)
+
+
+def gpus_of_a_mesh():
+    """A module over 2 x 2 GPUs, batches along the first axis, and its partition."""
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+
+    @ir_module(gpu, (gpu, 1), (gpu, 2), (gpu, 3))
+    def module(x: R.Tensor((4, 8), "float32", "cuda[0:4](2, 2)")):
+        with R.dataflow():
+            rows = R.hetero.shard(x, "S[0], R")
+            a = R.nn.softmax(R.matmul(R.nn.relu(R.matmul(rows, R.const(W))), R.const(V)))
+            b = R.nn.softmax(R.matmul(R.nn.relu(R.matmul(a, R.const(W))), R.const(V)))
+            c = R.matmul(b, R.const(W))
+            R.output(c)
+        return c
+
+    return partition_by_mesh(module)
+
+
+def test_sums_are_within_groups_of_an_axis():
+    """Pairs of GPUs add their products; the batch crosses between pairs only at the ends."""
+    after = gpus_of_a_mesh()
+    kernels = [call for call in calls_of("relax.call_tir", after) if "all_reduce" in call.args[0].name_hint]
+    assert len(kernels) == 2 * 4
+    assert {tuple(map(int, call.ty.shape.values)) for call in kernels} == {(2, 8)}
+    memories = [[int(arg) for arg in call.args[1:]] for call in calls_of("relax.call_pure_packed", after)]
+    assert [(device, *group) for device, _, *group in memories] == [(0, 0, 1), (1, 0, 1), (2, 2, 3), (3, 2, 3)]
+    assert ops_of(after).count("relax.to_vdevice") == 3 + 3  # the argument; parts of the result
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ("S[0]", "a placement for each of its 2 axes"),
+        ("S[0], S[0], R", "a placement for each of its 2 axes"),
+        ("S[1], S[1]", "whose extent they divide"),
+    ],
+)
+def test_placements_of_a_mesh_of_two_axes(placement, message):
+    @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
+    def module(x: R.Tensor((4, 6), "float32", "llvm[0:4](2, 2)")):
+        y = R.hetero.shard(x, placement)
+        return y
+
+    with pytest.raises(rh.PlacementError, match=message):
+        partition_by_mesh(module)
 
 
 def test_tuples_numbers_and_merged_axes():
