@@ -217,7 +217,8 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
     if match is None:
         raise VDeviceError(
             f"{name!r} is not a vdevice name, which is 'kind', 'kind:i', 'vdevice:j' or a mesh 'kind[i:j]' or "
-            f"'kind[i:j](m, n)' with numbers from 0, after 'host/' where there are several{_hint(name, vdevices)}; {_available(vdevices)}"
+            f"'kind[i:j](m, n)' with numbers from 0, after 'host/' where there are several{_hint(name, vdevices)}; "
+            f"{_available(vdevices)}"
         )
     kind, index, host = match["kind"], int(match["index"] or 0), match["host"]
     if host is not None and all(host_of(entry) != host for entry in vdevices):

@@ -226,7 +226,7 @@ class CostModel:
         return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.bytes / cost.bandwidth)
 
     def product_seconds(self, flops: float, nbytes: float, dtype: str, device: int) -> float:
-        """Seconds of a product on a device.
+        """Seconds of a product on a device, without the launch of its kernel.
 
         Parameters
         ----------
@@ -237,7 +237,7 @@ class CostModel:
         device : int
             Index of the vdevice.
         """
-        return self.op_seconds(Work(flops, nbytes, dtype), device)
+        return self.op_seconds(Work(flops, nbytes, dtype, is_kernel=False), device)
 
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
         """Seconds of a transfer of `size` bytes; 0 within a device.

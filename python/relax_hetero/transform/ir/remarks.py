@@ -215,7 +215,7 @@ class Remarks:
     checks : tuple of CheckSpec, optional
         Checks of values that kernels make, by number, by CheckValues.
     shardings : dict of str to str, optional
-        Variable of a product over a mesh to the reason of its sharding, by PartitionByMesh.
+        ``function/variable`` of a product over a mesh to the reason of its sharding, by PartitionByMesh.
     origins : dict of str to str, optional
         Variable to the name of its node in the model's file, by the import.
     graph : ModelGraph, optional
@@ -241,9 +241,8 @@ class Remarks:
         """JSON data by field; reasons of devices include those of shardings."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         if self.placement is not None and self.shardings:
-            reasons = [
-                (entry, self.shardings.get(entry.variable.partition("@")[0])) for entry in self.placement.entries
-            ]
+            names = [f"{each.function}/{each.variable.partition('@')[0]}" for each in self.placement.entries]
+            reasons = zip(self.placement.entries, map(self.shardings.get, names), strict=True)
             values["placement"] = PlacementReport(
                 [
                     replace(entry, reason=f"{entry.reason}; {reason}") if reason and entry.kind == "op" else entry

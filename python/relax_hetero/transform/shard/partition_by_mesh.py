@@ -111,13 +111,17 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     costs = ShardingCosts(vdevices) if by_cost else None
     reasons: dict[str, str] = {}
     kernels: dict[tvm.ir.GlobalVar, tvm.tirx.PrimFunc] = {}
+    partitions: dict[tvm.ir.GlobalVar, relax.Function] = {}
+    for gv in sorted(over_meshes, key=lambda gv: _elements(over_meshes[gv]), reverse=True):
+        # Functions with most work first: others follow them in the splits of weights, which are stored once.
+        func = over_meshes[gv]
+        is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in func.body.blocks)
+        bindings = LocalBindings(builder, vdevices, is_dataflow, kernels)
+        partitions[gv] = _FunctionPartition(gv.name_hint, func, cuts, bindings, costs, reasons).function()
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in mod.functions.items():
-        if gv in over_meshes:
-            is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in func.body.blocks)
-            bindings = LocalBindings(builder, vdevices, is_dataflow, kernels)
-            func = _FunctionPartition(gv.name_hint, func, cuts, bindings, costs, reasons).function()
-            gv = typed(tvm.ir.GlobalVar(gv.name_hint), func.ty)
+        if gv in partitions:
+            gv, func = typed(tvm.ir.GlobalVar(gv.name_hint), partitions[gv].ty), partitions[gv]
         functions[gv] = func
     return with_remarks(copy_module(mod, {**functions, **kernels}), shardings=reasons or None)
 
@@ -175,6 +179,12 @@ def _has_mesh(func: relax.Function) -> bool:
     return any(mesh_positions(_vdevice_in(ty)) for ty in types)
 
 
+def _elements(func: relax.Function) -> float:
+    """Elements of all values of known shape in a function."""
+    shapes = [_extents(binding.var.ty) or () for binding in walk_bindings(func.body)]
+    return sum(math.prod(known(extent) or 0 for extent in shape) for shape in shapes if shape)
+
+
 def _vdevice_in(ty: tvm.ir.Type) -> relax.VDevice | None:
     """The device of the first tensor in a type that has one."""
     if isinstance(ty, relax.TensorType):
@@ -217,6 +227,7 @@ class _FunctionPartition:
     ) -> None:
         self._name, self._func, self._cuts, self._bindings = name, func, cuts, bindings
         self._costs, self._reasons = costs, reasons
+        self._cut_elsewhere = {constant for constant, _ in cuts}
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
         self._values = self._exchanges.values
@@ -519,16 +530,24 @@ class _FunctionPartition:
             operand_bytes += share * (nbytes_of(ty) if stored is None else stored)
         record = partial(self._record, str(var.name))
         splits = Splits(self._costs, self._readers, var, op.call, operand_bytes, group, earlier, record)
-        is_wanted = axis in self._wanted.get(var, ())
+        is_cut, is_wanted = self._is_cut_elsewhere(op.operands[-1].expr), axis in self._wanted.get(var, ())
         return replace(
             op,
-            columns_pay=lambda: is_wanted or splits.columns_pay(),
-            rows_pay=lambda operand: operand.expr in self._annotated_splits or splits.rows_pay(operand),
+            columns_pay=lambda: is_cut or is_wanted or splits.columns_pay(),
+            rows_pay=lambda x: is_cut or x.expr in self._annotated_splits or splits.rows_pay(x),
         )
+
+    def _is_cut_elsewhere(self, weight: relax.Expr) -> bool:
+        """Return whether another function has cut the constants that a weight follows from."""
+        value = self._weights.get(weight, weight)
+        if is_tensor_constant(value):
+            return value in self._cut_elsewhere
+        operands = [value] if isinstance(value, relax.Var) and value in self._weights else getattr(value, "args", ())
+        return any(map(self._is_cut_elsewhere, operands))
 
     def _record(self, variable: str, reason: str) -> None:
         """Record the reason of a decision; the last one of a variable counts."""
-        self._reasons[variable] = reason
+        self._reasons[f"{self._name}/{variable}"] = reason
 
     def _bytes_of_weight(self, expr: relax.Expr) -> float | None:
         """Bytes of the constants that a weight follows from; None for other values."""

@@ -37,7 +37,7 @@ class DeviceCosts(Protocol):
     """Figures of devices and links."""
 
     def product_seconds(self, flops: float, nbytes: float, dtype: str, device: int) -> float:
-        """Time of a product of operands of a type, given its operations and bytes."""
+        """Time of a product of operands of a type, given its operations and bytes, without a launch."""
 
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
         """Time of a transfer of `size` bytes."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -107,3 +108,33 @@ def test_reasons_are_explained(width, reasons):
     assert given
     assert all(any(text.startswith(reason) for reason in reasons) for text in given), given
     assert all(any(text.startswith(reason) for text in given) for reason in reasons), given
+
+
+def test_functions_follow_the_splits_of_those_with_more_work():
+    """Otherwise the same weight would be stored whole for one, and in parts for the other."""
+    up, down = weight(1024, 1024), weight(1024, 1024)
+
+    @I.ir_module
+    class Module:
+        I.module_global_infos({"vdevice": [I.vdevice(*CORES[0:1], 0), I.vdevice(*CORES[1])]})
+
+        @R.function
+        def step(x: R.Tensor((1, 1024), "float32", "llvm[0:2]")):
+            with R.dataflow():
+                z = R.matmul(R.nn.relu(R.matmul(x, R.const(up))), R.const(down))
+                R.output(z)
+            return z
+
+        @R.function
+        def prefill(x: R.Tensor((256, 1024), "float32", "llvm[0:2]")):
+            with R.dataflow():
+                z = R.matmul(R.nn.relu(R.matmul(x, R.const(up))), R.const(down))
+                R.output(z)
+            return z
+
+    after = partition_by_mesh(Module)
+    assert [gv.name_hint for gv in after.functions] == ["step", "prefill"]
+    assert {tuple(map(int, call.args[1].ty.shape.values)) for call in calls_of("relax.matmul", after)} == {
+        (1024, 512),
+        (512, 1024),
+    }
