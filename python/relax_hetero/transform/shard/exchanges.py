@@ -39,7 +39,7 @@ class MeshValue:
     ----------
     mesh : Mesh
     shardings : list of Shardings
-        Of each tensor in it.
+        Shardings of each tensor in it.
     locals : list of relax.Expr
         The value of each device.
     """
@@ -173,7 +173,7 @@ class Exchanges:
     def _exchanged(
         self, var: relax.Var, value: MeshValue, group: _Group, own: Sharding, sharding: Sharding
     ) -> list[relax.Expr]:
-        """What each device of a group has after an exchange within it."""
+        """Local values of the devices of a group after an exchange within it."""
         if len(group.devices) == 1:
             return list(group.parts)
         if own.is_partial:
@@ -330,7 +330,7 @@ class _Group:
     suffixes : list of str
         Suffix of names on each device.
     parts : list of relax.Expr
-        What each device has.
+        Local value of each device.
     """
 
     devices: tuple[int, ...]

@@ -64,7 +64,7 @@ class LocalCall:
         Parameters
         ----------
         shardings : sequence of Sharding
-            Of each tensor operand.
+            Sharding of each tensor operand.
         local : callable or None
             Maker of a device's call; None: the same call of its operands.
         count : int
@@ -76,7 +76,7 @@ class LocalCall:
         self._local, self._count, self._is_current = local, count, False
 
     def make(self, args: Sequence[relax.Expr]) -> relax.Expr:
-        """What a device computes, given its values of the leaves of the whole call."""
+        """Make the call of a device, given its values of the leaves of the whole call."""
         pairs = list(zip(self._given, args, strict=True))
         tensors = iter([arg for leaf, arg in pairs if _is_tensor(leaf)])
         others = {leaf: arg for leaf, arg in pairs if not _is_tensor(leaf)}

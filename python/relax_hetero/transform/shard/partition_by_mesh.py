@@ -200,7 +200,7 @@ class _CallPlan:
     Attributes
     ----------
     operands, results : list of Shardings
-        Of each tensor.
+        Shardings of each tensor.
     make : callable
         Maker of what a device computes from its operands.
     factor : float
