@@ -27,6 +27,9 @@ MESH_NAME = re.compile(
 )
 """Name of a mesh: ``kind[begin:end]``, ``vdevice[begin:end]``, or either after ``host/``; then ``(2, 2)``, a shape."""
 
+PRINTED_MESH = re.compile(r"[^:\s]+:-1:(?P<scope>mesh\.[0-9]+(?:[x.][0-9]+)*)")
+"""A mesh as TVMScript prints its vdevice, which is in no list: ``llvm:-1:mesh.2x2.0.1.2.3``."""
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -104,7 +107,11 @@ def mesh_vdevice(
 
 def mesh_of(vdevice: tvm.relax.VDevice | None) -> Mesh | None:
     """The mesh that a vdevice stands for; None for a vdevice that is not a mesh, and for None."""
-    scope = "" if vdevice is None else str(vdevice.memory_scope)
+    return None if vdevice is None else mesh_of_scope(str(vdevice.memory_scope))
+
+
+def mesh_of_scope(scope: str) -> Mesh | None:
+    """The mesh of a memory scope; None for one of a single device."""
     if not scope.startswith(_PREFIX):
         return None
     parts = scope.removeprefix(_PREFIX).split(".")

@@ -18,7 +18,7 @@ from ..errors import VDeviceError
 from .device_words import device_hint
 from .hosts import host_of
 from .make_vdevice import VDevice, parse_vdevices, physical
-from .mesh import MESH_NAME, mesh_positions, mesh_vdevice
+from .mesh import MESH_NAME, PRINTED_MESH, mesh_of_scope, mesh_positions, mesh_vdevice
 from .native_target import device_kinds, native, with_hardware
 
 __all__ = [
@@ -213,6 +213,10 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
         members = [_lookup_name(f"{mesh['kind']}:{number}", vdevices) for number in numbers]
         shape = [int(extent) for extent in mesh["shape"].split(",")] if mesh["shape"] else None
         return mesh_vdevice([vdevice_index(member, vdevices) for member in members], vdevices, shape)
+    if (printed := PRINTED_MESH.fullmatch(name)) and (known_mesh := mesh_of_scope(printed["scope"])):
+        if max(known_mesh) >= len(vdevices):
+            raise VDeviceError(f"{name!r} has devices {list(known_mesh)} of the list; {_available(vdevices)}")
+        return mesh_vdevice(known_mesh.positions, vdevices, known_mesh.shape)
     match = _NAME.fullmatch(name)
     if match is None:
         raise VDeviceError(

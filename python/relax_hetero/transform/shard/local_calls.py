@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tvm import relax
 
 from ..ir.blocks import shape_of
 from ..ir.rewriting import is_tensor_constant
-from .sharding import Sharding
+from .local_bindings import Make
+from .sharding import Sharding, Shardings
 from .sharding_rules import Local
 
 
@@ -48,6 +50,11 @@ class LocalCall:
     @property
     def call(self) -> relax.Call:
         """The call of a device along the axes so far; its operands are variables of the right types."""
+        self._make_current()
+        return self._call
+
+    def _make_current(self) -> None:
+        """Make the call that the last split left to be made: that along the last axis of a mesh is not needed."""
         if not self._is_current:
             shapes = iter(self.shapes)
             args = [
@@ -56,7 +63,6 @@ class LocalCall:
             ]
             self._call = self._normalized(self.make(args))
             self._leaves, self._local, self._is_current = _leaves(self._call.args), None, True
-        return self._call
 
     def split(self, shardings: Sequence[Sharding], local: Local | None, count: int) -> None:
         """Continue to what `count` devices compute.
@@ -71,7 +77,7 @@ class LocalCall:
         """
         if local is None and not any(sharding.is_split for sharding in shardings):
             return
-        assert self.call is not None, "the call is that of the axes so far"
+        self._make_current()
         self.shapes = [each.local_shape(shape, count) for each, shape in zip(shardings, self.shapes, strict=True)]
         self._local, self._count, self._is_current = local, count, False
 
@@ -96,3 +102,23 @@ def _leaves(args: Sequence[relax.Expr]) -> list[relax.Expr]:
         elif is_tensor_constant(arg) or isinstance(arg, relax.Var):
             found.append(arg)
     return found
+
+
+@dataclass(frozen=True)
+class CallPlan:
+    """Plan of a call on all devices of a mesh.
+
+    Attributes
+    ----------
+    operands, results : list of Shardings
+        Shardings of each tensor.
+    make : callable
+        Maker of what a device computes from its operands.
+    factor : float
+        Factor of a device's result.
+    """
+
+    operands: list[Shardings]
+    results: list[Shardings]
+    make: Make
+    factor: float = 1.0

@@ -37,49 +37,44 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax
 
 from ...errors import PlacementError
-from ...op.cached_attention import CACHED_ATTENTION
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axes
-from ...op.traits import ELEMENTWISE
-from ...target.mesh import Mesh, mesh_of, mesh_positions
+from ...target.mesh import Mesh, mesh_of
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
-from ...vm.device.tensor_arrays import host_array
-from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, is_tensor_constant, op_name, relax_functions, typed, walk_bindings
 from .exchanges import Exchanges, MeshValue, whole_on
+from .inlining import has_mesh, vdevice_in, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
-from .local_calls import LocalCall
-from .sharding import PARTIAL, REPLICATED, Sharding, Shardings, divide, known, local_shape
+from .local_calls import CallPlan, LocalCall
+from .reader_wishes import ReaderWishes, leaves
+from .sharding import PARTIAL, Sharding, Shardings, divide, known, local_shape
 from .sharding_costs import Readers, ShardingCosts, Splits, nbytes_of, readers_of
 from .sharding_rules import (
     PRODUCTS,
     REDUCTIONS,
     RESHAPES,
     WEIGHT_OPS,
-    Local,
     OpCall,
     Operand,
-    consecutive,
-    last_axis_slice,
+    columns_axis,
     passes_on,
     plan_op,
-    segments_of_operand,
-    weight_operands,
 )
+from .weights import Cuts, Weights
 
 SPLIT_PARAMETERS = "relax_hetero.split_parameters"
 """On a function: JSON of a mapping from a parameter's name to ``{"placement": "S[1]", "names": [...], "mesh": [0]}``,
@@ -102,11 +97,11 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
         If a function over a mesh has control flow or calls itself, or a value cannot be split as it says.
     """
     vdevices = vdevices_of(mod)
-    if not any(_has_mesh(func) for _, func in relax_functions(mod)):
+    if not any(has_mesh(func) for _, func in relax_functions(mod)):
         return mod
-    mod = _with_inlined_calls(mod)
-    over_meshes = {gv: func for gv, func in relax_functions(mod) if _has_mesh(func)}
-    cuts: _Cuts = {}
+    mod = with_inlined_calls(mod)
+    over_meshes = {gv: func for gv, func in relax_functions(mod) if has_mesh(func)}
+    cuts: Cuts = {}
     builder = relax.BlockBuilder(mod)
     costs = ShardingCosts(vdevices) if by_cost else None
     reasons: dict[str, str] = {}
@@ -129,88 +124,10 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
 
 
-def _with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module in which no function calls one with values over a mesh: these are inlined, so that shardings spread.
-
-    Raises
-    ------
-    PlacementError
-        If such a function calls itself.
-    """
-    functions = dict(relax_functions(mod))
-    called = {gv: _callees(func, functions) for gv, func in functions.items()}
-    while wider := {  # callees of callees
-        gv: callees | more
-        for gv, callees in called.items()
-        if not (more := {each for callee in callees for each in called[callee]}) <= callees
-    }:
-        called |= wider
-    meshes = {gv for gv, func in functions.items() if _has_mesh(func)}
-    inlined = {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
-    for gv in inlined:
-        if gv in called[gv]:
-            raise PlacementError(
-                f"function {gv.name_hint!r} has values over a mesh, or calls a function that has, and calls itself; "
-                "expected no recursion besides meshes"
-            )
-    callers = [gv for gv, callees in called.items() if callees & inlined]
-    if not callers:
-        return mod
-    by_name = {gv.name_hint: functions[gv] for gv in inlined}
-    changed = {gv: functions[gv].inline_functions(by_name) for gv in callers}
-    unused = {
-        gv for gv in inlined & frozenset().union(*called.values()) if "global_symbol" not in (functions[gv].attrs or {})
-    }
-    return copy_module(mod, {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused})
-
-
-def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> frozenset[tvm.ir.GlobalVar]:
-    """The Relax functions that a function calls."""
-    calls = [binding.value for binding in walk_bindings(func.body) if isinstance(binding.value, relax.Call)]
-    return frozenset(call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar) and call.op in functions)
-
-
-_Cuts: TypeAlias = "dict[tuple[relax.Expr, tuple[tuple[Sharding, int, int], ...]], relax.Expr]"
-"""Parts of constants, by the sharding, number and count of devices along each axis that splits them."""
-
-
-def _has_mesh(func: relax.Function) -> bool:
-    types = [param.ty for param in func.params] + [binding.var.ty for binding in walk_bindings(func.body)]
-    return any(mesh_positions(_vdevice_in(ty)) for ty in types)
-
-
 def _elements(func: relax.Function) -> float:
     """Elements of all values of known shape in a function."""
     shapes = [_extents(binding.var.ty) or () for binding in walk_bindings(func.body)]
     return sum(math.prod(known(extent) or 0 for extent in shape) for shape in shapes if shape)
-
-
-def _vdevice_in(ty: tvm.ir.Type) -> relax.VDevice | None:
-    """The device of the first tensor in a type that has one."""
-    if isinstance(ty, relax.TensorType):
-        return ty.vdevice
-    fields = ty.fields if isinstance(ty, tvm.ir.TupleType) else ()
-    return next((found for field in fields if (found := _vdevice_in(field)) is not None), None)
-
-
-@dataclass(frozen=True)
-class _CallPlan:
-    """Plan of a call on all devices of a mesh.
-
-    Attributes
-    ----------
-    operands, results : list of Shardings
-        Shardings of each tensor.
-    make : callable
-        Maker of what a device computes from its operands.
-    factor : float
-        Factor of a device's result.
-    """
-
-    operands: list[Shardings]
-    results: list[Shardings]
-    make: Make
-    factor: float = 1.0
 
 
 class _FunctionPartition:
@@ -220,28 +137,23 @@ class _FunctionPartition:
         self,
         name: str,
         func: relax.Function,
-        cuts: _Cuts,
+        cuts: Cuts,
         bindings: LocalBindings,
         costs: ShardingCosts | None,
         reasons: dict[str, str],
     ) -> None:
-        self._name, self._func, self._cuts, self._bindings = name, func, cuts, bindings
+        self._name, self._func, self._bindings = name, func, bindings
         self._costs, self._reasons = costs, reasons
-        self._cut_elsewhere = {constant for constant, _ in cuts}
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
         self._values = self._exchanges.values
         self._source = list(walk_bindings(func.body, nested=False))
-        self._weights: dict[relax.Var, relax.Expr] = {}
-        self._parts_of_weights: dict[tuple[relax.Expr, Mesh, Shardings], list[relax.Expr]] = {}
+        self._weights = Weights(bindings, cuts)
         self._tuples: dict[relax.Var, list[relax.Expr]] = {}
-        self._segments: dict[relax.Var, tuple[int, ...]] = {}
-        self._read_by_products: set[relax.Var] = set()
-        self._outputs = _leaves(func.body.body)
-        self._wanted: dict[relax.Var, set[int]] = {}
+        self._outputs = leaves(func.body.body)
+        self._wishes = ReaderWishes(self._source, self._outputs)
         self._annotated_splits: set[relax.Var] = set()
-        self._readers = Readers(readers_of(self._source), self._outputs, self._bytes_of_weight)
-        self._find_readers()
+        self._readers = Readers(readers_of(self._source), self._outputs, self._weights.nbytes)
         attributes = json.loads(str(func.attrs.get(SPLIT_PARAMETERS, "{}")))
         self._split_names: dict[str, list[str]] = {name: each["names"] for name, each in attributes.items()}
         self._split = {name: _shardings(each["placement"]) for name, each in attributes.items()}
@@ -269,8 +181,8 @@ class _FunctionPartition:
         params = [local for param in self._func.params for local in self._params[param]]
         names = dict(zip(self._func.params, self._params.values(), strict=True))
         result, output_names = self._result()
-        bindings = self._exchanges.lowered(set(_leaves(result)))
-        outputs = {var: relax.Var(var.name, var.ty) for var in _leaves(result) if isinstance(var, relax.DataflowVar)}
+        bindings = self._exchanges.lowered(set(leaves(result)))
+        outputs = {var: relax.Var(var.name, var.ty) for var in leaves(result) if isinstance(var, relax.DataflowVar)}
         bindings = [_with_var(renamed(binding, outputs), outputs) for binding in bindings]
         result = _replaced(result, outputs)
         is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in self._func.body.blocks)
@@ -288,51 +200,6 @@ class _FunctionPartition:
             attrs["output_names"] = output_names
         attributes = tvm.ir.make_node("ir.DictAttrs", **attrs)
         return relax.Function(params, body, result.ty, self._func.is_pure, attributes, self._func.span)
-
-    # -- readers
-
-    def _find_readers(self) -> None:
-        """Find segments that readers would like, and values that products read, from the last binding to the first."""
-        self._read_by_products |= set(self._outputs)
-        slices: dict[relax.Var, dict[int, int]] = {}  # of the last axis: begin to end
-        for binding in reversed(self._source):
-            value = binding.value
-            if isinstance(value, (relax.Var, relax.TupleGetItem)):
-                source = value if isinstance(value, relax.Var) else value.tuple_value
-                if binding.var in self._read_by_products:
-                    self._read_by_products.update(_leaves(source))
-                continue
-            if not isinstance(value, relax.Call):
-                continue
-            operands = [var for arg in value.args for var in _leaves(arg)]
-            if op_name(value) in PRODUCTS or (passes_on(value) and binding.var in self._read_by_products):
-                self._read_by_products.update(operands)
-            self._want_splits(binding, value, operands)
-            if (piece := last_axis_slice(value)) is not None and isinstance(value.args[0], relax.Var):
-                pieces = slices.setdefault(value.args[0], {})
-                pieces[piece[0]] = piece[1]
-                if segments := consecutive(pieces, known((shape_of(value.args[0]) or [None])[-1])):
-                    self._segments[value.args[0]] = segments
-            for index, var in enumerate(operands):
-                shape = shape_of(var)
-                if shape and (index == 0 or op_name(value) in ELEMENTWISE):
-                    wanted = segments_of_operand(value, shape, self._segments.get(binding.var, ()))
-                    if wanted:
-                        self._segments[var] = wanted
-
-    def _want_splits(self, binding: relax.Binding, call: relax.Call, operands: list[relax.Var]) -> None:
-        """Note the axes of the mesh along which readers ask for a split of the last axis of an operand."""
-        wanted = set(self._wanted.get(binding.var, ())) if op_name(call) in ELEMENTWISE else set()
-        if op_name(call) == SHARD:
-            last = len(shape_of(operands[0]) or ()) - 1
-            axes = split_axes(str(call.attrs.placement))
-            wanted = {number for number, axis in enumerate(axes) if axis == last}
-        elif op_name(call) == CACHED_ATTENTION:  # its rule has no other form
-            wanted = {0}
-        for var in operands[:1] if op_name(call) == CACHED_ATTENTION else operands:
-            if wanted and len(shape_of(var) or ()) == len(shape_of(binding.var) or ()):
-                self._wanted.setdefault(var, set()).update(wanted)
-                self._read_by_products.add(var)
 
     # -- parameters and results
 
@@ -405,11 +272,11 @@ class _FunctionPartition:
 
     def _add(self, var: relax.Var, value: relax.Expr) -> None:
         if isinstance(value, relax.Var):
-            for table in (self._values, self._weights, self._tuples):
+            for table in (self._values, self._weights.values, self._tuples):
                 if value in table:
                     table[var] = table[value]  # type: ignore[index, assignment]
         elif is_tensor_constant(value):
-            self._weights[var] = value
+            self._weights.values[var] = value
         elif isinstance(value, relax.Tuple):
             self._tuples[var] = list(value.fields)
         elif isinstance(value, relax.TupleGetItem):
@@ -460,8 +327,8 @@ class _FunctionPartition:
         if name in (SHARD, TRANSFER, HINT):
             self._move(var, call, mesh)
             return
-        if name in WEIGHT_OPS and tensors and all(map(self._is_weight, tensors)):
-            self._weights[var] = call
+        if name in WEIGHT_OPS and tensors and all(tensor in self._weights for tensor in tensors):
+            self._weights.values[var] = call
             return
         if len(mesh) > 1 and self._joins(var, call, tensors, mesh):
             return
@@ -487,24 +354,24 @@ class _FunctionPartition:
 
     def _plan(
         self, var: relax.Var, call: relax.Call, leaves: list[relax.Expr], tensors: list[relax.Expr], mesh: Mesh
-    ) -> _CallPlan:
+    ) -> CallPlan:
         """Plan of a call by the rules, along one axis of the mesh after the other."""
         shapes = [shape_of(tensor) for tensor in tensors]
         results = [_extents(ty) for ty in (call.ty.fields if isinstance(call.ty, tvm.ir.TupleType) else [call.ty])]
         local = LocalCall(call, leaves, self._rebuilt, self._bindings.normalized)
         whole = whole_on(mesh)
         if len(mesh) == 1 or any(shape is None for shape in (*shapes, *results)):
-            return _CallPlan([whole] * len(tensors), [whole] * max(_tensors(call.ty), 1), local.make)
+            return CallPlan([whole] * len(tensors), [whole] * max(_tensors(call.ty), 1), local.make)
         states = [self._shardings_of(tensor, mesh) for tensor in tensors]
         operands: list[Shardings] = [()] * len(tensors)
         outputs: list[Shardings] = [()] * len(results)
-        segments, factor = self._segments.get(var, ()), 1.0
+        segments, factor = self._wishes.segments.get(var, ()), 1.0
         for axis, count in enumerate(mesh.shape):
             described = [
                 Operand(tensor, shape, None if state is None else state[axis], self._can(tensor, mesh, earlier))
                 for tensor, shape, state, earlier in zip(tensors, local.shapes, states, operands, strict=True)
             ]
-            op = OpCall(local.call, described, count, results, segments, var in self._read_by_products)  # type: ignore[arg-type]
+            op = OpCall(local.call, described, count, results, segments, var in self._wishes.read_by_products)  # type: ignore[arg-type]
             plan = plan_op(self._with_costs(op, var, mesh, axis))
             operands = [(*earlier, each) for earlier, each in zip(operands, plan.operands, strict=True)]
             outputs = [(*earlier, each) for earlier, each in zip(outputs, plan.results, strict=True)]
@@ -514,7 +381,7 @@ class _FunctionPartition:
                 is_same = plan.results[0].segments == segments
                 segments = tuple(size // count for size in segments) if is_same else ()
             results = [each.local_shape(shape, count) for each, shape in zip(plan.results, results, strict=True)]  # type: ignore[arg-type]
-        return _CallPlan(operands, outputs, local.make, factor)
+        return CallPlan(operands, outputs, local.make, factor)
 
     def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, axis: int) -> OpCall:
         """The call with tests of what pays; splits that a reader asks for do."""
@@ -524,41 +391,23 @@ class _FunctionPartition:
         earlier = math.prod(mesh.shape[:axis])
         operand_bytes = 0.0
         for operand in op.operands:
-            ty, stored = operand.expr.ty, self._bytes_of_weight(operand.expr)
+            ty, stored = operand.expr.ty, self._weights.nbytes(operand.expr)
             extents = zip(operand.shape, shape_of(operand.expr) or (), strict=True)
             share = math.prod((known(part) or 1) / (known(whole) or 1) for part, whole in extents)
             operand_bytes += share * (nbytes_of(ty) if stored is None else stored)
         record = partial(self._record, str(var.name))
         splits = Splits(self._costs, self._readers, var, op.call, operand_bytes, group, earlier, record)
-        is_cut, is_wanted = self._is_cut_elsewhere(op.operands[-1].expr), axis in self._wanted.get(var, ())
+        is_cut = self._weights.is_cut_elsewhere(op.operands[-1].expr)
+        is_asked = (axis, columns_axis(op.call)) in self._wishes.asked.get(var, ())
         return replace(
             op,
-            columns_pay=lambda: is_cut or is_wanted or splits.columns_pay(),
+            columns_pay=lambda: is_cut or is_asked or splits.columns_pay(),
             rows_pay=lambda x: is_cut or x.expr in self._annotated_splits or splits.rows_pay(x),
         )
-
-    def _is_cut_elsewhere(self, weight: relax.Expr) -> bool:
-        """Return whether another function has cut the constants that a weight follows from."""
-        value = self._weights.get(weight, weight)
-        if is_tensor_constant(value):
-            return value in self._cut_elsewhere
-        operands = [value] if isinstance(value, relax.Var) and value in self._weights else getattr(value, "args", ())
-        return any(map(self._is_cut_elsewhere, operands))
 
     def _record(self, variable: str, reason: str) -> None:
         """Record the reason of a decision; the last one of a variable counts."""
         self._reasons[f"{self._name}/{variable}"] = reason
-
-    def _bytes_of_weight(self, expr: relax.Expr) -> float | None:
-        """Bytes of the constants that a weight follows from; None for other values."""
-        if not self._is_weight(expr):
-            return None
-        value = self._weights.get(expr, expr)
-        if is_tensor_constant(value):
-            return float(math.prod(value.value.shape) * np.dtype(str(value.ty.dtype)).itemsize)
-        return sum(
-            self._bytes_of_weight(arg) or 0.0 for arg in ([value] if isinstance(value, relax.Var) else value.args)
-        )
 
     def _joins(self, var: relax.Var, call: relax.Call, tensors: list[relax.Expr], mesh: Mesh) -> bool:
         """Add to a sum over devices what single devices have, such as sums of their experts, or what all have.
@@ -572,7 +421,7 @@ class _FunctionPartition:
         states: list[Shardings] = []
         homes: dict[int, int] = {}  # number of the device that alone has an operand
         for index, tensor in enumerate(tensors):
-            value = None if self._is_weight(tensor) else self._values[tensor]
+            value = None if tensor in self._weights else self._values[tensor]
             if value is None or self._exchanges.has(tensor, mesh, whole_on(mesh)):
                 states.append(whole_on(mesh))
             elif len(value.mesh) == 1 and value.mesh.positions[0] in mesh.positions:
@@ -628,7 +477,7 @@ class _FunctionPartition:
         shapes: list[list[Any]] = [shape_of(tensor) or [] for tensor in tensors]
         operands: list[Shardings] = [()] * len(tensors)
         result: Shardings = ()
-        given = [None if self._is_weight(tensor) else state for tensor, state in zip(tensors, states, strict=True)]
+        given = [None if tensor in self._weights else state for tensor, state in zip(tensors, states, strict=True)]
         extents = _extents(call.ty) or []
         for axis, count in enumerate(mesh.shape):
             if axis in summed:
@@ -680,7 +529,7 @@ class _FunctionPartition:
         return max(meshes, key=len, default=_FIRST)
 
     def _annotated(self, ty: tvm.ir.Type) -> Mesh | None:
-        vdevice = _vdevice_in(ty)
+        vdevice = vdevice_in(ty)
         return None if vdevice is None else self._mesh_at(vdevice)
 
     def _mesh_at(self, vdevice: relax.VDevice) -> Mesh:
@@ -741,12 +590,9 @@ class _FunctionPartition:
         """A shape or a number, which every device may use."""
         return self._values[leaf].locals[0] if leaf in self._values else leaf
 
-    def _is_weight(self, expr: relax.Expr) -> bool:
-        return is_tensor_constant(expr) or expr in self._weights
-
     def _shardings_of(self, expr: relax.Expr, mesh: Mesh) -> Shardings | None:
         """The shardings that rules see: None for a weight, replicated for values of other meshes."""
-        if self._is_weight(expr):
+        if expr in self._weights:
             return None
         value = self._values[expr]
         is_alike = value.mesh.shape == mesh.shape and not any(each.is_partial for each in value.shardings[0])
@@ -762,79 +608,14 @@ class _FunctionPartition:
             counts = mesh.shape[: len(shardings)]
             if not divide(shardings, shape, counts):
                 return False
-            return not self._is_weight(expr) or self._can_cut(expr, shardings, counts)
+            return expr not in self._weights or self._weights.can_cut(expr, shardings, counts)
 
         return can
 
     def _get(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
         """The local value of each device of a mesh."""
-        if not self._is_weight(expr):
-            return self._exchanges.get(expr, mesh, shardings)
-        key = expr, mesh, shardings
-        if key not in self._parts_of_weights:
-            self._parts_of_weights[key] = self._weight(expr, mesh, shardings)
-        return self._parts_of_weights[key]
-
-    # -- weights
-
-    def _weight(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
-        value = self._weights.get(expr, expr)
-        if is_tensor_constant(value):
-            return [self._cut(value, mesh, shardings, number) for number in range(len(mesh))]
-        if isinstance(value, relax.Var):
-            return self._get(value, mesh, shardings)
-        plan = self._plan_of_weight(value, shardings, mesh.shape)
-        assert plan is not None, "plans ask `_can` first"
-        tensors = filter(_is_tensor, value.args)
-        by_device = list(
-            zip(*(self._get(arg, mesh, each) for arg, each in zip(tensors, plan.operands, strict=True)), strict=True)
-        )
-        return [
-            self._bindings.emit(plan.make, list(by_device[number]), device, numbered(expr.name, number))
-            for number, device in enumerate(mesh)
-        ]
-
-    def _can_cut(self, expr: relax.Expr, shardings: Shardings, counts: Sequence[int]) -> bool:
-        """Return whether the operands of a weight can be cut so that it has a sharding."""
-        value = self._weights.get(expr, expr)
-        if is_tensor_constant(value):
-            return divide(shardings, shape_of(value) or [], counts)
-        if isinstance(value, relax.Var):
-            return self._can_cut(value, shardings, counts)
-        plan = self._plan_of_weight(value, shardings, counts)
-        tensors = filter(_is_tensor, value.args)
-        return plan is not None and all(
-            self._can_cut(tensor, each, counts) for tensor, each in zip(tensors, plan.operands, strict=True)
-        )
-
-    def _plan_of_weight(self, call: relax.Call, shardings: Shardings, counts: Sequence[int]) -> _CallPlan | None:
-        """Plan of a call of weights that gives its result a sharding; None if there is none."""
-        tensors = list(filter(_is_tensor, call.args))
-        local = LocalCall(call, tensors, self._rebuilt, self._bindings.normalized)
-        operands: list[Shardings] = [()] * len(tensors)
-        for sharding, count in zip(shardings, counts, strict=True):
-            found: tuple[list[Sharding], Local | None] | None = [REPLICATED] * len(tensors), None
-            if sharding.is_split:
-                found = weight_operands(local.call, local.shapes, sharding, count)
-            if found is None:
-                return None
-            operands = [(*earlier, each) for earlier, each in zip(operands, found[0], strict=True)]
-            local.split(*found, count)
-        return _CallPlan(operands, [shardings], local.make)
-
-    def _cut(self, constant: relax.Expr, mesh: Mesh, shardings: Shardings, number: int) -> relax.Expr:
-        """A device's part of a constant."""
-        along = zip(shardings, mesh.coordinates(number), mesh.shape, strict=True)
-        cuts = tuple((sharding, index, count) for sharding, index, count in along if sharding.is_split)
-        if not cuts:
-            return constant
-        if (constant, cuts) not in self._cuts:
-            part = host_array(constant.value)
-            for sharding, index, count in cuts:
-                part = sharding.part(part, index, count)
-            ty = relax.TensorType(list(part.shape), constant.ty.dtype)
-            self._cuts[constant, cuts] = tvm.ir.GenericConst(share_or_copy(part), ty)
-        return self._cuts[constant, cuts]
+        is_weight = expr in self._weights
+        return self._weights.parts(expr, mesh, shardings) if is_weight else self._exchanges.get(expr, mesh, shardings)
 
 
 _FIRST = Mesh.of_device(0)
@@ -854,10 +635,6 @@ def _extents(ty: tvm.ir.Type) -> list[Any] | None:
     return list(ty.shape.values) if has_shape else None
 
 
-def _is_tensor(expr: relax.Expr) -> bool:
-    return is_tensor_constant(expr) or (isinstance(expr, relax.Var) and isinstance(expr.ty, relax.TensorType))
-
-
 def _with_var(binding: relax.Binding, names: dict[relax.Var, relax.Var]) -> relax.Binding:
     """The binding of another variable, if there is one."""
     if binding.var not in names:
@@ -869,13 +646,6 @@ def _with_var(binding: relax.Binding, names: dict[relax.Var, relax.Var]) -> rela
 
 def _tensors(ty: tvm.ir.Type) -> int:
     return sum(map(_tensors, ty.fields)) if isinstance(ty, tvm.ir.TupleType) else int(isinstance(ty, relax.TensorType))
-
-
-def _leaves(expr: relax.Expr) -> list[relax.Var]:
-    """Variables in an expression of tuples."""
-    if isinstance(expr, relax.Tuple):
-        return [var for field in expr.fields for var in _leaves(field)]
-    return [expr] if isinstance(expr, relax.Var) else []
 
 
 def _replaced(expr: relax.Expr, names: dict[relax.Var, relax.Var]) -> relax.Expr:

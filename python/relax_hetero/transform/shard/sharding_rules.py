@@ -460,6 +460,13 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
     return OpPlan([state], [Sharding(state.axis, tuple(kept) if len(kept) > 1 else ())], of_segments)
 
 
+def columns_axis(call: relax.Call) -> int:
+    """Axis of a product's result that is split if its weight's columns, or output channels, are."""
+    if TRAITS[call.op.name].kind == "conv":
+        return (str(call.attrs.out_layout) or str(call.attrs.data_layout)).index("C")
+    return len(call.ty.shape.values) - 1
+
+
 def last_axis_slice(call: relax.Call) -> tuple[int, int] | None:
     """Begin and end of a slice of the last axis; None for other calls."""
     if not isinstance(call.op, tvm.ir.Op) or call.op.name != "relax.strided_slice":

@@ -216,6 +216,16 @@ def test_names_of_meshes(name, message):
         rh.target.vdevice.lookup(name, devices)
 
 
+@pytest.mark.parametrize("name", ["llvm[1:3]", "llvm[0:4](2, 2)"])
+def test_printed_meshes_are_read_again(name):
+    @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
+    def module(x: R.Tensor((4, 8), "float32", name)):
+        y = R.nn.relu(x)
+        return y
+
+    tvm.ir.assert_structural_equal(tvm.script.from_source(module.script(show_meta=True)), module)
+
+
 def test_shardings_that_cannot_be():
     @ir_module("llvm", "llvm:1")
     def uneven(x: R.Tensor((3, 8), "float32", "llvm[0:2]")):
