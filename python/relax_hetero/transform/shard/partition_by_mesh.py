@@ -49,6 +49,7 @@ from tvm import relax
 from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axes
+from ...op.traits import traits_of
 from ...target.mesh import Mesh, mesh_of
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
 from ..ir.blocks import renamed, shape_of, used_vars
@@ -64,7 +65,6 @@ from .reader_wishes import ReaderWishes, leaves
 from .sharding import PARTIAL, Sharding, Shardings, divide, known, local_shape
 from .sharding_costs import Readers, ShardingCosts, Splits, nbytes_of, readers_of
 from .sharding_rules import (
-    PRODUCTS,
     REDUCTIONS,
     RESHAPES,
     WEIGHT_OPS,
@@ -385,7 +385,7 @@ class _FunctionPartition:
 
     def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, axis: int) -> OpCall:
         """The call with tests of what pays; splits that a reader asks for do."""
-        if self._costs is None or op_name(op.call) not in PRODUCTS or op.count == 1:
+        if self._costs is None or traits_of(op_name(op.call)).kind not in ("product", "conv") or op.count == 1:
             return op
         group = tuple(mesh.positions[number] for number in mesh.groups(axis)[0])
         earlier = math.prod(mesh.shape[:axis])

@@ -20,14 +20,14 @@ from tvm import relax
 
 from ...display.text import time_text
 from ...op.sharding import SHARD
-from ...op.traits import TRAITS
+from ...op.traits import traits_of
 from ...providers import provided
 from ...target.backend import backend_of
 from ...tir.cuda.all_reduce import all_reduce_seconds
 from ..ir.blocks import used_vars
 from ..ir.rewriting import op_name
 from .sharding import known
-from .sharding_rules import PRODUCTS, Operand, passes_on
+from .sharding_rules import PRODUCTS, Operand, has_rule, passes_on
 
 _SYMBOLIC_EXTENT = 64
 """Assumed size of symbolic dimensions."""
@@ -62,8 +62,9 @@ class ShardingCosts:
     def product_seconds(self, call: relax.Call, operand_bytes: float, device: int) -> float:
         """Time of a product on one device."""
         shapes = [_extents(arg.ty) for arg in call.args if isinstance(arg.ty, relax.TensorType)]
-        kind = TRAITS[call.op.name].kind if call.op.name in TRAITS else ""
-        depth = math.prod(shapes[1][1:]) if kind == "conv" else shapes[0][-1] if shapes[0] else 1
+        depth = shapes[0][-1] if shapes[0] else 1
+        if traits_of(op_name(call)).kind == "conv":
+            depth = math.prod(shapes[1]) // shapes[1][str(call.attrs.kernel_layout).index("O")]
         flops, nbytes = 2.0 * math.prod(_extents(call.ty)) * depth, operand_bytes + nbytes_of(call.ty)
         return self._costs.product_seconds(flops, nbytes, str(call.args[0].ty.dtype), device)
 
@@ -186,11 +187,11 @@ class Splits:
                 call = binding.value
                 if binding.var in seen or op_name(call) == SHARD:
                     continue
-                if op_name(call) not in PRODUCTS:
-                    if isinstance(call, relax.Call) and not passes_on(call):
-                        gathered.setdefault(value)
-                        continue
-                else:
+                is_product = op_name(call) in PRODUCTS and has_rule(call)
+                if isinstance(call, relax.Call) and not is_product and not passes_on(call):
+                    gathered.setdefault(value)
+                    continue
+                if is_product:
                     seconds += self.costs.product_seconds(call, self.readers.operand_bytes(call), self.group[0])
                     if self.readers.has_weights(call):
                         exchanges += self.costs.all_reduce_seconds(call.ty, self.group)

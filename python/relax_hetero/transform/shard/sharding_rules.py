@@ -24,7 +24,7 @@ from tvm import relax, tirx
 from ...encoding.block_formats import block_format
 from ...op.cached_attention import CACHED_ATTENTION, cached_attention, optional_operands
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, dequantize_blocks
-from ...op.traits import ELEMENTWISE, TRAITS
+from ...op.traits import ELEMENTWISE, TRAITS, traits_of
 from ..ir.axes import dimension_groups, permutation
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 
@@ -462,7 +462,7 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
 
 def columns_axis(call: relax.Call) -> int:
     """Axis of a product's result that is split if its weight's columns, or output channels, are."""
-    if TRAITS[call.op.name].kind == "conv":
+    if traits_of(call.op.name).kind == "conv":
         return (str(call.attrs.out_layout) or str(call.attrs.data_layout)).index("C")
     return len(call.ty.shape.values) - 1
 
@@ -664,3 +664,8 @@ _RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
     "relax.strided_slice": _strided_slice,
     CACHED_ATTENTION: _cached_attention,
 }
+
+
+def has_rule(call: relax.Call) -> bool:
+    """Return whether an op may be split by a rule of its own."""
+    return isinstance(call.op, tvm.ir.Op) and call.op.name in _RULES
