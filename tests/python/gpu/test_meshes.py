@@ -88,6 +88,40 @@ def test_norms_of_sums(rows, width, dtype, kind):
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
 
 
+@pytest.mark.skipif(GPUS < 4, reason="fewer than four NVIDIA GPUs")
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_sums_within_the_groups_of_two_axes(rows):
+    """Pairs of GPUs share a half of a batch; then others share the columns of what each pair has."""
+    generator, shape = np.random.default_rng(4), (rows, 256)
+    ups = [generator.standard_normal((256, 64)).astype("float32") / 16 for _ in range(2)]
+    downs = [generator.standard_normal((64, 256)).astype("float32") / 8 for _ in range(2)]
+
+    @ir_module("cuda", "cuda:1", "cuda:2", "cuda:3")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:4](2, 2)")):
+        with R.dataflow():
+            a = R.hetero.shard(x, "S[0], R")
+            b = R.add(a, R.matmul(R.nn.relu(R.matmul(a, R.const(ups[0]))), R.const(downs[0])))
+            c = R.hetero.shard(R.nn.softmax(b), "S[1], S[0]")
+            d = R.matmul(c, R.const(ups[1]))
+            e = R.nn.softmax(R.hetero.shard(d, "R, S[0]"))
+            y = R.matmul(e, R.const(downs[1]))
+            R.output(y)
+        return y
+
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(3):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        b = x + np.maximum(x.astype("float64") @ ups[0], 0) @ downs[0]
+        d = softmax(b) @ ups[1]
+        expected = softmax(d) @ downs[1]
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=1e-4, atol=1e-4)
+
+
+def softmax(x):
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
 def test_a_new_size_that_concerns_one_gpu():
     ones = [np.ones(shape, "float32") for shape in ((64, 8), (8, 64))]
 
