@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
+from tvm_ffi import structural_map, structural_walk
 
 from ...errors import PlacementError
 from ...target.mesh import mesh_positions
-from ..ir.rewriting import copy_module, relax_functions, walk_bindings
+from ..ir.blocks import shape_of
+from ..ir.rewriting import copy_module, relax_functions, typed, walk_bindings, with_body
 
 
 def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
@@ -39,12 +42,58 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     callers = [gv for gv, callees in called.items() if callees & inlined]
     if not callers:
         return mod
-    by_name = {gv.name_hint: functions[gv] for gv in inlined}
-    changed = {gv: functions[gv].inline_functions(by_name) for gv in callers}
+    bodies = {gv: functions[gv] for gv in inlined}
+    changed: dict[tvm.ir.GlobalVar, relax.Function] = {}
+    for gv in sorted(callers, key=lambda gv: len(called[gv])):  # callees first: they call fewer functions
+        changed[gv] = _inlined(functions[gv], bodies)
+        if gv in bodies:
+            bodies[gv] = changed[gv]
     unused = {
         gv for gv in inlined & frozenset().union(*called.values()) if "global_symbol" not in (functions[gv].attrs or {})
     }
     return copy_module(mod, {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused})
+
+
+def _inlined(func: relax.Function, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.Function:
+    """A function with the bindings of those that it calls. They keep their devices, which TVM's inlining loses."""
+    blocks = []
+    for block in func.body.blocks:
+        bindings: list[relax.Binding] = []
+        for binding in block.bindings:
+            callee = bodies.get(binding.value.op) if isinstance(binding.value, relax.Call) else None
+            if callee is None:
+                bindings.append(binding)
+                continue
+            copies, result = _copied(callee, binding.value.args, isinstance(block, relax.DataflowBlock))
+            bindings += [*copies, relax.VarBinding(binding.var, result)]
+        blocks.append(type(block)(bindings))
+    return with_body(func, typed(relax.SeqExpr(blocks, func.body.body), func.body.ty))
+
+
+def _copied(
+    callee: relax.Function, args: Sequence[relax.Expr], is_dataflow: bool
+) -> tuple[list[relax.Binding], relax.Expr]:
+    """The bindings of a function with new variables, given arguments, and its result."""
+    names: dict[tvm.ir.Var, tvm.Object] = {}
+
+    def copy(node: Any) -> Any:
+        return structural_map(node, (tvm.ir.Var, lambda var: names.get(var, var)))
+
+    for param, arg in zip(callee.params, args, strict=True):
+        names[param] = arg
+        for size, extent in zip(shape_of(param) or (), shape_of(arg) or (), strict=False):
+            if isinstance(size, tirx.Var):
+                names.setdefault(size, extent)
+    bindings: list[relax.Binding] = []
+    for binding in (each for block in callee.body.blocks for each in block.bindings):
+        if isinstance(binding, relax.MatchCast):
+            structural_walk(binding.ty, (tirx.Var, lambda size: names.setdefault(size, tirx.Var(size.name, size.ty))))
+        value = copy(binding.value)
+        var = (relax.DataflowVar if is_dataflow else relax.Var)(binding.var.name, copy(binding.var.ty))
+        names[binding.var] = var
+        is_cast = isinstance(binding, relax.MatchCast)
+        bindings.append(relax.MatchCast(var, value, copy(binding.ty)) if is_cast else relax.VarBinding(var, value))
+    return bindings, copy(callee.body.body)
 
 
 def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> frozenset[tvm.ir.GlobalVar]:

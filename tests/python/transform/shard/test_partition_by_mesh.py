@@ -279,6 +279,49 @@ def test_functions_over_meshes_are_inlined():
     np.testing.assert_allclose(run(after, x), x @ W @ V @ W @ V, rtol=1e-3, atol=1e-3)
 
 
+def test_inlined_functions_keep_devices_and_take_sizes_of_arguments():
+    """Types of the callee are on devices, sizes are those of the caller; one function calls another one."""
+
+    @I.ir_module
+    class Calls:
+        I.module_global_infos({"vdevice": [I.vdevice(CORE, 0), I.vdevice(CORE, 1)]})
+
+        @R.function(private=True)
+        def inner(x: R.Tensor(("n", 8), "float32")) -> R.Tensor(("n", 16), "float32", "llvm[0:2]"):
+            n = T.int64()
+            with R.dataflow():
+                h: R.Tensor((n, 16), "float32", "llvm[0:2]") = R.matmul(x, R.const(W))
+                R.output(h)
+            return h
+
+        @R.function(private=True)
+        def layer(x: R.Tensor(("n", 8), "float32")) -> R.Tensor(("n", 8), "float32", "llvm[0:2]"):
+            n = T.int64()
+            cls = Calls
+            with R.dataflow():
+                h: R.Tensor((n, 16), "float32", "llvm[0:2]") = cls.inner(x)
+                y: R.Tensor((n, 8), "float32", "llvm[0:2]") = R.matmul(h, R.const(V))
+                R.output(y)
+            return y
+
+        @R.function
+        def main(x: R.Tensor((4, 8), "float32"), z: R.Tensor(("m", 8), "float32")):
+            m = T.int64()
+            cls = Calls
+            with R.dataflow():
+                y: R.Tensor((4, 8), "float32", "llvm[0:2]") = cls.layer(x)
+                w: R.Tensor((m, 8), "float32", "llvm[0:2]") = cls.layer(z)
+                R.output(y, w)
+            return y, w
+
+    after = partition_by_mesh(Calls)
+    assert [gv.name_hint for gv in after.functions] == ["main"]
+    assert ops_of(after).count("relax.matmul") == 8
+    x, z = (np.random.default_rng(2).standard_normal((rows, 8)).astype("float32") for rows in (4, 3))
+    for actual, given in zip(rh.vm.VirtualMachine(rh.compile(Calls))["main"](x, z), (x, z), strict=True):
+        np.testing.assert_allclose(actual.numpy(), given @ W @ V, rtol=1e-4, atol=1e-4)
+
+
 def test_control_flow_and_recursion_are_refused():
     @I.ir_module
     class Recursive:
