@@ -34,31 +34,22 @@ def from_bench(module, name):
 
 
 def small_transformer(graph):
-    """A layer of BERT, two sentences of 8 tokens, then one of GPT-2: Split, a mask, and norms of several nodes."""
+    """Attention as in GPT-2 (a norm before, Split, a mask), then a feed-forward network as in BERT (a norm after)."""
     width, heads, size = 32, 4, (2, 8, 4, 8)
     x = graph.input("x", (2, 8, width))
-    below = graph.constant(np.tril(np.ones((1, 1, 8, 8), "bool")), "bool")
-
-    def attention(q, k, v, mask):
-        q, k, v = (graph.node("Reshape", value, graph.shape(*size)) for value in (q, k, v))
-        q, v = (graph.node("Transpose", value, perm=[0, 2, 1, 3]) for value in (q, v))
-        scores = graph.node("MatMul", q, graph.node("Transpose", k, perm=[0, 2, 3, 1]))
-        scores = graph.node("Mul", scores, graph.constant(heads**-0.5))
-        scores = graph.node("Where", below, scores, graph.constant(-1e4)) if mask else scores
-        context = graph.node("MatMul", graph.node("Softmax", scores, axis=-1), v)
-        merged = graph.node("Reshape", graph.node("Transpose", context, perm=[0, 2, 1, 3]), graph.shape(2, 8, width))
-        return graph.linear(merged, width, width)
-
-    def feed_forward(value):
-        return graph.linear(graph.gelu(graph.linear(value, width, 4 * width)), 4 * width, width)
-
-    out = attention(*(graph.linear(x, width, width) for _ in range(3)), mask=False)
-    x = graph.layer_norm(graph.node("Add", out, x), width)
-    x = graph.layer_norm(graph.node("Add", feed_forward(x), x), width)
     joined = graph.linear(graph.layer_norm(x, width), width, 3 * width)
     parts = graph.node("Split", joined, graph.shape(width, width, width), outputs=3, axis=2)
-    x = graph.node("Add", attention(*parts, mask=True), x)
-    x = graph.node("Add", feed_forward(graph.layer_norm(x, width)), x)
+    q, k, v = (graph.node("Reshape", value, graph.shape(*size)) for value in parts)
+    q, v = (graph.node("Transpose", value, perm=[0, 2, 1, 3]) for value in (q, v))
+    scores = graph.node("MatMul", q, graph.node("Transpose", k, perm=[0, 2, 3, 1]))
+    scores = graph.node("Mul", scores, graph.constant(heads**-0.5))
+    below = graph.constant(np.tril(np.ones((1, 1, 8, 8), "bool")), "bool")
+    scores = graph.node("Where", below, scores, graph.constant(-1e4))
+    context = graph.node("MatMul", graph.node("Softmax", scores, axis=-1), v)
+    merged = graph.node("Reshape", graph.node("Transpose", context, perm=[0, 2, 1, 3]), graph.shape(2, 8, width))
+    x = graph.node("Add", graph.linear(merged, width, width), x)
+    y = graph.linear(graph.gelu(graph.linear(x, width, 4 * width)), 4 * width, width)
+    x = graph.decomposed_layer_norm(graph.node("Add", y, x), width)
     return graph.model(graph.linear(x, width, 50))
 
 
