@@ -45,7 +45,8 @@ class LocalBindings:
     ) -> None:
         self.items: list[relax.Binding | Sum] = []
         self.vdevices = vdevices
-        self._builder, self._is_dataflow, self._kernels = builder, is_dataflow, kernels
+        self.is_dataflow = is_dataflow
+        self._builder, self._kernels = builder, kernels
         self._bare: dict[relax.Var, relax.Var] = {}
         self._transferred: dict[tuple[relax.Expr, int], relax.Expr] = {}
 
@@ -93,7 +94,7 @@ class LocalBindings:
 
     def new_local(self, name: str, ty: tvm.ir.Type) -> relax.Var:
         """Make a variable of the function."""
-        return (relax.DataflowVar if self._is_dataflow else relax.Var)(name, ty)
+        return (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
 
     def add_binding(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind a value whose type is that of the variable."""

@@ -185,8 +185,7 @@ class _FunctionPartition:
         outputs = {var: relax.Var(var.name, var.ty) for var in leaves(result) if isinstance(var, relax.DataflowVar)}
         bindings = [_with_var(renamed(binding, outputs), outputs) for binding in bindings]
         result = _replaced(result, outputs)
-        is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in self._func.body.blocks)
-        block = (relax.DataflowBlock if is_dataflow else relax.BindingBlock)(bindings)
+        block = (relax.DataflowBlock if self._bindings.is_dataflow else relax.BindingBlock)(bindings)
         body = typed(relax.SeqExpr([block], result), result.ty)
         attrs = {key: value for key, value in dict(self._func.attrs or {}).items() if key != SPLIT_PARAMETERS}
         if "num_input" in attrs:
@@ -299,7 +298,7 @@ class _FunctionPartition:
     def _add_match_cast(self, binding: relax.MatchCast) -> None:
         """Check the type of what each device has, so that sizes that it defines are known on all."""
         var, value = binding.var, binding.value
-        if value not in self._values or not isinstance(binding.ty, relax.TensorType):
+        if not isinstance(binding.ty, relax.TensorType):  # a shape
             local = self._bindings.new_local(var.name, binding.ty)
             source = self._get_plain(value) if isinstance(value, relax.Var) else value
             self._bindings.items.append(relax.MatchCast(local, source, binding.ty))
