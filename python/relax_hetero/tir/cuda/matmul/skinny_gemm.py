@@ -44,9 +44,8 @@ WEIGHT_BYTES = PACKED_ROWS * SWIZZLED_BYTES
 """Bytes of a tile of weights."""
 
 _ROWS_PER_COPY = 16  # of the left operand, that the producers copy at a time
-_PITCH = PACKED_ROWS + 4
-"""Floats between rows of accumulators, padded to avoid bank conflicts."""
-_THREADS = PRODUCERS + WARPGROUP
+_PADDING = 4
+"""Floats after a row of accumulators, to avoid bank conflicts."""
 
 # Stages of weights and of the left operand. With 1 to 16 rows, three or four blocks are resident on a multiprocessor,
 # including those of the next launch. Measured on an H200: splits of 16 k-steps (4,096 columns) take 10.3 us with 76 KB
@@ -83,12 +82,18 @@ class SkinnyPlan:
         Stages of the left operand.
     evicts_first : bool
         Whether L2 evicts weights first, to keep other data.
+    groups : int
+        Warpgroups that multiply, each 64 columns of the weight by the same left operand.
+    prefetched : int
+        Maximum k-steps of weights after the first stages that are loaded into L2 before previous launches have ended.
     """
 
     split: int
     stages: int
     row_stages: int
     evicts_first: bool = False
+    groups: int = 1
+    prefetched: int = 0
 
 
 def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
@@ -174,13 +179,15 @@ class _Kernel:
         self.min_steps, self.remainder = divmod(steps, split)
         self.rows = self._rows()
         loaded_rows = -(-self.rows // _ROWS_PER_COPY) * _ROWS_PER_COPY
+        self.columns, self.threads = PACKED_ROWS * plan.groups, PRODUCERS + WARPGROUP * plan.groups
         self.left = OperandTile.of(lhs, "m", loaded_rows, self.m, self.k, may_transpose=False)
-        self.right = replace(OperandTile.of(rhs, "n", PACKED_ROWS, self.n, self.k), evicts_first=plan.evicts_first)
+        self.right = replace(OperandTile.of(rhs, "n", self.columns, self.n, self.k), evicts_first=plan.evicts_first)
         max_steps = -(-steps // split)
         self.stages = max(2, min(plan.stages, max_steps))
         self.row_stages = max(2, min(plan.row_stages, max_steps))
         self.own_rows = -(-self.rows // split)
-        self.sums_size = self.own_rows * _PITCH * 4
+        self.pitch = self.columns + _PADDING
+        self.sums_size = self.own_rows * self.pitch * 4
 
     def _rows(self) -> int:
         """Rows of a tile, rounded up to a valid n of wgmma."""
@@ -198,17 +205,17 @@ class _Kernel:
         self.left_at = self.shared.reserve(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.reserve((split - 1) * self.sums_size)
         self.weight_ring = Ring(self.shared, stages, producers=1)
-        self.row_ring = Ring(self.shared, row_stages, PRODUCERS, consumers=1)
+        self.row_ring = Ring(self.shared, row_stages, PRODUCERS, consumers=self.plan.groups)
         row_tiles = ceil_div(self.m, MAX_ROWS)
-        column_tiles = -(-self.n // PACKED_ROWS)
+        column_tiles = -(-self.n // self.columns)
         tiles = row_tiles * column_tiles * self.batches.count
-        with launch(at_least_one(int64(tiles * split)), _THREADS, split) as place:
+        with launch(at_least_one(int64(tiles * split)), self.threads, split) as place:
             self.shared.open()
             self.rank, self.thread = place.rank, place.thread
             tile = T.bind(tirx.floordiv(T.Cast("int64", place.block), split))
             self.row = T.bind(tirx.floormod(tile, int64(row_tiles)) * MAX_ROWS)
             remaining = tirx.floordiv(tile, int64(row_tiles))
-            self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * PACKED_ROWS)
+            self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * self.columns)
             self.at = self.batches.place(tirx.floordiv(remaining, int64(column_tiles)))
             self.count: Expr = self.min_steps
             if self.remainder:
@@ -251,6 +258,10 @@ class _Kernel:
         num_loaded = min(self.stages, self.min_steps)  # the minimum k-steps of a block
         for step in range(num_loaded):
             self._load_weights(tirx.const(step, "int32"), tirx.const(step, "int32"))
+        num_prefetched = min(self.plan.prefetched, self.min_steps - num_loaded)
+        if num_prefetched > 0:
+            for group in range(self.plan.groups):
+                self.right.prefetch(self.at, self.column + group * PACKED_ROWS, self.first + num_loaded, num_prefetched)
 
     def _load_weights(self, step: Expr, stage: Expr) -> None:
         """Issue the bulk copies of the weights of a k-step, by one thread."""
@@ -287,8 +298,10 @@ class _Kernel:
     def _consume(self) -> Any:
         registers = self.rows // 2
         sums, base = local(registers, sums_dtype(self.types[0])), local(2, "uint64")
-        self.member = T.bind(self.thread - PRODUCERS)
-        ptx.matrix_descriptor(base[0], self.shared.at(0))
+        consumer = T.bind(self.thread - PRODUCERS)
+        self.group = T.bind(tirx.floordiv(consumer, WARPGROUP)) if self.plan.groups > 1 else 0
+        self.member = T.bind(tirx.floormod(consumer, WARPGROUP)) if self.plan.groups > 1 else consumer
+        ptx.matrix_descriptor(base[0], self.shared.at(self.group * WEIGHT_BYTES))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
 
         def multiply(step: Expr) -> None:
@@ -317,18 +330,18 @@ class _Kernel:
         multiply(last)
         ptx.wgmma_wait(0)
         # All warps have read all stages, whose memory is reused for accumulators.
-        ptx.named_barrier(1, WARPGROUP)
+        ptx.named_barrier(1, WARPGROUP * self.plan.groups)
         return sums
 
     def _exchange(self, sums: Any) -> None:
         """Write each row of accumulators to the shared memory of the block that stores it."""
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
-        column = T.bind(warp * 16 + tirx.floordiv(lane, 4))
+        column = T.bind(self.group * PACKED_ROWS + warp * 16 + tirx.floordiv(lane, 4))
         remote = local(2, "uint32")
         for c in range(2):
             row = tirx.floormod(lane, 4) * 2 + c
-            offset = (tirx.floordiv(row, split) * _PITCH + column) * 4
+            offset = (tirx.floordiv(row, split) * self.pitch + column) * 4
             if split > 1:
                 owner = T.bind(tirx.floormod(row, split))
                 # Parts of other blocks are in the order of ranks after the owner's.
@@ -342,7 +355,7 @@ class _Kernel:
                 for h in range(2):
                     value = sums[j * 4 + h * 2 + c]
                     bits = reinterpreted(value, "uint32")
-                    tile_offset = (j * 8 // split * _PITCH + h * 8) * 4
+                    tile_offset = (j * 8 // split * self.pitch + h * 8) * 4
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
@@ -352,10 +365,10 @@ class _Kernel:
         """Reduce over the cluster in order, and store this block's rows, by all threads."""
         split = self.plan.split
         vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
-        per_row = PACKED_ROWS // vector
+        per_row = self.columns // vector
         items = self.own_rows * per_row
-        with T.serial(tirx.const(-(-items // _THREADS), "int32")) as iteration:
-            item = T.bind(iteration * _THREADS + self.thread)
+        with T.serial(tirx.const(-(-items // self.threads), "int32")) as iteration:
+            item = T.bind(iteration * self.threads + self.thread)
             index = T.bind(tirx.floordiv(item, per_row))
             row = T.bind(index * split + self.rank)
             column = T.bind(tirx.floormod(item, per_row) * vector)
@@ -366,13 +379,13 @@ class _Kernel:
             }
             with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
                 totals = self._total(index, column, vector)
-                end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
+                end = None if self.n % self.columns == 0 else int64(self.n)
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
 
     def _total(self, index: Expr, column: Expr, vector: int) -> Any:
         """Reduce `vector` neighbours of a row: this block's part, then those of the following ranks."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
-        own_offset = T.bind((index * _PITCH + column) * 4)
+        own_offset = T.bind((index * self.pitch + column) * 4)
         for number in range(self.plan.split):
             offset = own_offset if number == 0 else own_offset + (self.parts_at + (number - 1) * self.sums_size)
             ptx.load_shared([part[i] for i in range(vector)], self.shared.at(offset))

@@ -81,6 +81,9 @@ def check(problem, m, plan=None, tolerance=1e-3):
         (problem_of(9, 64, 700), 9, SkinnyPlan(2, 2, 4)),  # fewer stages of weights
         (problem_of(2, 66, 70, batch=(3,)), 2, None),
         (problem_of(9, 190, 300, epilogue=BIAS_RELU), 9, SkinnyPlan(2, 2, 2)),
+        # Two warpgroups share the rows: an odd number of tiles of columns, and a last one that is not full.
+        (problem_of(33, 190, 520, epilogue=BIAS_RELU), 33, SkinnyPlan(4, 3, 2, groups=2, prefetched=8)),
+        (problem_of("s0", 128, 300), 70, SkinnyPlan(1, 3, 2, groups=2, prefetched=1)),
     ],
 )
 def test_products(problem, m, plan):
