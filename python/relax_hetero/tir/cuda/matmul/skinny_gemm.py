@@ -44,28 +44,38 @@ WEIGHT_BYTES = PACKED_ROWS * SWIZZLED_BYTES
 """Bytes of a tile of weights."""
 
 _ROWS_PER_COPY = 16  # of the left operand, that the producers copy at a time
-_PADDING = 4
-"""Floats after a row of accumulators, to avoid bank conflicts."""
+_PITCH = PACKED_ROWS + 4
+"""Floats between rows of accumulators, padded to avoid bank conflicts."""
+_THREADS = PRODUCERS + WARPGROUP
 
-# Stages of weights and of the left operand. With 1 to 16 rows, three or four blocks are resident on a multiprocessor,
+# Stages of weights and of the left operand. With 1 to 8 rows, three or four blocks are resident on a multiprocessor,
 # including those of the next launch. Measured on an H200: splits of 16 k-steps (4,096 columns) take 10.3 us with 76 KB
 # of stages, 11.1 with 56 KB and 12.3 with 110 KB, which exclude the next launch; splits of 64 steps (14,336 columns)
-# 35.5, 28.6 and 28.9 us. More rows need fewer splits, because of the reduction, and more bytes, with two resident
-# blocks; 64 rows by 14,336 columns take 31.0 us with 7 and 6 stages, 32.9 with 6 and 6, which are better with split k:
-# by 4,096 columns 12.2 us, 13.0 with 8 and 5.
+# 35.5, 28.6 and 28.9 us. By 4,096 x 6,144, 16 rows take 15.4 us with 8 and 8 stages, 18.8 with 11 and 5; 32 rows 13.6,
+# and 20.8 with 7 and 6.
 SHORT_STEPS = 16
 SHORT_STAGES = (7, 7)
 LONG_STAGES = (5, 5)
 # In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
-# by 4,096 x 6,144 with a split of two 13.0 and 16.9; by 14,336 x 4,096 with a split of four 40.9 and 31.1.
+# by 4,096 x 6,144 with a split of two 13.0 and 16.9.
 DEEP_STAGES = (11, 5)
 DEEP_SPLIT = 2
 """Maximum split of k with `DEEP_STAGES`, if all blocks are resident."""
-MANY_ROWS_STAGES = (6, 6)
-MANY_ROWS_LONG_STAGES = (7, 6)
-MIN_ROWS = 16
+# Blocks that begin early go where there is room. If there is room for two on some multiprocessors, as the last launch
+# has blocks on others only, those get twice the work. One block with so many stages that no second one fits has as many
+# bytes in flight: in a decode step, 14,336 x 4,096 takes 29.5 us for one row and 29.7 for 32, by 128 blocks; 44.9 and
+# 48.6 with 5 and 6 stages. Short splits take longer, since the next launch waits: 2,048 x 4,096 8.3 us in place of 7.9.
+ALONE_STAGES = (13, 5)
+MANY_ROWS_ALONE_STAGES = (16, 8)
+MOST_ROWS_ALONE_STAGES = (14, 6)
+MANY_ROWS_SHORT_STEPS = 32
+MANY_ROWS_STAGES = (8, 8)
+MOST_ROWS_STAGES = (6, 6)
+FEWEST_ROWS, MANY_ROWS = 8, 32
+"""Maximum rows for the stages of few rows, and of many; more have the stages of most rows."""
 BLOCKS_PER_MULTIPROCESSOR = 2
-"""Maximum blocks per multiprocessor up to which k is split, with at most `MIN_ROWS` rows; one with more."""
+MANY_ROWS_BLOCKS_PER_MULTIPROCESSOR = 1.75
+"""Maximum blocks per multiprocessor up to which k is split, with at most `FEWEST_ROWS` rows, and with more."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +92,12 @@ class SkinnyPlan:
         Stages of the left operand.
     evicts_first : bool
         Whether L2 evicts weights first, to keep other data.
-    groups : int
-        Warpgroups that multiply, each 64 columns of the weight by the same left operand.
-    prefetched : int
-        Maximum k-steps of weights after the first stages that are loaded into L2 before previous launches have ended.
     """
 
     split: int
     stages: int
     row_stages: int
     evicts_first: bool = False
-    groups: int = 1
-    prefetched: int = 0
 
 
 def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
@@ -104,16 +108,23 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     batches = [e for name, e in zip(problem.rhs.index_map, problem.rhs.shape, strict=True) if name.startswith("b")]
     tiles = -(-n // PACKED_ROWS) * prod(e for e in batches if isinstance(e, int))
     steps = -(-k * element // SWIZZLED_BYTES)
-    split = 1
-    is_fewest = _rows(problem) <= MIN_ROWS
-    max_blocks = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else 1)
-    while split < 8 and tiles * split * 2 <= max_blocks and steps >= split * 2 * 4:
+    rows, split = _rows(problem), 1
+    is_fewest = rows <= FEWEST_ROWS
+    most = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else MANY_ROWS_BLOCKS_PER_MULTIPROCESSOR)
+    while split < 8 and tiles * split * 2 <= most and steps >= split * 2 * 4:
         split *= 2
-    stages = SHORT_STAGES if steps <= split * SHORT_STEPS else LONG_STAGES
-    if stages == LONG_STAGES and split <= DEEP_SPLIT and tiles * split <= max_blocks:
-        stages = DEEP_STAGES
-    if not is_fewest:
-        stages = MANY_ROWS_STAGES if split > 1 else MANY_ROWS_LONG_STAGES
+    is_short = steps <= split * (SHORT_STEPS if is_fewest else MANY_ROWS_SHORT_STEPS)
+    if is_fewest and not is_short and split > DEEP_SPLIT and tiles * split > gpu.multiprocessors:
+        split //= 2
+    is_alone = not is_short and tiles * split <= gpu.multiprocessors
+    if is_fewest:
+        stages = SHORT_STAGES if is_short else ALONE_STAGES if is_alone else LONG_STAGES
+        if stages == LONG_STAGES and split <= DEEP_SPLIT and tiles * split <= most:
+            stages = DEEP_STAGES
+    elif rows <= MANY_ROWS:
+        stages = MANY_ROWS_ALONE_STAGES if is_alone else MANY_ROWS_STAGES
+    else:
+        stages = MOST_ROWS_ALONE_STAGES if is_alone else MOST_ROWS_STAGES
     # If two such weights exceed L2, those of a model do, too, and are always read from memory: 2 to 4 % less time on
     # an H200 for eight weights of 4,096 x 4,096. Weights that fit L2 must not be evicted: 14 to 19 % more time for 33
     # to 38 MB of small ones.
@@ -179,15 +190,13 @@ class _Kernel:
         self.min_steps, self.remainder = divmod(steps, split)
         self.rows = self._rows()
         loaded_rows = -(-self.rows // _ROWS_PER_COPY) * _ROWS_PER_COPY
-        self.columns, self.threads = PACKED_ROWS * plan.groups, PRODUCERS + WARPGROUP * plan.groups
         self.left = OperandTile.of(lhs, "m", loaded_rows, self.m, self.k, may_transpose=False)
-        self.right = replace(OperandTile.of(rhs, "n", self.columns, self.n, self.k), evicts_first=plan.evicts_first)
+        self.right = replace(OperandTile.of(rhs, "n", PACKED_ROWS, self.n, self.k), evicts_first=plan.evicts_first)
         max_steps = -(-steps // split)
         self.stages = max(2, min(plan.stages, max_steps))
         self.row_stages = max(2, min(plan.row_stages, max_steps))
         self.own_rows = -(-self.rows // split)
-        self.pitch = self.columns + _PADDING
-        self.sums_size = self.own_rows * self.pitch * 4
+        self.sums_size = self.own_rows * _PITCH * 4
 
     def _rows(self) -> int:
         """Rows of a tile, rounded up to a valid n of wgmma."""
@@ -205,17 +214,17 @@ class _Kernel:
         self.left_at = self.shared.reserve(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.reserve((split - 1) * self.sums_size)
         self.weight_ring = Ring(self.shared, stages, producers=1)
-        self.row_ring = Ring(self.shared, row_stages, PRODUCERS, consumers=self.plan.groups)
+        self.row_ring = Ring(self.shared, row_stages, PRODUCERS, consumers=1)
         row_tiles = ceil_div(self.m, MAX_ROWS)
-        column_tiles = -(-self.n // self.columns)
+        column_tiles = -(-self.n // PACKED_ROWS)
         tiles = row_tiles * column_tiles * self.batches.count
-        with launch(at_least_one(int64(tiles * split)), self.threads, split) as place:
+        with launch(at_least_one(int64(tiles * split)), _THREADS, split) as place:
             self.shared.open()
             self.rank, self.thread = place.rank, place.thread
             tile = T.bind(tirx.floordiv(T.Cast("int64", place.block), split))
             self.row = T.bind(tirx.floormod(tile, int64(row_tiles)) * MAX_ROWS)
             remaining = tirx.floordiv(tile, int64(row_tiles))
-            self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * self.columns)
+            self.column = T.bind(tirx.floormod(remaining, int64(column_tiles)) * PACKED_ROWS)
             self.at = self.batches.place(tirx.floordiv(remaining, int64(column_tiles)))
             self.count: Expr = self.min_steps
             if self.remainder:
@@ -258,10 +267,6 @@ class _Kernel:
         num_loaded = min(self.stages, self.min_steps)  # the minimum k-steps of a block
         for step in range(num_loaded):
             self._load_weights(tirx.const(step, "int32"), tirx.const(step, "int32"))
-        num_prefetched = min(self.plan.prefetched, self.min_steps - num_loaded)
-        if num_prefetched > 0:
-            for group in range(self.plan.groups):
-                self.right.prefetch(self.at, self.column + group * PACKED_ROWS, self.first + num_loaded, num_prefetched)
 
     def _load_weights(self, step: Expr, stage: Expr) -> None:
         """Issue the bulk copies of the weights of a k-step, by one thread."""
@@ -298,10 +303,8 @@ class _Kernel:
     def _consume(self) -> Any:
         registers = self.rows // 2
         sums, base = local(registers, sums_dtype(self.types[0])), local(2, "uint64")
-        consumer = T.bind(self.thread - PRODUCERS)
-        self.group = T.bind(tirx.floordiv(consumer, WARPGROUP)) if self.plan.groups > 1 else 0
-        self.member = T.bind(tirx.floormod(consumer, WARPGROUP)) if self.plan.groups > 1 else consumer
-        ptx.matrix_descriptor(base[0], self.shared.at(self.group * WEIGHT_BYTES))
+        self.member = T.bind(self.thread - PRODUCERS)
+        ptx.matrix_descriptor(base[0], self.shared.at(0))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
 
         def multiply(step: Expr) -> None:
@@ -330,18 +333,18 @@ class _Kernel:
         multiply(last)
         ptx.wgmma_wait(0)
         # All warps have read all stages, whose memory is reused for accumulators.
-        ptx.named_barrier(1, WARPGROUP * self.plan.groups)
+        ptx.named_barrier(1, WARPGROUP)
         return sums
 
     def _exchange(self, sums: Any) -> None:
         """Write each row of accumulators to the shared memory of the block that stores it."""
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
-        column = T.bind(self.group * PACKED_ROWS + warp * 16 + tirx.floordiv(lane, 4))
+        column = T.bind(warp * 16 + tirx.floordiv(lane, 4))
         remote = local(2, "uint32")
         for c in range(2):
             row = tirx.floormod(lane, 4) * 2 + c
-            offset = (tirx.floordiv(row, split) * self.pitch + column) * 4
+            offset = (tirx.floordiv(row, split) * _PITCH + column) * 4
             if split > 1:
                 owner = T.bind(tirx.floormod(row, split))
                 # Parts of other blocks are in the order of ranks after the owner's.
@@ -355,7 +358,7 @@ class _Kernel:
                 for h in range(2):
                     value = sums[j * 4 + h * 2 + c]
                     bits = reinterpreted(value, "uint32")
-                    tile_offset = (j * 8 // split * self.pitch + h * 8) * 4
+                    tile_offset = (j * 8 // split * _PITCH + h * 8) * 4
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
@@ -365,10 +368,10 @@ class _Kernel:
         """Reduce over the cluster in order, and store this block's rows, by all threads."""
         split = self.plan.split
         vector = min(4, self.writer.result.vector("n")) if self.writer.result.is_contiguous("n") else 1
-        per_row = self.columns // vector
+        per_row = PACKED_ROWS // vector
         items = self.own_rows * per_row
-        with T.serial(tirx.const(-(-items // self.threads), "int32")) as iteration:
-            item = T.bind(iteration * self.threads + self.thread)
+        with T.serial(tirx.const(-(-items // _THREADS), "int32")) as iteration:
+            item = T.bind(iteration * _THREADS + self.thread)
             index = T.bind(tirx.floordiv(item, per_row))
             row = T.bind(index * split + self.rank)
             column = T.bind(tirx.floormod(item, per_row) * vector)
@@ -379,13 +382,13 @@ class _Kernel:
             }
             with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
                 totals = self._total(index, column, vector)
-                end = None if self.n % self.columns == 0 else int64(self.n)
+                end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
                 self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end)
 
     def _total(self, index: Expr, column: Expr, vector: int) -> Any:
         """Reduce `vector` neighbours of a row: this block's part, then those of the following ranks."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
-        own_offset = T.bind((index * self.pitch + column) * 4)
+        own_offset = T.bind((index * _PITCH + column) * 4)
         for number in range(self.plan.split):
             offset = own_offset if number == 0 else own_offset + (self.parts_at + (number - 1) * self.sums_size)
             ptx.load_shared([part[i] for i in range(vector)], self.shared.at(offset))
