@@ -50,6 +50,9 @@ _TIMEOUT_SECONDS = 60
 _LL_BYTES = 512 << 10
 """Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
+_ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
+"""Threads of a row of long operands: those that share a row have a named barrier, of which there are 15."""
+
 _MAX_LL_PAIRS = 8
 _MAX_VECTORS = 4
 """Maximum registers of a thread for a row, in pairs (short operands) and fours (long ones) of numbers."""
@@ -141,18 +144,23 @@ template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from,
   float2 a = rh_from_half(h.x), b = rh_from_half(h.y);
   return make_float4(a.x, a.y, b.x, b.y);
 }
-// Sum, or maximum, over the threads of a block, which all get.
-template <bool MAX> __device__ __forceinline__ float rh_reduce(float value) {
+__device__ __forceinline__ void rh_team_barrier(int team, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(threads) : "memory");
+}
+// Sum, or maximum, over the threads of a team, which all get: a block, a warp, or one of up to 15 groups of warps.
+template <bool MAX> __device__ __forceinline__ float rh_reduce(float value, int threads) {
   __shared__ float partial[32];
   for (int lanes = 16; lanes; lanes /= 2) {
     float other = __shfl_xor_sync(~0u, value, lanes);
     value = MAX ? fmaxf(value, other) : value + other;
   }
-  __syncthreads();  // the last result has been read
+  if (threads == 32) return value;
+  int team = threadIdx.x / threads, first = team * threads / 32, end = first + threads / 32;
+  rh_team_barrier(team, threads);  // the last result has been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = partial[0];
-  for (int warp = 1; warp < blockDim.x / 32; ++warp) value = MAX ? fmaxf(value, partial[warp]) : value + partial[warp];
+  rh_team_barrier(team, threads);
+  value = partial[first];
+  for (int warp = first + 1; warp < end; ++warp) value = MAX ? fmaxf(value, partial[warp]) : value + partial[warp];
   return value;
 }
 
@@ -213,7 +221,7 @@ __device__ __forceinline__ void rh_all_reduce_short(
       float squares = 0.0f;
 #pragma unroll
       for (int p = 0; p < PAIRS; ++p) squares += total[p].x * total[p].x + total[p].y * total[p].y;
-      inverse = rsqrtf(rh_reduce<false>(squares) / (2 * row) + eps);
+      inverse = rsqrtf(rh_reduce<false>(squares, blockDim.x) / (2 * row) + eps);
     }
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
@@ -237,30 +245,46 @@ template <class Vector> __device__ __forceinline__ void rh_copy(const Vector* fr
   }
 }
 // Rows as float16, each times a power of two that makes its largest number 2^14 or more, and the inverses of these.
-template <int VECTORS> __device__ __forceinline__ void rh_send_rows(
+template <int VECTORS, int THREADS> __device__ __forceinline__ void rh_send_rows(
     const float4* from, uint2* to, float* inverses, int begin, int end, int row) {
-  for (; begin < end; begin += row) {
+  int thread = threadIdx.x % THREADS, teams = blockDim.x / THREADS;
+  for (begin += threadIdx.x / THREADS * row; begin < end; begin += teams * row) {
     float4 v[VECTORS];
     float largest = 0.0f;
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
-      int i = threadIdx.x + u * blockDim.x;
+      int i = thread + u * THREADS;
       v[u] = i < row ? __ldcg(from + begin + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
       largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v[u].x), fabsf(v[u].y))), fmaxf(fabsf(v[u].z), fabsf(v[u].w)));
     }
-    int exponent = max((int)(__float_as_uint(rh_reduce<true>(largest)) >> 23), 30) - 127;  // within float32, inverted
+    largest = rh_reduce<true>(largest, THREADS);
+    int exponent = max((int)(__float_as_uint(largest) >> 23), 30) - 127;  // within float32, inverted
     float scale = __uint_as_float((unsigned)(127 + 14 - exponent) << 23);
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
-      int i = threadIdx.x + u * blockDim.x;
+      int i = thread + u * THREADS;
       if (i < row) rh_store<true>(to, begin + i, rh_scale(v[u], scale));
     }
-    if (threadIdx.x == 0) inverses[begin / row] = 1.0f / scale;
+    if (thread == 0) inverses[begin / row] = 1.0f / scale;
+  }
+}
+// The numbers of a row that a GPU has itself, and its residual.
+template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ void rh_load_row(
+    const float4* x, const float4* residual, float4* total, int first, int end) {
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) {
+    int i = first + threadIdx.x % THREADS + u * THREADS;
+    total[u] = i < end ? __ldcg(x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (RESIDUAL && i < end) total[u] = rh_add(total[u], residual[i]);
   }
 }
 
-// Long operands: GPU r adds part r, which the others send it, and sends them the result.
-template <int VECTORS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL>
+// Long operands: GPU r adds part r, which the others send it, and sends them the result. Teams of THREADS threads have a
+// row each, so that many rows of a block are in flight.
+template <int VECTORS, int THREADS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL>
 __device__ __forceinline__ void rh_all_reduce_long(
     const float* x, const float* residual, const float* weight, void* out, float* sum, const void* bases,
     long long data, long long slot_bytes, long long flags, long long state, int number, int vectors, int row,
@@ -274,29 +298,24 @@ __device__ __forceinline__ void rh_all_reduce_long(
     int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
     const float4* from = (const float4*)x + (long long)peer * part;
     char* to = ex.slot(peer, RANK);
-    if (HALF) rh_send_rows<VECTORS>(from, (uint2*)to, (float*)(to + inverses), begin, end, row);
+    if (HALF) rh_send_rows<VECTORS, THREADS>(from, (uint2*)to, (float*)(to + inverses), begin, end, row);
     else rh_copy(from, (float4*)to, begin, end);
   }
   ex.signal(2 * now);
-  ex.wait(2 * now);
   int last = min(min(begin + piece, part), vectors - RANK * part);
-  for (int first = begin; first < last; first += row) {
-    int end = min(first + row, last);
-    float4 total[VECTORS];
-#pragma unroll
-    for (int u = 0; u < VECTORS; ++u) {
-      int i = first + threadIdx.x + u * blockDim.x;
-      total[u] = RESIDUAL && i < end ? ((const float4*)residual)[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    for (int other = 0; other < RANKS; ++other) {
-      const char* from = ex.slot(RANK, other);
-      float inverse = HALF && other != RANK ? __ldcg((const float*)(from + inverses) + first / row) : 1.0f;
+  int first = begin + threadIdx.x / THREADS * row, stride = blockDim.x / THREADS * row, end = min(first + row, last);
+  const float4 *own = (const float4*)x + (long long)RANK * part, *old = (const float4*)residual;
+  float4 total[VECTORS];
+  rh_load_row<VECTORS, THREADS, RESIDUAL>(own, old, total, first, end);  // while the other GPUs send
+  ex.wait(2 * now);
+  while (first < last) {
+    for (int step = 1; step < RANKS; ++step) {
+      const char* from = ex.slot(RANK, ex.peer(step));
+      float inverse = HALF ? __ldcg((const float*)(from + inverses) + first / row) : 1.0f;
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u) {
-        int i = first + threadIdx.x + u * blockDim.x;
-        if (i >= end) continue;
-        float4 v = other == RANK ? rh_load<false>(x, (long long)RANK * part + i) : rh_load<HALF>(from, i);
-        total[u] = rh_add(total[u], HALF && other != RANK ? rh_scale(v, inverse) : v);
+        int i = first + threadIdx.x % THREADS + u * THREADS;
+        if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
       }
     }
     float inverse = 1.0f;
@@ -307,11 +326,11 @@ __device__ __forceinline__ void rh_all_reduce_long(
         float4 v = total[u];
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
       }
-      inverse = rsqrtf(rh_reduce<false>(squares) / (4 * row) + eps);
+      inverse = rsqrtf(rh_reduce<false>(squares, THREADS) / (4 * row) + eps);
     }
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
-      int i = first + threadIdx.x + u * blockDim.x;
+      int i = first + threadIdx.x % THREADS + u * THREADS;
       if (i >= end) continue;
       if (SUM) ((float4*)sum)[i] = total[u];
       float4 v = total[u];
@@ -322,6 +341,9 @@ __device__ __forceinline__ void rh_all_reduce_long(
       rh_store<HALF>(out, (long long)RANK * part + i, v);
       for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
     }
+    first += stride;
+    end = min(first + row, last);
+    rh_load_row<VECTORS, THREADS, RESIDUAL>(own, old, total, first, end);
   }
   ex.signal(2 * now + 1);
   ex.wait(2 * now + 1);
@@ -418,6 +440,15 @@ class AllReduce:
         return _THREADS if self.norm is None else min(_MAX_THREADS, max(2, ceil(self.row / 2 / WARP)) * WARP)
 
     @property
+    def row_threads(self) -> int:
+        """Threads of a row: a block's for short operands, else fewer if a block has several rows."""
+        if self.is_short or (self.norm is None and not self.has_residual):
+            return self.threads
+        rows = ceil(self.count // self.width / self.ranks / self.blocks)
+        needed = max(ceil(self.row / _MAX_VECTORS), self.threads // rows)
+        return next(threads for threads in _ROW_THREADS if threads >= needed)
+
+    @property
     def row(self) -> int:
         """Pairs (short operands) or fours of numbers that a block adds at a time: a row, if there are rows."""
         if self.norm is not None or self.has_residual:
@@ -502,8 +533,8 @@ def all_reduce_kernel(
         # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
         data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else 2 * _LL_BYTES)
         kinds = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
-        per_thread = ceil(reduce.row / reduce.threads)
-        arguments = ", ".join(str(value).lower() for value in (per_thread, rank, reduce.ranks, *kinds))
+        per_thread, threads = ceil(reduce.row / reduce.row_threads), () if reduce.is_short else (reduce.row_threads,)
+        arguments = ", ".join(str(value).lower() for value in (per_thread, *threads, rank, reduce.ranks, *kinds))
         with function.body(), launch(reduce.blocks, reduce.threads):
             T.evaluate(
                 T.cuda.func_call(
