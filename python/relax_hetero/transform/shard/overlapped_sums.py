@@ -30,7 +30,8 @@ from ...encoding.problem import SentTiles
 from ...tir.cuda.all_reduce import ALL_REDUCE, RankReduce, all_reduce_kernel
 from ..ir.blocks import shape_of, used_vars
 from ..ir.kernels import called_prim_func, opaque_kernel
-from ..ir.rewriting import map_bindings, typed, walk_bindings
+from ..ir.op_names import CALL_TIR
+from ..ir.rewriting import map_bindings, op_name, typed, walk_bindings
 
 _ADDRESSES = 2
 """Number of the parameter of a product's kernel, after its factors."""
@@ -71,6 +72,7 @@ def overlap_sums(func: relax.Function, mod: tvm.IRModule, kernels: ProductKernel
                 for part in parts if all(parts) else ():
                     changed.update(part)
                 group = []
+
     def change(binding: relax.Binding) -> relax.Binding:
         if binding.var not in changed:
             return binding
@@ -101,11 +103,12 @@ class _Writer:
         own, call = item.own, item.binding.value
         part, addresses, before = call.args[1].fields[:3]
         product = self._values.get(part)
-        is_call = isinstance(product, relax.Call) and product.args and isinstance(product.args[0], tvm.ir.GlobalVar)
-        if own.sent is None or not is_call or self._order.get(addresses, len(self._order)) > self._order[part]:
+        if own.sent is None or product is None or op_name(product) != CALL_TIR:
+            return {}
+        if self._order.get(addresses, -1) > self._order[part] or not self._follows(part, before):
             return {}
         sending = self._kernels.sending(product.args[0], own.sent)
-        if sending is None or not (before.same_as(part) or self._follows(part, before)):
+        if sending is None:
             return {}
         operands = list(product.args[1].fields)
         operands.insert(_ADDRESSES, addresses)

@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
-from ....encoding.problem import MatmulProblem
+from ....encoding.problem import MatmulProblem, SentTiles
 from ....errors import EncodingError
 from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
@@ -37,6 +37,7 @@ from ..core.launch import (
     to_int32,
     unrolled,
 )
+from ..core.operand import GpuOperand
 from ..tile.batches import Batches
 from ..tile.cluster_reduction import ClusterReduction
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
@@ -121,7 +122,7 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             tiling = tiling or choose_tiling(
                 problem, gpu, sizes, list(batches.extents.values()), Source.GATHER in sources, may_swap
             )
-            senders = Senders(problem.sent, parameters) if problem.sent else None
+            senders = Senders.of(parameters)
             producers = PRODUCERS - _SENDERS if senders else PRODUCERS
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2], producers)
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2], producers)
@@ -137,7 +138,8 @@ def sends_tiles(problem: MatmulProblem, gpu: GpuTarget) -> bool:
     sizes = lhs.size("m"), rhs.size("n"), lhs.size("k")
     if (lhs.index_map, result.index_map, result.dtype) != (("m", "k"), ("m", "n"), "float32"):
         return False
-    if unsupported_reason(problem, gpu) or not rhs.layout.inner_dims or not all(isinstance(size, int) for size in sizes):
+    is_static = all(isinstance(size, int) for size in sizes)
+    if not is_static or not rhs.layout.inner_dims or unsupported_reason(problem, gpu):
         return False
     tiling = choose_tiling(problem, gpu, sizes, [], False, True)
     tile = tiling.rows, tiling.columns, tiling.swap_ab, tiling.cluster_split_k, tiling.blocks_per_sm
@@ -153,29 +155,32 @@ class Senders:
     Parameters
     ----------
     sent : SentTiles
-    parameters : ProductParameters
+    shape : tuple of int
+        Rows and columns of the result.
+    result, addresses : GpuOperand
         Opened.
     """
 
-    def __init__(self, sent: SentTiles, parameters: ProductParameters) -> None:
-        assert parameters.addresses is not None
-        parameters.addresses.open()
-        self.sent, self._parameters = sent, parameters
-
-    def first_row_tile(self, row_tiles: int) -> int:
-        """Row tile of the first tile: that after this GPU's rows."""
-        return (self.sent.rank + 1) * self.group(row_tiles)
-
-    def group(self, row_tiles: int) -> int:
+    def __init__(self, sent: SentTiles, shape: tuple[int, int], result: GpuOperand, addresses: GpuOperand) -> None:
+        self._sent, self._shape, self._result, self._addresses = sent, shape, result, addresses
+        self.group = shape[0] // sent.ranks // SENT_TILE[0]
         """Row tiles of a GPU's rows."""
-        return row_tiles // self.sent.ranks
+        self.first_row_tile = (sent.rank + 1) * self.group
+        """Row tile of the first tile: that after this GPU's rows."""
+
+    @staticmethod
+    def of(parameters: ProductParameters) -> Senders | None:
+        """Senders of an opened kernel's parameters; None if it sends nothing."""
+        sent, addresses, (m, n, _) = parameters.problem.sent, parameters.addresses, parameters.sizes
+        if sent is None or addresses is None:
+            return None
+        addresses.open()
+        return Senders(sent, (m, n), parameters.writer.result, addresses)
 
     def send(self, origin: tuple[Expr, Expr]) -> None:
         """Write that the threads send a tile."""
-        result, addresses = self._parameters.writer.result, self._parameters.addresses
-        m, n, _ = self._parameters.sizes
-        pointers = T.address_of(result.data[int64(0)]), T.address_of(addresses.data[int64(0)])
-        send_tile(self.sent, (m, n), pointers, origin)
+        pointers = T.address_of(self._result.data[int64(0)]), T.address_of(self._addresses.data[int64(0)])
+        send_tile(self._sent, self._shape, pointers, origin)
 
 
 class WgmmaProduct:
@@ -339,9 +344,8 @@ class WgmmaProduct:
             tile = T.truncmod(tile, tiles_per_batch)
         group = RASTERIZATION_GROUP_M
         if self.senders is not None:
-            assert isinstance(self.row_tiles, int)
-            at, row, column = self._in_groups(at, tile, min(group, self.senders.group(self.row_tiles)))
-            return at, T.truncmod(row + self.senders.first_row_tile(self.row_tiles), self.row_tiles), column
+            _, row, column = self._in_groups(at, tile, min(group, self.senders.group))
+            return at, T.truncmod(row + self.senders.first_row_tile, self.row_tiles), column
         if isinstance(self.row_tiles, int) and self.row_tiles <= group:
             return at, tile % self.row_tiles, tile // self.row_tiles
         return self._in_groups(at, tile, group)
@@ -409,9 +413,7 @@ class WgmmaProduct:
             warp = self.thread // WARP
             is_used = warp < min(warps, right.blocks - begin)
             with when(tirx.all(is_first, is_used, *conditions)):
-                right.load_block(
-                    self.shared, self.right_at + stage * right.size, at, (column, warp + begin), k, full
-                )
+                right.load_block(self.shared, self.right_at + stage * right.size, at, (column, warp + begin), k, full)
 
     def _prefetch(self) -> None:
         """Prefetch the weights of the block's first tile into L2, by blocks of the first row tile."""
