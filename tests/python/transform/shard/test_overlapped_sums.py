@@ -13,7 +13,7 @@ from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.pipeline import pipeline_steps
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
-ROWS, WIDTH, DEPTH = 2048, 4096, 256
+ROWS, WIDTH, DEPTH = 2048, 4096, 1024
 UP, DOWN = np.ones((WIDTH, DEPTH), "float16"), np.ones((DEPTH, WIDTH), "float16")
 SCALE = np.ones(WIDTH, "float32")
 
