@@ -76,6 +76,42 @@ def test_norms_of_sums(rows, width, dtype):
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
 
 
+def test_products_send_what_other_gpus_add():
+    """Products of several tiles for each block, between sums with norms, of which each adds the last one."""
+    rows, width, depth = 2048, 4096, 1024
+    generator = np.random.default_rng(3)
+    scale = generator.uniform(0.5, 2, width).astype("float32")
+    ups = [(generator.standard_normal((width, depth)) / width**0.5).astype("float16") for _ in range(4)]
+    downs = [(generator.standard_normal((depth, width)) / depth**0.5).astype("float16") for _ in range(3)]
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((rows, width), "float32", "cuda[0:2]")):
+        with R.dataflow():
+            h = R.astype(x, "float16")
+            a = R.add(x, R.matmul(R.matmul(h, R.const(ups[0])), R.const(downs[0]), out_dtype="float32"))
+            b = R.astype(R.nn.rms_norm(a, R.const(scale), axes=[-1], epsilon=1e-5), "float16")
+            c = R.add(a, R.matmul(R.matmul(b, R.const(ups[1])), R.const(downs[1]), out_dtype="float32"))
+            d = R.astype(R.nn.rms_norm(c, R.const(scale), axes=[-1], epsilon=1e-5), "float16")
+            e = R.add(c, R.matmul(R.matmul(d, R.const(ups[2])), R.const(downs[2]), out_dtype="float32"))
+            f = R.astype(R.nn.rms_norm(e, R.const(scale), axes=[-1], epsilon=1e-5), "float16")
+            y = R.matmul(f, R.const(ups[3]), out_dtype="float32")
+            R.output(y)
+        return y
+
+    executable = rh.compile(mod)
+    assert sum("_sent" in name for name in executable.metadata.kernels) >= 4  # products and sums of both GPUs
+    vm = rh.vm.VirtualMachine(executable)
+    for _ in range(5):
+        total = fresh_rng().standard_normal((rows, width)).astype("float32")
+        normal, x = total, total
+        for up, down in zip(ups[:3], downs, strict=True):
+            hidden = (normal.astype("float16").astype("float32") @ up.astype("float32")).astype("float16")
+            total = total + hidden.astype("float32") @ down.astype("float32")
+            normal = total / np.sqrt((total * total).mean(1, keepdims=True) + 1e-5) * scale
+        expected = normal.astype("float16").astype("float32") @ ups[3].astype("float32")
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=5e-3 * np.abs(expected).max())
+
+
 def test_kernels_that_wait_are_not_profiled():
     vm, x = sums(1024), np.ones((2, 1024), "float32")
     for _ in range(2):
