@@ -24,7 +24,7 @@ from ...artifact.graph_layout import CACHED_GRAPHS, FILLED_AT_ONCE, REPORT_INTER
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
-from ..cuda.core.launch import AFTER_EXCHANGE, LATE_WAIT
+from ..cuda.core.launch import LATE_WAIT
 from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents, launch_dependents, waiting_statements
 from .command_list import ADDRESS, ADDRESS_TEXT, Tensor
 from .table_kernel import nest_of
@@ -362,15 +362,6 @@ def waiting_late(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = structural_map(kernel.body, (tirx.SeqStmt, on_sequence))
     return kernel.with_body(structural_map(body, (tirx.AttrStmt, on_attribute)))
-
-
-def without_work_after_exchanges(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """A kernel with `AFTER_EXCHANGE` that follows no exchange between devices."""
-
-    def on_attribute(statement: tirx.AttrStmt) -> tirx.Stmt:
-        return tirx.Evaluate(0) if statement.attr_key == AFTER_EXCHANGE else statement
-
-    return kernel.with_body(structural_map(kernel.body, (tirx.AttrStmt, on_attribute))).without_attr(AFTER_EXCHANGE)
 
 
 def releases_after_wait(kernel: tirx.PrimFunc) -> bool:

@@ -70,11 +70,9 @@ from ...tir.commands.graph_functions import (
     submit_function,
     waiting_first,
     waiting_late,
-    without_work_after_exchanges,
 )
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
-from ...tir.cuda.all_reduce import ALL_REDUCE
-from ...tir.cuda.core.launch import AFTER_EXCHANGE, LATE_WAIT, READS_EARLY
+from ...tir.cuda.core.launch import LATE_WAIT, READS_EARLY
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
@@ -173,9 +171,7 @@ class _Writer:
                     if i > after_table and self._may_wait_late(command, commands[i - 1], launches[i - 1]):
                         launches[i] = self._late(launches[i])
                     else:
-                        previous = self.functions[self._kernels[commands[i - 1].kernel]] if i else None
-                        is_after_exchange = previous is not None and ALL_REDUCE in previous.attrs
-                        launches[i] = self._early(launches[i], command, i == after_table, written, is_after_exchange)
+                        launches[i] = self._early(launches[i], command, i == after_table, written)
                 written |= self._written(command)
         fill = self._once(("fill", str(target)), lambda name: fill_kernel(name, target))
         record = fresh_global_var(f"{gv.name_hint}_record", tvm.ir.Type.missing(), self._used_names)
@@ -246,9 +242,7 @@ class _Writer:
         key = (launch.kernel.name_hint, "early", "in the epilogue")
         return replace(launch, kernel=self._once(key, lambda _: launched_early(waiting_late(func))))
 
-    def _early(
-        self, launch: Launch, command: Dispatch, is_after_table: bool, written: set[int], is_after_exchange: bool
-    ) -> Launch:
+    def _early(self, launch: Launch, command: Dispatch, is_after_table: bool, written: set[int]) -> Launch:
         """A launch that begins while the previous one ends, and waits for that before it needs its results.
 
         Before its wait it reads only constants, or slots that no earlier launch has written: those are complete
@@ -272,10 +266,8 @@ class _Writer:
                 launch = replace(
                     launch, kernel=self._once(variant, lambda _: table_kernel(raw, entries, after_wait=True))
                 )
-        func, has_more_work = self.functions[launch.kernel], is_after_exchange and AFTER_EXCHANGE in raw.attrs
-        if AFTER_EXCHANGE in raw.attrs and not is_after_exchange:
-            func = without_work_after_exchanges(func)
-        key = (launch.kernel.name_hint, "early", waits_itself, is_after_table, has_more_work)
+        func = self.functions[launch.kernel]
+        key = (launch.kernel.name_hint, "early", waits_itself, is_after_table)
         early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_after_table)))
         return replace(launch, kernel=early)
 

@@ -148,11 +148,6 @@ LATE_WAIT = "relax_hetero.late_wait"
 previous launch must not write. Attribute of a statement: place of that wait."""
 
 
-AFTER_EXCHANGE = "relax_hetero.after_exchange"
-"""Attribute of a kernel with statements, with the same attribute, that only help if the previous launch waits for other
-devices, and leaves memory idle."""
-
-
 def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
     """Mark a kernel for programmatic dependent launch: it may begin before the previous launch has ended.
 

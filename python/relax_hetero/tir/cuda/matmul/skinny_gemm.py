@@ -30,7 +30,7 @@ from ....target.element_types import bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, when
 from ..core import ptx
-from ..core.launch import AFTER_EXCHANGE, SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, at_least_one, enable_pdl, launch, local
 from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, arrive
 from ..tile.register_tile import reinterpreted, sums_dtype
 from ..tile.ring import Ring
@@ -73,8 +73,6 @@ MANY_ROWS_STAGES = (8, 8)
 MOST_ROWS_STAGES = (6, 6)
 FEWEST_ROWS, MANY_ROWS = 8, 32
 """Maximum rows for the stages of few rows, and of many; more have the stages of most rows."""
-PREFETCHED_BYTES = 12 << 20
-"""Bytes of weights that L2 loads while devices exchange: with those of the stages, what memory sends in about 6 us."""
 BLOCKS_PER_MULTIPROCESSOR = 2
 MANY_ROWS_BLOCKS_PER_MULTIPROCESSOR = 1.75
 """Maximum blocks per multiprocessor up to which k is split, with at most `FEWEST_ROWS` rows, and with more."""
@@ -94,15 +92,12 @@ class SkinnyPlan:
         Stages of the left operand.
     evicts_first : bool
         Whether L2 evicts weights first, to keep other data.
-    prefetched : int
-        Maximum k-steps of weights that L2 loads, after those of the stages, while devices exchange what is multiplied.
     """
 
     split: int
     stages: int
     row_stages: int
     evicts_first: bool = False
-    prefetched: int = 0
 
 
 def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
@@ -134,8 +129,7 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     # an H200 for eight weights of 4,096 x 4,096. Weights that fit L2 must not be evicted: 14 to 19 % more time for 33
     # to 38 MB of small ones.
     evicts_first = tiles * steps * WEIGHT_BYTES * 2 > gpu.cache_bytes
-    prefetched = PREFETCHED_BYTES // (tiles * split * WEIGHT_BYTES)
-    return SkinnyPlan(split, *stages, evicts_first=evicts_first, prefetched=prefetched)
+    return SkinnyPlan(split, *stages, evicts_first=evicts_first)
 
 
 def _rows(problem: MatmulProblem) -> int:
@@ -175,7 +169,7 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
             for view in parameters.writer.operands:
                 view.open_for_gpu()
             _Kernel(parameters, plan or skinny_plan(problem, gpu)).emit()
-    return enable_pdl(parameters.tied(function.result), [1]).with_attr(AFTER_EXCHANGE, 1)
+    return enable_pdl(parameters.tied(function.result), [1])
 
 
 class _Kernel:
@@ -273,10 +267,6 @@ class _Kernel:
         num_loaded = min(self.stages, self.min_steps)  # the minimum k-steps of a block
         for step in range(num_loaded):
             self._load_weights(tirx.const(step, "int32"), tirx.const(step, "int32"))
-        num_prefetched = min(self.plan.prefetched, self.min_steps - num_loaded)
-        if num_prefetched > 0:
-            with T.attr(0, AFTER_EXCHANGE, 1):
-                self.right.prefetch(self.at, self.column, self.first + num_loaded, num_prefetched)
 
     def _load_weights(self, step: Expr, stage: Expr) -> None:
         """Issue the bulk copies of the weights of a k-step, by one thread."""
