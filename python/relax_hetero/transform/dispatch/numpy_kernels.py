@@ -124,7 +124,11 @@ def _extreme_legalization(name: str, largest: bool) -> Legalize:
         rank = int(data.ty.ndim)
         dims = range(rank) if axis is None else [axis] if isinstance(axis, int) else axis
         axes = sorted({int(dim) % rank for dim in dims})
-        kernel = _index if short.startswith("arg") else _extreme
+        kernel = _extreme
+        if short.startswith("arg"):
+            vdevice = call.ty.vdevice
+            on_cpu = vdevice is None or "cpu" in vdevice.target.keys
+            kernel = _index_by_blocks if on_cpu and _block_size(data.ty, axes) else _index
         return builder.call_te(kernel, data, axes, bool(call.attrs.keepdims), largest, primfunc_name_hint=short)
 
     return legalize
@@ -162,6 +166,35 @@ def _index(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -> 
         return reducer((tirx.Cast("int64", along), x(*source)), axis=along)
 
     return te.compute(_reduced_shape(x.shape, axes, keepdims), pair, name="index_of_extreme")[0]
+
+
+_MIN_BLOCK, _MAX_BLOCK, _MIN_BLOCKS = 16, 256, 4
+"""Minimum and maximum elements of a block, and minimum number of blocks, of an argmax of blocks."""
+
+
+def _block_size(ty: relax.TensorType, axes: Sequence[int]) -> int:
+    """Elements of a block along the last axis; 0 if blocks do not serve."""
+    extent = ty.shape.values[-1] if isinstance(ty.shape, relax.ShapeExpr) else None
+    if not isinstance(extent, tirx.IntImm) or list(axes) != [int(ty.ndim) - 1]:
+        return 0
+    size = math.gcd(int(extent), _MAX_BLOCK)
+    return size if size >= _MIN_BLOCK and int(extent) >= size * _MIN_BLOCKS else 0
+
+
+def _index_by_blocks(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -> te.Tensor:
+    """`_index` along the last axis of a CPU: only the extremes of blocks, which are vectors' work, read all elements.
+
+    The first block with the extreme has the element.
+    """
+    *outer, extent = x.shape
+    size = math.gcd(int(extent), _MAX_BLOCK)
+    rank = len(outer)
+    blocks = te.compute([*outer, extent // size, size], lambda *i: x(*i[:rank], i[-2] * size + i[-1]), "blocks")
+    block = _index(_extreme(blocks, [rank + 1], False, largest), [rank], False, largest)
+    chosen = te.compute([*outer, size], lambda *i: x(*i[:-1], block(*i[:-1]) * size + i[-1]), "chosen")
+    column = _index(chosen, [rank], False, largest)
+    shape = [*outer, 1] if keepdims else outer
+    return te.compute(shape, lambda *i: block(*i[:rank]) * size + column(*i[:rank]), "index_of_extreme")
 
 
 def _start_value(dtype: str, largest: bool) -> tirx.PrimExpr:
