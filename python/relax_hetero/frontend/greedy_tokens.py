@@ -47,8 +47,8 @@ def greedy_tokens(
     rows, vocabulary = logits.ty.shape.values[0], int(logits.ty.shape.values[1])
     parts = _parts(vocabulary, vdevice)
     by_part = emit(relax.op.reshape(logits, [rows, parts, vocabulary // parts]), "parts")
-    index = emit(relax.op.argmax(by_part, -1, keepdims=True), "index_in_part")
-    largest = emit(relax.op.gather_elements(by_part, index, -1), "largest_in_part")
+    top = emit(relax.op.topk(by_part, 1, -1, "both", largest=True, dtype="int32"), "top_of_part")
+    largest, index = (emit(relax.TupleGetItem(top, i), f"{name}_of_part") for i, name in enumerate(("largest", "index")))
     as_float = emit(relax.op.astype(index, "float32"), "float_index")  # exact: a vocabulary has less than 2^24 tokens
     candidates = emit(relax.op.concat([largest, as_float], -1), "candidates")
     return builder.call_te(_tokens, candidates, vocabulary // parts, primfunc_name_hint="greedy_tokens")
