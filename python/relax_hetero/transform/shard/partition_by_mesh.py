@@ -303,7 +303,8 @@ class _FunctionPartition:
         if isinstance(body, relax.Tuple):
             fields = zip(body.fields, given or [""] * len(body.fields), strict=True)
             return relax.Tuple([local for field, name in fields for local in of(field, name)]), names
-        return of(body, given[0] if len(given) == 1 else "")[0], names
+        locals_ = of(body, given[0] if len(given) == 1 else "")
+        return (locals_[0] if len(locals_) == 1 else relax.Tuple(locals_)), names
 
     def _whole(self, var: relax.Var) -> relax.Expr:
         """The whole value on the first device of its mesh."""
