@@ -48,7 +48,9 @@ def greedy_tokens(
     parts = _parts(vocabulary, vdevice)
     by_part = emit(relax.op.reshape(logits, [rows, parts, vocabulary // parts]), "parts")
     top = emit(relax.op.topk(by_part, 1, -1, "both", largest=True, dtype="int32"), "top_of_part")
-    largest, index = (emit(relax.TupleGetItem(top, i), f"{name}_of_part") for i, name in enumerate(("largest", "index")))
+    largest, index = (
+        emit(relax.TupleGetItem(top, i), f"{name}_of_part") for i, name in enumerate(("largest", "index"))
+    )
     as_float = emit(relax.op.astype(index, "float32"), "float_index")  # exact: a vocabulary has less than 2^24 tokens
     candidates = emit(relax.op.concat([largest, as_float], -1), "candidates")
     return builder.call_te(_tokens, candidates, vocabulary // parts, primfunc_name_hint="greedy_tokens")
@@ -64,9 +66,7 @@ def _parts(vocabulary: int, vdevice: relax.VDevice | None) -> int:
     return count * math.gcd(vocabulary // count, max(_GPU_PARTS // count, 1))
 
 
-def masked_tokens(
-    builder: relax.BlockBuilder, vocabulary: int, vdevice: relax.VDevice | None = None
-) -> relax.Function:
+def masked_tokens(builder: relax.BlockBuilder, vocabulary: int, vdevice: relax.VDevice | None = None) -> relax.Function:
     """Make the function ``masked_tokens``: greedy tokens among those that masks allow.
 
     Its parameters are ``logits``, (rows, vocabulary) of float32, and ``masks``, (rows, words) of int32 (`token_masks`),

@@ -635,7 +635,7 @@ class _FunctionPartition:
                 for number, (device, local) in enumerate(zip(mesh, value.locals, strict=True))
             ]
         if sharding == REPLICATED:
-            if self._sums_gather(value):
+            if self._sums_gather(value) and self._source_of_repeat(expr, value.mesh, mesh[0]) is None:
                 return self._reduced(_Value(mesh, [PARTIAL], self._padded(value, own, name)), sharding, name)
             return [
                 self._gathered(expr, value, device, own, f"{name}_whole@{number}" if number else f"{name}_whole")
@@ -715,10 +715,9 @@ class _FunctionPartition:
 
     def _gathered(self, expr: relax.Expr, value: _Value, device: int, own: Sharding, name: str) -> relax.Expr:
         """All elements of a split value on a device: a reshape, or a reduction, of what is there, or exchanged."""
-        source, call = self._repeatable.get(expr, (None, None))
-        for mesh in ((device,), value.mesh):
-            if whole := self._converted.get((source, mesh, REPLICATED)):
-                return self._emit(partial(self._rebuilt, call), [whole[mesh.index(device)]], device, name)
+        source = self._source_of_repeat(expr, value.mesh, device)
+        if source is not None:
+            return self._emit(partial(self._rebuilt, self._repeatable[expr][1]), [source], device, name)
         parts = [self._transfer(local, device) for local in value.locals]
         axis, count = own.axis, len(value.mesh)
         assert axis is not None, "the value is split"
@@ -730,6 +729,14 @@ class _FunctionPartition:
                 pieces.append(self._slice_of(part, axis, begin, begin + share, device, name) if share else part)
             begin += share
         return self._emit(lambda args: relax.op.concat(list(args), axis), pieces, device, name)
+
+    def _source_of_repeat(self, expr: relax.Expr, mesh: Mesh, device: int) -> relax.Expr | None:
+        """What a device has whole, of which it can compute `expr`; None if there is none."""
+        source, _ = self._repeatable.get(expr, (None, None))
+        for each in ((device,), mesh):
+            if whole := self._converted.get((source, each, REPLICATED)):
+                return whole[each.index(device)]
+        return None
 
     def _exchanged(
         self, value: _Value, sharding: Sharding, own: Sharding, expr: relax.Expr, name: str
@@ -875,7 +882,6 @@ class _FunctionPartition:
             return False
         count = math.prod(extent or 0 for extent in shape)
         return all(map(self._records_graphs, item.mesh)) and supports(count, str(item.results[0].ty.dtype))
-
 
     def _records_graphs(self, device: int) -> bool:
         return bool(backend_of(self._vdevices[device].target).records_graphs)

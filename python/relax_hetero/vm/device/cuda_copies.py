@@ -158,9 +158,7 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
     return stream.record()
 
 
-def begin_copy_of_rows(
-    source: runtime.Tensor, target: runtime.Tensor, column: int, rows: int, stream: Stream
-) -> Event:
+def begin_copy_of_rows(source: runtime.Tensor, target: runtime.Tensor, column: int, rows: int, stream: Stream) -> Event:
     """Copy the first rows of a matrix on a GPU to those of a wider one on the host, from a column on; see `begin_copy`.
 
     Returns

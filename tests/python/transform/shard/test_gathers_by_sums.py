@@ -38,7 +38,8 @@ def test_gpus_gather_small_values_by_kernels():
     pads = calls_of("relax.nn.pad", after)
     assert [[int(width) for width in call.attrs.pad_width] for call in pads] == [[0, 0, 0, 3], [0, 0, 3, 0]]
     kernels = [call for call in calls_of("relax.call_tir", after) if "all_reduce" in call.args[0].name_hint]
-    assert [[int(extent) for extent in call.ty.shape.values] for call in kernels] == [[4, 6]] * 4  # a sum alone is twice
+    shapes = [[int(extent) for extent in call.ty.shape.values] for call in kernels]
+    assert shapes == [[4, 6]] * 4  # a function's only sum is computed twice
     assert ops_of(after).count("relax.to_vdevice") == 1  # the argument
 
 
