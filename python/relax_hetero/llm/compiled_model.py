@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from tvm import runtime
@@ -664,7 +664,7 @@ class CompiledModel:
         integers.send(self.cache.tables if integers.tables_version != version else {})
         integers.tables_version = version
         if is_fed:
-            integers.copy_tokens(tokens, len(slots))
+            integers.copy_tokens(cast("Sequence[runtime.Tensor]", tokens), len(slots))
         return integers
 
     def _call(

@@ -731,7 +731,7 @@ class _FunctionPartition:
         return self._emit(lambda args: relax.op.concat(list(args), axis), pieces, device, name)
 
     def _source_of_repeat(self, expr: relax.Expr, mesh: Mesh, device: int) -> relax.Expr | None:
-        """What a device has whole, of which it can compute `expr`; None if there is none."""
+        """A whole value of a device from which it can compute `expr`; None if there is none."""
         source, _ = self._repeatable.get(expr, (None, None))
         for each in ((device,), mesh):
             if whole := self._converted.get((source, each, REPLICATED)):
