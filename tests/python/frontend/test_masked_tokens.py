@@ -1,5 +1,7 @@
 """Greedy tokens among those that masks allow: any number of rows, any vocabulary, on CPUs and GPUs."""
 
+import json
+
 import numpy as np
 import pytest
 import tvm
@@ -17,6 +19,7 @@ from relax_hetero.encoding.token_masks import (
 )
 from relax_hetero.frontend.greedy_tokens import greedy_tokens, masked_tokens
 from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
+from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS
 
 
 def module_of(vocabulary, device):
@@ -89,3 +92,21 @@ def test_devices_of_a_mesh_search_their_own_logits(devices):
     sent = [call for call in calls_of("relax.to_vdevice", module)]
     shapes = {tuple(int(extent) for extent in call.ty.shape.values) for call in sent}
     assert shapes == {(5, 4), (5, 1, 2)}  # the argument, and the candidates of other devices
+
+
+def test_masks_of_logits_in_parts():
+    """The devices' parts are parameters; the first device, which has the masks, joins them."""
+    logits, masks, expected = cases(320)
+    devices, builder = [{"kind": "llvm", "num-cores": 1}] * 2, relax.BlockBuilder()
+    mesh = lookup("llvm[0:2]", parse_vdevices(devices))
+    parts = {"logits": {"placement": "S[1]", "names": ["logits", "logits@1"], "mesh": [0, 1]}}
+    function = masked_tokens(builder, 320, mesh).with_attr(SPLIT_PARAMETERS, json.dumps(parts))
+    mod = tvm.IRModule({tvm.ir.GlobalVar("masked_tokens"): function, **builder.get().functions})
+    machine = rh.vm.VirtualMachine(rh.compile(rh.place(mod, {"*": "llvm[0:2]"}, devices)))
+    assert [spec.name for spec in machine.executable.signature("masked_tokens").inputs] == [
+        "logits",
+        "logits@1",
+        "masks",
+    ]
+    halves = [np.ascontiguousarray(half) for half in np.split(logits, 2, axis=1)]
+    assert machine["masked_tokens"](*halves, masks).numpy().tolist() == expected.tolist()
