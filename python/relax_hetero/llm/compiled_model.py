@@ -694,10 +694,12 @@ class CompiledModel:
     def _to_host(self, name: str, logits: Sequence[runtime.Tensor], rows: int) -> np.ndarray:
         """The first `rows` rows of logits as a numpy array, (at least `rows`, vocabulary).
 
-        The same memory on a CPU, else, and for parts of several devices, a buffer that the function's next call reuses.
+        The same memory on a CPU, a new array of the parts of several CPUs, else a buffer that the function's next call
+        reuses.
         """
-        if len(logits) == 1 and is_host(logits[0].device):
-            return np.from_dlpack(logits[0])
+        if all(is_host(part.device) for part in logits):
+            arrays = [np.from_dlpack(part) for part in logits]
+            return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
         buffer = self._logits.get(name)
         if buffer is None:
             tensor = joined_buffer(logits)
