@@ -1,5 +1,7 @@
 """Meshes of two GPUs against numpy and against one GPU: sums by kernels, exchanges by copies, a language model."""
 
+import json
+
 import numpy as np
 import pytest
 import tvm
@@ -8,6 +10,8 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from modules import ir_module
+from relax_hetero.encoding.token_masks import pack_mask
+from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS
 from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
@@ -136,5 +140,39 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
             for token, row in zip(step.tokens(), rows, strict=True):
                 row.append(token)
             step = ahead
+        assert [region.device for region in model.executable.metadata.regions if region.function == "decode_2"] == [
+            *range(count)  # a step is one CUDA graph for each GPU
+        ]
+        logits = model.decode(slots, step.tokens()).copy()
+        assert logits.shape == (2, 320) and np.isfinite(logits).all()
+        for row, values in zip(rows, logits, strict=True):
+            row.append(int(values.argmax()))
+        allowed = np.arange(320) % 7 == 3
+        step = model.begin_decode(slots, [row[-1] for row in rows])
+        masked = step.masked_tokens(np.stack([pack_mask(allowed)] * 2))
+        assert allowed[masked].all()
+        for row, token in zip(rows, masked, strict=True):
+            row.append(token)
         texts.append(rows)
     assert texts[0] == texts[1]
+
+
+def test_both_gpus_gather_a_small_value():
+    copies = {"b": {"placement": "R", "names": ["b", "b@1"], "mesh": [0, 1]}}
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((4, 6), "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.hetero.shard(x, "S[1]")
+            b = R.multiply(a, R.const(2.0, "float32"))
+            R.output(b)
+        return b
+
+    function = mod["main"].with_attrs({SPLIT_PARAMETERS: json.dumps(copies), "output_names": ["b"]})
+    mod.update_func(mod.get_global_var("main"), function)
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(3):
+        x = fresh_rng().standard_normal((4, 6)).astype("float32")
+        x[1, 4], x[2, 1] = np.nan, np.inf
+        for whole in vm["main"](x):
+            np.testing.assert_array_equal(np.asarray(whole), 2 * x)
