@@ -17,14 +17,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import tvm
 from tvm import relax
 
 from ...target.backend import backend_of
 from ...target.mesh import Mesh
-from ...tir.cuda.all_reduce import supports
+from ...tir.cuda.all_reduce import AllReduce, supports
 from ..ir.blocks import shape_of, used_vars
 from .gpu_sums import GpuSums, Sum
 from .local_bindings import LocalBindings, Make, numbered, on_device
@@ -182,6 +183,9 @@ class Exchanges:
             return [self._sliced(group, rank, local, sharding) for rank, local in enumerate(group.parts)]
         if sharding.axis != own.axis and sharding.is_split and not own.segments and not sharding.segments:
             return self._all_to_all(group, own, sharding)
+        if not sharding.is_split and self._sums_gather(group):
+            if self._source_of_repeat(var, value, group.devices[0]) is None:
+                return self._reduced(replace(group, parts=self._padded(group, own)))
         whole = [
             self._gathered(var, value, group.parts, device, own, f"{group.name}_whole{suffix}")
             for device, suffix in zip(group.devices, group.suffixes, strict=True)
@@ -230,15 +234,54 @@ class Exchanges:
             for rank, (device, suffix) in enumerate(zip(group.devices, group.suffixes, strict=True))
         ]
 
+    def _sums_gather(self, group: _Group) -> bool:
+        """Return whether GPUs gather a small value as a sum of what they have, padded with zeros: by one kernel each.
+
+        That is exact, as all elements but one are zeros.
+        """
+        shape = [known(extent) for extent in shape_of(group.parts[0]) or [None]]
+        if None in shape or not all(map(self._records_graphs, group.devices)):
+            return False
+        count = math.prod(extent or 0 for extent in shape) * len(group.devices)
+        return supports(count, str(group.parts[0].ty.dtype)) and AllReduce((count,), len(group.devices)).is_short
+
+    def _padded(self, group: _Group, own: Sharding) -> list[relax.Expr]:
+        """The parts of a split value, each among zeros in the place of the others."""
+        axis, count, name = own.axis, len(group.devices), f"{group.name}_among_zeros"
+        assert axis is not None, "the value is split"
+        extents = [int(extent) for extent in shape_of(group.parts[0]) or []]
+        sizes = [size // count for size in own.segments or (extents[axis] * count,)]
+        padded: list[relax.Expr] = []
+        for rank, (device, local) in enumerate(zip(group.devices, group.parts, strict=True)):
+            pieces, begin = [], 0
+            for size in sizes:
+                is_whole = len(sizes) == 1
+                piece = local if is_whole else self._slice_of(local, axis, begin, begin + size, device, group.name)
+                widths = [0] * (2 * len(extents))
+                widths[2 * axis], widths[2 * axis + 1] = rank * size, (count - 1 - rank) * size
+                pieces.append(self._bindings.emit(partial(_zeros_around, widths), [piece], device, name))
+                begin += size
+            joined: Make = lambda args: relax.op.concat(list(args), axis)  # noqa: E731
+            padded.append(pieces[0] if len(pieces) == 1 else self._bindings.emit(joined, pieces, device, name))
+        return padded
+
+    def _source_of_repeat(self, var: relax.Var, value: MeshValue, device: int) -> relax.Expr | None:
+        """A whole value of a device from which it can compute a variable; None if there is none."""
+        if var not in self.repeatable or len(value.mesh.shape) > 1:
+            return None
+        source, _ = self.repeatable[var]
+        for mesh in (Mesh.of_device(device), value.mesh):
+            if whole := self._converted.get((source, mesh, whole_on(mesh))):
+                return whole[mesh.positions.index(device)]
+        return None
+
     def _gathered(
         self, var: relax.Var, value: MeshValue, parts: Sequence[relax.Expr], device: int, own: Sharding, name: str
     ) -> relax.Expr:
         """All elements of a split value on a device: made again of what is there, or exchanged."""
-        if var in self.repeatable and len(value.mesh.shape) == 1:
-            source, make = self.repeatable[var]
-            for mesh in (Mesh.of_device(device), value.mesh):
-                if whole := self._converted.get((source, mesh, whole_on(mesh))):
-                    return self._bindings.emit(make, [whole[mesh.positions.index(device)]], device, name)
+        source = self._source_of_repeat(var, value, device)
+        if source is not None:
+            return self._bindings.emit(self.repeatable[var][1], [source], device, name)
         sent = [self._bindings.transfer(part, device) for part in parts]
         axis = own.axis
         assert axis is not None, "the value is split"
@@ -311,10 +354,11 @@ class Exchanges:
         shape = [known(extent) for extent in shape_of(item.results[0]) or [None]]
         if None in shape or not all(result in used for result in item.results):
             return False
-        targets = [self._bindings.vdevices[device].target for device in item.group]
         count = math.prod(extent or 0 for extent in shape)
-        have_graphs = all(backend_of(target).records_graphs for target in targets)
-        return have_graphs and supports(count, str(item.results[0].ty.dtype))
+        return all(map(self._records_graphs, item.group)) and supports(count, str(item.results[0].ty.dtype))
+
+    def _records_graphs(self, device: int) -> bool:
+        return bool(backend_of(self._bindings.vdevices[device].target).records_graphs)
 
 
 @dataclass(frozen=True)
@@ -342,6 +386,10 @@ class _Group:
 def whole_on(mesh: Mesh) -> Shardings:
     """Shardings of a value that every device of a mesh has."""
     return (REPLICATED,) * len(mesh.shape)
+
+
+def _zeros_around(widths: Sequence[int], args: Sequence[relax.Expr]) -> relax.Expr:
+    return relax.op.nn.pad(args[0], list(widths))
 
 
 def _shardings(value: MeshValue) -> Shardings:

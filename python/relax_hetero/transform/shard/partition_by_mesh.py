@@ -26,7 +26,7 @@ the other. A value that a reader needs with another sharding is exchanged once f
 Results of functions are whole, on the first device of their mesh.
 
 The attribute `SPLIT_PARAMETERS` of a function names parameters, such as caches, that callers give in parts, one for
-each device: they become as many parameters, and results with their names as many results.
+each device: they become as many parameters, and results with their names as many results. It may name results only.
 
 Functions over meshes that others call are inlined there. A ``match_cast`` is one on each device, of its part.
 
@@ -255,7 +255,8 @@ class _FunctionPartition:
         if isinstance(body, relax.Tuple):
             fields = zip(body.fields, given or [""] * len(body.fields), strict=True)
             return relax.Tuple([local for field, name in fields for local in of(field, name)]), names
-        return of(body, given[0] if len(given) == 1 else "")[0], names
+        locals_ = of(body, given[0] if len(given) == 1 else "")
+        return (locals_[0] if len(locals_) == 1 else relax.Tuple(locals_)), names
 
     def _whole(self, var: relax.Var) -> relax.Expr:
         """The whole value on the first device of its mesh."""

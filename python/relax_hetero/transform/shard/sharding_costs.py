@@ -23,7 +23,7 @@ from ...op.sharding import SHARD
 from ...op.traits import traits_of
 from ...providers import provided
 from ...target.backend import backend_of
-from ...tir.cuda.all_reduce import all_reduce_seconds
+from ...tir.cuda.all_reduce import all_reduce_seconds, is_short_sum
 from ..ir.blocks import used_vars
 from ..ir.rewriting import op_name
 from .sharding import known
@@ -68,19 +68,34 @@ class ShardingCosts:
         flops, nbytes = 2.0 * math.prod(_extents(call.ty)) * depth, operand_bytes + nbytes_of(call.ty)
         return self._costs.product_seconds(flops, nbytes, str(call.args[0].ty.dtype), device)
 
-    def all_reduce_seconds(self, ty: tvm.ir.Type, group: Sequence[int]) -> float:
-        """Time of an all-reduce of values of a type within a group of devices, given their positions."""
-        first, second = group[0], group[1]
-        has_kernel = backend_of(self._vdevices[first].target).records_graphs and _is_float32(ty)
-        if not has_kernel:
-            return self._costs.transfer_seconds(nbytes_of(ty) * (len(group) - 1), first, second)
-        latency = self._costs.transfer_seconds(0, first, second)
-        return all_reduce_seconds(len(group), self._costs.transfer_seconds(nbytes_of(ty), first, second) - latency)
+    def all_reduce_seconds(self, call: relax.Call, group: Sequence[int]) -> float:
+        """Time of an all-reduce of a product's result within a group of devices, given their positions.
+
+        Between products of float16, GPUs send the rows of long sums as float16 (`gpu_sums`).
+        """
+        nbytes = nbytes_of(call.ty)
+        if not self._has_kernels(call.ty, group):
+            return self._costs.transfer_seconds(nbytes * (len(group) - 1), group[0], group[1])
+        is_half = str(call.args[0].ty.dtype) == "float16" and not is_short_sum(nbytes)
+        return self._kernel_seconds(nbytes / 2 if is_half else nbytes, group)
 
     def gather_seconds(self, nbytes: float, group: Sequence[int]) -> float:
-        """Time of an all-gather of a value within a group of devices, or of a gather on one of them."""
+        """Time of a gather of a value on one device of a group."""
         share = nbytes * (len(group) - 1) / len(group)
         return self._costs.transfer_seconds(share, group[0], group[1])
+
+    def all_gather_seconds(self, ty: tvm.ir.Type, nbytes: float, group: Sequence[int]) -> float:
+        """Time of an all-gather of `nbytes` of a type within a group of devices; GPUs gather small values as a sum."""
+        copied = self.gather_seconds(nbytes, group)
+        return min(copied, self._kernel_seconds(nbytes, group)) if self._has_kernels(ty, group) else copied
+
+    def _has_kernels(self, ty: tvm.ir.Type, group: Sequence[int]) -> bool:
+        return _is_float32(ty) and bool(backend_of(self._vdevices[group[0]].target).records_graphs)
+
+    def _kernel_seconds(self, nbytes: float, group: Sequence[int]) -> float:
+        """Time of an all-reduce by kernels of GPUs."""
+        latency = self._costs.transfer_seconds(0, group[0], group[1])
+        return all_reduce_seconds(len(group), self._costs.transfer_seconds(nbytes, group[0], group[1]) - latency)
 
 
 @dataclass(frozen=True)
@@ -152,10 +167,11 @@ class Splits:
     def rows_pay(self, operand: Operand) -> bool:
         """Return whether a split of the weight's rows, with a sum, takes less time than a whole operand."""
         split = self._seconds / len(self.group)
-        with_rows = split + self.costs.all_reduce_seconds(self.call.ty, self.group)
+        with_rows = split + self.costs.all_reduce_seconds(self.call, self.group)
         nbytes = math.prod(known(extent) or _SYMBOLIC_EXTENT for extent in operand.shape) * _itemsize(operand.expr.ty)
-        without_rows = self.costs.gather_seconds(nbytes, self.group) + min(
-            self._seconds, split + self.costs.gather_seconds(nbytes_of(self.call.ty), self.group)
+        gather, result_bytes = self.costs.all_gather_seconds, nbytes_of(self.call.ty)
+        without_rows = gather(operand.expr.ty, nbytes, self.group) + min(
+            self._seconds, split + gather(self.call.ty, result_bytes, self.group)
         )
         pays = with_rows <= without_rows
         self.record(
@@ -178,30 +194,28 @@ class Splits:
         """Time of the products that share a split of the result, and of the exchanges that end it."""
         seconds = exchanges = 0.0
         pending, seen = [self.var], {self.var}
-        gathered: dict[relax.Var, None] = {}
+        gathered: dict[relax.Var, float] = {}
         while pending:
             value = pending.pop()
             if value in self.readers.outputs:
-                gathered.setdefault(value)
+                gathered.setdefault(value, self.costs.gather_seconds(nbytes_of(value.ty), self.group))
             for binding in self.readers.of.get(value, ()):
                 call = binding.value
                 if binding.var in seen or op_name(call) == SHARD:
                     continue
                 is_product = op_name(call) in PRODUCTS and has_rule(call)
                 if isinstance(call, relax.Call) and not is_product and not passes_on(call):
-                    gathered.setdefault(value)
+                    gathered[value] = self.costs.all_gather_seconds(value.ty, nbytes_of(value.ty), self.group)
                     continue
                 if is_product:
                     seconds += self.costs.product_seconds(call, self.readers.operand_bytes(call), self.group[0])
                     if self.readers.has_weights(call):
-                        exchanges += self.costs.all_reduce_seconds(call.ty, self.group)
+                        exchanges += self.costs.all_reduce_seconds(call, self.group)
                         seen.add(binding.var)
                         continue
                 seen.add(binding.var)
                 pending.append(binding.var)
-        return seconds, exchanges + sum(
-            self.costs.gather_seconds(nbytes_of(value.ty), self.group) for value in gathered
-        )
+        return seconds, exchanges + sum(gathered.values())
 
 
 def readers_of(bindings: Sequence[relax.Binding]) -> dict[relax.Var, list[relax.Binding]]:
