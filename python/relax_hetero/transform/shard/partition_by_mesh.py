@@ -151,7 +151,6 @@ class _FunctionPartition:
         self._weights = Weights(bindings, cuts)
         self._tuples: dict[relax.Var, list[relax.Expr]] = {}
         self._outputs = leaves(func.body.body)
-        self._wishes = ReaderWishes(self._source, self._outputs)
         self._annotated_splits: set[relax.Var] = set()
         self._readers = Readers(readers_of(self._source), self._outputs, self._weights.nbytes)
         attributes = json.loads(str(func.attrs.get(SPLIT_PARAMETERS, "{}")))
@@ -160,6 +159,8 @@ class _FunctionPartition:
         self._split_meshes = {
             name: Mesh(tuple(each["mesh"]), (len(each["mesh"]),)) for name, each in attributes.items()
         }
+        asked = {var: self._splits_of_output(var) for var in self._outputs}
+        self._wishes = ReaderWishes(self._source, asked)
         self._params: dict[relax.Var, list[relax.Var]] = {}
 
     def function(self) -> relax.Function:
@@ -231,6 +232,13 @@ class _FunctionPartition:
 
     def _is_split_output(self, var: relax.Var) -> bool:
         return any(name in self._split_names for name in self._names_of_output(var))
+
+    def _splits_of_output(self, var: relax.Var) -> set[tuple[int, int]]:
+        """Axes of the mesh, and of a result, along which the caller takes parts."""
+        shardings = [self._split[name] for name in self._names_of_output(var) if name in self._split]
+        return {
+            (number, each.axis) for split in shardings for number, each in enumerate(split) if each.axis is not None
+        }
 
     def _names_of_output(self, var: relax.Var) -> list[str]:
         names = (self._func.attrs or {}).get("output_names", ())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tvm import relax
 
@@ -21,8 +21,8 @@ class ReaderWishes:
     Parameters
     ----------
     bindings : sequence of relax.Binding
-    outputs : sequence of relax.Var
-        Results of the function.
+    outputs : mapping of relax.Var to set of (int, int)
+        Results of the function, and the splits that the caller asks for, as in `asked`.
 
     Attributes
     ----------
@@ -31,14 +31,14 @@ class ReaderWishes:
     read_by_products : set of relax.Var
         Values whose split serves a product, attention, or the caller.
     asked : dict of relax.Var to set of (int, int)
-        Splits that annotations ask for, and attention, whose rule has no other form: the axis of the mesh, and that of
-        the value.
+        Splits that annotations ask for, the caller, and attention, whose rule has no other form: the axis of the mesh,
+        and that of the value.
     """
 
-    def __init__(self, bindings: Sequence[relax.Binding], outputs: Sequence[relax.Var]) -> None:
+    def __init__(self, bindings: Sequence[relax.Binding], outputs: Mapping[relax.Var, set[tuple[int, int]]]) -> None:
         self.segments: dict[relax.Var, tuple[int, ...]] = {}
         self.read_by_products: set[relax.Var] = set(outputs)
-        self.asked: dict[relax.Var, set[tuple[int, int]]] = {}
+        self.asked: dict[relax.Var, set[tuple[int, int]]] = {var: set(splits) for var, splits in outputs.items()}
         self._slices: dict[relax.Var, dict[int, int]] = {}  # of the last axis: begin to end
         for binding in reversed(bindings):
             if isinstance(binding.value, relax.Call):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 from tvm.script import ir as I
@@ -9,7 +11,7 @@ from tvm.script import relax as R
 
 import relax_hetero as rh
 from modules import calls_of, ir_module, ops_of
-from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
+from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
 CORES = ({"kind": "llvm", "num-cores": 1}, ({"kind": "llvm", "num-cores": 1}, 1))
@@ -138,3 +140,22 @@ def test_functions_follow_the_splits_of_those_with_more_work():
         (1024, 512),
         (512, 1024),
     }
+
+
+def test_a_result_that_the_caller_takes_in_parts_is_computed_in_parts():
+    """Such as logits: there is no exchange."""
+    head = weight(8, 16)
+
+    @ir_module(*CORES)
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            logits = R.matmul(x, R.const(head))
+            R.output(logits)
+        return logits
+
+    parts = {"logits": {"placement": "S[1]", "names": ["logits", "logits@1"], "mesh": [0, 1]}}
+    attributes = {SPLIT_PARAMETERS: json.dumps(parts), "output_names": ["logits"]}
+    module.update_func(module.get_global_var("main"), module["main"].with_attrs(attributes))
+    after = partition_by_mesh(module)
+    assert [int(call.ty.shape.values[1]) for call in calls_of("relax.matmul", after)] == [8, 8]
+    assert "relax.strided_slice" not in ops_of(after)
