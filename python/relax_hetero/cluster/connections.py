@@ -12,6 +12,7 @@ from __future__ import annotations
 import copyreg
 import hmac
 import io
+import os
 import pickle
 import secrets
 import select
@@ -26,6 +27,7 @@ import numpy as np
 
 from ..errors import HostError
 from ..vm.device.tensors import ALIGNMENT
+from .shared_blocks import NO_BLOCK, SharedBlocks, create_blocks
 
 CALLER = ""
 """Name of the caller's process among those of hosts."""
@@ -38,8 +40,10 @@ _TOKEN_SECONDS = 5.0
 """Time within which a process that has connected sends the token."""
 _INDEX = struct.Struct("<I")
 """Index of the process that connects, which it sends after the token."""
-_HEADER = struct.Struct("<QQ")
-"""Bytes of the pickled message, and number of buffers with elements of tensors."""
+_HEADER = struct.Struct("<QIi")
+"""Bytes of the pickled message, number of arrays, and index of the block with their elements."""
+_HEAD_BYTES = 512
+"""Bytes that are received at once: header, bytes of each array, and the pickled message, if it is small."""
 _MAX_PIECES = 512
 """Maximum pieces of one system call; Linux allows 1024."""
 _ACCEPT_MILLISECONDS = 100
@@ -92,7 +96,7 @@ class Connection:
         Name of the process at the other end.
     """
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, blocks: SharedBlocks | None = None) -> None:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -102,8 +106,8 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._socket, self.peer = sock, peer
-        self._messages = _read(sock)
+        self._socket, self.peer, self._blocks = sock, peer, blocks
+        self._messages = _read(sock, blocks)
 
     def __del__(self) -> None:
         self._socket.close()
@@ -128,7 +132,9 @@ class Connection:
         body = file.getvalue()
         arrays = [buffer.raw() for buffer in buffers]
         sizes = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays))
-        pieces = [memoryview(_HEADER.pack(len(body), len(arrays)) + sizes + body), *arrays]
+        block = NO_BLOCK if self._blocks is None else self._blocks.write(arrays)
+        head = _HEADER.pack(len(body), len(arrays), block) + sizes + body
+        pieces = [memoryview(head.ljust(_HEAD_BYTES, b"\0")), *(arrays if block == NO_BLOCK else ())]
         first = 0
         while first < len(pieces):
             try:
@@ -160,19 +166,28 @@ class Connection:
         return HostError(f"the connection with {f'host {self.peer!r}' if self.peer else 'the caller'} has ended")
 
 
-def _read(sock: socket.socket) -> Generator[Any, None, None]:
+def _read(sock: socket.socket, blocks: SharedBlocks | None) -> Generator[Any, None, None]:
     """Yield messages, and None whenever nothing more has come; ends with the connection."""
-    header = memoryview(bytearray(_HEADER.size))
+    start = memoryview(bytearray(_HEAD_BYTES))
     while True:
-        yield from _fill(sock, header)
-        body_bytes, count = _HEADER.unpack(header)
-        head = memoryview(bytearray(8 * count + body_bytes))
-        yield from _fill(sock, head)
-        buffers = [aligned_bytes(nbytes) for nbytes in struct.unpack_from(f"<{count}Q", head)]
-        for buffer in buffers:
-            yield from _fill(sock, buffer.data)
-        message = pickle.loads(head[8 * count :], buffers=buffers)
-        buffers.clear()  # the message owns its memory
+        yield from _fill(sock, start)
+        body_bytes, count, block = _HEADER.unpack_from(start)
+        begin = _HEADER.size + 8 * count
+        head = start
+        if begin + body_bytes > _HEAD_BYTES:
+            head = memoryview(bytearray(begin + body_bytes))
+            head[:_HEAD_BYTES] = start
+            yield from _fill(sock, head[_HEAD_BYTES:])
+        sizes = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
+        if block == NO_BLOCK:
+            buffers = [aligned_bytes(nbytes) for nbytes in sizes]
+            for buffer in buffers:
+                yield from _fill(sock, buffer.data)
+        else:
+            assert blocks is not None
+            buffers = blocks.read(block, sizes)
+        message = pickle.loads(head[begin : begin + body_bytes], buffers=buffers)
+        del buffers  # the message owns its memory
         yield message
         del message
 
@@ -314,11 +329,12 @@ class Listener:
                 raise HostError(f"{missing} did not connect within {CONNECT_SECONDS:g} s")
             for descriptor, _ in poll.poll(_ACCEPT_MILLISECONDS):
                 sock, _ = sockets[descriptor].accept()
-                name = names.get(_read_index(sock, self.token))
+                index, blocks = _read_greeting(sock, self.token)
+                name = names.get(index)
                 if name is None:
                     sock.close()
                 else:
-                    connections[name] = Connection(sock, name)
+                    connections[name] = Connection(sock, name, blocks)
         self.close()
         return connections
 
@@ -358,13 +374,20 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str) ->
         else:
             assert address.tcp is not None
             sock = socket.create_connection(address.tcp, timeout=CONNECT_SECONDS)
-        sock.sendall(token + _INDEX.pack(index))
+        greeting = token + _INDEX.pack(index)
+        if address.node == node:
+            descriptor = create_blocks()
+            socket.send_fds(sock, [greeting], [descriptor])
+            blocks = SharedBlocks(descriptor, 0)
+        else:
+            sock.sendall(greeting)
+            blocks = None
     except OSError as error:
         if sock is not None:
             sock.close()
         where = "on this node" if address.node == node else "at {}:{}".format(*address.tcp or ())
         raise HostError(f"host {peer!r} cannot be reached {where}: {error}") from error
-    return Connection(sock, peer)
+    return Connection(sock, peer, blocks)
 
 
 def new_token() -> bytes:
@@ -379,16 +402,19 @@ def aligned_bytes(nbytes: int) -> np.ndarray:
     return memory[begin : begin + nbytes]
 
 
-def _read_index(sock: socket.socket, token: bytes) -> int:
-    """Index of the process that has connected; -1 if it does not send the token soon."""
-    received, end = b"", time.monotonic() + _TOKEN_SECONDS
+def _read_greeting(sock: socket.socket, token: bytes) -> tuple[int, SharedBlocks | None]:
+    """Index of the process that has connected, and the memory that it shares; -1 if it does not send the token soon."""
+    received, descriptors, end = b"", list[int](), time.monotonic() + _TOKEN_SECONDS
     with suppress(OSError):
         while len(received) < _TOKEN_BYTES + _INDEX.size:
             sock.settimeout(max(end - time.monotonic(), 1e-3))
-            piece = sock.recv(_TOKEN_BYTES + _INDEX.size - len(received))
+            piece, more, *_ = socket.recv_fds(sock, _TOKEN_BYTES + _INDEX.size - len(received), 1)
+            descriptors += more
             if not piece:
                 break
             received += piece
     if len(received) < _TOKEN_BYTES + _INDEX.size or not hmac.compare_digest(received[:_TOKEN_BYTES], token):
-        return -1
-    return int(_INDEX.unpack(received[_TOKEN_BYTES:])[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return -1, None
+    return _INDEX.unpack(received[_TOKEN_BYTES:])[0], SharedBlocks(descriptors[0], 1) if descriptors else None
