@@ -19,7 +19,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -28,6 +28,7 @@ import numpy as np
 from ..errors import HostError
 from ..vm.device.tensors import ALIGNMENT
 from .shared_blocks import NO_BLOCK, SharedBlocks, create_blocks
+from .wire import Message
 
 CALLER = ""
 """Name of the caller's process among those of hosts."""
@@ -40,10 +41,12 @@ _TOKEN_SECONDS = 5.0
 """Time within which a process that has connected sends the token."""
 _INDEX = struct.Struct("<I")
 """Index of the process that connects, which it sends after the token."""
-_HEADER = struct.Struct("<QIi")
-"""Bytes of the pickled message, number of arrays, and index of the block with their elements."""
+_HEADER = struct.Struct("<QQIi")
+"""Number of the call, bytes of the body, number of arrays, and index of the block with their elements."""
+_MAX_KINDS = 256
+"""Maximum number of kinds of messages (tasks, element types, shapes) whose bodies a connection remembers."""
 _HEAD_BYTES = 512
-"""Bytes that are received at once: header, bytes of each array, and the pickled message, if it is small."""
+"""Bytes that are received at once: the header, and the body, if it is small."""
 _MAX_PIECES = 512
 """Maximum pieces of one system call; Linux allows 1024."""
 _ACCEPT_MILLISECONDS = 100
@@ -108,6 +111,7 @@ class Connection:
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket, self.peer, self._blocks = sock, peer, blocks
         self._messages = _read(sock, blocks)
+        self._bodies: dict[Hashable, bytes] = {}
 
     def __del__(self) -> None:
         self._socket.close()
@@ -116,25 +120,23 @@ class Connection:
         """Descriptor of the socket."""
         return self._socket.fileno()
 
-    def send(self, message: Any, wait: Callable[[Connection], None]) -> None:
+    def send(self, message: Message, wait: Callable[[Connection], None]) -> None:
         """Send a message, whose arrays may change once this returns.
 
         Parameters
         ----------
-        message : object
-            Picklable object; contiguous numpy arrays in it are sent from their memory.
+        message : Message
+            Message; arrays in its values are contiguous.
         wait : callable
             Waits until the connection can take more.
         """
-        buffers: list[pickle.PickleBuffer] = []
-        file = io.BytesIO()
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(message)
-        body = file.getvalue()
-        arrays = [buffer.raw() for buffer in buffers]
-        sizes = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays))
+        body, arrays = self._describe(message)
         block = NO_BLOCK if self._blocks is None else self._blocks.write(arrays)
-        head = _HEADER.pack(len(body), len(arrays), block) + sizes + body
-        pieces = [memoryview(head.ljust(_HEAD_BYTES, b"\0")), *(arrays if block == NO_BLOCK else ())]
+        head = _HEADER.pack(message.call, len(body), len(arrays), block) + body
+        if block == NO_BLOCK and arrays:
+            pieces = [memoryview(head.ljust(_HEAD_BYTES)), *(memoryview(array).cast("B") for array in arrays)]
+        else:
+            pieces = [memoryview(head.ljust(_HEAD_BYTES))]
         first = 0
         while first < len(pieces):
             try:
@@ -149,6 +151,24 @@ class Connection:
                 first += 1
             if sent:
                 pieces[first] = pieces[first][sent:]
+
+    def _describe(self, message: Message) -> tuple[bytes, Sequence[np.ndarray]]:
+        """A message without call number and elements, as bytes; and its arrays."""
+        source, target, function, _, values = message
+        kind = None
+        if all([type(value) is np.ndarray for value in values]):
+            kind = (source, target, function, *[(array.dtype, array.shape) for array in values])
+            body = self._bodies.get(kind)
+            if body is not None:
+                return body, values
+        arrays: list[np.ndarray] = []
+        file = io.BytesIO()
+        pickler = _Pickler(file, protocol=5, buffer_callback=lambda buffer: arrays.append(np.frombuffer(buffer, "uint8")))
+        pickler.dump((source, target, function, values))
+        body = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays)) + file.getvalue()
+        if kind is not None:
+            _remember(self._bodies, kind, body)
+        return body, arrays
 
     def receive(self) -> Any:
         """Return the next message, or None if it has not come as a whole; HostError if the connection has ended."""
@@ -166,19 +186,30 @@ class Connection:
         return HostError(f"the connection with {f'host {self.peer!r}' if self.peer else 'the caller'} has ended")
 
 
+class _Kind(NamedTuple):
+    """What messages of arrays with the same body have in common."""
+
+    source: int
+    target: int
+    function: str
+    arrays: list[tuple[str, tuple[int, ...]]]
+
+
 def _read(sock: socket.socket, blocks: SharedBlocks | None) -> Generator[Any, None, None]:
     """Yield messages, and None whenever nothing more has come; ends with the connection."""
     start = memoryview(bytearray(_HEAD_BYTES))
+    kinds: dict[bytes, _Kind] = {}
     while True:
         yield from _fill(sock, start)
-        body_bytes, count, block = _HEADER.unpack_from(start)
-        begin = _HEADER.size + 8 * count
+        call, body_bytes, count, block = _HEADER.unpack_from(start)
+        end = _HEADER.size + body_bytes
         head = start
-        if begin + body_bytes > _HEAD_BYTES:
-            head = memoryview(bytearray(begin + body_bytes))
+        if end > _HEAD_BYTES:
+            head = memoryview(bytearray(end))
             head[:_HEAD_BYTES] = start
             yield from _fill(sock, head[_HEAD_BYTES:])
-        sizes = struct.unpack_from(f"<{count}Q", head, _HEADER.size)
+        body = bytes(head[_HEADER.size : end])
+        sizes = struct.unpack_from(f"<{count}Q", body)
         if block == NO_BLOCK:
             buffers = [aligned_bytes(nbytes) for nbytes in sizes]
             for buffer in buffers:
@@ -186,10 +217,24 @@ def _read(sock: socket.socket, blocks: SharedBlocks | None) -> Generator[Any, No
         else:
             assert blocks is not None
             buffers = blocks.read(block, sizes)
-        message = pickle.loads(head[begin : begin + body_bytes], buffers=buffers)
-        del buffers  # the message owns its memory
+        kind = kinds.get(body)
+        if kind is None:
+            source, target, function, values = pickle.loads(memoryview(body)[8 * count :], buffers=buffers)
+            if all([type(value) is np.ndarray for value in values]):
+                _remember(kinds, body, _Kind(source, target, function, [(v.dtype, v.shape) for v in values]))
+        else:
+            source, target, function, arrays = kind
+            values = tuple([_array(b, *array) for b, array in zip(buffers, arrays)])
+        message = Message(source, target, function, call, values)
+        del buffers, values  # the message owns its memory
         yield message
         del message
+
+
+def _remember(cache: dict[Any, Any], key: Hashable, value: object) -> None:
+    if len(cache) >= _MAX_KINDS:
+        cache.clear()
+    cache[key] = value
 
 
 def _fill(sock: socket.socket, view: memoryview) -> Generator[None, None, None]:

@@ -234,13 +234,13 @@ class HostMachine:
         """Call a method of `HostLinks`; does nothing before the code is loaded."""
         return None if self._links is None else getattr(self._links, method)(*args)
 
-    def step(self, route: int, number: int, *messages: Message) -> list[Message]:
+    def step(self, route: int, number: int, *messages: Message) -> Sequence[tuple[Any, ...] | Failure]:
         """Run a task of a route for one call.
 
         Returns
         -------
-        list of Message
-            Message for each target of the task.
+        sequence of (tuple of object or Failure)
+            Encoded values for each target of the task, or the failure.
         """
         wire = self._wire
         function, call = messages[0].function, messages[0].call
@@ -257,14 +257,14 @@ class HostMachine:
             results = self._make_failure(error)
         self._keep(task, number, (route, call), work, results)
         if isinstance(results, wire.Failure):
-            sent = [wire.Message(function, call, results)] * len(task.targets)
+            sent: list[Any] = [results] * len(task.targets)
         else:
             sent = []
             for target, indices in zip(task.targets, work.sends, strict=True):
                 values = [results[index] for index in indices]
                 if links and route == 0:  # only the first route has links
                     values = links.announce((number, target), function, values)
-                sent.append(wire.Message(function, call, tuple(map(wire.encode, values))))
+                sent.append(tuple(map(wire.encode, values)))
         if links:
             links.send_announced()
         return sent

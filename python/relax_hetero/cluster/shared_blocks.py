@@ -59,13 +59,13 @@ class SharedBlocks:
         self._in_use: dict[int, weakref.ref[np.ndarray]] = {}
         self._free = [partial(_free, memory, index) for index in range(2 * BLOCKS)]
 
-    def write(self, arrays: Sequence[memoryview]) -> int:
+    def write(self, arrays: Sequence[np.ndarray]) -> int:
         """Copy arrays to a free block; returns its index, or `NO_BLOCK` if they are small or too large, or none is free.
 
         Parameters
         ----------
-        arrays : sequence of memoryview
-            Contiguous bytes.
+        arrays : sequence of numpy.ndarray
+            Contiguous arrays.
         """
         nbytes = sum(_padded(array.nbytes) for array in arrays)
         if not MIN_BYTES <= nbytes <= BLOCK_BYTES:

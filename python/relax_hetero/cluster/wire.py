@@ -42,14 +42,18 @@ class Message(NamedTuple):
 
     Attributes
     ----------
+    source, target : int
+        Indices of the tasks in the function's route; `CALL` and `END` for the caller.
     function : str
         Function of the user's module.
     call : int
-        Number of the call among those of the function's route.
+        Number of the call among those of the route.
     values : tuple of object or Failure
         Encoded values, or the failure of an earlier step.
     """
 
+    source: int
+    target: int
     function: str
     call: int
     values: tuple[Any, ...] | Failure
