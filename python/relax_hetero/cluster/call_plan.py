@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
-from ..artifact.signature import FunctionSignature, ObjectSpec, TupleSpec, ValueSpec
+from ..artifact.signature import FunctionSignature, ObjectSpec, TupleSpec, ValueSpec, tensors_of
 from ..errors import HeteroError
 
 CALL = -1
@@ -109,7 +110,13 @@ class CallPlan:
         count = len(self.input_names) if self.signature is None else sum(map(_count_leaves, self.signature.inputs))
         return count + len(self.sizes)
 
-    @property
+    @cached_property
+    def num_devices(self) -> int:
+        """Number of devices of the signature's inputs."""
+        specs = () if self.signature is None else self.signature.inputs
+        return 1 + max((tensor.device for spec in specs for tensor in tensors_of(spec)), default=-1)
+
+    @cached_property
     def reads_inputs_late(self) -> bool:
         """True if inputs are read after the call was sent: by runs, or as results."""
         return bool(self.runs) or any(source.step == CALL for source in sources_of(self.result))

@@ -1,34 +1,29 @@
 """Connections between the processes of a cluster, by which messages are sent directly.
 
-Processes of one node use Unix sockets, those of different nodes TCP. Tensors are not serialized: the kernel copies them
-from the sender's memory, and into memory that the receiver allocates for them. A process that waits sleeps, and the
-connections of a process that dies close at once.
+Processes of one node use Unix sockets and shared memory, those of different nodes TCP. Tensors are not serialized:
+they are copied from the sender's memory into shared memory, or by the kernel into memory that the receiver allocates. A
+process that waits sleeps, and the connections of a process that dies close at once.
 
-Whoever connects first sends a token, which Ray distributes; listeners end once all processes are connected.
+Whoever connects first sends a token, which Ray distributes, and the descriptor of the shared memory; listeners end once
+all processes are connected.
 """
 
 from __future__ import annotations
 
-import copyreg
 import hmac
-import io
 import os
-import pickle
 import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from ..errors import HostError
-from ..vm.device.tensors import ALIGNMENT
-from .shared_blocks import NO_BLOCK, SharedBlocks, create_blocks
-from .wire import Message
+from .shared_blocks import NO_BLOCK, SharedBlocks, aligned_bytes, create_blocks
+from .wire import Message, MessageCodec
 
 CALLER = ""
 """Name of the caller's process among those of hosts."""
@@ -41,10 +36,8 @@ _TOKEN_SECONDS = 5.0
 """Time within which a process that has connected sends the token."""
 _INDEX = struct.Struct("<I")
 """Index of the process that connects, which it sends after the token."""
-_HEADER = struct.Struct("<QQIi")
-"""Number of the call, bytes of the body, number of arrays, and index of the block with their elements."""
-_MAX_KINDS = 256
-"""Maximum number of kinds of messages (tasks, element types, shapes) whose bodies a connection remembers."""
+_HEADER = struct.Struct("<QQq")
+"""Number of the call, bytes of the body, and index of the block with the arrays."""
 _HEAD_BYTES = 512
 """Bytes that are received at once: the header, and the body, if it is small."""
 _MAX_PIECES = 512
@@ -74,20 +67,6 @@ class Address(NamedTuple):
     tcp: tuple[str, int] | None
 
 
-def _array(buffer: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(shape, dtype, buffer)
-
-
-def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
-    return _array, (pickle.PickleBuffer(array.data), array.dtype.str, array.shape)
-
-
-class _Pickler(pickle.Pickler):
-    """Describes contiguous arrays in half of numpy's time."""
-
-    dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_array}  # type: ignore[assignment]  # noqa: RUF012
-
-
 class Connection:
     """One end of a connection: one thread may send while another one receives.
 
@@ -97,6 +76,8 @@ class Connection:
         Connected socket.
     peer : str
         Name of the process at the other end.
+    blocks : SharedBlocks, optional
+        Memory that both ends share.
     """
 
     def __init__(self, sock: socket.socket, peer: str, blocks: SharedBlocks | None = None) -> None:
@@ -110,8 +91,8 @@ class Connection:
             for name, value in _KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         self._socket, self.peer, self._blocks = sock, peer, blocks
-        self._messages = _read(sock, blocks)
-        self._bodies: dict[Hashable, bytes] = {}
+        self._codec = MessageCodec()
+        self._messages = _read(sock, self._codec, blocks)
 
     def __del__(self) -> None:
         self._socket.close()
@@ -130,13 +111,10 @@ class Connection:
         wait : callable
             Waits until the connection can take more.
         """
-        body, arrays = self._describe(message)
+        body, arrays = self._codec.encode(message)
         block = NO_BLOCK if self._blocks is None else self._blocks.write(arrays)
-        head = _HEADER.pack(message.call, len(body), len(arrays), block) + body
-        if block == NO_BLOCK and arrays:
-            pieces = [memoryview(head.ljust(_HEAD_BYTES)), *(memoryview(array).cast("B") for array in arrays)]
-        else:
-            pieces = [memoryview(head.ljust(_HEAD_BYTES))]
+        head = (_HEADER.pack(message.call, len(body), block) + body).ljust(_HEAD_BYTES)
+        pieces = [memoryview(head), *(arrays if block == NO_BLOCK else ())]
         first = 0
         while first < len(pieces):
             try:
@@ -151,24 +129,6 @@ class Connection:
                 first += 1
             if sent:
                 pieces[first] = pieces[first][sent:]
-
-    def _describe(self, message: Message) -> tuple[bytes, Sequence[np.ndarray]]:
-        """A message without call number and elements, as bytes; and its arrays."""
-        source, target, function, _, values = message
-        kind = None
-        if all([type(value) is np.ndarray for value in values]):
-            kind = (source, target, function, *[(array.dtype, array.shape) for array in values])
-            body = self._bodies.get(kind)
-            if body is not None:
-                return body, values
-        arrays: list[np.ndarray] = []
-        file = io.BytesIO()
-        pickler = _Pickler(file, protocol=5, buffer_callback=lambda buffer: arrays.append(np.frombuffer(buffer, "uint8")))
-        pickler.dump((source, target, function, values))
-        body = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays)) + file.getvalue()
-        if kind is not None:
-            _remember(self._bodies, kind, body)
-        return body, arrays
 
     def receive(self) -> Any:
         """Return the next message, or None if it has not come as a whole; HostError if the connection has ended."""
@@ -186,55 +146,32 @@ class Connection:
         return HostError(f"the connection with {f'host {self.peer!r}' if self.peer else 'the caller'} has ended")
 
 
-class _Kind(NamedTuple):
-    """What messages of arrays with the same body have in common."""
-
-    source: int
-    target: int
-    function: str
-    arrays: list[tuple[str, tuple[int, ...]]]
-
-
-def _read(sock: socket.socket, blocks: SharedBlocks | None) -> Generator[Any, None, None]:
+def _read(
+    sock: socket.socket, codec: MessageCodec, blocks: SharedBlocks | None
+) -> Generator[Message | None, None, None]:
     """Yield messages, and None whenever nothing more has come; ends with the connection."""
     start = memoryview(bytearray(_HEAD_BYTES))
-    kinds: dict[bytes, _Kind] = {}
     while True:
         yield from _fill(sock, start)
-        call, body_bytes, count, block = _HEADER.unpack_from(start)
-        end = _HEADER.size + body_bytes
-        head = start
+        call, body_bytes, block = _HEADER.unpack_from(start)
+        head, end = start, _HEADER.size + body_bytes
         if end > _HEAD_BYTES:
             head = memoryview(bytearray(end))
             head[:_HEAD_BYTES] = start
             yield from _fill(sock, head[_HEAD_BYTES:])
         body = bytes(head[_HEADER.size : end])
-        sizes = struct.unpack_from(f"<{count}Q", body)
+        kind = codec.kind_of(body)
         if block == NO_BLOCK:
-            buffers = [aligned_bytes(nbytes) for nbytes in sizes]
+            buffers = [aligned_bytes(nbytes) for nbytes in kind.sizes]
             for buffer in buffers:
                 yield from _fill(sock, buffer.data)
         else:
             assert blocks is not None
-            buffers = blocks.read(block, sizes)
-        kind = kinds.get(body)
-        if kind is None:
-            source, target, function, values = pickle.loads(memoryview(body)[8 * count :], buffers=buffers)
-            if all([type(value) is np.ndarray for value in values]):
-                _remember(kinds, body, _Kind(source, target, function, [(v.dtype, v.shape) for v in values]))
-        else:
-            source, target, function, arrays = kind
-            values = tuple([_array(b, *array) for b, array in zip(buffers, arrays)])
-        message = Message(source, target, function, call, values)
-        del buffers, values  # the message owns its memory
+            buffers = blocks.read(block, kind.sizes)
+        message = codec.decode(body, kind, call, buffers)
+        del buffers  # the message owns its memory
         yield message
         del message
-
-
-def _remember(cache: dict[Any, Any], key: Hashable, value: object) -> None:
-    if len(cache) >= _MAX_KINDS:
-        cache.clear()
-    cache[key] = value
 
 
 def _fill(sock: socket.socket, view: memoryview) -> Generator[None, None, None]:
@@ -391,7 +328,9 @@ class Listener:
     __del__ = close
 
 
-def connect(address: Address, node: str, token: bytes, index: int, peer: str) -> Connection:
+def connect(
+    address: Address, node: str, token: bytes, index: int, peer: str, copies: bool = False
+) -> Connection:
     """Connect to a process.
 
     Parameters
@@ -406,6 +345,8 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str) ->
         Index of this process.
     peer : str
         Name of the other process.
+    copies : bool
+        Whether to copy received arrays, for `SharedBlocks`.
 
     Raises
     ------
@@ -423,7 +364,7 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str) ->
         if address.node == node:
             descriptor = create_blocks()
             socket.send_fds(sock, [greeting], [descriptor])
-            blocks = SharedBlocks(descriptor, 0)
+            blocks = SharedBlocks(descriptor, 0, copies)
         else:
             sock.sendall(greeting)
             blocks = None
@@ -438,13 +379,6 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str) ->
 def new_token() -> bytes:
     """Make the token of a replica's connections."""
     return secrets.token_bytes(_TOKEN_BYTES)
-
-
-def aligned_bytes(nbytes: int) -> np.ndarray:
-    """Allocate uninitialised bytes that kernels can read in place."""
-    memory = np.empty(nbytes + ALIGNMENT, "uint8")
-    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
-    return memory[begin : begin + nbytes]
 
 
 def _read_greeting(sock: socket.socket, token: bytes) -> tuple[int, SharedBlocks | None]:

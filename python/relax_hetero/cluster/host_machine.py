@@ -234,13 +234,13 @@ class HostMachine:
         """Call a method of `HostLinks`; does nothing before the code is loaded."""
         return None if self._links is None else getattr(self._links, method)(*args)
 
-    def step(self, route: int, number: int, *messages: Message) -> Sequence[tuple[Any, ...] | Failure]:
+    def step(self, route: int, number: int, *messages: Message) -> list[Message]:
         """Run a task of a route for one call.
 
         Returns
         -------
-        sequence of (tuple of object or Failure)
-            Encoded values for each target of the task, or the failure.
+        list of Message
+            Message for each target of the task.
         """
         wire = self._wire
         function, call = messages[0].function, messages[0].call
@@ -253,21 +253,27 @@ class HostMachine:
         results: list[Any] | Failure
         try:
             results = self._run_task(task, work, received, self._later_values.get((route, call), {}))
+            if links:
+                links.check()
         except Exception as error:
             results = self._make_failure(error)
-        self._keep(task, number, (route, call), work, results)
+        if self._later_values or not task.is_last:
+            self._keep(task, number, (route, call), work, results)
         if isinstance(results, wire.Failure):
-            sent: list[Any] = [results] * len(task.targets)
+            sent = [results] * len(task.targets)
         else:
             sent = []
             for target, indices in zip(task.targets, work.sends, strict=True):
                 values = [results[index] for index in indices]
                 if links and route == 0:  # only the first route has links
                     values = links.announce((number, target), function, values)
-                sent.append(tuple(map(wire.encode, values)))
+                sent.append(tuple([wire.encode(value) for value in values]))
         if links:
             links.send_announced()
-        return sent
+        return [
+            wire.Message(number, target, function, call, values)
+            for target, values in zip(task.targets, sent, strict=True)
+        ]
 
     def set_peers(self, peers: dict[str, Any]) -> bool:
         """Set the actors of the other hosts, for functions whose hosts exchange messages; end all calls."""
@@ -316,7 +322,6 @@ class HostMachine:
         if writes_arguments:
             self.call_links("finish")
         result = self._machine.call(work.function, tuple(arguments))
-        self.call_links("check")
         return list(result) if output_is_tuple else [result]
 
     def _look_up(self, function: str) -> tuple[bool, bool]:

@@ -8,6 +8,7 @@ Pages are allocated when they are first written.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import weakref
@@ -49,25 +50,27 @@ class SharedBlocks:
         Result of `create_blocks`, which the constructor closes.
     end : int
         0 in one of the two processes, and 1 in the other.
+    copies : bool
+        Whether `read` returns copies, because received arrays may live for long.
     """
 
-    def __init__(self, descriptor: int, end: int) -> None:
+    def __init__(self, descriptor: int, end: int, copies: bool = False) -> None:
         self._memory = memory = mmap.mmap(descriptor, _BYTES)
         os.close(descriptor)
-        self._first = end * BLOCKS
-        # The receiver's references to its blocks, whose callbacks free them.
+        self._first, self._copies = end * BLOCKS, copies
+        # References to blocks that this end reads, whose callbacks free them.
         self._in_use: dict[int, weakref.ref[np.ndarray]] = {}
         self._free = [partial(_free, memory, index) for index in range(2 * BLOCKS)]
 
-    def write(self, arrays: Sequence[np.ndarray]) -> int:
-        """Copy arrays to a free block; returns its index, or `NO_BLOCK` if they are small or too large, or none is free.
+    def write(self, arrays: Sequence[memoryview]) -> int:
+        """Copy the bytes of arrays to a free block.
 
-        Parameters
-        ----------
-        arrays : sequence of numpy.ndarray
-            Contiguous arrays.
+        Returns
+        -------
+        int
+            Index of the block; `NO_BLOCK` if there are too few bytes or too many, or no block is free.
         """
-        nbytes = sum(_padded(array.nbytes) for array in arrays)
+        nbytes = sum([_padded(array.nbytes) for array in arrays])
         if not MIN_BYTES <= nbytes <= BLOCK_BYTES:
             return NO_BLOCK
         memory = self._memory
@@ -82,25 +85,43 @@ class SharedBlocks:
         return index
 
     def read(self, index: int, sizes: Sequence[int]) -> list[np.ndarray]:
-        """Make arrays over the bytes of a block; call it once for each message.
+        """Make arrays of bytes of a block that the other end has written, once for each message.
 
         Parameters
         ----------
         index : int
-            Result of the sender's `write`.
+            Result of `write`.
         sizes : sequence of int
             Bytes of each array.
         """
-        padded = [*map(_padded, sizes)]
-        block = np.ndarray((sum(padded),), np.uint8, self._memory, _FLAGS_BYTES + index * BLOCK_BYTES)
-        self._in_use[index] = weakref.ref(block, self._free[index])
-        begins = [sum(padded[:position]) for position in range(len(sizes))]
-        return [block[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        begins = [0, *itertools.accumulate(map(_padded, sizes))]
+        block = np.ndarray((begins.pop(),), np.uint8, self._memory, _FLAGS_BYTES + index * BLOCK_BYTES)
+        arrays = [block[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        if self._copies:
+            arrays = [*map(_copy, arrays)]
+            self._free[index]()
+        else:
+            self._in_use[index] = weakref.ref(block, self._free[index])
+        return arrays
+
+
+def aligned_bytes(nbytes: int) -> np.ndarray:
+    """Allocate uninitialised bytes that kernels can read in place."""
+    memory = np.empty(nbytes + ALIGNMENT, np.uint8)
+    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
+    return memory[begin : begin + nbytes]
+
+
+def _copy(array: np.ndarray) -> np.ndarray:
+    copy = aligned_bytes(array.nbytes)
+    copy[:] = array
+    return copy
 
 
 def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _free(memory: mmap.mmap, index: int, _: Any) -> None:
+def _free(memory: mmap.mmap, index: int, _: Any = None) -> None:
+    """Let the sender write to a block; system calls, which both make in between, order this after the last read."""
     memory[index] = 0

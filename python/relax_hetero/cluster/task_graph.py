@@ -72,7 +72,9 @@ class TaskGraph:
         self._checked_at = time.monotonic()
         self._loops = [actor.run_tasks.remote(token, dict(addresses), tuple(in_order)) for actor in actors.values()]
         node, caller = ray.get_runtime_context().get_node_id(), len(addresses)
-        connections = {host: connect(address, node, token, caller, host) for host, address in addresses.items()}
+        connections = {
+            host: connect(address, node, token, caller, host, copies=True) for host, address in addresses.items()
+        }
         self._peers = Peers(connections, receives_while_sending=False)
         waiting = len(addresses)
         while waiting:  # for the empty messages of `TaskLoop.run`
@@ -179,8 +181,7 @@ class TaskLoop:
     connections : mapping of str to Connection
         Connections with all other processes.
     run : callable
-        Function of a route's index, a task's index, and the task's messages, that returns the values of the message for
-        each target.
+        Function of a route's index, a task's index, and the task's messages, that returns a message for each target.
     in_order : sequence of int
         Routes of which each call's tasks run before those of the next call.
     """
@@ -190,7 +191,7 @@ class TaskLoop:
         host: str,
         routes: Sequence[Route],
         connections: Mapping[str, Connection],
-        run: Callable[..., Sequence[Any]],
+        run: Callable[..., Sequence[Message]],
         in_order: Sequence[int],
     ) -> None:
         self._routes, self._run = routes, run
@@ -228,13 +229,10 @@ class TaskLoop:
             del self._calls[key]
         else:
             self._push_if_ready(key)
-        messages = [received[source] for source in task.inputs]
-        function = messages[0].function
-        sent = self._run(index, task_index, *messages)
-        del received, messages  # their memory
-        for target, values in zip(task.targets, sent, strict=True):
-            peer = CALLER if target == END else route.tasks[target].host
-            self._peers.send(peer, Message(task_index, target, function, number, values))
+        sent = self._run(index, task_index, *[received[source] for source in task.inputs])
+        del received  # memory of messages
+        for message in sent:
+            self._peers.send(CALLER if message.target == END else route.tasks[message.target].host, message)
         if call.next == len(tasks) and index in self._next_call:
             self._next_call[index] = number + 1
             self._push_if_ready((number + 1, index))

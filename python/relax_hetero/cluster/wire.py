@@ -1,4 +1,4 @@
-"""Encoding of values in messages between processes.
+"""Encoding of values in messages, and of messages, between processes.
 
 Connections send the elements of numpy arrays from and into their memory; all other objects are pickled. So a tensor is
 sent as the array that shares its memory, or as bytes if numpy lacks its element type.
@@ -6,6 +6,11 @@ sent as the array that shares its memory, or as bytes if numpy lacks its element
 
 from __future__ import annotations
 
+import copyreg
+import io
+import pickle
+import struct
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,6 +25,9 @@ from ..vm.device.tensors import bytes_of, copy_into, copy_to, from_numpy, on_hos
 
 _Tensor = tvm_ffi.core.Tensor
 _HOST = runtime.device("cpu", 0)
+
+_MAX_KINDS = 256
+"""Maximum number of bodies that a codec remembers in each direction."""
 
 
 class RawTensor(NamedTuple):
@@ -57,6 +65,102 @@ class Message(NamedTuple):
     function: str
     call: int
     values: tuple[Any, ...] | Failure
+
+
+def _array(buffer: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
+    return np.ndarray(shape, dtype, buffer)
+
+
+def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
+    return _array, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
+
+
+class _Pickler(pickle.Pickler):
+    """Describes contiguous arrays in half of numpy's time."""
+
+    dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_array}  # type: ignore[assignment]  # noqa: RUF012
+
+
+class Kind(NamedTuple):
+    """Messages with the same body.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Bytes of each array.
+    pickled : bytes
+        Source, target, function and values of the message, with its arrays out of band.
+    start : (int, int, str) or None
+        Source, target and function, if all values are arrays and the body has been read before.
+    arrays : list of (str, tuple of int)
+        Element types and shapes then.
+    """
+
+    sizes: tuple[int, ...]
+    pickled: bytes
+    start: tuple[int, int, str] | None = None
+    arrays: Sequence[tuple[Any, tuple[int, ...]]] = ()
+
+
+class MessageCodec:
+    """Encodes and decodes the messages of a connection.
+
+    The *body* of a message is all but the call's number and the arrays' elements. Most messages have the bodies of
+    earlier calls, which are remembered, since pickling takes longer than to send a small message.
+    """
+
+    def __init__(self) -> None:
+        self._bodies: dict[Hashable, bytes] = {}
+        self._kinds: dict[Hashable, Kind] = {}
+
+    def encode(self, message: Message) -> tuple[bytes, list[memoryview]]:
+        """Encode a message; returns its body, and the bytes of its arrays, which must be contiguous."""
+        source, target, function, _, values = message
+        key: Hashable = None
+        if _are_arrays(values):
+            key = (source, target, function, *[(array.dtype, array.shape) for array in values])
+            body = self._bodies.get(key)
+            if body is not None:
+                return body, [pickle.PickleBuffer(array).raw() for array in values]
+        buffers: list[pickle.PickleBuffer] = []
+        file = io.BytesIO()
+        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump((source, target, function, values))
+        arrays = [buffer.raw() for buffer in buffers]
+        sizes = [array.nbytes for array in arrays]
+        body = struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes) + file.getvalue()
+        if key is not None:
+            _remember(self._bodies, key, body)
+        return body, arrays
+
+    def kind_of(self, body: bytes) -> Kind:
+        """Kind of a message, by its body."""
+        kind = self._kinds.get(body)
+        if kind is None:
+            (count,) = struct.unpack_from("<Q", body)
+            kind = Kind(struct.unpack_from(f"<{count}Q", body, 8), body[8 + 8 * count :])
+        return kind
+
+    def decode(self, body: bytes, kind: Kind, call: int, buffers: Sequence[np.ndarray]) -> Message:
+        """Decode a message of a kind, from the number of its call and the bytes of its arrays."""
+        if kind.start is not None:
+            arrays = zip(buffers, kind.arrays, strict=True)
+            values = tuple([np.ndarray(shape, dtype, buffer) for buffer, (dtype, shape) in arrays])
+            return Message(*kind.start, call, values)
+        source, target, function, values = pickle.loads(kind.pickled, buffers=buffers)
+        if _are_arrays(values):
+            arrays = [(array.dtype, array.shape) for array in values]
+            _remember(self._kinds, body, Kind(kind.sizes, b"", (source, target, function), arrays))
+        return Message(source, target, function, call, values)
+
+
+def _are_arrays(values: tuple[Any, ...]) -> bool:
+    return all([type(value) is np.ndarray for value in values])  # a list is faster than a generator
+
+
+def _remember(cache: dict[Hashable, Any], key: Hashable, value: object) -> None:
+    if len(cache) >= _MAX_KINDS:
+        cache.clear()
+    cache[key] = value
 
 
 def is_plain(array: np.ndarray) -> bool:

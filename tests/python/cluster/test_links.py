@@ -305,7 +305,7 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
 
 
 def _message(call: int, value: Any) -> Message:
-    return Message("main", call, (value,))
+    return Message(CALL, 0, "main", call, (value,))
 
 
 def test_steps_announce_sent_tensors_and_receive_announced_ones(machines: Any) -> None:
