@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
-from ..artifact.signature import FunctionSignature, ObjectSpec, TupleSpec, ValueSpec, tensors_of
+from ..artifact.signature import FunctionSignature, ObjectSpec, TupleSpec, ValueSpec
 from ..errors import HeteroError
 
 CALL = -1
@@ -109,12 +109,6 @@ class CallPlan:
         """Number of values that a call sends: inputs with tuples flattened, and `sizes`."""
         count = len(self.input_names) if self.signature is None else sum(map(_count_leaves, self.signature.inputs))
         return count + len(self.sizes)
-
-    @cached_property
-    def num_devices(self) -> int:
-        """Number of devices of the signature's inputs."""
-        specs = () if self.signature is None else self.signature.inputs
-        return 1 + max((tensor.device for spec in specs for tensor in tensors_of(spec)), default=-1)
 
     @cached_property
     def reads_inputs_late(self) -> bool:

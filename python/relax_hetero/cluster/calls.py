@@ -11,7 +11,8 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ..artifact.signature import FunctionSignature, TensorSpec
+from ..artifact.dims import DimValues
+from ..artifact.signature import FunctionSignature, TensorSpec, tensors_of
 from ..vm.args.argument_binding import match_names
 from ..vm.args.arguments import Placement, check_tensor, place
 from ..vm.device.tensors import dtype_name
@@ -62,19 +63,19 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
         If arguments do not match the plan's signature.
     """
     signature = plan.signature or untyped_signature(name, plan.input_names)
-    # All devices, and the implicit host, are this CPU, which sends the values.
-    devices = plan.num_devices + 1
-    placement = Placement((_HOST,) * devices, ("global",) * devices, alignment=1, borrows_arrays=True)
-    dims = placement.dims
+    dims = DimValues()
     encoded: list[Any] = []
     for (value, _), spec in zip(match_names(signature, args, kwargs, {}), signature.inputs, strict=True):
         where = f"argument {spec.name!r} of {name!r}"
-        if isinstance(spec, TensorSpec) and isinstance(value, np.ndarray) and is_plain(value):
+        if isinstance(spec, TensorSpec) and type(value) is np.ndarray and is_plain(value):
             check_tensor(dtype_name(value.dtype), value.shape, spec, where, dims)
             encoded.append(value)
         elif plan.signature is None and isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
             encoded.append(encode(value))
         else:
+            # All devices, and the implicit host, are this CPU, which sends the values.
+            devices = max((tensor.device for tensor in tensors_of(spec)), default=-1) + 2
+            placement = Placement((_HOST,) * devices, ("global",) * devices, dims, alignment=1, borrows_arrays=True)
             encoded += map(encode, flatten_value(place(value, spec, where, placement), spec))
     dims.settle()
     return encoded + [tuple(dims.values[size] for size in sizes) for sizes in plan.sizes]

@@ -163,15 +163,14 @@ def _read(
         kind = codec.kind_of(body)
         if block == NO_BLOCK:
             buffers = [aligned_bytes(nbytes) for nbytes in kind.sizes]
-            for buffer in buffers:
-                yield from _fill(sock, buffer.data)
+            for index in range(len(buffers)):
+                yield from _fill(sock, buffers[index].data)
         else:
             assert blocks is not None
             buffers = blocks.read(block, kind.sizes)
-        message = codec.decode(body, kind, call, buffers)
-        del buffers  # the message owns its memory
-        yield message
-        del message
+        messages = [codec.decode(body, kind, call, buffers)]
+        buffers.clear()
+        yield messages.pop()  # which alone refers to the arrays from now on
 
 
 def _fill(sock: socket.socket, view: memoryview) -> Generator[None, None, None]:
@@ -328,9 +327,7 @@ class Listener:
     __del__ = close
 
 
-def connect(
-    address: Address, node: str, token: bytes, index: int, peer: str, copies: bool = False
-) -> Connection:
+def connect(address: Address, node: str, token: bytes, index: int, peer: str, copies: bool = False) -> Connection:
     """Connect to a process.
 
     Parameters

@@ -8,7 +8,6 @@ Pages are allocated when they are first written.
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
 import weakref
@@ -94,9 +93,11 @@ class SharedBlocks:
         sizes : sequence of int
             Bytes of each array.
         """
-        begins = [0, *itertools.accumulate(map(_padded, sizes))]
-        block = np.ndarray((begins.pop(),), np.uint8, self._memory, _FLAGS_BYTES + index * BLOCK_BYTES)
-        arrays = [block[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        block = np.ndarray(BLOCK_BYTES, np.uint8, self._memory, _FLAGS_BYTES + index * BLOCK_BYTES)
+        arrays, begin = [], 0
+        for size in sizes:
+            arrays.append(block[begin : begin + size])
+            begin += _padded(size)
         if self._copies:
             arrays = [*map(_copy, arrays)]
             self._free[index]()

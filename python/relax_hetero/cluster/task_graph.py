@@ -26,6 +26,7 @@ _REASON_SECONDS = 0.5
 _END_SECONDS = 3.0
 """Time within which hosts end their loops."""
 
+
 class TaskGraph:
     """The caller's end of a replica's connections.
 
