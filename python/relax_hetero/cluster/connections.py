@@ -168,7 +168,7 @@ def _read(
         else:
             assert blocks is not None
             buffers = blocks.read(block, kind.sizes)
-        messages = [codec.decode(body, kind, call, buffers)]
+        messages = [codec.decode(kind, call, buffers)]
         buffers.clear()
         yield messages.pop()  # which alone refers to the arrays from now on
 

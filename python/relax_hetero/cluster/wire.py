@@ -6,8 +6,6 @@ sent as the array that shares its memory, or as bytes if numpy lacks its element
 
 from __future__ import annotations
 
-import copyreg
-import io
 import pickle
 import struct
 from collections.abc import Hashable, Sequence
@@ -26,6 +24,8 @@ from ..vm.device.tensors import bytes_of, copy_into, copy_to, from_numpy, on_hos
 _Tensor = tvm_ffi.core.Tensor
 _HOST = runtime.device("cpu", 0)
 
+_BODY = struct.Struct("<Q?")
+"""Number of arrays of a message, and whether all its values are arrays; followed by the bytes of each, and a pickle."""
 _MAX_KINDS = 256
 """Maximum number of bodies that a codec remembers in each direction."""
 
@@ -67,20 +67,6 @@ class Message(NamedTuple):
     values: tuple[Any, ...] | Failure
 
 
-def _array(buffer: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(shape, dtype, buffer)
-
-
-def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
-    return _array, (pickle.PickleBuffer(array), array.dtype.str, array.shape)
-
-
-class _Pickler(pickle.Pickler):
-    """Describes contiguous arrays in half of numpy's time."""
-
-    dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_array}  # type: ignore[assignment]  # noqa: RUF012
-
-
 class Kind(NamedTuple):
     """Messages with the same body.
 
@@ -88,25 +74,23 @@ class Kind(NamedTuple):
     ----------
     sizes : tuple of int
         Bytes of each array.
-    pickled : bytes
-        Source, target, function and values of the message, with its arrays out of band.
-    start : (int, int, str) or None
-        Source, target and function, if all values are arrays and the body has been read before.
-    arrays : list of (str, tuple of int)
-        Element types and shapes then.
+    content : object
+        Source, target and function of the message, and the element types and shapes of its values, if all values are
+        arrays; else these three and the values, pickled, with arrays out of band.
+    has_only_arrays : bool
+        Whether all values are arrays.
     """
 
     sizes: tuple[int, ...]
-    pickled: bytes
-    start: tuple[int, int, str] | None = None
-    arrays: Sequence[tuple[Any, tuple[int, ...]]] = ()
+    content: Any
+    has_only_arrays: bool
 
 
 class MessageCodec:
     """Encodes and decodes the messages of a connection.
 
-    The *body* of a message is all but the call's number and the arrays' elements. Most messages have the bodies of
-    earlier calls, which are remembered, since pickling takes longer than to send a small message.
+    The *body* of a message is all but the call's number and the arrays' elements. Bodies of messages that have only
+    arrays are remembered, since later calls send the same ones, and pickling takes longer than sending.
     """
 
     def __init__(self) -> None:
@@ -116,45 +100,47 @@ class MessageCodec:
     def encode(self, message: Message) -> tuple[bytes, list[memoryview]]:
         """Encode a message; returns its body, and the bytes of its arrays, which must be contiguous."""
         source, target, function, _, values = message
-        key: Hashable = None
-        if _are_arrays(values):
-            key = (source, target, function, *[(array.dtype, array.shape) for array in values])
+        if all([type(value) is np.ndarray for value in values]):  # a list is faster than a generator
+            kinds: Any = [(array.dtype, array.shape) for array in values]
+            arrays = [pickle.PickleBuffer(array).raw() for array in values]
+            key = (source, target, function, *kinds)
             body = self._bodies.get(key)
-            if body is not None:
-                return body, [pickle.PickleBuffer(array).raw() for array in values]
+            if body is None:
+                body = _make_body(arrays, True, pickle.dumps((source, target, function, kinds)))
+                _remember(self._bodies, key, body)
+            return body, arrays
         buffers: list[pickle.PickleBuffer] = []
-        file = io.BytesIO()
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump((source, target, function, values))
+        pickled = pickle.dumps((source, target, function, values), protocol=5, buffer_callback=buffers.append)
         arrays = [buffer.raw() for buffer in buffers]
-        sizes = [array.nbytes for array in arrays]
-        body = struct.pack(f"<Q{len(sizes)}Q", len(sizes), *sizes) + file.getvalue()
-        if key is not None:
-            _remember(self._bodies, key, body)
-        return body, arrays
+        return _make_body(arrays, False, pickled), arrays
 
     def kind_of(self, body: bytes) -> Kind:
         """Kind of a message, by its body."""
         kind = self._kinds.get(body)
         if kind is None:
-            (count,) = struct.unpack_from("<Q", body)
-            kind = Kind(struct.unpack_from(f"<{count}Q", body, 8), body[8 + 8 * count :])
+            count, has_only_arrays = _BODY.unpack_from(body)
+            begin = _BODY.size + 8 * count
+            kind = Kind(struct.unpack_from(f"<{count}Q", body, _BODY.size), body[begin:], has_only_arrays)
+            if has_only_arrays:
+                kind = kind._replace(content=pickle.loads(kind.content))
+                _remember(self._kinds, body, kind)
         return kind
 
-    def decode(self, body: bytes, kind: Kind, call: int, buffers: Sequence[np.ndarray]) -> Message:
+    @staticmethod
+    def decode(kind: Kind, call: int, buffers: Sequence[np.ndarray]) -> Message:
         """Decode a message of a kind, from the number of its call and the bytes of its arrays."""
-        if kind.start is not None:
-            arrays = zip(buffers, kind.arrays, strict=True)
-            values = tuple([np.ndarray(shape, dtype, buffer) for buffer, (dtype, shape) in arrays])
-            return Message(*kind.start, call, values)
-        source, target, function, values = pickle.loads(kind.pickled, buffers=buffers)
-        if _are_arrays(values):
-            arrays = [(array.dtype, array.shape) for array in values]
-            _remember(self._kinds, body, Kind(kind.sizes, b"", (source, target, function), arrays))
+        if kind.has_only_arrays:
+            source, target, function, kinds = kind.content
+            pairs = zip(buffers, kinds, strict=True)
+            values: Any = tuple([np.ndarray(shape, dtype, buffer) for buffer, (dtype, shape) in pairs])
+        else:
+            source, target, function, values = pickle.loads(kind.content, buffers=buffers)
         return Message(source, target, function, call, values)
 
 
-def _are_arrays(values: tuple[Any, ...]) -> bool:
-    return all([type(value) is np.ndarray for value in values])  # a list is faster than a generator
+def _make_body(arrays: Sequence[memoryview], has_only_arrays: bool, pickled: bytes) -> bytes:
+    sizes = [array.nbytes for array in arrays]
+    return _BODY.pack(len(sizes), has_only_arrays) + struct.pack(f"<{len(sizes)}Q", *sizes) + pickled
 
 
 def _remember(cache: dict[Hashable, Any], key: Hashable, value: object) -> None:

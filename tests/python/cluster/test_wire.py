@@ -19,7 +19,7 @@ def _send(message: wire.Message, sender: wire.MessageCodec, receiver: wire.Messa
     body, arrays = sender.encode(message)
     kind = receiver.kind_of(body)
     assert kind.sizes == tuple(array.nbytes for array in arrays)
-    return receiver.decode(body, kind, message.call, [np.frombuffer(bytes(array), "uint8") for array in arrays])
+    return receiver.decode(kind, message.call, [np.frombuffer(bytes(array), "uint8") for array in arrays])
 
 
 def _sent(value: object) -> object:
@@ -60,7 +60,7 @@ def test_shapes_and_scalars_arrive_as_numbers() -> None:
 def test_messages_of_known_kinds_arrive_as_they_are() -> None:
     """Bodies are remembered by tasks, function, element types and shapes; calls, elements and other values change."""
     sender, receiver = wire.MessageCodec(), wire.MessageCodec()
-    failure = wire.Failure(ValueError, "a reason")
+    failure, both = wire.Failure(ValueError, "a reason"), np.arange(3, dtype="int32")
     for call in range(3):
         for source, target, function in ((-1, 0, "main"), (0, 1, "main"), (0, 1, "other")):
             for values in (
@@ -69,6 +69,9 @@ def test_messages_of_known_kinds_arrive_as_they_are() -> None:
                 (np.full(3, call, "int32"),),
                 (np.full((3, 1), call, "int32"), np.full((), call, "float16"), np.zeros((0, 2))),
                 (np.full(3, call, "int32"), (call, 2), 1.5),
+                (both, both),
+                (both, both + call),
+                (both, both, None),
                 failure,
             ):
                 message = wire.Message(source, target, function, call, values)
