@@ -159,16 +159,15 @@ def _read(
             head = memoryview(bytearray(end))
             head[:_HEAD_BYTES] = start
             yield from _fill(sock, head[_HEAD_BYTES:])
-        body = bytes(head[_HEADER.size : end])
-        kind = codec.kind_of(body)
+        body = codec.decode_body(bytes(head[_HEADER.size : end]))
         if block == NO_BLOCK:
-            buffers = [aligned_bytes(nbytes) for nbytes in kind.sizes]
+            buffers = [aligned_bytes(nbytes) for nbytes in body.sizes]
             for index in range(len(buffers)):
                 yield from _fill(sock, buffers[index].data)
         else:
             assert blocks is not None
-            buffers = blocks.read(block, kind.sizes)
-        messages = [codec.decode(kind, call, buffers)]
+            buffers = blocks.read(block, body.sizes)
+        messages = [codec.decode(body, call, buffers)]
         buffers.clear()
         yield messages.pop()  # which alone refers to the arrays from now on
 

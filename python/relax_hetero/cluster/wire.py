@@ -7,8 +7,7 @@ sent as the array that shares its memory, or as bytes if numpy lacks its element
 from __future__ import annotations
 
 import pickle
-import struct
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -24,9 +23,7 @@ from ..vm.device.tensors import bytes_of, copy_into, copy_to, from_numpy, on_hos
 _Tensor = tvm_ffi.core.Tensor
 _HOST = runtime.device("cpu", 0)
 
-_BODY = struct.Struct("<Q?")
-"""Number of arrays of a message, and whether all its values are arrays; followed by the bytes of each, and a pickle."""
-_MAX_KINDS = 256
+_MAX_BODIES = 256
 """Maximum number of bodies that a codec remembers in each direction."""
 
 
@@ -67,84 +64,104 @@ class Message(NamedTuple):
     values: tuple[Any, ...] | Failure
 
 
-class Kind(NamedTuple):
-    """Messages with the same body.
+class _Array(NamedTuple):
+    """Stands for an array in the body of a message."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class Body(NamedTuple):
+    """All of a message but the number of the call and the elements of arrays.
 
     Attributes
     ----------
     sizes : tuple of int
         Bytes of each array.
-    content : object
-        Source, target and function of the message, and the element types and shapes of its values, if all values are
-        arrays; else these three and the values, pickled, with arrays out of band.
-    has_only_arrays : bool
-        Whether all values are arrays.
+    source, target, function
+        As in `Message`.
+    values : tuple of object or Failure
+        Values, with `_Array` and `RawTensor` without data in place of arrays.
     """
 
     sizes: tuple[int, ...]
-    content: Any
-    has_only_arrays: bool
+    source: int
+    target: int
+    function: str
+    values: Any
 
 
 class MessageCodec:
     """Encodes and decodes the messages of a connection.
 
-    The *body* of a message is all but the call's number and the arrays' elements. Bodies of messages that have only
-    arrays are remembered, since later calls send the same ones, and pickling takes longer than sending.
+    Bodies are remembered, since most calls send those of earlier calls, and pickling takes longer than sending.
     """
 
     def __init__(self) -> None:
-        self._bodies: dict[Hashable, bytes] = {}
-        self._kinds: dict[Hashable, Kind] = {}
+        self._encoded: dict[Hashable, bytes] = {}
+        self._decoded: dict[Hashable, Body] = {}
 
     def encode(self, message: Message) -> tuple[bytes, list[memoryview]]:
         """Encode a message; returns its body, and the bytes of its arrays, which must be contiguous."""
         source, target, function, _, values = message
-        if all([type(value) is np.ndarray for value in values]):  # a list is faster than a generator
-            kinds: Any = [(array.dtype, array.shape) for array in values]
-            arrays = [pickle.PickleBuffer(array).raw() for array in values]
-            key = (source, target, function, *kinds)
-            body = self._bodies.get(key)
-            if body is None:
-                body = _make_body(arrays, True, pickle.dumps((source, target, function, kinds)))
-                _remember(self._bodies, key, body)
-            return body, arrays
-        buffers: list[pickle.PickleBuffer] = []
-        pickled = pickle.dumps((source, target, function, values), protocol=5, buffer_callback=buffers.append)
-        arrays = [buffer.raw() for buffer in buffers]
-        return _make_body(arrays, False, pickled), arrays
+        arrays: list[np.ndarray] = []
+        stands_for: Any = values
+        if not isinstance(values, Failure):
+            stands_for = tuple([_take_array(value, arrays) for value in values])
+        views = [pickle.PickleBuffer(array).raw() for array in arrays]  # type: ignore[arg-type]
+        is_repeated = _REMEMBERED.issuperset(map(type, stands_for))
+        key = (source, target, function, stands_for)
+        text = self._encoded.get(key) if is_repeated else None
+        if text is None:
+            text = pickle.dumps(Body(tuple([view.nbytes for view in views]), source, target, function, stands_for))
+            if is_repeated:
+                _remember(self._encoded, key, text)
+        return text, views
 
-    def kind_of(self, body: bytes) -> Kind:
-        """Kind of a message, by its body."""
-        kind = self._kinds.get(body)
-        if kind is None:
-            count, has_only_arrays = _BODY.unpack_from(body)
-            begin = _BODY.size + 8 * count
-            kind = Kind(struct.unpack_from(f"<{count}Q", body, _BODY.size), body[begin:], has_only_arrays)
-            if has_only_arrays:
-                kind = kind._replace(content=pickle.loads(kind.content))
-                _remember(self._kinds, body, kind)
-        return kind
+    def decode_body(self, text: bytes) -> Body:
+        """Decode a body."""
+        body = self._decoded.get(text)
+        if body is None:
+            body = pickle.loads(text)
+            if _REMEMBERED.issuperset(map(type, body.values)):
+                _remember(self._decoded, text, body)
+        return body
 
     @staticmethod
-    def decode(kind: Kind, call: int, buffers: Sequence[np.ndarray]) -> Message:
-        """Decode a message of a kind, from the number of its call and the bytes of its arrays."""
-        if kind.has_only_arrays:
-            source, target, function, kinds = kind.content
-            pairs = zip(buffers, kinds, strict=True)
-            values: Any = tuple([np.ndarray(shape, dtype, buffer) for buffer, (dtype, shape) in pairs])
-        else:
-            source, target, function, values = pickle.loads(kind.content, buffers=buffers)
-        return Message(source, target, function, call, values)
+    def decode(body: Body, call: int, buffers: Sequence[np.ndarray]) -> Message:
+        """Make a message, from its body, the number of its call and the bytes of its arrays."""
+        values = body.values
+        if not isinstance(values, Failure):
+            left = iter(buffers)
+            values = tuple([_put_array(value, left) for value in values])
+        return Message(body.source, body.target, body.function, call, values)
 
 
-def _make_body(arrays: Sequence[memoryview], has_only_arrays: bool, pickled: bytes) -> bytes:
-    sizes = [array.nbytes for array in arrays]
-    return _BODY.pack(len(sizes), has_only_arrays) + struct.pack(f"<{len(sizes)}Q", *sizes) + pickled
+_NO_DATA: Any = None
+_REMEMBERED = frozenset((_Array, RawTensor, tuple))
+"""Types of values that calls repeat, and whose equal instances mean the same."""
+
+
+def _take_array(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Move the array of a value to a list; returns what stands for the value."""
+    if type(value) is np.ndarray:
+        arrays.append(value)
+        return _Array(value.dtype, value.shape)
+    if isinstance(value, RawTensor):
+        arrays.append(value.data)
+        return value._replace(data=_NO_DATA)
+    return value
+
+
+def _put_array(value: Any, buffers: Iterator[np.ndarray]) -> Any:
+    """Undo `_take_array`, with the bytes of an array."""
+    if type(value) is _Array:
+        return np.ndarray(value.shape, value.dtype, next(buffers))
+    return value._replace(data=next(buffers)) if isinstance(value, RawTensor) else value
 
 
 def _remember(cache: dict[Hashable, Any], key: Hashable, value: object) -> None:
-    if len(cache) >= _MAX_KINDS:
+    if len(cache) >= _MAX_BODIES:
         cache.clear()
     cache[key] = value
 

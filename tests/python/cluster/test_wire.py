@@ -17,9 +17,9 @@ HOST = tvm.runtime.device("cpu", 0)
 def _send(message: wire.Message, sender: wire.MessageCodec, receiver: wire.MessageCodec) -> wire.Message:
     """A message as it arrives."""
     body, arrays = sender.encode(message)
-    kind = receiver.kind_of(body)
-    assert kind.sizes == tuple(array.nbytes for array in arrays)
-    return receiver.decode(kind, message.call, [np.frombuffer(bytes(array), "uint8") for array in arrays])
+    decoded = receiver.decode_body(body)
+    assert decoded.sizes == tuple(array.nbytes for array in arrays)
+    return receiver.decode(decoded, message.call, [np.frombuffer(bytes(array), "uint8") for array in arrays])
 
 
 def _sent(value: object) -> object:
@@ -57,7 +57,7 @@ def test_shapes_and_scalars_arrive_as_numbers() -> None:
     assert [_sent(value) for value in (tvm_ffi.Shape([2, 3]), [4, 5], 7, 1.5, True)] == [(2, 3), (4, 5), 7, 1.5, True]
 
 
-def test_messages_of_known_kinds_arrive_as_they_are() -> None:
+def test_messages_with_known_bodies_arrive_as_they_are() -> None:
     """Bodies are remembered by tasks, function, element types and shapes; calls, elements and other values change."""
     sender, receiver = wire.MessageCodec(), wire.MessageCodec()
     failure, both = wire.Failure(ValueError, "a reason"), np.arange(3, dtype="int32")
@@ -88,4 +88,4 @@ def test_bodies_are_forgotten_when_there_are_many() -> None:
     for length in (*range(400), *range(400)):
         (array,) = _send(wire.Message(0, 1, "main", 0, (np.arange(length),)), sender, receiver).values
         np.testing.assert_array_equal(array, np.arange(length))
-    assert 0 < len(sender._bodies) <= 256 and 0 < len(receiver._kinds) <= 256
+    assert 0 < len(sender._encoded) <= 256 and 0 < len(receiver._decoded) <= 256
