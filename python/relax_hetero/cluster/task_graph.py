@@ -209,8 +209,9 @@ class TaskLoop:
             self._peers.send(CALLER, Message(0, END, "", 0, ()))  # all are connected
             while True:
                 while not self._ready:
-                    for message in self._peers.receive():
-                        self._accept(message)
+                    messages = self._peers.receive()
+                    while messages:  # unlike a loop variable, this keeps no message and its memory
+                        self._accept(messages.pop(0))
                 self._run_next()
         finally:
             self._peers.close()
