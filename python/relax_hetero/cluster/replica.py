@@ -76,7 +76,7 @@ class ClosedError(HeteroError):
 
 
 @dataclass(frozen=True)
-class Listener:
+class Callbacks:
     """Callbacks of a replica: a call has ended, calls are lost, the replica is ready, or it is still waiting."""
 
     on_end: Callable[[Any, ClusterCall, Sequence[Message]], None]
@@ -100,8 +100,8 @@ class Replica:
         Routes of the program.
     in_flight : int
         Maximum number of calls in flight.
-    listener : Listener
-        Callbacks.
+    callbacks : Callbacks
+        Called at ends of calls and changes of state.
 
     Attributes
     ----------
@@ -120,12 +120,12 @@ class Replica:
         actors: Callable[[Callable[[float], None]], Actors],
         routes: Sequence[Route],
         in_flight: int,
-        listener: Listener,
+        callbacks: Callbacks,
     ) -> None:
         self.number, self.in_flight, self.limit = number, 0, in_flight
         self.problem: HeteroError | None = None
         self.is_ready = False
-        self._ray, self._routes, self._listener = ray, tuple(routes), listener
+        self._ray, self._routes, self._callbacks = ray, tuple(routes), callbacks
         self._closing = threading.Event()
         self._sending, self._exchanging, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         self._graph: TaskGraph | None = None
@@ -221,7 +221,7 @@ class Replica:
         finally:
             self._reading.release()
         if own is not None:
-            self._listener.on_end(self, own.call, own.messages)
+            self._callbacks.on_end(self, own.call, own.messages)
 
     def _receive(self, graph: TaskGraph) -> list[_EndedCall]:
         """Wait for results; the caller holds `_reading`."""
@@ -264,7 +264,7 @@ class Replica:
                 self._events.put(None)
         else:
             if self._mailbox_calls.finish(call, number):
-                self._listener.on_end(self, call, results)
+                self._callbacks.on_end(self, call, results)
 
     def _collect(self) -> None:
         """Main function of the collector thread: hand over results, and recover from failures."""
@@ -275,7 +275,7 @@ class Replica:
             except queue.Empty:
                 event = None
             if isinstance(event, _EndedCall):
-                self._listener.on_end(self, event.call, event.messages)
+                self._callbacks.on_end(self, event.call, event.messages)
             elif isinstance(event, tuple):
                 self._read_until(*event)
             elif not self._closing.is_set() and self._is_broken():
@@ -294,7 +294,7 @@ class Replica:
                     self._recover(error)
                 return
             for ended in ended_calls:
-                self._listener.on_end(self, ended.call, ended.messages)
+                self._callbacks.on_end(self, ended.call, ended.messages)
 
     def _is_broken(self) -> bool:
         if self._graph is None:
@@ -318,7 +318,7 @@ class Replica:
         names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
         reason = "" if error is None else f": {first_line(error)}"
         self.problem = HostError(f"{names} died while calls were in flight{reason}")
-        self._listener.on_lost(self, lost, self.problem)
+        self._callbacks.on_lost(self, lost, self.problem)
         while not self._closing.is_set():
             try:
                 self._connect()
@@ -326,11 +326,11 @@ class Replica:
                 return
             except Exception as raised:
                 self.problem = raised if isinstance(raised, HeteroError) else HostError(first_line(raised))
-                self._listener.on_wait()
+                self._callbacks.on_wait()
                 self._actors.find_dead()
                 self._closing.wait(_POLL_SECONDS)
             else:
-                self._listener.on_ready(self)
+                self._callbacks.on_ready(self)
                 return
 
     def _connect(self) -> None:
@@ -360,4 +360,4 @@ class Replica:
     def _pause(self, seconds: float) -> None:
         if self._closing.wait(seconds):
             raise ClosedError("the cluster was closed")
-        self._listener.on_wait()
+        self._callbacks.on_wait()

@@ -21,7 +21,7 @@ from ..vm.device.tensors import ALIGNMENT
 
 BLOCKS = 8
 """Blocks of each direction: at least the calls in flight, which by default are two for each host."""
-BLOCK_BYTES = 16 << 20
+BLOCK_BYTES = 64 << 20
 """Maximum bytes of a message's arrays in a block; larger messages go through the socket."""
 MIN_BYTES = 4 << 10
 """Bytes from which arrays go through a block; fewer are faster in the socket."""

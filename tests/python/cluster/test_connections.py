@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
-from relax_hetero.cluster import connections
+from relax_hetero.cluster import connections, shared_blocks
 from relax_hetero.cluster.connections import Connection, Listener, Peers, connect, new_token
 from relax_hetero.cluster.shared_blocks import BLOCKS, SharedBlocks, create_blocks
 from relax_hetero.cluster.wire import Message
@@ -56,7 +56,6 @@ def _receive(peers: Peers, count: int) -> list[Message]:
         tuple(np.full(3, index, "int32") for index in range(1500)),  # more pieces than a system call takes
         (np.arange(2000, dtype="uint8"), "text", np.arange(5000, dtype="int16"), np.ones((100, 7), "float16")),
         (np.random.default_rng(0).random(300_000),),
-        (np.random.default_rng(0).random(1 << 21), np.ones(1)),  # more bytes than a block has
     ],
 )
 def test_messages_arrive_in_order_and_own_their_memory(values: Any, shares: bool) -> None:
@@ -73,6 +72,17 @@ def test_messages_arrive_in_order_and_own_their_memory(values: Any, shares: bool
                     assert not value.size or value.__array_interface__["data"][0] % 64 == 0
                 np.testing.assert_array_equal(value, expected)
         sent.result(60)
+
+
+def test_messages_that_are_too_large_for_a_block_go_through_the_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_blocks, "BLOCK_BYTES", 1 << 16)
+    ours, theirs = _pair()
+    sender, receiver = Peers({"b": ours}, True), Peers({"a": theirs}, True)
+    assert ours._blocks is not None
+    for array in (np.arange(1 << 16, dtype="uint8"), np.arange((1 << 16) + 1, dtype="uint8")):
+        sender.send("b", _message(array))
+        assert ours._blocks._memory[0] == (array.nbytes <= 1 << 16)
+        assert np.array_equal(_receive(receiver, 1)[0].values[0], array)
 
 
 def test_arrays_stay_as_they_are_in_shared_memory_while_they_are_held() -> None:
