@@ -19,9 +19,9 @@ import numpy as np
 
 from ..vm.device.tensors import ALIGNMENT
 
-BLOCKS = 8
-"""Blocks of each direction: at least the calls in flight, which by default are two for each host."""
-BLOCK_BYTES = 64 << 20
+BLOCKS = 16
+"""Blocks of each direction: the messages that may wait for the receiver, such as those of calls in flight."""
+BLOCK_BYTES = 32 << 20
 """Maximum bytes of a message's arrays in a block; larger messages go through the socket."""
 MIN_BYTES = 4 << 10
 """Bytes from which arrays go through a block; fewer are faster in the socket."""
