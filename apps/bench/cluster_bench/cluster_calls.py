@@ -5,7 +5,7 @@ python apps/bench/cluster_bench/cluster_calls.py --part nodes  # one of them
 
 - ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that forward
   their input, and one of two that compute the same with numpy.
-- ``timeline``: where the time of such a call goes, from clocks in all three processes.
+- ``timeline``: where the time of such a call goes, from clocks in all three processes, and their processors' time.
 - ``nodes``: 64 MB from one host to another on a second node, against bare actors by compiled graph and by actor calls.
 - ``pipeline``: products in two stages with 16 calls in flight, against the same stages on two devices of one process.
 - ``replicas``: two replicas of one host against two processes that run the same calls.
