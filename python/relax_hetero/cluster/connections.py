@@ -19,7 +19,7 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..errors import HostError
 from .shared_blocks import NO_BLOCK, SharedBlocks, aligned_bytes, create_blocks
@@ -130,7 +130,7 @@ class Connection:
             if sent:
                 pieces[first] = pieces[first][sent:]
 
-    def receive(self) -> Any:
+    def receive(self) -> Message | None:
         """Return the next message, or None if it has not come as a whole; HostError if the connection has ended."""
         try:
             return next(self._messages)
@@ -199,16 +199,16 @@ class Peers:
     def __init__(self, connections: Mapping[str, Connection], receives_while_sending: bool) -> None:
         self._connections, self._receives_while_sending = dict(connections), receives_while_sending
         self._by_descriptor = {connection.fileno(): connection for connection in connections.values()}
-        self._arrived: list[Any] = []
+        self._arrived: list[Message] = []
         self._poll = select.poll()
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, peer: str, message: Any) -> None:
+    def send(self, peer: str, message: Message) -> None:
         """Send a message; HostError if a connection has ended."""
         self._connections[peer].send(message, self._wait_to_send)
 
-    def receive(self, seconds: float | None = None) -> list[Any]:
+    def receive(self, seconds: float | None = None) -> list[Message]:
         """Wait for something to come.
 
         Parameters
@@ -218,7 +218,7 @@ class Peers:
 
         Returns
         -------
-        list of object
+        list of Message
             Messages that have come; empty if there are only parts of one.
 
         Raises
