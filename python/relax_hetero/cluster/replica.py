@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -130,7 +132,7 @@ class Replica:
         self._sending, self._exchanging, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         self._graph: TaskGraph | None = None
         self._link_texts: LinkTexts = {}
-        self._may_be_broken = False
+        self._may_be_broken = self._has_recovered = False
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._mailbox_calls, self._attempts, self._exchanges = MailboxCalls(), 0, 0
         self._waiters = ThreadPoolExecutor(in_flight, f"calls of replica {number}")
@@ -270,10 +272,12 @@ class Replica:
         """Main function of the collector thread: hand over results, and recover from failures."""
         thread_state.is_worker = True
         while not self._closing.is_set():
-            try:
+            event: _Event = None
+            if self._has_recovered:
+                self._has_recovered = False
+                gc.collect()  # Ray's errors are in cycles with frames that refer to old connections and their memory
+            with suppress(queue.Empty):
                 event = self._events.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                event = None
             if isinstance(event, _EndedCall):
                 self._callbacks.on_end(self, event.call, event.messages)
             elif isinstance(event, tuple):
@@ -303,7 +307,7 @@ class Replica:
 
     def _recover(self, error: BaseException | None = None) -> None:
         """Report the lost calls, restart dead hosts, and connect all hosts again."""
-        self.is_ready = False
+        self.is_ready, self._has_recovered = False, True
         dead = self._actors.find_dead()
         if self._link_texts:
             abort_links(self._ray, self._actors.handles)
