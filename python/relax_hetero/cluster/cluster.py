@@ -330,10 +330,10 @@ class Cluster:
     def _send_next(self) -> None:
         """Send the next queued call, in the sender thread, since a host may be busy for a while."""
         with self._lock:
-            has_capacity = not self._is_closed and any(replica.has_capacity for replica in self._replicas)
-            call = self._waiting.popleft() if has_capacity and self._waiting else None
-        if call is not None:
-            self._start_after(partial(self._dispatch, call, False), call.fence)
+            if not self._waiting or self._is_closed or not any(replica.has_capacity for replica in self._replicas):
+                return
+            call = self._waiting.popleft()
+        self._start_after(partial(self._dispatch, call, False), call.fence)
 
     def _finish_call(self, replica: Replica, call: ClusterCall, messages: Sequence[Message]) -> None:
         result, error = None, None
