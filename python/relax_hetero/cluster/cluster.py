@@ -128,19 +128,6 @@ class Cluster:
             self.close()
             raise
 
-    def _make_replicas(self, bindings: Mapping[str, HostBinding], count: int) -> list[Replica]:
-        ray = self._ray
-        parts = {host: pack(part, host, ray.put) for host, part in self._program.parts.items()}
-        ref = weakref.ref(self)  # threads of replicas must not keep the cluster alive
-        callbacks = Callbacks(
-            partial(_on_end, ref), partial(_on_lost, ref), partial(_on_ready, ref), partial(_on_wait, ref)
-        )
-
-        def actors(pause: Callable[[float], None]) -> Actors:
-            return Actors(ray, bindings, parts, self._timeout, pause)
-
-        return [Replica(ray, number, actors, self._routes, self._limit, callbacks) for number in range(count)]
-
     def __enter__(self) -> Cluster:
         return self
 
@@ -260,6 +247,19 @@ class Cluster:
         if plan is None:
             raise unknown_name("function", name, self.function_names, "the cluster")
         return plan
+
+    def _make_replicas(self, bindings: Mapping[str, HostBinding], count: int) -> list[Replica]:
+        ray = self._ray
+        parts = {host: pack(part, host, ray.put) for host, part in self._program.parts.items()}
+        ref = weakref.ref(self)  # threads of replicas must not keep the cluster alive
+        callbacks = Callbacks(
+            partial(_on_end, ref), partial(_on_lost, ref), partial(_on_ready, ref), partial(_on_wait, ref)
+        )
+
+        def actors(pause: Callable[[float], None]) -> Actors:
+            return Actors(ray, bindings, parts, self._timeout, pause)
+
+        return [Replica(ray, number, actors, self._routes, self._limit, callbacks) for number in range(count)]
 
     def _start(self) -> None:
         """Start all replicas at once."""
