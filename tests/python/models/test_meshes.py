@@ -154,6 +154,7 @@ MESHES = [(2,), (4,), (2, 2)]
 
 
 @pytest.mark.slow  # compiles a model of 100 MB for each case
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh_shape", MESHES)
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet50"])
 def test_a_model_over_a_mesh(name, mesh_shape):
@@ -163,6 +164,7 @@ def test_a_model_over_a_mesh(name, mesh_shape):
 
 
 @pytest.mark.slow  # compiles a model of 100 MB for each case
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize(("parts", "sharing"), [(2, 1), (4, 1), (2, 2)])
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet50"])
 def test_batches_over_a_mesh(name, parts, sharing):
@@ -177,6 +179,7 @@ def test_batches_over_a_mesh(name, parts, sharing):
 
 
 @pytest.mark.slow  # compiles a model of 100 MB for each case
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh_shape", MESHES)
 @pytest.mark.parametrize("name", ["bert", "gpt2", "resnet50"])
 def test_any_sharding_of_a_model(name, mesh_shape):
