@@ -41,7 +41,7 @@ from smoke import smoke  # noqa: E402
 import relax_hetero as rh  # noqa: E402
 from relax_hetero.cluster import wire  # noqa: E402
 from relax_hetero.cluster.host_links import RECEIVER, SENDER, GpuLink  # noqa: E402
-from relax_hetero.cluster.nccl import load_nccl, require_nccl  # noqa: E402
+from relax_hetero.vm.device.nccl import load_nccl, require_nccl  # noqa: E402
 from relax_hetero.target.vdevice import with_vdevices  # noqa: E402
 from relax_hetero.vm.device.cuda_streams import Stream  # noqa: E402
 from relax_hetero.vm.device.memory_pools import send_buffer  # noqa: E402

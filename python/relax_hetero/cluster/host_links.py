@@ -42,7 +42,7 @@ from ..vm.device.memory_pools import BlockPool
 from ..vm.device.tensors import nbytes_of
 from ..vm.machine import VirtualMachine
 from .links import CONNECT_SECONDS, GpuInfo, Link, LinkTensor, check_sequence
-from .nccl import Nccl, load_nccl, require_nccl
+from ..vm.device.nccl import Nccl, load_nccl, require_nccl
 from .wire import Failure
 
 TIMEOUT_SECONDS = 30.0

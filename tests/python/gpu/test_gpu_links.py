@@ -20,7 +20,7 @@ from gpu.link_process import DTYPES, LIMIT, content, made
 from relax_hetero.cluster import wire
 from relax_hetero.cluster.host_links import SENDER, GpuLink, HostLinks
 from relax_hetero.cluster.links import GpuInfo
-from relax_hetero.cluster.nccl import load_nccl
+from relax_hetero.vm.device.nccl import load_nccl
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.device.cuda_library import cuda_library
 from relax_hetero.vm.device.memory_pools import PINNED_BYTES

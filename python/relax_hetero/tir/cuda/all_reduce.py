@@ -26,8 +26,9 @@ does not read, so that passes keep their order. All blocks of a kernel must be r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, prod
 from typing import Any
 
@@ -40,11 +41,16 @@ from ..core.builder import Function
 from .loops.launch import launch
 
 ALL_REDUCE = "relax_hetero.all_reduce"
-"""On a PrimFunc: it exchanges values with the kernels of other devices."""
+"""On a PrimFunc: it exchanges values with the kernels of other devices; JSON of a `RankReduce`."""
+
+NCCL = "relax_hetero.nccl"
+"""On a PrimFunc: the number of float32 that NCCL sums before each launch, the GPU's rank, and the indices of the mesh's
+devices."""
 
 _THREADS = 512
 _MAX_THREADS = 1024
 _LONG_BLOCKS = 128
+_MAX_COPY_BLOCKS = 1024
 _TIMEOUT_SECONDS = 60
 
 _LL_BYTES = 512 << 10
@@ -333,6 +339,46 @@ __device__ __forceinline__ void rh_all_reduce_long(
     else rh_copy((const float4*)from, (float4*)out + to, begin, end);
   }
 }
+
+// Before NCCL's sum: the operand, and on each GPU its rows of the residual.
+template <bool RESIDUAL> __device__ __forceinline__ void rh_stage(
+    const float* x, const float* residual, float* token, const void* bases, int rank, int vectors, int part) {
+  float4* to = (float4*)((const long long*)bases)[rank];
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < vectors; i += gridDim.x * blockDim.x) {
+    float4 v = ((const float4*)x)[i];
+    int own = i - rank * part;
+    if (RESIDUAL && own >= 0 && own < part) v = rh_add(v, ((const float4*)residual)[own]);
+    to[i] = v;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) token[0] = 0.0f;
+}
+// After it: the norm of the rows, and the sum from vector `begin` to `end`.
+template <bool NORM, bool HALF, bool SUM> __device__ __forceinline__ void rh_finish(
+    const float* weight, void* out, float* sum, const void* bases, int rank, int vectors, int row, int begin, int end,
+    float eps) {
+  const float4* from = (const float4*)((const long long*)bases)[rank];
+  for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
+    int last = min(first + row, vectors);
+    float inverse = 1.0f;
+    if (NORM) {
+      float squares = 0.0f;
+      for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
+        float4 v = __ldcg(from + i);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+      }
+      inverse = rsqrtf(rh_reduce<false>(squares) / (4 * row) + eps);
+    }
+    for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
+      float4 v = __ldcg(from + i);
+      if (SUM && i >= begin && i < end) ((float4*)sum)[i - begin] = v;
+      if (NORM) {
+        float4 w = ((const float4*)weight)[i - first];
+        v = make_float4(v.x * inverse * w.x, v.y * inverse * w.y, v.z * inverse * w.z, v.w * inverse * w.w);
+      }
+      rh_store<HALF>(out, i, v);
+    }
+  }
+}
 """
 )
 
@@ -442,6 +488,36 @@ class AllReduce:
         return ceil(ceil(self.count // 4 / self.row) / self.ranks) * self.row
 
 
+@dataclass(frozen=True)
+class RankReduce:
+    """The part of a GPU in an all-reduce.
+
+    Attributes
+    ----------
+    reduce : AllReduce
+    rank : int
+        Number of this GPU among the GPUs.
+    keeps_sum : bool
+        True if there is a second result, the sum, beside that of the norm.
+    """
+
+    reduce: AllReduce
+    rank: int
+    keeps_sum: bool = False
+
+    def to_json(self) -> str:
+        """Convert to JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankReduce:
+        """Read `to_json`."""
+        data = json.loads(text)
+        reduce = data["reduce"]
+        norm = None if reduce["norm"] is None else RowNorm(**reduce["norm"])
+        return cls(AllReduce(**{**reduce, "shape": tuple(reduce["shape"]), "norm": norm}), data["rank"], data["keeps_sum"])
+
+
 def supports(count: int, dtype: str) -> bool:
     """Return whether the kernel reduces tensors of so many elements of a type."""
     return dtype == "float32" and count % 4 == 0 and 0 < count < 1 << 31
@@ -494,11 +570,8 @@ def all_reduce_kernel(
         out = function.argument("out", shape, norm.dtype if norm is not None else "float32")
         total = function.argument("total", reduce.sum_shape, "float32") if keeps_sum else None
 
-        def pointer(buffer: Any) -> tirx.PrimExpr:
-            """Address of a buffer; of any for one that the kernel does not use."""
-            buffer = x if buffer is None else buffer
-            return T.address_of(buffer[(0,) * len(buffer.shape)])
-
+        # A kernel that does not use a buffer gets the address of any.
+        pointers = [_pointer(x if each is None else each) for each in (x, residual, weight, out, total, bases)]
         # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
         data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else 2 * _LL_BYTES)
         kinds = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
@@ -506,16 +579,98 @@ def all_reduce_kernel(
         arguments = ", ".join(str(value).lower() for value in (per_thread, rank, reduce.ranks, *kinds))
         with function.body(), launch(reduce.blocks, reduce.threads):
             T.evaluate(
-                T.cuda.func_call(
+                _call(
                     f"rh_all_reduce_short<{arguments}>"
                     if reduce.is_short
                     else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}>",
-                    *map(pointer, (x, residual, weight, out, total, bases)),
+                    *pointers,
                     *map(T.int64, (data, slot_bytes, flags_offset(slot, reduce.ranks), state_offset(reduce.ranks))),
                     *map(T.int32, (slot, reduce.count // reduce.lanes, reduce.row)),
                     T.float32(norm.eps if norm is not None else 0.0),
-                    source_code=_SOURCE,
-                    return_type="void",
                 )
             )
-    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: f"{rank} of {reduce.ranks}"})
+    own = RankReduce(reduce, rank, keeps_sum)
+    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: own.to_json()})
+
+
+def stage_kernel(own: RankReduce, after: tuple[Sequence[int], str]) -> tirx.PrimFunc:
+    """Make the kernel that copies a GPU's operand to the memory in which NCCL sums.
+
+    Parameters
+    ----------
+    own : RankReduce
+    after : tuple
+        Shape and type of the last kernel's result.
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
+        only orders kernels; the GPU's rows of the residual, if there is one; and a result, (1,) of float32, which orders
+        `finish_kernel` after this one.
+    """
+    reduce = own.reduce
+    function = Function(f"stage_{own.rank}", registers="local")
+    with function:
+        x = function.argument("x", list(reduce.shape), "float32")
+        bases = function.argument("bases", [reduce.ranks], "int64")
+        function.argument("after", list(after[0]), after[1])
+        residual = function.argument("residual", reduce.sum_shape, "float32") if reduce.has_residual else None
+        token = function.argument("token", [1], "float32")
+        with function.body(), launch(_copy_blocks(reduce), _THREADS):
+            pointers = [_pointer(buffer) for buffer in (x, x if residual is None else residual, token, bases)]
+            numbers = own.rank, reduce.count // 4, prod(reduce.sum_shape) // 4
+            call = f"rh_stage<{str(reduce.has_residual).lower()}>"
+            T.evaluate(_call(call, *pointers, *map(T.int32, numbers)))
+    return function.result.with_attrs({"tirx.is_scheduled": True})
+
+
+def finish_kernel(own: RankReduce, mesh: Sequence[int]) -> tirx.PrimFunc:
+    """Make the kernel after NCCL's sum, which writes the results of `all_reduce_kernel`.
+
+    Parameters
+    ----------
+    own : RankReduce
+    mesh : sequence of int
+        Indices of the mesh's devices in the manifest.
+
+    Returns
+    -------
+    tirx.PrimFunc
+        Function of the addresses of all GPUs' memory, (ranks,) of int64; the result of `stage_kernel`, which only orders
+        kernels; the norm's weight, if there is a norm; and the results.
+    """
+    reduce = own.reduce
+    norm, row = reduce.norm, reduce.width // 4 if reduce.norm is not None else _THREADS
+    threads = min(_MAX_THREADS, ceil(row / WARP) * WARP)
+    blocks = _copy_blocks(reduce) if norm is None else min(_MAX_COPY_BLOCKS, reduce.count // reduce.width)
+    function = Function(f"finish_{own.rank}", registers="local")
+    with function:
+        bases = function.argument("bases", [reduce.ranks], "int64")
+        function.argument("token", [1], "float32")
+        weight = function.argument("weight", [reduce.width], "float32") if norm is not None else None
+        out = function.argument("out", list(reduce.shape), norm.dtype if norm is not None else "float32")
+        total = function.argument("total", reduce.sum_shape, "float32") if own.keeps_sum else None
+        with function.body(), launch(blocks, threads):
+            pointers = [_pointer(bases if buffer is None else buffer) for buffer in (weight, out, total, bases)]
+            kept = prod(reduce.sum_shape) // 4
+            begin = 0 if reduce.is_short else own.rank * kept
+            kinds = (norm is not None, norm is not None and norm.dtype == "float16", own.keeps_sum)
+            call = f"rh_finish<{', '.join(str(kind).lower() for kind in kinds)}>"
+            numbers = own.rank, reduce.count // 4, row, begin, begin + kept
+            eps = T.float32(norm.eps if norm is not None else 0.0)
+            T.evaluate(_call(call, *pointers, *map(T.int32, numbers), eps))
+    attributes = {"tirx.is_scheduled": True, ALL_REDUCE: own.to_json(), NCCL: [reduce.count, own.rank, *mesh]}
+    return function.result.with_attrs(attributes)
+
+
+def _copy_blocks(reduce: AllReduce) -> int:
+    return min(_MAX_COPY_BLOCKS, ceil(reduce.count // 4 / _THREADS))
+
+
+def _pointer(buffer: Any) -> tirx.PrimExpr:
+    return T.address_of(buffer[(0,) * len(buffer.shape)])
+
+
+def _call(function: str, *arguments: tirx.PrimExpr) -> tirx.PrimExpr:
+    return T.cuda.func_call(function, *arguments, source_code=_SOURCE, return_type="void")

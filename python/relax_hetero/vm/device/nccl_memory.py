@@ -1,0 +1,185 @@
+"""Sums by NCCL over the GPUs of a mesh: memory, communicators, and sums as parts of CUDA graphs.
+
+A function's first call sums once for each size, and captures that sum on all GPUs together, as NCCL asks of a thread
+that has several communicators. A command buffer whose launches are captured later gets the sum of its GPU as a child
+graph. NCCL's kernels wait for each other as those of `peer_memory` do, so the same rules hold for calls.
+
+A communicator belongs to one machine at a time. It is never destroyed: NCCL would wait until nothing has its kernels any
+more, at process exit forever.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tvm_ffi
+from tvm import runtime
+
+from ...artifact.peer_layout import NCCL_ALL_REDUCE, NCCL_MEMORY
+from ...errors import HeteroError
+from .cuda_library import CudaLibrary, cuda_library
+from .cuda_streams import Stream
+from .nccl import Nccl, load_nccl
+from .peer_memory import addresses_on, devices_of_call, different_gpus
+from .tensors import empty
+
+_log = logging.getLogger("relax_hetero")
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
+_SET = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
+
+Mesh = tuple[int, ...]
+
+
+class NcclMemory:
+    """Memory in which NCCL sums for a function, one buffer on each GPU, and the sums.
+
+    Parameters
+    ----------
+    devices : list of runtime.Device
+        GPUs of the mesh.
+    counts : sequence of int
+        Numbers of float32 of each sum.
+    nccl : Nccl
+    library : CudaLibrary
+
+    Attributes
+    ----------
+    addresses : dict of int to runtime.Tensor
+        For each GPU, the addresses of all GPUs' buffers.
+    """
+
+    def __init__(self, devices: list[runtime.Device], counts: Sequence[int], nccl: Nccl, library: CudaLibrary) -> None:
+        different_gpus(devices)
+        self._devices, self._nccl, self._library = devices, nccl, library
+        self._buffers = [empty((4 * max(counts),), "uint8", device) for device in devices]
+        self.addresses = addresses_on(devices, self._buffers)
+        for device in devices:  # no other sum of the communicators is running
+            device.sync()
+        gpus = tuple(device.index for device in devices)
+        pool = _communicators[gpus]
+        self._pool, self._communicators = pool, pool.pop() if pool else _new_communicators(nccl, list(gpus))
+        streams = [Stream(library, gpu) for gpu in gpus]
+        self._graphs = {count: self._captured(count, streams) for count in counts}
+
+    def _sum(self, count: int, streams: Sequence[Stream]) -> None:
+        self._nccl.start()
+        try:
+            for communicator, buffer, stream in zip(self._communicators, self._buffers, streams, strict=True):
+                address = buffer.data_ptr()
+                communicator.allReduce(address, address, count, self._nccl.float32, self._nccl.sum, stream.handle)
+        finally:
+            self._nccl.end()
+
+    def _captured(self, count: int, streams: Sequence[Stream]) -> list[int]:
+        """Graphs of a sum, one for each GPU."""
+        self._sum(count, streams)  # connects the GPUs
+        for stream in streams:
+            stream.synchronize()
+        return captured(self._library, streams, lambda: self._sum(count, streams))
+
+    def add(self, count: int, rank: int) -> None:
+        """Add a sum to the graph that the current stream of a GPU captures."""
+        add_child_graph(self._library, Stream.current(self._library, self._devices[rank]), self._graphs[count][rank])
+
+    def free(self) -> None:
+        """Destroy the graphs, and leave the communicators to other machines."""
+        try:
+            for device in self._devices:
+                device.sync()
+            for graph in (graph for graphs in self._graphs.values() for graph in graphs):
+                self._library.call("cuGraphDestroy", graph)
+            self._pool.append(self._communicators)
+        except Exception:  # a failed GPU, whose communicators are of no use
+            _log.debug("memory of NCCL was not freed", exc_info=True)
+
+
+def captured(library: CudaLibrary, streams: Sequence[Stream], launch: Callable[[], None]) -> list[int]:
+    """Capture what a function launches on streams; returns a graph for each."""
+    begun, graphs = [], []
+    try:
+        for stream in streams:
+            library.use(stream.gpu)
+            library.call("cuStreamBeginCapture_v2", stream.handle, _RELAXED)
+            begun.append(stream)
+        launch()
+    finally:
+        for stream in begun:
+            library.use(stream.gpu)
+            graph = ctypes.c_void_p()
+            status = library.status("cuStreamEndCapture", stream.handle, ctypes.byref(graph))
+            graphs.append((status, graph.value or 0))
+    for status, _ in graphs:
+        if status:
+            raise library.error("capturing a sum of NCCL", status)
+    return [graph for _, graph in graphs]
+
+
+def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:
+    """Add a copy of a graph to the one that a stream captures, in order with the stream."""
+    status, capture_id, parent = ctypes.c_int(), ctypes.c_uint64(), ctypes.c_void_p()
+    before, count, node = ctypes.c_void_p(), ctypes.c_size_t(), ctypes.c_void_p()
+    results = (status, capture_id, parent, before, count)
+    library.call("cuStreamGetCaptureInfo_v2", stream.handle, *map(ctypes.byref, results))
+    if not parent.value:
+        raise HeteroError("a sum of NCCL is launched outside of a CUDA graph; expected a command buffer of a mesh's GPU")
+    library.call("cuGraphAddChildGraphNode", ctypes.byref(node), parent, before, count, graph)
+    library.call("cuStreamUpdateCaptureDependencies", stream.handle, ctypes.byref(node), 1, _SET)
+
+
+_communicators: defaultdict[tuple[int, ...], list[list[Any]]] = defaultdict(list)
+"""Communicators that no machine uses, by their GPUs."""
+
+
+def _new_communicators(nccl: Nccl, gpus: list[int]) -> list[Any]:
+    communicators = nccl.communicators(gpus)
+    for communicator in communicators:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+    return communicators
+
+
+class _Call(threading.local):
+    """Memory that the call on this thread has asked for last, by the positions of a mesh's devices."""
+
+    def __init__(self) -> None:
+        self.memory: weakref.WeakValueDictionary[Mesh, NcclMemory] = weakref.WeakValueDictionary()
+
+
+_call = _Call()
+_memories: dict[tuple[int, Mesh, tuple[int, ...]], NcclMemory] = {}
+_lock = threading.RLock()  # a garbage collection within may free memory
+
+
+@tvm_ffi.register_global_func(NCCL_MEMORY, override=True)
+def nccl_memory(index: int, ranks: int, *numbers: int) -> Any:
+    """Addresses of the memory of a mesh's devices, on the device of manifest entry `index`."""
+    devices, mesh, counts = devices_of_call(), tuple(numbers[:ranks]), tuple(numbers[ranks:])
+    key = (id(devices), mesh, counts)
+    with _lock:
+        memory = _memories.get(key)
+        if memory is None:
+            nccl, library = load_nccl(), cuda_library()
+            if isinstance(nccl, str) or library is None:
+                raise HeteroError(f"sums over GPUs of a mesh need NCCL: {nccl if library else 'CUDA does not work'}")
+            memory = _memories[key] = NcclMemory([devices[position] for position in mesh], counts, nccl, library)
+    _call.memory[mesh] = memory
+    return memory.addresses[devices[index].index]
+
+
+@tvm_ffi.register_global_func(NCCL_ALL_REDUCE, override=True)
+def nccl_all_reduce(count: int, rank: int, *mesh: int) -> None:
+    """Add a sum of `count` numbers to the graph that the current stream of a GPU captures."""
+    _call.memory[mesh].add(count, rank)
+
+
+def free_nccl_memory(machine: int) -> None:
+    """Free the memory of a machine, given the identity of its list of devices."""
+    with _lock:
+        for key in [key for key in _memories if key[0] == machine]:
+            _memories.pop(key).free()
