@@ -59,6 +59,7 @@ from ..transform.placement.update_vdevice import succeed_vdevices
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
 from ..transform.shard.partition_by_mesh import partition_by_mesh
+from ..transform.shard.sum_by_nccl import collectives_of, sum_by_nccl
 from ..vm.file.executable import Executable
 from . import guard_tvm_compile
 from .bind_params import bind_params
@@ -354,6 +355,7 @@ def compile(  # noqa: A001 (the contract's name)
     checks: str = "default",
     optional: VDeviceSpec | Iterable[VDeviceSpec] | None = None,
     accuracy: str | Mapping[str, str] = "default",
+    allreduce_strategy: str = "auto",
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -390,6 +392,10 @@ def compile(  # noqa: A001 (the contract's name)
         ``"exact"``: no Winograd. ``"fast"``: also F(4x4, 3x3), with about twice the error, and weights of four times
         the size. A mapping has patterns of the convolutions' variables, as ``explain`` shows them; the last match
         counts: ``{"*": "fast", "head_*": "exact"}``.
+    allreduce_strategy : str, optional
+        Sums over GPUs of a mesh, as in TensorRT-LLM. ``"custom"``: kernels that write to the memory of other GPUs.
+        ``"nccl"``: NCCL, within the same CUDA graphs. ``"auto"``: NCCL if GPUs of this machine do not reach each other's
+        memory.
 
     Returns
     -------
@@ -399,11 +405,11 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks` or `accuracy`, or a pattern of `accuracy` without a match; `optional` devices that
+        An unknown value of `checks`, `accuracy` or `allreduce_strategy`, or a pattern of `accuracy` without a match; `optional` devices that
         are CPUs or not in the module; placement conflicts, ops without kernels, kernels that do not compile, unknown
         parameter names, inputs that cannot be donated; constant indices and divisors that are invalid.
     """
-    mod = prepare_module(mod, params, donate, checks, accuracy, "rh.compile")
+    mod = prepare_module(mod, params, donate, checks, accuracy, "rh.compile", allreduce_strategy)
     _check_one_host(mod)
     indices = optional_indices(mod, optional)
 
@@ -428,6 +434,7 @@ def prepare_module(
     checks: str,
     accuracy: str | Mapping[str, str],
     caller: str,
+    allreduce_strategy: str = "auto",
 ) -> tvm.IRModule:
     """Check a module, bind its weights, and store options of `compile` as attributes.
 
@@ -442,7 +449,7 @@ def prepare_module(
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
     check_nesting(mod)
     check_module(mod)
-    mod = partition_by_mesh(mod)
+    mod = sum_by_nccl(partition_by_mesh(mod), allreduce_strategy)
     mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)
@@ -468,7 +475,7 @@ def _compile(
     mod: tvm.IRModule, command_buffers: bool, progress: Progress | None, folder: CacheFolder | None
 ) -> Executable:
     vdevices = vdevices_of(mod)
-    writes = may_write_arguments(mod)
+    writes, collectives = may_write_arguments(mod), collectives_of(mod)
     # Passes lower ops to calls of kernels, and then to calls of the virtual machine.
     mod = run_steps(mod, pipeline_steps(command_buffers), progress)
     remarks = remarks_of(mod)
@@ -507,6 +514,7 @@ def _compile(
         checks=remarks.checks or (),
         repeated=repeated,
         graph=remarks.graph,
+        collectives=tuple(collectives),
     )
     # LLVM and CUDA compile the kernels of each target, and TVM links them with the bytecode.
     linked = link(with_bodies(linkable, signatures), signatures, progress, folder)

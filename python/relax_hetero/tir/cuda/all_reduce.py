@@ -53,7 +53,7 @@ _LONG_BLOCKS = 128
 _MAX_COPY_BLOCKS = 1024
 _TIMEOUT_SECONDS = 60
 
-_LL_BYTES = 512 << 10
+LL_BYTES = 512 << 10
 """Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
 _MAX_LL_PAIRS = 8
@@ -354,7 +354,7 @@ template <bool RESIDUAL> __device__ __forceinline__ void rh_stage(
 }
 // After it: the norm of the rows, and the sum from vector `begin` to `end`.
 template <bool NORM, bool HALF, bool SUM> __device__ __forceinline__ void rh_finish(
-    const float* weight, void* out, float* sum, const void* bases, int rank, int vectors, int row, int begin, int end,
+    const void* weight, void* out, void* sum, const void* bases, int rank, int vectors, int row, int begin, int end,
     float eps) {
   const float4* from = (const float4*)((const long long*)bases)[rank];
   for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
@@ -433,7 +433,7 @@ class AllReduce:
     @property
     def is_short(self) -> bool:
         """True if every GPU adds all; else each adds its part of the rows."""
-        return 4 * self.count <= _LL_BYTES
+        return 4 * self.count <= LL_BYTES
 
     @property
     def lanes(self) -> int:
@@ -454,7 +454,7 @@ class AllReduce:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that it needs for each GPU."""
-        return 2 * _LL_BYTES + (0 if self.is_short else 2 * 16 * self._part_vectors)
+        return 2 * LL_BYTES + (0 if self.is_short else 2 * 16 * self._part_vectors)
 
     @property
     def threads(self) -> int:
@@ -499,11 +499,14 @@ class RankReduce:
         Number of this GPU among the GPUs.
     keeps_sum : bool
         True if there is a second result, the sum, beside that of the norm.
+    why : str
+        Reason why NCCL sums; empty for kernels that write to the memory of other GPUs.
     """
 
     reduce: AllReduce
     rank: int
     keeps_sum: bool = False
+    why: str = ""
 
     def to_json(self) -> str:
         """Convert to JSON text."""
@@ -515,7 +518,7 @@ class RankReduce:
         data = json.loads(text)
         reduce = data["reduce"]
         norm = None if reduce["norm"] is None else RowNorm(**reduce["norm"])
-        return cls(AllReduce(**{**reduce, "shape": tuple(reduce["shape"]), "norm": norm}), data["rank"], data["keeps_sum"])
+        return cls(**{**data, "reduce": AllReduce(**{**reduce, "shape": tuple(reduce["shape"]), "norm": norm})})
 
 
 def supports(count: int, dtype: str) -> bool:
@@ -573,7 +576,7 @@ def all_reduce_kernel(
         # A kernel that does not use a buffer gets the address of any.
         pointers = [_pointer(x if each is None else each) for each in (x, residual, weight, out, total, bases)]
         # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
-        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else 2 * _LL_BYTES)
+        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else 2 * LL_BYTES)
         kinds = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
         per_thread = ceil(reduce.row / reduce.threads)
         arguments = ", ".join(str(value).lower() for value in (per_thread, rank, reduce.ranks, *kinds))

@@ -14,43 +14,111 @@ addresses are those of one buffer on each GPU, which all sums of a function use.
 GPU has some rows, is added by `stage`.
 
 Assumes PartitionByMesh. A module without such kernels is returned as it is.
+
+`strategy` is that of `rh.compile`: "nccl" changes all sums, "custom" none, and "auto" those of GPUs of this machine that
+do not reach each other's memory.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.peer_layout import NCCL_MEMORY
-from ...tir.cuda.all_reduce import ALL_REDUCE, NCCL, RankReduce, finish_kernel, stage_kernel
+from ...artifact.collectives import CollectiveSpec
+from ...artifact.peer_layout import NCCL_MEMORY, PEER_MEMORY
+from ...errors import BuildError
+from ...target.vdevice import vdevices_of
+from ...tir.cuda.all_reduce import ALL_REDUCE, LL_BYTES, RankReduce, finish_kernel, stage_kernel
+from ...vm.device.cuda_copies import can_access_peer
 from ..ir.blocks import Block, rewrite_function, shape_of
 from ..ir.declare import declare_pass
 from ..ir.kernels import called_prim_func, opaque_kernel
-from ..ir.rewriting import copy_module, fresh_global_var, relax_functions, typed
+from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
 
 
-def sum_by_nccl(mod: tvm.IRModule, min_bytes: int = 0) -> tvm.IRModule:
+AUTO, CUSTOM, _NCCL = STRATEGIES = ("auto", "custom", "nccl")
+"""Values of `allreduce_strategy`; "custom" is vLLM's and TensorRT-LLM's word for kernels with peer access."""
+
+
+def sum_by_nccl(mod: tvm.IRModule, strategy: str = "nccl") -> tvm.IRModule:
     """See the module's docstring.
 
     Parameters
     ----------
     mod : tvm.IRModule
-    min_bytes : int
-        Sums of fewer bytes stay kernels.
+    strategy : str
+        One of `STRATEGIES`.
+
+    Raises
+    ------
+    BuildError
+        For another strategy, and "nccl" for a module whose kernels have devices already.
     """
-    rewriter = _Rewriter(mod, min_bytes)
+    if strategy not in STRATEGIES:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise BuildError(f"SumByNccl: allreduce_strategy is {strategy!r}, expected one of {known}")
+    rewriter = _Rewriter(mod, strategy)
     functions = {gv: rewrite_function(func, rewriter.rewrite) for gv, func in relax_functions(mod)}
     if not rewriter.kernels:
         return mod
     result = {**dict(mod.functions.items()), **functions, **rewriter.kernels}
-    called = {arg.name_hint for func in functions.values() for arg in relax.analysis.all_global_vars(func)}
+    called = {gv.name_hint for func in functions.values() for gv in relax.analysis.all_global_vars(func)}
     unused = {gv for gv, func in result.items() if ALL_REDUCE in (func.attrs or {}) and gv.name_hint not in called}
     return copy_module(mod, {gv: func for gv, func in result.items() if gv not in unused})
 
 
 SumByNccl = declare_pass("SumByNccl", sum_by_nccl)
+
+
+def collectives_of(mod: tvm.IRModule) -> list[CollectiveSpec]:
+    """All-reduces of a module after PartitionByMesh, one for all GPUs of each."""
+    collectives = []
+    for gv, func in relax_functions(mod):
+        meshes: dict[relax.Var, tuple[int, ...]] = {}
+        for binding in walk_bindings(func):
+            if (mesh := _mesh_of(binding.value)) is not None:
+                meshes[binding.var] = mesh
+            own = _part_of(mod, binding.value)
+            if own is None or own.rank:
+                continue
+            reduce, operands = own.reduce, binding.value.args[1].fields
+            joined = ["norm"] * (reduce.norm is not None) + ["residual"] * reduce.has_residual
+            algorithm = "NCCL" if own.why else "one-shot" if reduce.is_short else "two-shot"
+            why = own.why or f"{'up to' if reduce.is_short else 'more than'} {LL_BYTES >> 10} KB"
+            mesh = next(meshes[operand] for operand in operands if operand in meshes)
+            name = str(binding.var.name).removesuffix("_and_norm")
+            collectives.append(
+                CollectiveSpec(gv.name_hint, name, mesh, 4 * reduce.count, tuple(joined), algorithm, why)
+            )
+    return collectives
+
+
+def _mesh_of(value: relax.Expr) -> tuple[int, ...] | None:
+    """The mesh of a call that returns addresses of its memory."""
+    if op_name(value) != "relax.call_pure_packed" or not isinstance(value.args[0], relax.ExternFunc):
+        return None
+    name, numbers = str(value.args[0].global_symbol), [int(arg) for arg in value.args[1:] if tvm.ir.is_prim_expr(arg)]
+    if name == NCCL_MEMORY:
+        return tuple(numbers[2 : 2 + numbers[1]])
+    return tuple(numbers[2:]) if name == PEER_MEMORY else None
+
+
+def _part_of(mod: tvm.IRModule, value: relax.Expr) -> RankReduce | None:
+    gv = called_prim_func(mod, value)
+    text = None if gv is None else mod.functions[gv].attrs.get(ALL_REDUCE)
+    return None if text is None else RankReduce.from_json(str(text))
+
+
+@cache
+def _unreachable(gpus: tuple[int, ...]) -> tuple[int, int] | None:
+    """A pair of GPUs of this machine of which one cannot access the other's memory."""
+    pairs = itertools.permutations(gpus, 2)
+    return next((pair for pair in pairs if can_access_peer(*pair) is False), None)
 
 
 class _Rewriter:
@@ -62,9 +130,9 @@ class _Rewriter:
         New kernels.
     """
 
-    def __init__(self, mod: tvm.IRModule, min_bytes: int) -> None:
+    def __init__(self, mod: tvm.IRModule, strategy: str) -> None:
         self.kernels: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
-        self._mod, self._min_bytes = mod, min_bytes
+        self._mod, self._strategy, self._vdevices = mod, strategy, vdevices_of(mod)
         self._used_names = {gv.name_hint for gv in mod.get_global_vars()}
         self._made: dict[tuple[object, ...], tvm.ir.GlobalVar] = {}
 
@@ -72,9 +140,9 @@ class _Rewriter:
         """The bindings of a block with sums by NCCL; None without any."""
         sums = {}
         for index, binding in enumerate(block.bindings):
-            own = self._sum_of(binding.value)
-            if own is not None and 4 * own.reduce.count >= self._min_bytes:
-                sums[index] = own
+            own = _part_of(self._mod, binding.value)
+            if own is not None and not own.why and (why := self._why(block, binding)):
+                sums[index] = replace(own, why=why)
         if not sums:
             return None
         counts: dict[relax.Var, set[int]] = {}
@@ -88,25 +156,28 @@ class _Rewriter:
             var, value = binding.var, binding.value
             if var in memory:
                 bindings += [binding] if var in others else []
-                _, device, _, *mesh = value.args
-                counted = [relax.prim_value(count) for count in sorted(counts[var])]
-                numbers = [device, relax.prim_value(len(mesh)), *mesh, *counted]
-                call = relax.op.call_pure_packed(NCCL_MEMORY, *numbers, ty_args=[var.ty])
+                mesh = _mesh_of(value) or ()
+                numbers = [int(value.args[1]), len(mesh), *mesh, *sorted(counts[var])]
+                call = relax.op.call_pure_packed(NCCL_MEMORY, *map(relax.prim_value, numbers), ty_args=[var.ty])
                 bindings.append(relax.VarBinding(memory[var], typed(call, var.ty)))
             elif index not in sums:
                 bindings.append(binding)
             elif self._only_orders(block, var, sums):
                 before[var] = before.get(value.args[1].fields[2], value.args[1].fields[2])
             else:
-                mesh = [int(position) for position in block.definition(value.args[1].fields[1]).args[3:]]
+                mesh = _mesh_of(block.definition(value.args[1].fields[1])) or ()
                 bindings += self._bindings(block, binding, sums[index], mesh, memory, before)
         return bindings
 
-    def _sum_of(self, value: relax.Expr) -> RankReduce | None:
-        gv = called_prim_func(self._mod, value)
-        text = None if gv is None else self._mod.functions[gv].attrs.get(ALL_REDUCE)
-        is_kernel = text is not None and NCCL not in self._mod.functions[gv].attrs
-        return RankReduce.from_json(str(text)) if is_kernel else None
+    def _why(self, block: Block, binding: relax.VarBinding) -> str:
+        """The reason why NCCL sums; empty if kernels do."""
+        if self._strategy == CUSTOM:
+            return ""
+        if self._strategy == _NCCL:
+            return f'allreduce_strategy="{_NCCL}"'
+        mesh = _mesh_of(block.definition(binding.value.args[1].fields[1])) or ()
+        pair = _unreachable(tuple(int(self._vdevices[position].vdevice_id) for position in mesh))
+        return "" if pair is None else f"GPU {pair[0]} cannot access the memory of GPU {pair[1]}"
 
     def _only_orders(self, block: Block, var: relax.Var, sums: dict[int, RankReduce]) -> bool:
         """Return whether a sum is computed only because kernels need two of them."""

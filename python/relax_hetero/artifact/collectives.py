@@ -1,0 +1,40 @@
+"""Collectives of an executable: exchanges between the devices of a mesh that are not copies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class CollectiveSpec:
+    """An all-reduce over the GPUs of a mesh.
+
+    Attributes
+    ----------
+    function : str
+        Function that has it.
+    variable : str
+        Variable of its result on the first GPU.
+    devices : tuple of int
+        Manifest indices of the GPUs.
+    bytes : int
+        Bytes of the operand of each GPU.
+    joined : tuple of str
+        Work that its kernels do as well: ``"norm"``, ``"residual"``.
+    algorithm : str
+        ``"one-shot"``, ``"two-shot"`` or ``"NCCL"``.
+    why : str
+        Reason for the algorithm.
+    """
+
+    function: str
+    variable: str
+    devices: tuple[int, ...]
+    bytes: int
+    joined: tuple[str, ...]
+    algorithm: str
+    why: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "devices", tuple(self.devices))
+        object.__setattr__(self, "joined", tuple(self.joined))
