@@ -4,6 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..errors import BuildError
+
+AUTO, CUSTOM, NCCL = STRATEGIES = ("auto", "custom", "nccl")
+"""Values of `allreduce_strategy`; "custom" is vLLM's and TensorRT-LLM's word for kernels with peer access."""
+
+
+def check_strategy(strategy: str, caller: str) -> None:
+    """Require one of `STRATEGIES`; BuildError otherwise."""
+    if strategy not in STRATEGIES:
+        known = ", ".join(map(repr, STRATEGIES))
+        raise BuildError(f"{caller}: allreduce_strategy is {strategy!r}, expected one of {known}")
+
 
 @dataclass(frozen=True)
 class CollectiveSpec:

@@ -20,6 +20,7 @@ from tvm import relax, tirx
 from tvm.relax.analysis import BaseCheckResult, type_base_check
 
 from ..artifact.cache_folder import CacheFolder
+from ..artifact.collectives import check_strategy
 from ..artifact.file_hints import describe_value
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import near_misses
@@ -447,6 +448,7 @@ def prepare_module(
         raise BuildError(f"{caller}: {describe_value(mod, caller)}; expected a tvm.IRModule")
     if checks not in CHECKS:
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
+    check_strategy(allreduce_strategy, caller)
     check_nesting(mod)
     check_module(mod)
     mod = sum_by_nccl(partition_by_mesh(mod), allreduce_strategy)

@@ -29,9 +29,8 @@ from functools import cache
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.collectives import CollectiveSpec
+from ...artifact.collectives import CUSTOM, NCCL, CollectiveSpec, check_strategy
 from ...artifact.peer_layout import NCCL_MEMORY, PEER_MEMORY
-from ...errors import BuildError
 from ...target.vdevice import vdevices_of
 from ...tir.cuda.all_reduce import ALL_REDUCE, LL_BYTES, RankReduce, finish_kernel, stage_kernel
 from ...vm.device.cuda_copies import can_access_peer
@@ -41,27 +40,21 @@ from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
 
 
-AUTO, CUSTOM, _NCCL = STRATEGIES = ("auto", "custom", "nccl")
-"""Values of `allreduce_strategy`; "custom" is vLLM's and TensorRT-LLM's word for kernels with peer access."""
-
-
-def sum_by_nccl(mod: tvm.IRModule, strategy: str = "nccl") -> tvm.IRModule:
+def sum_by_nccl(mod: tvm.IRModule, strategy: str = NCCL) -> tvm.IRModule:
     """See the module's docstring.
 
     Parameters
     ----------
     mod : tvm.IRModule
     strategy : str
-        One of `STRATEGIES`.
+        ``"auto"``, ``"custom"`` or ``"nccl"``, as for `rh.compile`.
 
     Raises
     ------
     BuildError
-        For another strategy, and "nccl" for a module whose kernels have devices already.
+        For another strategy.
     """
-    if strategy not in STRATEGIES:
-        known = ", ".join(map(repr, STRATEGIES))
-        raise BuildError(f"SumByNccl: allreduce_strategy is {strategy!r}, expected one of {known}")
+    check_strategy(strategy, "SumByNccl")
     rewriter = _Rewriter(mod, strategy)
     functions = {gv: rewrite_function(func, rewriter.rewrite) for gv, func in relax_functions(mod)}
     if not rewriter.kernels:
@@ -115,8 +108,8 @@ def _part_of(mod: tvm.IRModule, value: relax.Expr) -> RankReduce | None:
 
 
 @cache
-def _unreachable(gpus: tuple[int, ...]) -> tuple[int, int] | None:
-    """A pair of GPUs of this machine of which one cannot access the other's memory."""
+def unreachable(gpus: tuple[int, ...]) -> tuple[int, int] | None:
+    """Return a pair of GPUs of this machine, the first of which cannot access the memory of the second."""
     pairs = itertools.permutations(gpus, 2)
     return next((pair for pair in pairs if can_access_peer(*pair) is False), None)
 
@@ -173,10 +166,10 @@ class _Rewriter:
         """The reason why NCCL sums; empty if kernels do."""
         if self._strategy == CUSTOM:
             return ""
-        if self._strategy == _NCCL:
-            return f'allreduce_strategy="{_NCCL}"'
+        if self._strategy == NCCL:
+            return f'allreduce_strategy="{NCCL}"'
         mesh = _mesh_of(block.definition(binding.value.args[1].fields[1])) or ()
-        pair = _unreachable(tuple(int(self._vdevices[position].vdevice_id) for position in mesh))
+        pair = unreachable(tuple(int(self._vdevices[position].vdevice_id) for position in mesh))
         return "" if pair is None else f"GPU {pair[0]} cannot access the memory of GPU {pair[1]}"
 
     def _only_orders(self, block: Block, var: relax.Var, sums: dict[int, RankReduce]) -> bool:
