@@ -1,0 +1,166 @@
+"""SumByNccl: kernels before and after NCCL's sums, where NCCL sums, and what explanations say."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import tvm
+from tvm.script import relax as R
+from tvm_ffi import structural_walk
+
+import relax_hetero as rh
+from modules import calls_of, ir_module
+from relax_hetero.artifact.metadata import Metadata
+from relax_hetero.artifact.peer_layout import NCCL_ALL_REDUCE, NCCL_MEMORY, PEER_MEMORY
+from relax_hetero.tir.cuda.all_reduce import NCCL
+from relax_hetero.transform.ir.rewriting import walk_bindings
+from relax_hetero.transform.pipeline import pipeline_steps
+from relax_hetero.transform.shard import sum_by_nccl as subject
+from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
+from relax_hetero.transform.shard.sum_by_nccl import collectives_of, sum_by_nccl
+from transform.shard.test_gpu_sums import DOWN, GPUS, SCALE, UP, WIDTH, layers, shapes_of
+
+
+@pytest.fixture(scope="module", params=[4, 4096], ids=["short", "long"])
+def both(request):
+    """A module with kernels, and with NCCL."""
+    before = partition_by_mesh(layers(request.param))
+    return before, sum_by_nccl(before)
+
+
+@pytest.fixture
+def reachable(monkeypatch):
+    """Let `auto` see a machine whose GPUs reach each other's memory, or do not."""
+
+    def choose(reaches):
+        subject.unreachable.cache_clear()
+        monkeypatch.setattr(subject, "can_access_peer", lambda gpu, peer: reaches)
+
+    yield choose
+    subject.unreachable.cache_clear()
+
+
+def kernels_of(module, name):
+    """Calls of kernels by the rank of their GPU."""
+    calls = [call for call in calls_of("relax.call_tir", module) if name in call.args[0].name_hint]
+    return calls[0::2], calls[1::2]
+
+
+def test_results_are_those_of_the_kernels(both):
+    before, after = both
+    assert sum_by_nccl(after).same_as(after)
+    for old, stages, new in zip(*(kernels_of(*pair) for pair in ((before, "all_"), (after, "st"), (after, "all_"))), strict=True):
+        assert [shapes_of(call) for call in new] == [shapes_of(call) for call in old] and len(old) == 2
+        values = {binding.var: binding.value for binding in walk_bindings(after["main"].body)}
+        for kernel, stage, call in zip(old, stages, new, strict=True):
+            x, _, last, *rest = kernel.args[1].fields
+            operands, (_, token, *weight) = stage.args[1].fields, call.args[1].fields
+            assert values[token].same_as(stage)
+            residual = operands[3:]
+            assert [*residual, *weight] == rest or all(a.same_as(b) for a, b in zip([*residual, *weight], rest, strict=True))
+            assert operands[0].same_as(x) and operands[2].same_as(last)
+
+
+def test_memory_is_for_all_sums_of_a_function(both):
+    _, after = both
+    calls = calls_of("relax.call_pure_packed", after)
+    rows = int(after["main"].params[0].ty.shape.values[0])
+    assert {str(call.args[0].global_symbol) for call in calls} == {NCCL_MEMORY}
+    assert [[int(arg) for arg in call.args[1:]] for call in calls] == [[gpu, 2, 0, 1, rows * WIDTH] for gpu in (0, 1)]
+    ranks = [list(map(int, func.attrs[NCCL])) for func in after.functions.values() if NCCL in (func.attrs or {})]
+    assert sorted(ranks) == [[rows * WIDTH, gpu, 0, 1] for gpu in (0, 0, 1, 1)]
+
+
+def test_a_lone_sum_is_computed_once():
+    shape = (4, WIDTH)
+
+    @ir_module(*GPUS)
+    def module(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN))
+            b = R.nn.rms_norm(a, R.const(SCALE), axes=[-1])
+            c = R.matmul(b, R.const(UP))
+            R.output(c)
+        return c
+
+    before = partition_by_mesh(module)
+    assert [len(calls) for calls in kernels_of(before, "all_reduce")] == [2, 2]
+    first, _ = kernels_of(sum_by_nccl(before), "all_reduce")
+    assert [shapes_of(call) for call in first] == [[([4, WIDTH], "float32")]]
+    first, second = kernels_of(sum_by_nccl(before), "stage")
+    assert len(first) == len(second) == 1
+
+
+@pytest.mark.parametrize("reaches", [True, None])  # None: this machine has no GPUs
+def test_gpus_that_reach_each_other_keep_kernels(both, reachable, reaches):
+    before, after = both
+    reachable(reaches)
+    assert sum_by_nccl(before, "auto").same_as(before)
+    assert sum_by_nccl(before, "custom").same_as(before)
+    assert sum_by_nccl(after, "auto").same_as(after)
+    reachable(False)
+    assert sum_by_nccl(before, "custom").same_as(before)
+
+
+def test_gpus_that_do_not_reach_each_other_use_nccl(both, reachable):
+    reachable(False)
+    after = sum_by_nccl(both[0], "auto")
+    assert PEER_MEMORY not in [str(call.args[0].global_symbol) for call in calls_of("relax.call_pure_packed", after)]
+    assert {each.why for each in collectives_of(after)} == {"GPU 0 cannot access the memory of GPU 1"}
+
+
+def test_explanations_list_sums(both, capsys):
+    before, _ = both
+    is_short = int(before["main"].params[0].ty.shape.values[0]) == 4
+    custom, nccl = (rh.compile(before, allreduce_strategy=strategy) for strategy in ("custom", "nccl"))
+    assert [each.algorithm for each in custom.metadata.collectives] == [("one-shot" if is_short else "two-shot")] * 2
+    first, second = nccl.metadata.collectives
+    assert (first.variable, first.function, first.devices, first.joined) == ("a_sum", "main", (0, 1), ("norm",))
+    assert (second.algorithm, second.joined) == ("NCCL", () if is_short else ("residual",))
+    assert first.bytes == (1 << 10 if is_short else 1 << 20)
+    assert Metadata.from_json(nccl.metadata.to_json()).collectives == nccl.metadata.collectives
+    nccl.explain()
+    nccl.explain("collectives")
+    printed = capsys.readouterr().out
+    assert '2 all-reduces over GPUs: 2 by NCCL (allreduce_strategy="nccl").' in printed
+    assert "cuda:0, cuda:1" in printed
+
+
+def test_graphs_have_ncclls_sums_before_the_kernels_that_finish_them(both):
+    module = both[1]
+    for step in pipeline_steps():
+        module = step.run(module)
+    for rank in (0, 1):
+        name = f"main_commands{'_1' * rank}_record"
+        order: list[str] = []
+
+        def visit(call, order=order):
+            is_kernel = isinstance(call.op, tvm.ir.GlobalVar)
+            order.append(call.op.name_hint if is_kernel else str(getattr([*call.args, None][0], "value", "")))
+
+        structural_walk(module[name].body, (tvm.ir.Call, visit))
+        kernels = [each for each in order if each == NCCL_ALL_REDUCE or each.startswith(("stage", "all_reduce"))]
+        assert [each.split("_")[0] for each in kernels] == ["stage", "relax", "all"] * 2
+        for before, after in pairwise(kernels):
+            if before == NCCL_ALL_REDUCE:  # it waits for all of NCCL's kernels
+                launched = module[after].attrs.get("tirx.kernel_launch_params", ())
+                assert "tirx.use_programtic_dependent_launch" not in list(map(str, launched))
+
+
+@pytest.mark.parametrize("call", [sum_by_nccl, lambda mod, name: rh.compile(mod, allreduce_strategy=name)])
+def test_unknown_strategies(both, call):
+    with pytest.raises(rh.BuildError, match="'ring', expected one of 'auto', 'custom', 'nccl'"):
+        call(both[0], "ring")
+
+
+def test_a_module_without_meshes_is_left_alone():
+    @ir_module("llvm")
+    def module(x: R.Tensor((4,), "float32")):
+        with R.dataflow():
+            y = R.nn.relu(x)
+            R.output(y)
+        return y
+
+    assert sum_by_nccl(module).same_as(module)
+    exe = rh.compile(module, allreduce_strategy="nccl")
+    np.testing.assert_array_equal(rh.vm.VirtualMachine(exe)["main"](np.ones(4, "float32")).numpy(), np.ones(4))
