@@ -43,7 +43,7 @@ from .loops.launch import launch
 ALL_REDUCE = "relax_hetero.all_reduce"
 """On a PrimFunc: it exchanges values with the kernels of other devices; JSON of a `RankReduce`."""
 
-NCCL = "relax_hetero.nccl"
+AFTER_NCCL = "relax_hetero.after_nccl"
 """On a PrimFunc: the number of float32 that NCCL sums before each launch, the GPU's rank, and the indices of the mesh's
 devices."""
 
@@ -663,7 +663,7 @@ def finish_kernel(own: RankReduce, mesh: Sequence[int]) -> tirx.PrimFunc:
             numbers = own.rank, reduce.count // 4, row, begin, begin + kept
             eps = T.float32(norm.eps if norm is not None else 0.0)
             T.evaluate(_call(call, *pointers, *map(T.int32, numbers), eps))
-    attributes = {"tirx.is_scheduled": True, ALL_REDUCE: own.to_json(), NCCL: [reduce.count, own.rank, *mesh]}
+    attributes = {"tirx.is_scheduled": True, ALL_REDUCE: own.to_json(), AFTER_NCCL: [reduce.count, own.rank, *mesh]}
     return function.result.with_attrs(attributes)
 
 

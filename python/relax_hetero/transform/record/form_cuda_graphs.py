@@ -72,7 +72,7 @@ from ...tir.commands.graph_functions import (
     waiting_late,
 )
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
-from ...tir.cuda.all_reduce import NCCL
+from ...tir.cuda.all_reduce import AFTER_NCCL
 from ...tir.cuda.core.launch import LATE_WAIT, READS_EARLY
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
@@ -214,7 +214,7 @@ class _Writer:
         ]
         numbers = raw.params[len(arguments) :]
         arguments += [_number(value, p, values) for p, value in zip(numbers, command.scalars, strict=True)]
-        nccl = [int(number) for number in raw.attrs.get(NCCL, ())]
+        nccl = [int(number) for number in raw.attrs.get(AFTER_NCCL, ())]
         if not entries:
             return Launch(kernel, arguments, nccl=nccl)
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))

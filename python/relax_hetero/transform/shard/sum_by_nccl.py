@@ -31,13 +31,23 @@ from tvm import relax, tirx
 
 from ...artifact.collectives import CUSTOM, NCCL, CollectiveSpec, check_strategy
 from ...artifact.peer_layout import NCCL_MEMORY, PEER_MEMORY
+from ...errors import BuildError
 from ...target.vdevice import vdevices_of
-from ...tir.cuda.all_reduce import ALL_REDUCE, LL_BYTES, RankReduce, finish_kernel, stage_kernel
+from ...tir.cuda.all_reduce import AFTER_NCCL, ALL_REDUCE, LL_BYTES, RankReduce, finish_kernel, stage_kernel
 from ...vm.device.cuda_copies import can_access_peer
 from ..ir.blocks import Block, rewrite_function, shape_of
 from ..ir.declare import declare_pass
 from ..ir.kernels import called_prim_func, opaque_kernel
-from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed, walk_bindings
+from ..ir.module_attrs import COMMANDS
+from ..ir.rewriting import (
+    copy_module,
+    fresh_global_var,
+    global_vars_in,
+    op_name,
+    relax_functions,
+    typed,
+    walk_bindings,
+)
 
 
 def sum_by_nccl(mod: tvm.IRModule, strategy: str = NCCL) -> tvm.IRModule:
@@ -89,6 +99,20 @@ def collectives_of(mod: tvm.IRModule) -> list[CollectiveSpec]:
                 CollectiveSpec(gv.name_hint, name, mesh, 4 * reduce.count, tuple(joined), algorithm, why)
             )
     return collectives
+
+
+def check_sums_in_graphs(mod: tvm.IRModule) -> None:
+    """Require that all of NCCL's sums are parts of CUDA graphs; BuildError otherwise."""
+    needs_graph = {gv for gv, func in mod.functions.items() if AFTER_NCCL in (func.attrs or {})}
+    for gv, func in mod.functions.items():
+        called = {called_prim_func(mod, binding.value) for binding in walk_bindings(func)} if isinstance(func, relax.Function) else set()
+        if COMMANDS in (func.attrs or {}):
+            called = set(global_vars_in(func.body))
+        if called & needs_graph:
+            raise BuildError(
+                f"function {gv.name_hint!r} has a sum of NCCL outside of a CUDA graph; expected rh.compile with command "
+                'buffers, and without symbolic sizes in them, or allreduce_strategy="custom"'
+            )
 
 
 def _mesh_of(value: relax.Expr) -> tuple[int, ...] | None:

@@ -10,11 +10,13 @@ from tvm_ffi import structural_walk
 
 import relax_hetero as rh
 from modules import calls_of, ir_module
+from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.metadata import Metadata
 from relax_hetero.artifact.peer_layout import NCCL_ALL_REDUCE, NCCL_MEMORY, PEER_MEMORY
-from relax_hetero.tir.cuda.all_reduce import NCCL
+from relax_hetero.tir.cuda.all_reduce import AFTER_NCCL
 from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.pipeline import pipeline_steps
+from relax_hetero.transform.record import command_regions
 from relax_hetero.transform.shard import sum_by_nccl as subject
 from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
 from relax_hetero.transform.shard.sum_by_nccl import collectives_of, sum_by_nccl
@@ -67,7 +69,7 @@ def test_memory_is_for_all_sums_of_a_function(both):
     rows = int(after["main"].params[0].ty.shape.values[0])
     assert {str(call.args[0].global_symbol) for call in calls} == {NCCL_MEMORY}
     assert [[int(arg) for arg in call.args[1:]] for call in calls] == [[gpu, 2, 0, 1, rows * WIDTH] for gpu in (0, 1)]
-    ranks = [list(map(int, func.attrs[NCCL])) for func in after.functions.values() if NCCL in (func.attrs or {})]
+    ranks = [list(map(int, func.attrs[AFTER_NCCL])) for func in after.functions.values() if AFTER_NCCL in (func.attrs or {})]
     assert sorted(ranks) == [[rows * WIDTH, gpu, 0, 1] for gpu in (0, 0, 1, 1)]
 
 
@@ -126,7 +128,7 @@ def test_explanations_list_sums(both, capsys):
     assert "cuda:0, cuda:1" in printed
 
 
-def test_graphs_have_ncclls_sums_before_the_kernels_that_finish_them(both):
+def test_graphs_have_nccls_sums_before_the_kernels_that_finish_them(both):
     module = both[1]
     for step in pipeline_steps():
         module = step.run(module)
@@ -145,6 +147,20 @@ def test_graphs_have_ncclls_sums_before_the_kernels_that_finish_them(both):
             if before == NCCL_ALL_REDUCE:  # it waits for all of NCCL's kernels
                 launched = module[after].attrs.get("tirx.kernel_launch_params", ())
                 assert "tirx.use_programtic_dependent_launch" not in list(map(str, launched))
+
+
+def test_sums_outside_of_graphs_are_refused(both):
+    with pytest.raises(rh.BuildError, match="'main' has a sum of NCCL outside of a CUDA graph"):
+        rh.compile(both[1], command_buffers=False)
+    with pytest.raises(rh.BuildError, match="'main_commands' has a sum of NCCL outside"):
+        rh.get_pipeline()(both[1])
+
+
+def test_the_last_kernel_of_a_sum_gets_a_graph_of_its_own(both, monkeypatch):
+    monkeypatch.setattr(command_regions, "MAX_CALLS", 3)
+    regions = rh.compile(both[1], cache=False).metadata.regions
+    names = [[command.kernel for command in region.commands if "_of_2" in command.kernel] for region in regions]
+    assert ["all_reduce_nccl_0_of_2"] in names and all(region.runs == GRAPH for region in regions)
 
 
 @pytest.mark.parametrize("call", [sum_by_nccl, lambda mod, name: rh.compile(mod, allreduce_strategy=name)])
