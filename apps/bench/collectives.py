@@ -147,7 +147,9 @@ def nccl(gpus: int, counts: Sequence[int], chain: int, rounds: int) -> list[floa
 
 @click.command(help=__doc__)
 @click.option("--gpus", default=2, show_default=True)
-@click.option("--kilobytes", default="16,512,8192,65536", show_default=True, help="Bytes of the tensors / 1024, a list.")
+@click.option(
+    "--kilobytes", default="16,512,8192,65536", show_default=True, help="Bytes of the tensors / 1024, a list."
+)
 @click.option("--chain", default=64, show_default=True, help="All-reduces of a graph.")
 @click.option("--rounds", default=11, show_default=True)
 @smoke(kilobytes="16", chain=3, rounds=1)

@@ -17,8 +17,8 @@ NCCL_MEMORY = "relax_hetero.nccl_memory"
 of float32 of each sum of a function, that returns the addresses of the memory in which NCCL sums, as `PEER_MEMORY`."""
 
 NCCL_ALL_REDUCE = "relax_hetero.nccl_all_reduce"
-"""Packed function of a number of float32, the rank of a GPU, and the indices of the mesh's devices, that adds NCCL's sum
-over that memory to the graph that the GPU's current stream captures."""
+"""Packed function of a number of float32, the rank of a GPU, and the indices of the mesh's devices, that adds NCCL's
+sum over that memory to the graph that the GPU's current stream captures."""
 
 _ALIGNMENT = 256
 

@@ -395,8 +395,8 @@ def compile(  # noqa: A001 (the contract's name)
         counts: ``{"*": "fast", "head_*": "exact"}``.
     allreduce_strategy : str, optional
         Sums over GPUs of a mesh, as in TensorRT-LLM. ``"custom"``: kernels that write to the memory of other GPUs.
-        ``"nccl"``: NCCL, within the same CUDA graphs. ``"auto"``: NCCL if GPUs of this machine do not reach each other's
-        memory.
+        ``"nccl"``: NCCL, within the same CUDA graphs. ``"auto"``: NCCL if GPUs of this machine do not reach each
+        other's memory.
 
     Returns
     -------
@@ -406,9 +406,10 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks`, `accuracy` or `allreduce_strategy`, or a pattern of `accuracy` without a match; `optional` devices that
-        are CPUs or not in the module; placement conflicts, ops without kernels, kernels that do not compile, unknown
-        parameter names, inputs that cannot be donated; constant indices and divisors that are invalid.
+        An unknown value of `checks`, `accuracy` or `allreduce_strategy`, or a pattern of `accuracy` without a match;
+        `optional` devices that are CPUs or not in the module; placement conflicts, ops without kernels, kernels that do
+        not compile, unknown parameter names, inputs that cannot be donated; constant indices and divisors that are
+        invalid.
     """
     mod = prepare_module(mod, params, donate, checks, accuracy, "rh.compile", allreduce_strategy)
     _check_one_host(mod)

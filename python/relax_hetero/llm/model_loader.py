@@ -260,8 +260,8 @@ def load(
         )
     if allreduce_strategy != "auto" and load_kind is not _load_file:
         raise BuildError(
-            f"{Path(path)}: allreduce_strategy={allreduce_strategy!r} applies to GGUF files and folders of Hugging Face "
-            "only"
+            f"{Path(path)}: allreduce_strategy={allreduce_strategy!r} applies to GGUF files and folders of Hugging "
+            "Face only"
         )
     if tensor_parallel != 1:
         from ..frontend.parallel_devices import parallel_devices
@@ -271,8 +271,8 @@ def load(
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
         arguments = _Arguments(
-            Path(path), vdevices, placement, options, batch_invariant, background, drafted, allreduce_strategy, progress,
-            own_threads,
+            Path(path), vdevices, placement, options, batch_invariant, background, drafted, allreduce_strategy,
+            progress, own_threads,
         )  # fmt: skip
         # Before the model is compiled, which may take minutes.
         choose_threads([DeviceSpec(str(device.target)) for device in arguments.devices], **own_threads)

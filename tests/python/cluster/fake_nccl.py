@@ -8,8 +8,8 @@ import queue
 import threading
 from typing import Any
 
-from relax_hetero.vm.device.nccl import Nccl
 from relax_hetero.vm.device.cuda_library import NOT_READY
+from relax_hetero.vm.device.nccl import Nccl
 
 
 class FakeDriver:

@@ -134,7 +134,9 @@ def test_random_graphs(seed, strategy):
     for _ in range(3):
         arguments = [generator.standard_normal((4, 8, 12)).astype("float32") for _ in range(2)]
         for actual, expected in zip(vm["main"](*arguments), run(mod, *arguments), strict=True):
-            np.testing.assert_allclose(np.asarray(actual), expected, rtol=2e-4, atol=2e-4 * max(1, np.abs(expected).max()))
+            np.testing.assert_allclose(
+                np.asarray(actual), expected, rtol=2e-4, atol=2e-4 * max(1, np.abs(expected).max())
+            )
 
 
 def test_kernels_that_wait_are_not_profiled():

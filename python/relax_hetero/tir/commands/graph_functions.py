@@ -49,8 +49,8 @@ class Launch:
 
     Numbers and offsets may be expressions over the parameters of the command buffer.
 
-    `fetching` is a variant of the kernel that first copies a row of the ring into the table. `nccl` has the arguments of
-    `NCCL_ALL_REDUCE`, if NCCL's sum precedes the launch.
+    `fetching` is a variant of the kernel that first copies a row of the ring into the table. `nccl` has the arguments
+    of `NCCL_ALL_REDUCE`, if NCCL's sum precedes the launch.
     """
 
     kernel: tvm.ir.GlobalVar

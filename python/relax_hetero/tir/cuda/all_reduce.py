@@ -609,8 +609,8 @@ def stage_kernel(own: RankReduce, after: tuple[Sequence[int], str]) -> tirx.Prim
     -------
     tirx.PrimFunc
         Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
-        only orders kernels; the GPU's rows of the residual, if there is one; and a result, (1,) of float32, which orders
-        `finish_kernel` after this one.
+        only orders kernels; the GPU's rows of the residual, if there is one; and a result, (1,) of float32, which
+        orders `finish_kernel` after this one.
     """
     reduce = own.reduce
     function = Function(f"stage_{own.rank}", registers="local")
@@ -640,8 +640,8 @@ def finish_kernel(own: RankReduce, mesh: Sequence[int]) -> tirx.PrimFunc:
     Returns
     -------
     tirx.PrimFunc
-        Function of the addresses of all GPUs' memory, (ranks,) of int64; the result of `stage_kernel`, which only orders
-        kernels; the norm's weight, if there is a norm; and the results.
+        Function of the addresses of all GPUs' memory, (ranks,) of int64; the result of `stage_kernel`, which only
+        orders kernels; the norm's weight, if there is a norm; and the results.
     """
     reduce = own.reduce
     norm, row = reduce.norm, reduce.width // 4 if reduce.norm is not None else _THREADS

@@ -15,8 +15,8 @@ GPU has some rows, is added by `stage`.
 
 Assumes PartitionByMesh. A module without such kernels is returned as it is.
 
-`strategy` is that of `rh.compile`: "nccl" changes all sums, "custom" none, and "auto" those of GPUs of this machine that
-do not reach each other's memory.
+`strategy` is that of `rh.compile`: "nccl" changes all sums, "custom" none, and "auto" those of GPUs of this machine
+that do not reach each other's memory.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from ..ir.blocks import Block, rewrite_function, shape_of
 from ..ir.declare import declare_pass
 from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.module_attrs import COMMANDS
+from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import (
     copy_module,
     fresh_global_var,
@@ -62,16 +63,18 @@ def sum_by_nccl(mod: tvm.IRModule, strategy: str = NCCL) -> tvm.IRModule:
     Raises
     ------
     BuildError
-        For another strategy.
+        For another strategy, and "nccl" for a module whose kernels have targets already.
     """
     check_strategy(strategy, "SumByNccl")
+    if strategy == NCCL and any(_is_peer_kernel(func) and "target" in func.attrs for func in mod.functions.values()):
+        raise BuildError("SumByNccl: kernels that sum have targets; expected a module before FormDispatches")
     rewriter = _Rewriter(mod, strategy)
     functions = {gv: rewrite_function(func, rewriter.rewrite) for gv, func in relax_functions(mod)}
     if not rewriter.kernels:
         return mod
     result = {**dict(mod.functions.items()), **functions, **rewriter.kernels}
     called = {gv.name_hint for func in functions.values() for gv in relax.analysis.all_global_vars(func)}
-    unused = {gv for gv, func in result.items() if ALL_REDUCE in (func.attrs or {}) and gv.name_hint not in called}
+    unused = {gv for gv, func in result.items() if _is_peer_kernel(func) and gv.name_hint not in called}
     return copy_module(mod, {gv: func for gv, func in result.items() if gv not in unused})
 
 
@@ -105,13 +108,17 @@ def check_sums_in_graphs(mod: tvm.IRModule) -> None:
     """Require that all of NCCL's sums are parts of CUDA graphs; BuildError otherwise."""
     needs_graph = {gv for gv, func in mod.functions.items() if AFTER_NCCL in (func.attrs or {})}
     for gv, func in mod.functions.items():
-        called = {called_prim_func(mod, binding.value) for binding in walk_bindings(func)} if isinstance(func, relax.Function) else set()
+        called = (
+            {called_prim_func(mod, binding.value) for binding in walk_bindings(func)}
+            if isinstance(func, relax.Function)
+            else set()
+        )
         if COMMANDS in (func.attrs or {}):
             called = set(global_vars_in(func.body))
         if called & needs_graph:
             raise BuildError(
-                f"function {gv.name_hint!r} has a sum of NCCL outside of a CUDA graph; expected rh.compile with command "
-                'buffers, and without symbolic sizes in them, or allreduce_strategy="custom"'
+                f"function {gv.name_hint!r} has a sum of NCCL outside of a CUDA graph; expected rh.compile with "
+                'command buffers, without symbolic sizes in them, or allreduce_strategy="custom"'
             )
 
 
@@ -126,9 +133,13 @@ def _mesh_of(value: relax.Expr) -> tuple[int, ...] | None:
 
 
 def _part_of(mod: tvm.IRModule, value: relax.Expr) -> RankReduce | None:
-    gv = called_prim_func(mod, value)
+    gv = called_prim_func(mod, value) if op_name(value) == CALL_TIR else None
     text = None if gv is None else mod.functions[gv].attrs.get(ALL_REDUCE)
     return None if text is None else RankReduce.from_json(str(text))
+
+
+def _is_peer_kernel(func: tvm.ir.BaseFunc) -> bool:
+    return ALL_REDUCE in (func.attrs or {}) and AFTER_NCCL not in func.attrs
 
 
 @cache
@@ -155,10 +166,12 @@ class _Rewriter:
 
     def rewrite(self, block: Block) -> list[relax.Binding] | None:
         """The bindings of a block with sums by NCCL; None without any."""
-        sums = {}
+        sums: dict[int, RankReduce] = {}
         for index, binding in enumerate(block.bindings):
             own = _part_of(self._mod, binding.value)
-            if own is not None and not own.why and (why := self._why(block, binding)):
+            if own is None or own.why or binding.value.args[1].fields[1] not in block.positions:
+                continue
+            if why := self._why(block, binding):
                 sums[index] = replace(own, why=why)
         if not sums:
             return None

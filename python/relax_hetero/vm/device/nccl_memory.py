@@ -4,8 +4,8 @@ A function's first call sums once for each size, and captures that sum on all GP
 that has several communicators. A command buffer whose launches are captured later gets the sum of its GPU as a child
 graph. NCCL's kernels wait for each other as those of `peer_memory` do, so the same rules hold for calls.
 
-A communicator belongs to one machine at a time. It is never destroyed: NCCL would wait until nothing has its kernels any
-more, at process exit forever.
+A communicator belongs to one machine at a time. It is never destroyed: NCCL would wait until nothing has its kernels
+any more, at process exit forever.
 """
 
 from __future__ import annotations
@@ -128,7 +128,9 @@ def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:
     results = (status, capture_id, parent, before, count)
     library.call("cuStreamGetCaptureInfo_v2", stream.handle, *map(ctypes.byref, results))
     if not parent.value:
-        raise HeteroError("a sum of NCCL is launched outside of a CUDA graph; expected a command buffer of a mesh's GPU")
+        raise HeteroError(
+            "a sum of NCCL is launched outside of a CUDA graph; expected a command buffer of a mesh's GPU"
+        )
     library.call("cuGraphAddChildGraphNode", ctypes.byref(node), parent, before, count, graph)
     library.call("cuStreamUpdateCaptureDependencies", stream.handle, ctypes.byref(node), 1, _SET)
 

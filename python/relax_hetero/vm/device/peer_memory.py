@@ -121,8 +121,8 @@ class _PeerMemory:
                 if device.index != peer.index and not has_peer_access(device.index, peer.index):
                     raise HeteroError(
                         f"{device} cannot access the memory of {peer}, which this code for GPUs of a mesh needs; "
-                        'expected GPUs with NVLink or PCIe peer access, or code with sums by NCCL (allreduce_strategy="nccl"'
-                        " when compiling)"
+                        "expected GPUs with NVLink or PCIe peer access, or code that was compiled with "
+                        'allreduce_strategy="nccl"'
                     )
         nbytes = memory_bytes(len(devices), slot_bytes)
         self.memory = [empty((nbytes,), "uint8", device) for device in devices]

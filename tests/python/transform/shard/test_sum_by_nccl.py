@@ -51,7 +51,9 @@ def kernels_of(module, name):
 def test_results_are_those_of_the_kernels(both):
     before, after = both
     assert sum_by_nccl(after).same_as(after)
-    for old, stages, new in zip(*(kernels_of(*pair) for pair in ((before, "all_"), (after, "st"), (after, "all_"))), strict=True):
+    for old, stages, new in zip(
+        *(kernels_of(*pair) for pair in ((before, "all_"), (after, "st"), (after, "all_"))), strict=True
+    ):
         assert [shapes_of(call) for call in new] == [shapes_of(call) for call in old] and len(old) == 2
         values = {binding.var: binding.value for binding in walk_bindings(after["main"].body)}
         for kernel, stage, call in zip(old, stages, new, strict=True):
@@ -59,7 +61,9 @@ def test_results_are_those_of_the_kernels(both):
             operands, (_, token, *weight) = stage.args[1].fields, call.args[1].fields
             assert values[token].same_as(stage)
             residual = operands[3:]
-            assert [*residual, *weight] == rest or all(a.same_as(b) for a, b in zip([*residual, *weight], rest, strict=True))
+            assert [*residual, *weight] == rest or all(
+                a.same_as(b) for a, b in zip([*residual, *weight], rest, strict=True)
+            )
             assert operands[0].same_as(x) and operands[2].same_as(last)
 
 
@@ -69,7 +73,9 @@ def test_memory_is_for_all_sums_of_a_function(both):
     rows = int(after["main"].params[0].ty.shape.values[0])
     assert {str(call.args[0].global_symbol) for call in calls} == {NCCL_MEMORY}
     assert [[int(arg) for arg in call.args[1:]] for call in calls] == [[gpu, 2, 0, 1, rows * WIDTH] for gpu in (0, 1)]
-    ranks = [list(map(int, func.attrs[AFTER_NCCL])) for func in after.functions.values() if AFTER_NCCL in (func.attrs or {})]
+    ranks = [
+        list(map(int, func.attrs[AFTER_NCCL])) for func in after.functions.values() if AFTER_NCCL in (func.attrs or {})
+    ]
     assert sorted(ranks) == [[rows * WIDTH, gpu, 0, 1] for gpu in (0, 0, 1, 1)]
 
 
@@ -161,6 +167,18 @@ def test_the_last_kernel_of_a_sum_gets_a_graph_of_its_own(both, monkeypatch):
     regions = rh.compile(both[1], cache=False).metadata.regions
     names = [[command.kernel for command in region.commands if "_of_2" in command.kernel] for region in regions]
     assert ["all_reduce_nccl_0_of_2"] in names and all(region.runs == GRAPH for region in regions)
+
+
+def test_kernels_with_targets_are_refused(both):
+    formed = both[0]
+    for step in pipeline_steps():
+        formed = step.run(formed)
+        if step.name == "FormDispatches":
+            break
+    for module in (formed, rh.transform.LowerToVM()(formed)):
+        assert sum_by_nccl(module, "auto").same_as(module)
+        with pytest.raises(rh.BuildError, match="expected a module before FormDispatches"):
+            sum_by_nccl(module)
 
 
 @pytest.mark.parametrize("call", [sum_by_nccl, lambda mod, name: rh.compile(mod, allreduce_strategy=name)])

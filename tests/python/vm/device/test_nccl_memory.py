@@ -151,10 +151,15 @@ def test_memory_is_made_once_for_each_machine_and_function(library, monkeypatch)
 
 
 def test_without_nccl_the_first_call_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: "the package cupy-cuda13x cannot be imported (no): pip install x")
+    monkeypatch.setattr(
+        nccl_memory, "load_nccl", lambda: "the package cupy-cuda13x cannot be imported (no): pip install x"
+    )
     monkeypatch.setattr(nccl_memory, "cuda_library", FakeLibrary)
     try:
-        with running_on((*GPUS, tvm.cpu()), ("global",) * 3), pytest.raises(rh.HeteroError, match="need NCCL.*pip install"):
+        with (
+            running_on((*GPUS, tvm.cpu()), ("global",) * 3),
+            pytest.raises(rh.HeteroError, match="need NCCL.*pip install"),
+        ):
             nccl_memory.nccl_memory(1, 2, 0, 1, 8)
     finally:
         peer_memory._launching.release()
