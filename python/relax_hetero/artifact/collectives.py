@@ -9,6 +9,8 @@ from ..errors import BuildError
 AUTO, CUSTOM, NCCL = STRATEGIES = ("auto", "custom", "nccl")
 """Values of `allreduce_strategy`; "custom" is vLLM's and TensorRT-LLM's word for kernels with peer access."""
 
+ALL_REDUCE_OP, EXCHANGE_OP = "all-reduce", "exchange"
+
 
 def check_strategy(strategy: str, caller: str) -> None:
     """Require one of `STRATEGIES`; BuildError otherwise."""
@@ -19,10 +21,12 @@ def check_strategy(strategy: str, caller: str) -> None:
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """An all-reduce over the GPUs of a mesh.
+    """A collective over the GPUs of a mesh.
 
     Attributes
     ----------
+    op : str
+        ``"all-reduce"``, or ``"exchange"``: tensors that cross between GPUs at once.
     function : str
         Function that has it.
     variable : str
@@ -30,7 +34,7 @@ class CollectiveSpec:
     devices : tuple of int
         Manifest indices of the GPUs.
     bytes : int
-        Bytes of the operand of each GPU.
+        Bytes of the operand of each GPU, or of all tensors that cross.
     joined : tuple of str
         Work that its kernels do as well: ``"norm"``, ``"residual"``.
     algorithm : str
@@ -39,6 +43,7 @@ class CollectiveSpec:
         Reason for the algorithm.
     """
 
+    op: str
     function: str
     variable: str
     devices: tuple[int, ...]

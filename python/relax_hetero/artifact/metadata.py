@@ -308,7 +308,7 @@ class Metadata:
     device_code : tuple of DeviceCode
         Kernels that back ends build when a machine is made.
     collectives : tuple of CollectiveSpec
-        All-reduces over GPUs, in the order of functions.
+        Collectives over GPUs, in the order of functions.
     """
 
     devices: tuple[DeviceSpec, ...]

@@ -12,14 +12,6 @@ PEER_MEMORY = "relax_hetero.peer_memory"
 """Packed function of a device's index in the manifest, the bytes of a slot, and the indices of the mesh's devices, that
 returns the addresses of their memory, (devices,) of int64, on the first device."""
 
-NCCL_MEMORY = "relax_hetero.nccl_memory"
-"""Packed function of a device's index in the manifest, the number of the mesh's devices, their indices, and the numbers
-of float32 of each sum of a function, that returns the addresses of the memory in which NCCL sums, as `PEER_MEMORY`."""
-
-NCCL_ALL_REDUCE = "relax_hetero.nccl_all_reduce"
-"""Packed function of a number of float32, the rank of a GPU, and the indices of the mesh's devices, that adds NCCL's
-sum over that memory to the graph that the GPU's current stream captures."""
-
 _ALIGNMENT = 256
 
 

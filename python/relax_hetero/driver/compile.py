@@ -59,8 +59,8 @@ from ..transform.placement.realize_vdevice import realize_targets
 from ..transform.placement.update_vdevice import succeed_vdevices
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
+from ..transform.shard.exchange_by_nccl import collectives_of, exchange_by_nccl
 from ..transform.shard.partition_by_mesh import partition_by_mesh
-from ..transform.shard.sum_by_nccl import collectives_of, sum_by_nccl
 from ..vm.file.executable import Executable
 from . import guard_tvm_compile
 from .bind_params import bind_params
@@ -452,7 +452,7 @@ def prepare_module(
     check_strategy(allreduce_strategy, caller)
     check_nesting(mod)
     check_module(mod)
-    mod = sum_by_nccl(partition_by_mesh(mod), allreduce_strategy)
+    mod = exchange_by_nccl(partition_by_mesh(mod), allreduce_strategy)
     mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)

@@ -429,7 +429,7 @@ class _Compilation:
     def request(self) -> FileRequest | None:
         """The request for an executable that follows from files and options; None if it depends on measured devices."""
         from ..driver.cached_executables import FileRequest
-        from ..transform.shard.sum_by_nccl import unreachable
+        from ..transform.shard.exchange_by_nccl import unreachable
 
         is_mixed = 0 < sum(map(is_cpu, self.devices)) < len(self.devices)
         if isinstance(self.placement, str) or (self.has_experts and is_mixed):

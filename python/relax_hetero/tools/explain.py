@@ -311,9 +311,9 @@ def _explain_source(path: Path, placing: PlacementOptions, accuracy: str) -> Exp
     from ..transform.ir.remarks import remarks_of
     from ..transform.pipeline import pipeline_steps
     from ..transform.record.region_attrs import kernels_of
-    from ..transform.shard.sum_by_nccl import collectives_of, sum_by_nccl
+    from ..transform.shard.exchange_by_nccl import collectives_of, exchange_by_nccl
 
-    module = sum_by_nccl(with_accuracy(placed_module(path, placing), accuracy, "explain"), "auto")
+    module = exchange_by_nccl(with_accuracy(placed_module(path, placing), accuracy, "explain"), "auto")
     collectives = collectives_of(module)
     cache = predict_cache_use(module)
     vdevices = vdevices_of(module)

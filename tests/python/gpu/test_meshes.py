@@ -122,14 +122,48 @@ def test_machines_in_turn_and_from_threads_share_gpus():
     np.testing.assert_array_equal(np.asarray(sums(1024, "nccl")["main"](x)), expected)
 
 
-# Graphs with sums that both GPUs use.
-@pytest.mark.parametrize("seed", [12, 17])
+def gathers(count, dtype):
+    """Four times each row of ``(2, count)``, doubled twice: by halves, and by both GPUs after a gather; and a sum."""
+    ones = np.ones((1, count), "float32")
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((2, count), "float32", "cuda[0:2]"), z: R.Tensor((2, count), dtype, "cuda[0:2]")):
+        with R.dataflow():
+            total = R.sum(R.hetero.shard(x, "S[0]"), [0], keepdims=True)
+            again = R.hetero.shard(R.concat((total, R.multiply(total, R.const(ones))), axis=0), "S[0]")
+            y = R.hetero.shard(R.sum(again, [0], keepdims=True), "R")
+            rows = R.hetero.shard(z, "S[0]")
+            whole = R.hetero.shard(R.add(rows, rows), "R")
+            twice = R.hetero.shard(R.add(whole, whole), "S[0]")
+            w = R.hetero.shard(twice, "R")
+            R.output(y, w)
+        return y, w
+
+    return rh.compile(mod, allreduce_strategy="nccl")
+
+
+@with_nccl
+@pytest.mark.parametrize(("count", "dtype"), [(1004, "float16"), (4, "uint8"), (4096, "int32"), (1 << 20, "float32")])
+def test_gathers(count, dtype):
+    exe = gathers(count, dtype)
+    assert [each.op for each in exe.metadata.collectives].count("exchange") == 1
+    vm, generator = rh.vm.VirtualMachine(exe), fresh_rng()
+    for _ in range(4):
+        x = generator.integers(-1000, 1000, (2, count)).astype("float32")
+        z = generator.integers(0, 60, (2, count)).astype(dtype)
+        y, w = vm["main"](x, z)
+        np.testing.assert_array_equal(np.asarray(y), 2 * x.sum(0, keepdims=True))
+        np.testing.assert_array_equal(np.asarray(w), 4 * z)
+
+
+# Graphs with sums that both GPUs use, two of them with gathers.
+@pytest.mark.parametrize("seed", [17, 58, 79])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_graphs(seed, strategy):
     generator = np.random.default_rng(seed)
     mod = RandomGraph(generator, 2, 12, "cuda").module()
     exe = rh.compile(mod, allreduce_strategy=strategy)
-    assert exe.metadata.collectives
+    assert {each.op for each in exe.metadata.collectives} >= {"all-reduce"}
     vm = rh.vm.VirtualMachine(exe)
     for _ in range(3):
         arguments = [generator.standard_normal((4, 8, 12)).astype("float32") for _ in range(2)]

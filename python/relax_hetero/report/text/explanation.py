@@ -88,7 +88,7 @@ class Explanation:
     huge_pages : str
         Weights on huge pages; empty if none were tried, or no machine was made yet.
     collectives : sequence of CollectiveSpec
-        All-reduces over GPUs.
+        Collectives over GPUs.
     """
 
     model: str
@@ -286,9 +286,10 @@ class Explanation:
 
     def _collective_table(self) -> Shown:
         names = list(self.targets)
-        columns = ["all-reduce", "function", "devices", "bytes", "with", "by", "why"]
+        columns = ["collective", "result", "function", "devices", "bytes", "with", "by", "why"]
         rows = [
             [
+                each.op,
                 each.variable,
                 each.function,
                 ", ".join(names[device] for device in each.devices),
@@ -299,12 +300,12 @@ class Explanation:
             ]
             for each in self.collectives
         ]
-        return table("All-reduces", columns, rows, right=["bytes"])
+        return table("Collectives", columns, rows, right=["bytes"])
 
     def _collectives_line(self) -> str:
-        kinds = Counter((each.algorithm, each.why) for each in self.collectives)
-        parts = (f"{count:,} by {algorithm} ({why})" for (algorithm, why), count in kinds.items())
-        return f"{plural(len(self.collectives), 'all-reduce')} over GPUs: {'; '.join(parts)}."
+        kinds = Counter((each.op, each.algorithm, each.why) for each in self.collectives)
+        parts = (f"{plural(count, op)} by {algorithm} ({why})" for (op, algorithm, why), count in kinds.items())
+        return f"Between GPUs: {'; '.join(parts)}."
 
     def _closing_lines(self) -> Iterator[Shown]:
         if self.estimate is not None:

@@ -44,8 +44,8 @@ ALL_REDUCE = "relax_hetero.all_reduce"
 """On a PrimFunc: it exchanges values with the kernels of other devices; JSON of a `RankReduce`."""
 
 AFTER_NCCL = "relax_hetero.after_nccl"
-"""On a PrimFunc: the number of float32 that NCCL sums before each launch, the GPU's rank, and the indices of the mesh's
-devices."""
+"""On a PrimFunc that NCCL's kernels precede: the number of the collective among those of the function, the GPU's rank,
+and the indices of the mesh's devices."""
 
 _THREADS = 512
 _MAX_THREADS = 1024
@@ -628,12 +628,14 @@ def stage_kernel(own: RankReduce, after: tuple[Sequence[int], str]) -> tirx.Prim
     return function.result.with_attrs({"tirx.is_scheduled": True})
 
 
-def finish_kernel(own: RankReduce, mesh: Sequence[int]) -> tirx.PrimFunc:
+def finish_kernel(own: RankReduce, number: int, mesh: Sequence[int]) -> tirx.PrimFunc:
     """Make the kernel after NCCL's sum, which writes the results of `all_reduce_kernel`.
 
     Parameters
     ----------
     own : RankReduce
+    number : int
+        Number of the sum among the function's collectives.
     mesh : sequence of int
         Indices of the mesh's devices in the manifest.
 
@@ -663,7 +665,7 @@ def finish_kernel(own: RankReduce, mesh: Sequence[int]) -> tirx.PrimFunc:
             numbers = own.rank, reduce.count // 4, row, begin, begin + kept
             eps = T.float32(norm.eps if norm is not None else 0.0)
             T.evaluate(_call(call, *pointers, *map(T.int32, numbers), eps))
-    attributes = {"tirx.is_scheduled": True, ALL_REDUCE: own.to_json(), AFTER_NCCL: [reduce.count, own.rank, *mesh]}
+    attributes = {"tirx.is_scheduled": True, ALL_REDUCE: own.to_json(), AFTER_NCCL: [number, own.rank, *mesh]}
     return function.result.with_attrs(attributes)
 
 

@@ -39,7 +39,8 @@ from typing import Any
 import tvm
 from tvm import relax
 
-from ...artifact.peer_layout import NCCL_MEMORY, PEER_MEMORY
+from ...artifact.nccl_layout import NCCL_MEMORY
+from ...artifact.peer_layout import PEER_MEMORY
 from ...artifact.schedule import Results, Schedule, Step
 from ...target.vdevice import vdevices_of
 from ..ir.blocks import renamed, used_vars

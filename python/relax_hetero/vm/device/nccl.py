@@ -1,4 +1,4 @@
-"""NCCL, by CuPy's binding, as Ray uses it: links of a cluster, and sums over the GPUs of a mesh.
+"""NCCL, by CuPy's binding, as Ray uses it: links of a cluster, and exchanges of the GPUs of a mesh.
 
 Importing CuPy takes 0.2 s, so it is imported only on hosts with a GPU.
 """

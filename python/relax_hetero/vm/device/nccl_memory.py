@@ -1,8 +1,8 @@
-"""Sums by NCCL over the GPUs of a mesh: memory, communicators, and sums as parts of CUDA graphs.
+"""Collectives of NCCL over the GPUs of a mesh: memory, communicators, and kernels as parts of CUDA graphs.
 
-A function's first call sums once for each size, and captures that sum on all GPUs together, as NCCL asks of a thread
-that has several communicators. A command buffer whose launches are captured later gets the sum of its GPU as a child
-graph. NCCL's kernels wait for each other as those of `peer_memory` do, so the same rules hold for calls.
+A function's first call runs each of its collectives once, and captures it on all GPUs together, as NCCL asks of a
+thread that has several communicators. A command buffer whose launches are captured later gets the kernels of its GPU as
+a child graph. NCCL's kernels wait for each other as those of `peer_memory` do, so the same rules hold for calls.
 
 A communicator belongs to one machine at a time. It is never destroyed: NCCL would wait until nothing has its kernels
 any more, at process exit forever.
@@ -21,7 +21,15 @@ from typing import Any
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.peer_layout import NCCL_ALL_REDUCE, NCCL_MEMORY
+from ...artifact.nccl_layout import (
+    NCCL_COLLECTIVE,
+    NCCL_MEMORY,
+    Collective,
+    buffer_bytes,
+    from_numbers,
+    offsets,
+    transfers,
+)
 from ...errors import HeteroError
 from .cuda_library import CudaLibrary, cuda_library
 from .cuda_streams import Stream
@@ -38,14 +46,14 @@ Mesh = tuple[int, ...]
 
 
 class NcclMemory:
-    """Memory in which NCCL sums for a function, one buffer on each GPU, and the sums.
+    """Memory on which NCCL works for a function, one buffer on each GPU, and graphs of its collectives.
 
     Parameters
     ----------
     devices : list of runtime.Device
         GPUs of the mesh.
-    counts : sequence of int
-        Numbers of float32 of each sum.
+    collectives : sequence of tuple of int
+        Collectives of the function (`nccl_layout`).
     nccl : Nccl
     library : CudaLibrary
 
@@ -55,45 +63,53 @@ class NcclMemory:
         For each GPU, the addresses of all GPUs' buffers.
     """
 
-    def __init__(self, devices: list[runtime.Device], counts: Sequence[int], nccl: Nccl, library: CudaLibrary) -> None:
+    def __init__(
+        self, devices: list[runtime.Device], collectives: Sequence[Collective], nccl: Nccl, library: CudaLibrary
+    ) -> None:
         different_gpus(devices)
         self._devices, self._nccl, self._library = devices, nccl, library
-        self._buffers = [empty((4 * max(counts),), "uint8", device) for device in devices]
+        self._buffers = [empty((buffer_bytes(collectives),), "uint8", device) for device in devices]
         self.addresses = addresses_on(devices, self._buffers)
-        for device in devices:  # no other sum of the communicators is running
+        for device in devices:  # nothing else of the communicators is running
             device.sync()
         gpus = tuple(device.index for device in devices)
         pool = _communicators[gpus]
         self._pool, self._communicators = pool, pool.pop() if pool else _new_communicators(nccl, list(gpus))
         streams = [Stream(library, gpu) for gpu in gpus]
-        self._graphs = {count: self._captured(count, streams) for count in counts}
+        self._graphs = [self._captured(each, streams) for each in collectives]
 
-    def _sum(self, count: int, streams: Sequence[Stream]) -> None:
-        self._nccl.start()
+    def _run(self, collective: Collective, streams: Sequence[Stream]) -> None:
+        nccl, addresses = self._nccl, [buffer.data_ptr() for buffer in self._buffers]
+        nccl.start()
         try:
-            for communicator, buffer, stream in zip(self._communicators, self._buffers, streams, strict=True):
-                address = buffer.data_ptr()
-                communicator.allReduce(address, address, count, self._nccl.float32, self._nccl.sum, stream.handle)
+            if len(collective) == 1:
+                for communicator, address, stream in zip(self._communicators, addresses, streams, strict=True):
+                    communicator.allReduce(address, address, *collective, nccl.float32, nccl.sum, stream.handle)
+                return
+            for (source, target, nbytes), offset in zip(transfers(collective), offsets(collective), strict=True):
+                for rank, peer, call in (source, target, "send"), (target, source, "recv"):
+                    operation = getattr(self._communicators[rank], call)
+                    operation(addresses[rank] + offset, nbytes, nccl.byte, peer, streams[rank].handle)
         finally:
-            self._nccl.end()
+            nccl.end()
 
-    def _captured(self, count: int, streams: Sequence[Stream]) -> list[int]:
-        """Graphs of a sum, one for each GPU."""
-        self._sum(count, streams)  # connects the GPUs
+    def _captured(self, collective: Collective, streams: Sequence[Stream]) -> list[int]:
+        """Graphs of a collective, one for each GPU."""
+        self._run(collective, streams)  # connects the GPUs
         for stream in streams:
             stream.synchronize()
-        return captured(self._library, streams, lambda: self._sum(count, streams))
+        return captured(self._library, streams, lambda: self._run(collective, streams))
 
-    def add(self, count: int, rank: int) -> None:
-        """Add a sum to the graph that the current stream of a GPU captures."""
-        add_child_graph(self._library, Stream.current(self._library, self._devices[rank]), self._graphs[count][rank])
+    def add(self, number: int, rank: int) -> None:
+        """Add a collective to the graph that the current stream of a GPU captures."""
+        add_child_graph(self._library, Stream.current(self._library, self._devices[rank]), self._graphs[number][rank])
 
     def free(self) -> None:
         """Destroy the graphs, and leave the communicators to other machines."""
         try:
             for device in self._devices:
                 device.sync()
-            for graph in (graph for graphs in self._graphs.values() for graph in graphs):
+            for graph in (graph for graphs in self._graphs for graph in graphs):
                 self._library.call("cuGraphDestroy", graph)
             self._pool.append(self._communicators)
         except Exception:  # a failed GPU, whose communicators are of no use
@@ -117,7 +133,7 @@ def captured(library: CudaLibrary, streams: Sequence[Stream], launch: Callable[[
             graphs.append((status, graph.value or 0))
     for status, _ in graphs:
         if status:
-            raise library.error("capturing a sum of NCCL", status)
+            raise library.error("capturing a collective of NCCL", status)
     return [graph for _, graph in graphs]
 
 
@@ -129,7 +145,7 @@ def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:
     library.call("cuStreamGetCaptureInfo_v2", stream.handle, *map(ctypes.byref, results))
     if not parent.value:
         raise HeteroError(
-            "a sum of NCCL is launched outside of a CUDA graph; expected a command buffer of a mesh's GPU"
+            "a collective of NCCL is launched outside of a CUDA graph; expected a command buffer of a mesh's GPU"
         )
     library.call("cuGraphAddChildGraphNode", ctypes.byref(node), parent, before, count, graph)
     library.call("cuStreamUpdateCaptureDependencies", stream.handle, ctypes.byref(node), 1, _SET)
@@ -154,30 +170,30 @@ class _Call(threading.local):
 
 
 _call = _Call()
-_memories: dict[tuple[int, Mesh, tuple[int, ...]], NcclMemory] = {}
+_memories: dict[tuple[int, Mesh, tuple[Collective, ...]], NcclMemory] = {}
 _lock = threading.RLock()  # a garbage collection within may free memory
 
 
 @tvm_ffi.register_global_func(NCCL_MEMORY, override=True)
 def nccl_memory(index: int, ranks: int, *numbers: int) -> Any:
     """Addresses of the memory of a mesh's devices, on the device of manifest entry `index`."""
-    devices, mesh, counts = devices_of_call(), tuple(numbers[:ranks]), tuple(numbers[ranks:])
-    key = (id(devices), mesh, counts)
+    devices, mesh, collectives = devices_of_call(), tuple(numbers[:ranks]), from_numbers(numbers[ranks:])
+    key = (id(devices), mesh, collectives)
     with _lock:
         memory = _memories.get(key)
         if memory is None:
             nccl, library = load_nccl(), cuda_library()
             if isinstance(nccl, str) or library is None:
-                raise HeteroError(f"sums over GPUs of a mesh need NCCL: {nccl if library else 'CUDA does not work'}")
-            memory = _memories[key] = NcclMemory([devices[position] for position in mesh], counts, nccl, library)
+                raise HeteroError(f"exchanges of a mesh's GPUs need NCCL: {nccl if library else 'CUDA does not work'}")
+            memory = _memories[key] = NcclMemory([devices[position] for position in mesh], collectives, nccl, library)
     _call.memory[mesh] = memory
     return memory.addresses[devices[index].index]
 
 
-@tvm_ffi.register_global_func(NCCL_ALL_REDUCE, override=True)
-def nccl_all_reduce(count: int, rank: int, *mesh: int) -> None:
-    """Add a sum of `count` numbers to the graph that the current stream of a GPU captures."""
-    _call.memory[mesh].add(count, rank)
+@tvm_ffi.register_global_func(NCCL_COLLECTIVE, override=True)
+def nccl_collective(number: int, rank: int, *mesh: int) -> None:
+    """Add a collective of the function to the graph that the current stream of a GPU captures."""
+    _call.memory[mesh].add(number, rank)
 
 
 def free_nccl_memory(machine: int) -> None:

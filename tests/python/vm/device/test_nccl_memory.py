@@ -29,6 +29,14 @@ class FakeCommunicator:
         ctypes.memset(source, 0, 4 * count)  # it is memory of so many numbers
         self._notes.append(("sum", self.gpu, count, len(self._cuda.captures)))
 
+    def send(self, address, nbytes, dtype, peer, stream):
+        assert dtype == 1
+        self._notes.append(("send", self.gpu, peer, address, nbytes))
+
+    def recv(self, address, nbytes, dtype, peer, stream):
+        assert dtype == 1
+        self._notes.append(("recv", self.gpu, peer, address, nbytes))
+
 
 @pytest.fixture
 def cuda(monkeypatch):
@@ -64,26 +72,44 @@ def capturing(library, gpu):
 
 
 def test_sums_of_all_gpus_are_captured_together(cuda, library, notes):
-    memory = NcclMemory(GPUS, (8, 1024), fake_nccl(notes, cuda), library)
+    memory = NcclMemory(GPUS, ((8,), (1024,)), fake_nccl(notes, cuda), library)
     sums = [("sum", gpu, count, is_captured) for count in (8, 1024) for is_captured in (0, 2) for gpu in (0, 1)]
     assert notes == [("communicators", 0, 1), *sums]  # at once, which connects GPUs, and then by both captures
     assert {index: list(tensor.numpy()) for index, tensor in memory.addresses.items()} == dict.fromkeys(
         (0, 1), [buffer.data_ptr() for buffer in memory._buffers]
     )
     stream = capturing(library, 1)
-    memory.add(8, 1)
-    memory.add(1024, 1)
+    memory.add(0, 1)
+    memory.add(1, 1)
     parent = cuda.captures[stream.handle]
-    assert cuda.children == [(parent, memory._graphs[8][1]), (parent, memory._graphs[1024][1])]
+    assert cuda.children == [(parent, memory._graphs[0][1]), (parent, memory._graphs[1][1])]
+
+
+def test_tensors_cross_by_places_in_the_buffers(cuda, library, notes):
+    exchange = (0, 1, 100, 1, 0, 300, 0, 1, 8)
+    memory = NcclMemory(GPUS, (exchange,), fake_nccl(notes, cuda), library)
+    first, second = (buffer.data_ptr() for buffer in memory._buffers)
+    assert [buffer.shape[0] for buffer in memory._buffers] == [256 + 512 + 8] * 2
+    pairs = [(0, 1, 0, 100), (1, 0, 256, 300), (0, 1, 768, 8)]
+    bases = {0: first, 1: second}
+    expected = [
+        note
+        for source, target, offset, nbytes in pairs
+        for note in (
+            ("send", source, target, bases[source] + offset, nbytes),
+            ("recv", target, source, bases[target] + offset, nbytes),
+        )
+    ]
+    assert notes[1:] == expected * 2
 
 
 def test_a_machine_leaves_its_communicators_to_the_next_one(cuda, library, notes):
-    memories = [NcclMemory(GPUS, (8,), fake_nccl(notes, cuda), library) for _ in range(2)]
+    memories = [NcclMemory(GPUS, ((8,),), fake_nccl(notes, cuda), library) for _ in range(2)]
     assert notes.count(("communicators", 0, 1)) == 2  # each has its own
     assert len(cuda.graphs) == 4
     memories[0].free()
     assert len(cuda.graphs) == 2
-    third = NcclMemory(GPUS, (8,), fake_nccl(notes, cuda), library)
+    third = NcclMemory(GPUS, ((8,),), fake_nccl(notes, cuda), library)
     assert notes.count(("communicators", 0, 1)) == 2
     assert third._communicators is memories[0]._communicators
 
@@ -102,8 +128,8 @@ def test_captures_end_if_a_launch_fails(cuda, library):
 
 def test_a_failed_capture_is_an_error(cuda, library, notes):
     cuda.failing["cuStreamEndCapture"] = INVALID
-    with pytest.raises(CudaError, match="capturing a sum of NCCL failed: CUDA_ERROR_INVALID_VALUE"):
-        NcclMemory(GPUS, (8,), fake_nccl(notes, cuda), library)
+    with pytest.raises(CudaError, match="capturing a collective of NCCL failed: CUDA_ERROR_INVALID_VALUE"):
+        NcclMemory(GPUS, ((8,),), fake_nccl(notes, cuda), library)
 
 
 def test_a_launch_without_a_graph_is_an_error(library):
@@ -113,7 +139,7 @@ def test_a_launch_without_a_graph_is_an_error(library):
 
 def test_one_gpu_twice_is_no_mesh(cuda, library, notes):
     with pytest.raises(rh.HeteroError, match="expected different GPUs"):
-        NcclMemory([GPUS[0]] * 2, (8,), fake_nccl(notes, cuda), library)
+        NcclMemory([GPUS[0]] * 2, ((8,),), fake_nccl(notes, cuda), library)
 
 
 @pytest.fixture
@@ -129,13 +155,13 @@ def machine(monkeypatch, library):
 
 def test_memory_is_made_once_for_each_machine_and_function(cuda, library, notes, machine, monkeypatch):
     monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
-    first, again = (nccl_memory.nccl_memory(1, 2, 0, 1, 8) for _ in range(2))
-    other = nccl_memory.nccl_memory(1, 2, 0, 1, 8, 16)
+    first, again = (nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8) for _ in range(2))
+    other = nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8, 1, 16)
     assert first.same_as(again) and not other.same_as(first)
     capturing(library, 1)
-    nccl_memory.nccl_all_reduce(16, 1, 0, 1)  # of the function that asked last
+    nccl_memory.nccl_collective(1, 1, 0, 1)  # of the function that asked last
     with pytest.raises(KeyError):
-        nccl_memory.nccl_all_reduce(4, 1, 0, 1)
+        nccl_memory.nccl_collective(0, 1, 0, 2)  # of a mesh that it does not have
     assert peer_call.uses_peers and len(cuda.graphs) == 6
     nccl_memory.free_nccl_memory(id(machine))
     assert not cuda.graphs
@@ -145,4 +171,4 @@ def test_memory_is_made_once_for_each_machine_and_function(cuda, library, notes,
 def test_without_nccl_the_first_call_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(nccl_memory, "load_nccl", lambda: "the package cupy-cuda13x cannot be imported: pip install x")
     with pytest.raises(rh.HeteroError, match=r"need NCCL.*pip install"):
-        nccl_memory.nccl_memory(1, 2, 0, 1, 8)
+        nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
