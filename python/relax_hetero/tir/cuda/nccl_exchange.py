@@ -92,7 +92,7 @@ class Exchange:
         return tuple(number for each in self.transfers for number in (each.source, each.target, each.bytes))
 
     def of(self, rank: int, sends: bool) -> list[tuple[Transfer, int]]:
-        """What a GPU sends, or receives, with offsets in its buffer."""
+        """List what a GPU sends, or receives, with offsets in its buffer."""
         pairs = zip(self.transfers, offsets(self.description), strict=True)
         return [(each, offset) for each, offset in pairs if rank == (each.source if sends else each.target)]
 

@@ -31,7 +31,7 @@ class Nccl:
     byte : int
         NCCL's number of the data type uint8.
     float32 : int
-        That of float32.
+        NCCL's number of float32.
     sum : int
         NCCL's number of the reduction.
     """
