@@ -54,6 +54,8 @@ class NcclMemory:
         GPUs of the mesh.
     collectives : sequence of tuple of int
         Collectives of the function (`nccl_layout`).
+    communicators : sequence of object
+        NCCL's, one for each GPU, which nothing else uses now.
     nccl : Nccl
     library : CudaLibrary
 
@@ -64,18 +66,19 @@ class NcclMemory:
     """
 
     def __init__(
-        self, devices: list[runtime.Device], collectives: Sequence[Collective], nccl: Nccl, library: CudaLibrary
+        self,
+        devices: list[runtime.Device],
+        collectives: Sequence[Collective],
+        communicators: Sequence[Any],
+        nccl: Nccl,
+        library: CudaLibrary,
     ) -> None:
-        different_gpus(devices)
-        self._devices, self._nccl, self._library = devices, nccl, library
+        self._devices, self._communicators, self._nccl, self._library = devices, communicators, nccl, library
         self._buffers = [empty((buffer_bytes(collectives),), "uint8", device) for device in devices]
         self.addresses = addresses_on(devices, self._buffers)
-        for device in devices:  # nothing else of the communicators is running
+        for device in devices:  # other functions may use the communicators
             device.sync()
-        gpus = tuple(device.index for device in devices)
-        pool = _communicators[gpus]
-        self._pool, self._communicators = pool, pool.pop() if pool else _new_communicators(nccl, list(gpus))
-        streams = [Stream(library, gpu) for gpu in gpus]
+        streams = [Stream(library, device.index) for device in devices]
         self._graphs = [self._captured(each, streams) for each in collectives]
 
     def _run(self, collective: Collective, streams: Sequence[Stream]) -> None:
@@ -105,15 +108,11 @@ class NcclMemory:
         add_child_graph(self._library, Stream.current(self._library, self._devices[rank]), self._graphs[number][rank])
 
     def free(self) -> None:
-        """Destroy the graphs, and leave the communicators to other machines."""
-        try:
-            for device in self._devices:
-                device.sync()
-            for graph in (graph for graphs in self._graphs for graph in graphs):
-                self._library.call("cuGraphDestroy", graph)
-            self._pool.append(self._communicators)
-        except Exception:  # a failed GPU, whose communicators are of no use
-            _log.debug("memory of NCCL was not freed", exc_info=True)
+        """Destroy the graphs after all work of the GPUs."""
+        for device in self._devices:
+            device.sync()
+        for graph in (graph for graphs in self._graphs for graph in graphs):
+            self._library.call("cuGraphDestroy", graph)
 
 
 def captured(library: CudaLibrary, streams: Sequence[Stream], launch: Callable[[], None]) -> list[int]:
@@ -151,15 +150,21 @@ def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:
     library.call("cuStreamUpdateCaptureDependencies", stream.handle, ctypes.byref(node), 1, _SET)
 
 
-_communicators: defaultdict[tuple[int, ...], list[list[Any]]] = defaultdict(list)
+_unused: defaultdict[tuple[int, ...], list[list[Any]]] = defaultdict(list)
 """Communicators that no machine uses, by their GPUs."""
+_communicators: dict[tuple[int, tuple[int, ...]], list[Any]] = {}
+"""Communicators of machines."""
 
 
-def _new_communicators(nccl: Nccl, gpus: list[int]) -> list[Any]:
-    communicators = nccl.communicators(gpus)
-    for communicator in communicators:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
-    return communicators
+def _communicators_of(machine: int, devices: Sequence[runtime.Device], nccl: Nccl) -> list[Any]:
+    gpus = tuple(device.index for device in devices)
+    if (machine, gpus) not in _communicators:
+        if not _unused[gpus]:
+            _unused[gpus].append(nccl.communicators(list(gpus)))
+            for communicator in _unused[gpus][0]:
+                ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+        _communicators[machine, gpus] = _unused[gpus].pop()
+    return _communicators[machine, gpus]
 
 
 class _Call(threading.local):
@@ -185,7 +190,10 @@ def nccl_memory(index: int, ranks: int, *numbers: int) -> Any:
             nccl, library = load_nccl(), cuda_library()
             if isinstance(nccl, str) or library is None:
                 raise HeteroError(f"exchanges of a mesh's GPUs need NCCL: {nccl if library else 'CUDA does not work'}")
-            memory = _memories[key] = NcclMemory([devices[position] for position in mesh], collectives, nccl, library)
+            gpus = [devices[position] for position in mesh]
+            different_gpus(gpus)
+            communicators = _communicators_of(id(devices), gpus, nccl)
+            memory = _memories[key] = NcclMemory(gpus, collectives, communicators, nccl, library)
     _call.memory[mesh] = memory
     return memory.addresses[devices[index].index]
 
@@ -199,5 +207,13 @@ def nccl_collective(number: int, rank: int, *mesh: int) -> None:
 def free_nccl_memory(machine: int) -> None:
     """Free the memory of a machine, given the identity of its list of devices."""
     with _lock:
-        for key in [key for key in _memories if key[0] == machine]:
-            _memories.pop(key).free()
+        freed = [_memories.pop(key) for key in [key for key in _memories if key[0] == machine]]
+        held = {key[1]: _communicators.pop(key) for key in [key for key in _communicators if key[0] == machine]}
+        try:
+            for memory in freed:
+                memory.free()
+        except Exception:  # a failed GPU, whose communicators are of no use
+            _log.debug("memory of NCCL was not freed", exc_info=True)
+            return
+        for gpus, communicators in held.items():
+            _unused[gpus].append(communicators)

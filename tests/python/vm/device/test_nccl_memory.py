@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections import defaultdict
 
 import pytest
 import tvm
@@ -40,7 +41,8 @@ class FakeCommunicator:
 
 @pytest.fixture
 def cuda(monkeypatch):
-    monkeypatch.setattr(nccl_memory, "_communicators", type(nccl_memory._communicators)(list))
+    monkeypatch.setattr(nccl_memory, "_unused", defaultdict(list))
+    monkeypatch.setattr(nccl_memory, "_communicators", {})
     return FakeCuda()
 
 
@@ -64,6 +66,13 @@ def fake_nccl(notes, cuda):
     return Nccl(None, None, communicators, lambda: None, lambda: None, byte=1, float32=7, sum=0)
 
 
+def memory_of(collectives, notes, cuda, library):
+    nccl = fake_nccl(notes, cuda)
+    communicators = nccl.communicators([0, 1])
+    notes.clear()
+    return NcclMemory(GPUS, collectives, communicators, nccl, library)
+
+
 def capturing(library, gpu):
     """Let the current stream of a GPU capture."""
     stream = Stream.current(library, GPUS[gpu])
@@ -72,9 +81,9 @@ def capturing(library, gpu):
 
 
 def test_sums_of_all_gpus_are_captured_together(cuda, library, notes):
-    memory = NcclMemory(GPUS, ((8,), (1024,)), fake_nccl(notes, cuda), library)
+    memory = memory_of(((8,), (1024,)), notes, cuda, library)
     sums = [("sum", gpu, count, is_captured) for count in (8, 1024) for is_captured in (0, 2) for gpu in (0, 1)]
-    assert notes == [("communicators", 0, 1), *sums]  # at once, which connects GPUs, and then by both captures
+    assert notes == sums  # at once, which connects GPUs, and then by both captures
     assert {index: list(tensor.numpy()) for index, tensor in memory.addresses.items()} == dict.fromkeys(
         (0, 1), [buffer.data_ptr() for buffer in memory._buffers]
     )
@@ -87,7 +96,7 @@ def test_sums_of_all_gpus_are_captured_together(cuda, library, notes):
 
 def test_tensors_cross_by_places_in_the_buffers(cuda, library, notes):
     exchange = (0, 1, 100, 1, 0, 300, 0, 1, 8)
-    memory = NcclMemory(GPUS, (exchange,), fake_nccl(notes, cuda), library)
+    memory = memory_of((exchange,), notes, cuda, library)
     first, second = (buffer.data_ptr() for buffer in memory._buffers)
     assert [buffer.shape[0] for buffer in memory._buffers] == [256 + 512 + 8] * 2
     pairs = [(0, 1, 0, 100), (1, 0, 256, 300), (0, 1, 768, 8)]
@@ -100,18 +109,7 @@ def test_tensors_cross_by_places_in_the_buffers(cuda, library, notes):
             ("recv", target, source, bases[target] + offset, nbytes),
         )
     ]
-    assert notes[1:] == expected * 2
-
-
-def test_a_machine_leaves_its_communicators_to_the_next_one(cuda, library, notes):
-    memories = [NcclMemory(GPUS, ((8,),), fake_nccl(notes, cuda), library) for _ in range(2)]
-    assert notes.count(("communicators", 0, 1)) == 2  # each has its own
-    assert len(cuda.graphs) == 4
-    memories[0].free()
-    assert len(cuda.graphs) == 2
-    third = NcclMemory(GPUS, ((8,),), fake_nccl(notes, cuda), library)
-    assert notes.count(("communicators", 0, 1)) == 2
-    assert third._communicators is memories[0]._communicators
+    assert notes == expected * 2
 
 
 def test_captures_end_if_a_launch_fails(cuda, library):
@@ -129,17 +127,12 @@ def test_captures_end_if_a_launch_fails(cuda, library):
 def test_a_failed_capture_is_an_error(cuda, library, notes):
     cuda.failing["cuStreamEndCapture"] = INVALID
     with pytest.raises(CudaError, match="capturing a collective of NCCL failed: CUDA_ERROR_INVALID_VALUE"):
-        NcclMemory(GPUS, ((8,),), fake_nccl(notes, cuda), library)
+        memory_of(((8,),), notes, cuda, library)
 
 
 def test_a_launch_without_a_graph_is_an_error(library):
     with pytest.raises(rh.HeteroError, match="outside of a CUDA graph"):
         add_child_graph(library, Stream(library, 0), 3)
-
-
-def test_one_gpu_twice_is_no_mesh(cuda, library, notes):
-    with pytest.raises(rh.HeteroError, match="expected different GPUs"):
-        NcclMemory([GPUS[0]] * 2, ((8,),), fake_nccl(notes, cuda), library)
 
 
 @pytest.fixture
@@ -163,8 +156,33 @@ def test_memory_is_made_once_for_each_machine_and_function(cuda, library, notes,
     with pytest.raises(KeyError):
         nccl_memory.nccl_collective(0, 1, 0, 2)  # of a mesh that it does not have
     assert peer_call.uses_peers and len(cuda.graphs) == 6
+    assert notes.count(("communicators", 0, 1)) == 1
     nccl_memory.free_nccl_memory(id(machine))
     assert not cuda.graphs
+
+
+def test_a_machine_leaves_its_communicators_to_the_next_one(cuda, library, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    machines = [machine, (*GPUS, tvm.cpu()), (*GPUS, tvm.cpu())]
+    for devices in machines[:2]:
+        with running_on(devices, ("global",) * 3):
+            nccl_memory.nccl_memory(0, 2, 0, 1, 1, 8)
+    assert notes.count(("communicators", 0, 1)) == 2  # each has its own
+    nccl_memory.free_nccl_memory(id(machines[0]))
+    with running_on(machines[2], ("global",) * 3):
+        nccl_memory.nccl_memory(0, 2, 0, 1, 1, 8)
+    assert notes.count(("communicators", 0, 1)) == 2
+    for devices in machines[1:]:
+        nccl_memory.free_nccl_memory(id(devices))
+
+
+def test_one_gpu_twice_is_no_mesh(cuda, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    with (
+        running_on((GPUS[0], GPUS[0]), ("global",) * 2),
+        pytest.raises(rh.HeteroError, match="expected different GPUs"),
+    ):
+        nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
 
 
 @pytest.mark.usefixtures("machine")
