@@ -369,7 +369,7 @@ class _BlockWriter:
 
     def _sum(self, binding: relax.VarBinding, own: RankReduce) -> None:
         x, bases, after, *rest = binding.value.args[1].fields
-        if self._only_orders(binding.var):
+        if not self._stays and self._only_orders(binding.var):
             return
         mesh = _mesh_of(self._block.definition(bases)) or ()
         device, number = mesh[own.rank], self._number(mesh, (own.reduce.count,))
