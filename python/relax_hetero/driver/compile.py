@@ -41,6 +41,7 @@ from ..target.vdevice import (
     with_vdevices,
 )
 from ..tir.cuda.all_reduce import ALL_REDUCE
+from ..tir.cuda.nccl_kernels import AFTER_NCCL
 from ..transform.dispatch.legalize import is_kept
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
@@ -113,7 +114,8 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
         if index in indices:
             raise VDeviceError(f"rh.compile: optional: {name} is given twice")
         indices.append(index)
-    if indices and any(ALL_REDUCE in (func.attrs or {}) for func in mod.functions.values()):
+    marks = (ALL_REDUCE, AFTER_NCCL)
+    if indices and any(mark in (func.attrs or {}) for func in mod.functions.values() for mark in marks):
         raise BuildError(
             "rh.compile: optional: the module has a mesh of GPUs, whose kernels wait for each other; expected none"
         )

@@ -72,8 +72,8 @@ from ...tir.commands.graph_functions import (
     waiting_late,
 )
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
-from ...tir.cuda.all_reduce import AFTER_NCCL
 from ...tir.cuda.core.launch import LATE_WAIT, READS_EARLY
+from ...tir.cuda.nccl_kernels import AFTER_NCCL
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered

@@ -18,7 +18,7 @@ from tvm_ffi import structural_map
 from ...tir.commands.table_kernel import is_one_launch
 from ...tir.core.raw_kernel import RawSignature, has_temporaries, raw_signature
 from ...tir.core.ties import Tie, in_place, ties_of
-from ...tir.cuda.all_reduce import AFTER_NCCL
+from ...tir.cuda.nccl_kernels import AFTER_NCCL
 from ..ir.blocks import same_extent
 from ..ir.extents import known_extents
 from ..ir.kernels import call_vdevice

@@ -47,8 +47,19 @@ from ...artifact.nccl_layout import NCCL_MEMORY, Collective, to_numbers, transfe
 from ...artifact.peer_layout import PEER_MEMORY
 from ...errors import BuildError
 from ...target.vdevice import vdevice_index, vdevices_of
-from ...tir.cuda.all_reduce import AFTER_NCCL, ALL_REDUCE, LL_BYTES, RankReduce, finish_kernel, stage_kernel
-from ...tir.cuda.nccl_exchange import EXCHANGE, Exchange, Form, Transfer, receive_kernel, send_kernel
+from ...tir.cuda.all_reduce import ALL_REDUCE, LL_BYTES, RankReduce
+from ...tir.cuda.nccl_kernels import (
+    AFTER_NCCL,
+    EXCHANGE,
+    NCCL_SUM,
+    Exchange,
+    Form,
+    Transfer,
+    finish_kernel,
+    receive_kernel,
+    send_kernel,
+    stage_kernel,
+)
 from ...vm.device.cuda_copies import can_access_peer
 from ..ir.blocks import Block, rewrite_function, shape_of
 from ..ir.declare import declare_pass
@@ -165,12 +176,13 @@ def _mesh_of(value: relax.Expr) -> Mesh | None:
 
 def _part_of(mod: tvm.IRModule, value: relax.Expr) -> RankReduce | None:
     gv = called_prim_func(mod, value) if op_name(value) == CALL_TIR else None
-    text = None if gv is None else mod.functions[gv].attrs.get(ALL_REDUCE)
+    attributes = {} if gv is None else mod.functions[gv].attrs
+    text = attributes.get(ALL_REDUCE, attributes.get(NCCL_SUM))
     return None if text is None else RankReduce.from_json(str(text))
 
 
 def _is_peer_kernel(func: tvm.ir.BaseFunc) -> bool:
-    return ALL_REDUCE in (func.attrs or {}) and AFTER_NCCL not in func.attrs
+    return ALL_REDUCE in (func.attrs or {})
 
 
 @cache
@@ -225,7 +237,7 @@ class _Rewriter:
                 continue
             why = self._why(_mesh_of(block.definition(binding.value.args[1].fields[1])) or ())
             if why:
-                sums[index] = replace(own, why=why)
+                sums[index] = replace(own, slot=0, slot_bytes=0, why=why)
             stays |= not why
         if not sums:
             return None

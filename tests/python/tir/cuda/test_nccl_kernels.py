@@ -12,9 +12,16 @@ import tvm
 from tvm import tirx
 from tvm_ffi import structural_walk
 
-from relax_hetero.tir.cuda import all_reduce, nccl_exchange
-from relax_hetero.tir.cuda.all_reduce import AllReduce, RankReduce, RowNorm, finish_kernel, stage_kernel
-from relax_hetero.tir.cuda.nccl_exchange import Exchange, Transfer, receive_kernel, send_kernel
+from relax_hetero.tir.cuda import nccl_kernels
+from relax_hetero.tir.cuda.all_reduce import AllReduce, RankReduce, RowNorm
+from relax_hetero.tir.cuda.nccl_kernels import (
+    Exchange,
+    Transfer,
+    finish_kernel,
+    receive_kernel,
+    send_kernel,
+    stage_kernel,
+)
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 
@@ -32,10 +39,10 @@ MIXED = Exchange(
     ),
 )
 KERNELS = {
-    "stage short": stage_kernel(RankReduce(AllReduce(SHORT, 2), 1), AFTER),
-    "stage residual": stage_kernel(RankReduce(AllReduce(LONG, 2, None, True), 1), AFTER),
-    "finish odd": finish_kernel(RankReduce(AllReduce(ODD, 2), 1), 0, (0, 1)),
-    "finish long": finish_kernel(RankReduce(AllReduce(LONG, 2), 0), 0, (0, 1)),
+    "stage short": stage_kernel(RankReduce(AllReduce(SHORT, 2), 1, False), AFTER),
+    "stage residual": stage_kernel(RankReduce(AllReduce(LONG, 2, None, True), 1, False), AFTER),
+    "finish odd": finish_kernel(RankReduce(AllReduce(ODD, 2), 1, False), 0, (0, 1)),
+    "finish long": finish_kernel(RankReduce(AllReduce(LONG, 2), 0, False), 0, (0, 1)),
     "finish short norm": finish_kernel(RankReduce(AllReduce(SHORT, 2, NORMS["float16"]), 1, True), 0, (0, 1)),
     "finish long norm": finish_kernel(RankReduce(AllReduce(LONG, 2, NORMS["float32"]), 1, True), 0, (0, 1)),
     "send": send_kernel(MIXED, 0, AFTER),
@@ -68,7 +75,7 @@ template <bool HALF> void rh_store(void* out, long long i, float4 v) {
 }
 std::barrier<>* together;
 float partial[1024];
-template <bool MAX> float rh_reduce(float value) {
+template <bool MAX> float rh_reduce(float value, int) {
   partial[threadIdx.x] = value;
   together->arrive_and_wait();
   float sum = 0;
@@ -119,7 +126,7 @@ def _function(number: int, name: str) -> str:
 def run(tmp_path_factory):
     """Run a kernel by its name on arrays, in the order of its parameters."""
     folder = tmp_path_factory.mktemp("kernels")
-    code = all_reduce._SOURCE.partition("// Before NCCL's sum")[2].partition("\n")[2] + nccl_exchange._SOURCE
+    code = "#if 1" + nccl_kernels._SOURCE.partition("#define RH_NCCL")[2]
     functions = [_function(number, name) for number, name in enumerate(KERNELS)]
     (folder / "kernels.cpp").write_text("\n".join([SHIM, code, *functions]))
     command = [
