@@ -124,6 +124,14 @@ def test_captures_end_if_a_launch_fails(cuda, library):
     assert not cuda.captures
 
 
+def test_a_driver_without_graphs_copies_all_the_same(cuda):
+    del cuda.library.cuGraphAddChildGraphNode
+    library = FakeLibrary(cuda)
+    with pytest.raises(CudaError, match="cuGraphAddChildGraphNode failed: 801"):
+        add_child_graph(library, capturing(library, 0), 3)
+    library.call("cuStreamSynchronize", 0)
+
+
 def test_a_failed_capture_is_an_error(cuda, library, notes):
     cuda.failing["cuStreamEndCapture"] = INVALID
     with pytest.raises(CudaError, match="capturing a collective of NCCL failed: CUDA_ERROR_INVALID_VALUE"):
