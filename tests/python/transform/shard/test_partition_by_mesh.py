@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -372,10 +373,13 @@ def test_sizes_of_match_casts_are_known_on_each_device():
 class RandomGraph:
     """A random function over a mesh, whose values have random shardings."""
 
-    def __init__(self, generator: np.random.Generator, mesh_shape: tuple[int, ...], ops: int) -> None:
+    def __init__(
+        self, generator: np.random.Generator, mesh_shape: tuple[int, ...], ops: int, target: Any = None
+    ) -> None:
         self.generator, self.mesh_shape = generator, mesh_shape
-        self.vdevices = parse_vdevices([CORE] * math.prod(mesh_shape))
-        self.mesh = lookup(f"llvm[0:{len(self.vdevices)}]({', '.join(map(str, mesh_shape))})", self.vdevices)
+        self.vdevices = parse_vdevices([target or CORE] * math.prod(mesh_shape))
+        kind, shape = self.vdevices[0].target.kind.name, ", ".join(map(str, mesh_shape))
+        self.mesh = lookup(f"{kind}[0:{len(self.vdevices)}]({shape})", self.vdevices)
         self.bindings: list[relax.Binding] = []
         self.builder = relax.BlockBuilder()
         self.params = [relax.Var(f"x{i}", relax.TensorType([4, 8, 12], "float32")) for i in range(2)]
