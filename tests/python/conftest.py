@@ -154,3 +154,11 @@ def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestR
     if report.failed:
         report.sections.append(("random numbers", f"RELAX_HETERO_TEST_SEED={os.environ['RELAX_HETERO_TEST_SEED']}"))
     return report
+
+
+@pytest.fixture
+def free_exchanges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let meshes split even small products."""
+    from free_exchanges import free_exchanges_in
+
+    free_exchanges_in(monkeypatch)
