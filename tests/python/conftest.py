@@ -30,8 +30,8 @@ if os.environ.setdefault("RELAX_HETERO_TEST_SEED", "0") == "random":
     os.environ["RELAX_HETERO_TEST_SEED"] = str(secrets.randbelow(10**9))
 
 # TVMScript looks at the whole stack for each function and class that it parses, and `inspect` searches all modules for
-# the one that each frame's file belongs to, which it never finds for frames of the import system, of runpy, of code that
-# was made of text, and of a module that is being imported: half of the time that it takes to import the tests.
+# the one of each frame's file, which it never finds for frames of the import system, of runpy, of code made of text and
+# of a module that is being imported: half of the time that it takes to import the tests.
 _module_of_file = inspect.getmodule
 _module_of_frames = cache(lambda filename: None if filename.startswith("<") else _module_of_file(None, filename))
 
