@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import os
 import re
@@ -104,6 +105,18 @@ def pytest_report_header() -> str:
 def _takes_two_devices(module: ModuleType) -> bool:
     """Return whether tests of a module, or functions that it imports, use `device_pairs.TWO_DEVICES`."""
     return any("TWO_DEVICES" in getattr(value, "__globals__", ()) for value in vars(module).values())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Keep modules and tests, which stay, out of the collections of garbage: each would visit all of them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.collect()
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` is looked at
