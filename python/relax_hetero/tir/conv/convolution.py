@@ -285,9 +285,9 @@ class _TapRun:
         self.window, self.dot = conv.windows[-1], conv.dot
         self.pixel_stride, self.channel_stride = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
         self.step_size, self.tap_stride = conv.weight.layout.tile(0) * self.dot.k0, _tap_stride(conv)
-        is_padded = conv.data.layout.tile(1) > 1
-        k0 = self.dot.k0
-        self.steps, self.tail = (ceil_div(conv.depth, k0), 0) if is_padded else divmod(conv.depth, k0)
+        self.steps, self.tail = divmod(conv.depth, self.dot.k0)
+        if conv.data.layout.tile(1) > 1:  # padded
+            self.steps, self.tail = ceil_div(conv.depth, self.dot.k0), 0
         block = _steps_per_load(conv)
         self.block = 1 if self.steps % block else block
 
