@@ -74,7 +74,7 @@ def test_each_device_has_its_experts(placement, owned, tmp_path):
 @pytest.mark.slow
 def test_a_gpu_multiplies_its_experts_while_the_cpu_does(tmp_path):
     """A decode step is a command buffer of each device, with an exchange of rows for a layer; experts are counted."""
-    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": "Q4_K", "*": "F32"})
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": "Q4_K", "*": "Q8_0"})
     placement = {"blk.*.ffn_*_exps[0,2-4]": "cuda", "blk.*.ffn_*_exps": "llvm", "*": "cuda"}
     options = {"batches": (1,), "chunks": (16,), "context": 64, "count_experts": True}
     mod = rh.from_gguf(path, [CPU, {"kind": "cuda", "arch": "sm_90a"}], placement, **options)
