@@ -36,8 +36,8 @@ TWO = ["llvm", {"kind": "llvm", "mcpu": "x86-64-v3"}]
 TOKENS = np.random.default_rng(8).integers(3, 320, 150).tolist()
 
 
-def loaded(folder, sizes=SIZES, kind="Q8_0", **options):
-    path = write_gguf(folder / "model.gguf", sizes, kind)
+def loaded(folder, sizes=SIZES, **options):
+    path = write_gguf(folder / "model.gguf", sizes, "Q8_0")
     options = {"context": 320, **options}
     return rh.llm.load(path, batches=(2,), chunks=(32,), slots=3, page_type="float32", **options)
 
@@ -85,7 +85,7 @@ def test_threads_of_its_own(model, tmp_path, cache_folder, monkeypatch):
 @pytest.fixture(scope="module")
 def by_layers(tmp_path_factory):
     placement = {"blk.0.*": "llvm", "token_embd*": "llvm", "*": "llvm:1"}
-    return loaded(tmp_path_factory.mktemp("two"), kind="F32", vdevices=TWO, placement=placement)
+    return loaded(tmp_path_factory.mktemp("two"), vdevices=TWO, placement=placement)
 
 
 def fill(model, tokens) -> int:
