@@ -323,6 +323,57 @@ def test_inlined_functions_keep_devices_and_take_sizes_of_arguments():
         np.testing.assert_allclose(actual.numpy(), given @ W @ V, rtol=1e-4, atol=1e-4)
 
 
+def test_inlined_functions_take_sizes_from_tuples_and_shapes():
+    @I.ir_module
+    class Calls:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function(private=True)
+        def layer(pair: R.Tuple(R.Tensor(("n", 8), "float32"), R.Tensor(("n", 8), "float32")), size: R.Shape(["k"])):
+            n, k = T.int64(), T.int64()
+            with R.dataflow():
+                x = pair[1]
+                y: R.Tensor((n, 8), "float32", "llvm[0:2]") = R.nn.relu(x)
+                z: R.Tensor((n, k), "float32", "llvm[0:2]") = R.reshape(y, R.shape([n, k]))
+                R.output(z)
+            return z
+
+        @R.function
+        def main(x: R.Tensor(("m", 8), "float32")):
+            cls = Calls
+            with R.dataflow():
+                y = cls.layer((x, x), R.shape([8]))
+                R.output(y)
+            return y
+
+    after = partition_by_mesh(Calls)["main"]
+    (rows,) = (extent for extent in after.params[0].ty.shape.values if isinstance(extent, T.Var))
+    assert after.ret_ty.shape.values[0].same_as(rows) and int(after.ret_ty.shape.values[1]) == 8
+    x = fresh_rng().standard_normal((3, 8)).astype("float32")
+    np.testing.assert_array_equal(run(partition_by_mesh(Calls), x), np.maximum(x, 0))
+
+
+def test_a_sum_is_sent_before_it_is_added():
+    """A later reader on one device has transfers of the same parts, which the sum on all devices does not wait for."""
+
+    @ir_module("llvm", "llvm:1")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.matmul(R.nn.relu(R.matmul(x, R.const(W))), R.const(V))
+            b = R.nn.softmax(a)
+            c: R.Tensor((4, 8), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+            d: R.Tensor((4, 8), "float32", "llvm:1") = R.negative(c)
+            e = R.matmul(b, R.const(W))
+            R.output(d, e)
+        return d, e
+
+    after = partition_by_mesh(before)
+    assert relax.analysis.check_well_formed(after)
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    for actual, expected in zip(run(after, x), run(before, x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_control_flow_and_recursion_are_refused():
     @I.ir_module
     class Recursive:
@@ -347,6 +398,28 @@ def test_control_flow_and_recursion_are_refused():
 
     with pytest.raises(rh.PlacementError, match="no control flow besides meshes"):
         partition_by_mesh(branches)
+
+    @I.ir_module
+    class CallInBranch:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function(private=True)
+        def layer(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            y: R.Tensor((4,), "float32", "llvm[0:2]") = R.nn.relu(x)
+            z: R.Tensor((4,), "float32", "llvm:0") = R.to_vdevice(y, "llvm:0")
+            return z
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32"), c: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+            cls = CallInBranch
+            if c:
+                y: R.Tensor((4,), "float32") = cls.layer(x)
+            else:
+                y: R.Tensor((4,), "float32") = R.negative(x)
+            return y
+
+    with pytest.raises(rh.PlacementError, match="'main' calls 'layer', .* in a branch"):
+        partition_by_mesh(CallInBranch)
 
 
 def test_sizes_of_match_casts_are_known_on_each_device():
@@ -640,6 +713,25 @@ def test_reshapes_and_reductions_of_what_was_gathered_are_not_gathered():
     assert ops_of(after).count("relax.to_vdevice") == 2  # of the argument and `a`
     x = fresh_rng().standard_normal((4, 8)).astype("float32")
     for actual, expected in zip(run(after, x), run(module, x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reshape_is_gathered_on_a_device_of_another_mesh():
+    """The operand of the reshape is whole on the mesh, but not there."""
+
+    @ir_module("llvm", "llvm:1", "llvm:2")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.nn.relu(R.hetero.shard(x, "S[1]"))
+            b = R.reshape(a, (1, 4, 8))
+            c = R.nn.softmax(a)
+            d: R.Tensor((1, 4, 8), "float32", "llvm:2") = R.to_vdevice(b, "llvm:2")
+            e = R.negative(d)
+            R.output(c, e)
+        return c, e
+
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    for actual, expected in zip(run(partition_by_mesh(before), x), run(before, x), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 
