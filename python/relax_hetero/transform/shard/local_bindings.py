@@ -74,7 +74,7 @@ class LocalBindings:
         return self._transferred[key]
 
     def restart(self) -> None:
-        """Write the function from its begin again: values are on other devices once their transfers are kept, or new."""
+        """Write the function from its begin again: only transfers that are kept, or new, count."""
         self.items, self._transferred = [], {}
 
     def keep(self, binding: relax.Binding) -> None:

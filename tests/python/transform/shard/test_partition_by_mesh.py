@@ -19,6 +19,7 @@ from modules import calls_of, check_pass, ir_module, ops_of
 from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
 from relax_hetero.tir.cuda.all_reduce import slots_of
 from relax_hetero.transform.ir.remarks import with_remarks
+from relax_hetero.transform.shard.inlining import with_inlined_calls
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 from relax_hetero.transform.shard.sharding import Sharding
 from seeds import fresh_rng
@@ -273,6 +274,19 @@ def test_functions_over_meshes_are_inlined():
                 R.output(z)
             return z
 
+    @ir_module("llvm", "llvm:1")
+    def inlined(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            h = R.matmul(x, R.const(W))
+            y = R.matmul(h, R.const(V))
+            first = y
+            h1 = R.matmul(first, R.const(W))
+            y1 = R.matmul(h1, R.const(V))
+            second = y1
+            R.output(second)
+        return second
+
+    check_pass(with_inlined_calls, Calls, inlined)
     after = partition_by_mesh(Calls)
     assert [gv.name_hint for gv in after.functions] == ["main"]
     assert ops_of(after).count("relax.matmul") == 8  # two products in two calls on two devices
