@@ -141,7 +141,7 @@ inline int run(const std::vector<std::vector<Launch>>& gpus, unsigned seed) {
         waiting += !fiber.is_done;
       }
       if (is_trapped) return 1;
-      if (++turns > 1000000) return 2;
+      if (++turns > 100000) return 2;
       if (waiting) continue;
       if (gpu.next == gpus[rank].size()) { gpu.next++, gpu.count = 0, left--; break; }
       const Launch& launch = gpus[rank][gpu.next++];

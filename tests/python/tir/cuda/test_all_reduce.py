@@ -61,8 +61,10 @@ def senders(sent, shape):
 
 def launch_of(kernel, pointers):
     """A `Launch` in C++, with the names of the kernel's operands replaced, and the source that it calls."""
-    extents, calls, sources = [], [], set()
-    structural_walk(kernel.body, (tirx.For, lambda loop: extents.append(int(loop.extent))))
+    grid, calls, sources = {}, [], set()
+    structural_walk(
+        kernel.body, (tirx.For, lambda loop: grid.update({loop.thread_binding.thread_tag: int(loop.extent)}))
+    )
 
     def argument(value):
         if isinstance(value, tirx.Cast):
@@ -78,8 +80,7 @@ def launch_of(kernel, pointers):
             sources.add(source.value)
 
     structural_walk(kernel.body, (tvm.ir.Call, call))
-    assert len(extents) == 2 and calls
-    return f"{{{extents[0]}, {extents[1]}, [=] {{ {' '.join(calls)} }}}}", *sources
+    return f"{{{grid['blockIdx.x']}, {grid['threadIdx.x']}, [=] {{ {' '.join(calls)} }}}}", *sources
 
 
 def on_cpu(source):
