@@ -124,7 +124,7 @@ inline void ld_volatile_global_v4_u32(unsigned& a, unsigned& flag, unsigned& b, 
   a = line[0], flag = line[1], b = line[2], flag2 = line[3];
 }
 
-// Run kernels of each GPU; returns whether all ended: 1 if a thread trapped, 2 if threads wait for each other.
+// Run kernels of each GPU; returns 0 when all have ended, 1 if a thread trapped, 2 if threads wait for each other.
 inline int run(const std::vector<std::vector<Launch>>& gpus, unsigned seed) {
   struct Gpu { size_t next = 0, count = 0; std::vector<Block> blocks; std::vector<std::unique_ptr<Fiber>> fibers; };
   std::vector<Gpu> states(gpus.size());
@@ -132,16 +132,18 @@ inline int run(const std::vector<std::vector<Launch>>& gpus, unsigned seed) {
   turns = 0, is_trapped = false;
   for (size_t left = gpus.size(); left;) {
     size_t rank = random() % gpus.size();
+    unsigned late = random() & random();  // warps of each block that do nothing
     Gpu& gpu = states[rank];
-    for (int turn = random() % 16; turn >= 0 && gpu.next <= gpus[rank].size(); --turn) {
+    for (int turn = 1 << random() % 8; turn && gpu.next <= gpus[rank].size(); --turn) {
       size_t offset = random(), waiting = 0;
       for (size_t i = 0; i < gpu.count; ++i) {
         Fiber& fiber = *gpu.fibers[(i + offset) % gpu.count];
-        if (!fiber.is_done && !(fiber.barrier && fiber.barrier->phase == fiber.phase)) resume(fiber);
+        bool waits = fiber.barrier && fiber.barrier->phase == fiber.phase;
+        if (!fiber.is_done && !waits && !(late >> fiber.thread.x / 32 % 32 & 1)) resume(fiber);
         waiting += !fiber.is_done;
       }
       if (is_trapped) return 1;
-      if (++turns > 100000) return 2;
+      if (++turns > 200000) return 2;
       if (waiting) continue;
       if (gpu.next == gpus[rank].size()) { gpu.next++, gpu.count = 0, left--; break; }
       const Launch& launch = gpus[rank][gpu.next++];
