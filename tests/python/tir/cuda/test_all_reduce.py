@@ -24,7 +24,7 @@ from relax_hetero.tir.core.builder import Function, int64
 from relax_hetero.tir.cuda import all_reduce
 from relax_hetero.tir.cuda.all_reduce import SENT_TILE, AllReduce, RankReduce, RowNorm, all_reduce_kernel, send_tile
 from relax_hetero.tir.cuda.loops.launch import launch
-from seeds import fresh_rng, fresh_seed
+from seeds import fresh_seed
 
 pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="no g++ on Linux"),
