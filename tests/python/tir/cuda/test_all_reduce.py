@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.sampled(1),
 ]
 
-SMALLER = {"_THREADS": 64, "_MAX_THREADS": 128, "_LONG_BLOCKS": 3, "_LL_BYTES": 8192}
+SMALLER = {"_THREADS": 64, "_MAX_THREADS": 128, "_LONG_BLOCKS": 3, "LL_BYTES": 8192}
 HEADER = Path(__file__).with_name("gpu_threads.hpp")
 CALLS = 3
 HALF, FLOAT = RowNorm(1e-5, "float16"), RowNorm(1e-3, "float32")
@@ -76,7 +76,7 @@ def launch_of(kernel, pointers):
     def loop(node):
         grid[node.thread_binding.thread_tag] = int(node.extent)
 
-    structural_walk(kernel.body, (tvm.ir.Call, call), (tirx.For, loop))
+    structural_walk(kernel.body, [(tvm.ir.Call, call), (tirx.For, loop)])
     return f"{{{grid['blockIdx.x']}, {grid['threadIdx.x']}, [=] {{ {' '.join(calls)} }}}}"
 
 
@@ -141,9 +141,9 @@ def programs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALLER.items():
             patch.setattr(all_reduce, name, value)
-        patch.setattr(all_reduce, "_OPERANDS", 2 * SMALLER["_LL_BYTES"] + all_reduce._SENT_BYTES)
+        patch.setattr(all_reduce, "_OPERANDS", 2 * SMALLER["LL_BYTES"] + all_reduce._SENT_BYTES)
         made = {name: Program(name, *how) for name, how in PROGRAMS.items()}
-        texts = [f'#include "{HEADER}"', on_cpu(all_reduce._SOURCE), *(program.text for program in made.values())]
+        texts = [f'#include "{HEADER}"', on_cpu(all_reduce.SOURCE), *(program.text for program in made.values())]
         (folder / "sums.cpp").write_text("\n".join(texts))
         options = "-std=c++17 -O1 -w -U_FORTIFY_SOURCE -fPIC -shared".split()
         subprocess.run(["g++", *options, folder / "sums.cpp", "-o", folder / "sums.so"], check=True)
