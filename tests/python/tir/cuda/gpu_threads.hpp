@@ -1,6 +1,5 @@
 // CUDA C++ on a CPU: each thread is a fiber, kernels of a GPU run in order, and GPUs take turns at random. All blocks of
 // a kernel are resident. Accesses take effect in order: fences are not imitated.
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -38,30 +37,26 @@ struct Fiber {
   Block* block;
   Index thread;
   const std::function<void()>* body;
-  bool is_done, is_started = false;
+  bool is_done;
   const Barrier* barrier = nullptr;
   unsigned phase, shuffles = 0;
-  ucontext_t begin;
-  jmp_buf at;
-  std::unique_ptr<char[]> stack;
+  ucontext_t context;
+  char stack[32 << 10];
 };
-constexpr unsigned STACK = 32 << 10, MAX_BLOCKS = 64, NAMED_BARRIERS = 16, MAX_TURNS = 200000;
+constexpr unsigned MAX_BLOCKS = 64, NAMED_BARRIERS = 16, MAX_TURNS = 200000;
 Fiber* current;
-jmp_buf scheduler;
+ucontext_t scheduler;
 unsigned turns;
 bool is_trapped;
 
-__attribute__((noinline)) void yield() { if (!_setjmp(current->at)) _longjmp(scheduler, 1); }
+void yield() { swapcontext(&current->context, &scheduler); }
 void run_fiber() { for (;; yield()) { (*current->body)(); current->is_done = true; } }
-void resume(Fiber& fiber) {
-  current = &fiber;
-  if (_setjmp(scheduler)) return;
-  if (fiber.is_started) _longjmp(fiber.at, 1);
-  fiber.is_started = true;
-  getcontext(&fiber.begin);
-  fiber.begin.uc_stack.ss_sp = fiber.stack.get(), fiber.begin.uc_stack.ss_size = STACK;
-  makecontext(&fiber.begin, run_fiber, 0);
-  setcontext(&fiber.begin);
+Fiber* new_fiber() {
+  Fiber* fiber = new Fiber;
+  getcontext(&fiber->context);
+  fiber->context.uc_stack.ss_sp = fiber->stack, fiber->context.uc_stack.ss_size = sizeof fiber->stack;
+  makecontext(&fiber->context, run_fiber, 0);
+  return fiber;
 }
 void meet(int id, unsigned count) {
   Barrier& barrier = current->block->barriers[id];
@@ -116,7 +111,7 @@ int run(const std::vector<std::vector<Launch>>& gpus, unsigned seed) {
       for (size_t i = 0; i < gpu.count; ++i) {
         Fiber& fiber = *gpu.fibers[(i + offset) % gpu.count];
         bool waits = fiber.barrier && fiber.barrier->phase == fiber.phase;
-        if (!fiber.is_done && !waits && !(late >> fiber.thread.x / 32 % 32 & 1)) resume(fiber);
+        if (!fiber.is_done && !waits && !(late >> fiber.thread.x / 32 % 32 & 1)) current = &fiber, swapcontext(&scheduler, &fiber.context);
         waiting += !fiber.is_done;
       }
       if (is_trapped || ++turns > MAX_TURNS) return is_trapped ? 1 : 2;
@@ -127,7 +122,7 @@ int run(const std::vector<std::vector<Launch>>& gpus, unsigned seed) {
       gpu.blocks.clear();
       for (unsigned b = 0, first = rank * MAX_BLOCKS / gpus.size(); b < launch.blocks; ++b)
         gpu.blocks.push_back({b, launch.threads, launch.blocks, first + b, {}, std::vector<float>(2 * launch.threads)});
-      while (gpu.fibers.size() < gpu.count) gpu.fibers.emplace_back(new Fiber)->stack.reset(new char[STACK]);
+      while (gpu.fibers.size() < gpu.count) gpu.fibers.emplace_back(new_fiber());
       for (unsigned i = 0; i < gpu.count; ++i) {
         Fiber& fiber = *gpu.fibers[i];
         fiber.block = &gpu.blocks[i / launch.threads], fiber.thread = {i % launch.threads};
