@@ -36,11 +36,12 @@ SMALLER = {"_THREADS": 64, "_MAX_THREADS": 128, "_LONG_BLOCKS": 3, "LL_BYTES": 8
 HEADER = Path(__file__).with_name("gpu_threads.hpp")
 CALLS = 3
 HALF, FLOAT = RowNorm(1e-5, "float16"), RowNorm(1e-3, "float32")
+LAYER, HALF_LAYER = RowNorm(1e-5, "float32", is_centered=True), RowNorm(1e-3, "float16", is_centered=True)
 
 # Of each kernel: shape, norm, whether there is a residual, the sum is kept, and tiles are sent.
 PROGRAMS = {
-    "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((2, 5, 34), FLOAT, 0, 0, 0)]),
-    "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF, 0, 0, 0)]),
+    "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((2, 5, 34), LAYER, 0, 0, 0)]),
+    "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF_LAYER, 0, 0, 0)]),
     "sent": (2, [((512, 256), HALF, 1, 1, 1), ((14, 260), FLOAT, 0, 1, 0)] * 2),
     "three": (3, [((7, 36), HALF, 0, 0, 0), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
     "four": (4, [((20, 132), FLOAT, 1, 1, 0), ((5, 20), HALF, 0, 1, 0)]),
@@ -129,8 +130,8 @@ class Program:
                 scale = np.split(scale, self.ranks)[rank] if param.name == "residual" else scale
                 values = (rng.standard_normal((len(scale), shape[-1])) * scale[:, None]).reshape(shape)
                 values = values.astype("float32")
-            if param.name == "weight":
-                values = arrays.get((number, 0, "weight"), rng.uniform(-2, 2, shape).astype("float32"))
+            if param.name in ("weight", "bias"):
+                values = arrays.get((number, 0, param.name), rng.uniform(-2, 2, shape).astype("float32"))
             arrays[number, rank, param.name] = values
         return arrays
 
@@ -181,16 +182,20 @@ def test_numbers(programs, name, order):
             parts.append(np.concatenate([call[number, rank, "residual"] for rank in ranks]).astype("float64"))
         total, bound = sum(parts), sum(map(abs, parts))
         bound += bound.max(-1, keepdims=True) * 1e-5  # parts that are below the smallest float16
-        is_half = reduce.norm is not None and reduce.norm.dtype == "float16"
-        bound *= 2.0**-10 if is_half else 2.0**-20
-        factor = 1.0
-        if reduce.norm is not None:
-            factor = call[number, 0, "weight"] / np.sqrt((total**2).mean(-1, keepdims=True) + reduce.norm.eps)
+        norm = reduce.norm
+        rounding = 2.0**-10 if norm is not None and norm.dtype == "float16" else 2.0**-20
+        bound *= rounding
+        expected, limit = total, bound
+        if norm is not None:
+            bias = call.get((number, 0, "bias"), 0.0)
+            mean = total.mean(-1, keepdims=True) * norm.is_centered
+            factor = call[number, 0, "weight"] / np.sqrt(((total - mean) ** 2).mean(-1, keepdims=True) + norm.eps)
+            expected = (total - mean) * factor + bias
+            limit = (bound + bound.mean(-1, keepdims=True) * norm.is_centered) * abs(factor) + rounding * abs(bias)
         for rank in ranks:
             out = call[number, rank, "out"]
             np.testing.assert_array_equal(out, call[number, 0, "out"])
-            error = abs(out.reshape(total.shape) - total * factor)
-            assert (error <= bound * abs(factor) + is_half * 6e-8).all(), (number, rank)
+            assert (abs(out.reshape(total.shape) - expected) <= limit + 6e-8 * (out.dtype == "float16")).all(), rank
             if (number, rank, "total") in call:
                 kept = call[number, rank, "total"].reshape(-1, reduce.width)
                 own = np.s_[: len(kept)] if reduce.is_short else np.s_[rank * len(kept) : (rank + 1) * len(kept)]
