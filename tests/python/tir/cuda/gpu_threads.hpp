@@ -43,7 +43,7 @@ struct Fiber {
   ucontext_t context;
   char stack[32 << 10];
 };
-constexpr unsigned MAX_BLOCKS = 64, NAMED_BARRIERS = 16, MAX_TURNS = 200000;
+constexpr unsigned MAX_BLOCKS = 64, NAMED_BARRIERS = 16, MAX_TURNS = 100000;
 Fiber* current;
 ucontext_t scheduler;
 unsigned turns;
