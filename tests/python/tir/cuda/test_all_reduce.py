@@ -44,7 +44,7 @@ PROGRAMS = {
     "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF_LAYER, 0, 0, 0)]),
     "sent": (2, [((512, 256), HALF, 1, 1, 1), ((14, 260), FLOAT, 0, 1, 0)] * 2),
     "three": (3, [((7, 36), HALF, 0, 0, 0), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
-    "four": (4, [((20, 132), FLOAT, 1, 1, 0), ((5, 20), HALF, 0, 1, 0)]),
+    "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), HALF, 0, 1, 0)]),
 }
 
 
@@ -128,7 +128,7 @@ class Program:
             if param.name in ("x", "residual"):
                 scale[1:3] = [0, 1e-36][: len(scale) - 1]  # no power of two scales these to 2^14
                 scale = np.split(scale, self.ranks)[rank] if param.name == "residual" else scale
-                values = (rng.standard_normal((len(scale), shape[-1])) * scale[:, None]).reshape(shape)
+                values = (rng.normal(1, 1, (len(scale), shape[-1])) * scale[:, None]).reshape(shape)
                 values = values.astype("float32")
             if param.name in ("weight", "bias"):
                 values = arrays.get((number, 0, param.name), rng.uniform(-2, 2, shape).astype("float32"))
