@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from ..driver.cached_executables import FileRequest, FileState
     from ..driver.link.parallel_codegen import Progress
     from ..frontend.auto.auto_placement import MemoryLimit
+    from ..frontend.gguf.choose_rules import ChosenRules
     from ..frontend.gguf.file import GgufFile
     from ..frontend.gguf.hyperparameters import Hyperparameters
     from ..frontend.gguf.place_experts import ExpertCountsSource
@@ -295,15 +296,16 @@ def _load_file(arguments: _Arguments) -> Loaded:
     _check_draft_tokens(tokenizer, arguments.drafted)
     _check_draft_layers(path, model, arguments.drafted)
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
-    options = _resolve_options(arguments, model, devices, context)
-    rules = arguments.placement
+    options, rules = _resolve_options(arguments, model, devices, context), arguments.placement
     if isinstance(rules, str):
-        rules = _shared_rules(file, model, devices, options)
+        rules, options = _chosen_rules(file, model, devices, options)
     caches, parts = split_caches(model, rules or {}, devices)
     donated = [f"pages_{index}" for index in range(len(caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
-    compilation = _Compilation(file, states, model.experts > 0, devices, arguments.placement, options, donated)
+    is_mixed = 0 < sum(map(is_cpu, devices)) < len(devices)
+    is_measured = arguments.placement == "auto" or (model.experts > 0 and is_mixed)
+    compilation = _Compilation(file, states, is_measured, devices, rules, options, donated)
     is_invariant = all(is_batch_invariant(device.target) for device in devices)
     executable, rest = compilation.load(), None
     if executable is None and _is_split(arguments, model, compilation):
@@ -329,21 +331,21 @@ def _load_file(arguments: _Arguments) -> Loaded:
     return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
 
 
-def _shared_rules(
+def _chosen_rules(
     file: GgufFile, model: Hyperparameters, devices: list[VDevice], options: dict[str, Any]
-) -> PlacementRules | None:
-    """Rules of ``placement="auto"`` if GPUs share all layers, so that caches are in parts."""
+) -> tuple[ChosenRules, dict[str, Any]]:
+    """Rules of ``placement="auto"``, and the options without those that it reads."""
     from ..frontend import CostModel, PagedCache
     from ..frontend.auto.auto_placement import memory_limits
-    from ..frontend.gguf.scaling import shared_layers
+    from ..frontend.gguf.choose_rules import choose_rules
+    from ..frontend.gguf.place_experts import read_expert_counts
 
-    if len(devices) < 2 or any(map(is_cpu, devices)) or options["count_experts"]:
-        return None
     names = ("batches", "chunks", "slots", "context", "page_type", "verify_rows", "masks_tokens")
-    cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)  # that of `from_gguf`
-    limits, costs = memory_limits(options["memory_limit"], devices), CostModel.measured(devices)
-    shared = shared_layers(file, model, cache, devices, costs, limits)
-    return None if shared is None else shared.rules
+    cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)
+    limits, counts = memory_limits(options["memory_limit"], devices), read_expert_counts(options["expert_counts"], model)
+    may_share = not options["count_experts"]
+    rules = choose_rules(file, model, cache, devices, CostModel.measured(devices), limits, counts, may_share)
+    return rules, {**options, "memory_limit": None, "expert_counts": None}
 
 
 def _resolve_options(
@@ -383,8 +385,8 @@ class _Compilation:
         File that has been read.
     states : tuple of FileState
         Its files, before they were opened.
-    has_experts : bool
-        Whether the model is a mixture of experts.
+    is_measured : bool
+        Whether the result depends on measurements of the devices.
     options : dict of str to object
         Options of `rh.from_gguf`.
     donated : list of str
@@ -393,9 +395,9 @@ class _Compilation:
 
     file: GgufFile
     states: tuple[FileState, ...]
-    has_experts: bool
+    is_measured: bool
     devices: list[VDevice]
-    placement: PlacementRules | Literal["auto"] | None
+    placement: PlacementRules | None
     options: dict[str, Any]
     donated: list[str]
 
@@ -413,8 +415,7 @@ class _Compilation:
         """The request for an executable that follows from files and options; None if it depends on measured devices."""
         from ..driver.cached_executables import FileRequest
 
-        is_mixed = 0 < sum(map(is_cpu, self.devices)) < len(self.devices)
-        if isinstance(self.placement, str) or (self.has_experts and is_mixed):
+        if self.is_measured:
             return None
         rules: list[tuple[str, str]] = []
         if self.placement:
@@ -462,7 +463,7 @@ class _Compilation:
 def _is_split(arguments: _Arguments, model: Hyperparameters, compilation: _Compilation) -> bool:
     """Return whether the functions that one text needs are compiled before the others."""
     request, options = compilation.request, compilation.options
-    if not arguments.background or options["memory_limit"] is not None or len(options["batches"]) == 1:
+    if not arguments.background or arguments.options["memory_limit"] is not None or len(options["batches"]) == 1:
         return False
     if request is None or not request.is_cacheable or Target.current(allow_none=True) is not None:
         return False

@@ -12,21 +12,16 @@ each other, and replicas that get equal shares of the texts. Failures, and the a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise, permutations
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 import tvm
 
-from ...artifact.messages import AUTO
-from ...display.text import time_text
 from ...errors import PlacementError
-from ...target.backend import backend_of
-from ...target.hosts import hosts_of
-from ...vm.device.cuda_copies import has_peer_access
 from ..auto.cost_model import CostModel, LinkCost
 from ..auto.simulate import Task, simulate
 from ..paged_cache import PagedCache
@@ -42,9 +37,6 @@ _STEPS = 6
 """Simulated decode steps; the first half fills the pipeline."""
 
 MAX_STAGES = 32
-
-_MAX_SHARED_TIME = 0.9
-"""Maximum time of a step of GPUs that share all layers, as a fraction of that of layers on single devices."""
 
 
 @dataclass(frozen=True)
@@ -167,7 +159,7 @@ def arrangements(
         own_cache = replace(cache, batches=(math.ceil(own / stages),), slots=own)  # as `Pipeline.decode` calls
         problem = LayerProblem(file, model, own_cache, [vdevice], costs, {})
         pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages)
-        device_bytes = pipeline.device_bytes + problem.working[0]
+        device_bytes = max(pipeline.stage_bytes) + problem.working[0]
         least = min(least, device_bytes)
         if limit is not None and device_bytes > limit:
             continue
@@ -197,71 +189,7 @@ def arrangements(
     return sorted(fitting, key=lambda each: (-each.tokens_per_second, each.token_seconds))
 
 
-@dataclass(frozen=True)
-class SharedLayers:
-    """Placement of a model whose layers equal GPUs share (`tensor_parallel`), for ``placement="auto"``.
-
-    Attributes
-    ----------
-    rules : list of (str, str)
-        Patterns and devices.
-    reasons : dict from str to str
-        Pattern -> reason.
-    estimate : dict
-        Estimate of a decoded token, in the form of `AutoPlacement.to_json`.
-    """
-
-    rules: list[tuple[str, str]]
-    reasons: dict[str, str]
-    estimate: dict[str, Any]
-
-
-def shared_layers(
-    file: GgufFile,
-    model: Hyperparameters,
-    cache: PagedCache,
-    vdevices: Sequence[tvm.relax.VDevice],
-    costs: CostModel,
-    limits: Mapping[int, int],
-) -> SharedLayers | None:
-    """Share all layers among the devices, if these are GPUs that can, the model fits, and that is faster.
-
-    Parameters
-    ----------
-    file, model, cache, vdevices, costs, limits
-        As for `place_layers`.
-
-    Returns
-    -------
-    SharedLayers or None
-        None if layers, or parts of them, are on single devices.
-    """
-    count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
-    is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
-    if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):
-        return None
-    if not _can_share(model, count):
-        return None
-    if not all(has_peer_access(a, b) for a, b in permutations(indices, 2)):
-        return None
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits)
-    group = Pipeline.of_mesh(problem, model, count)
-    if any(group.device_bytes + problem.working[device] > limit for device, limit in limits.items()):
-        return None
-    seconds, _ = group.decode(1, problem.search.step.cached)
-    try:
-        alone = problem.best().seconds
-    except PlacementError:
-        alone = math.inf
-    if seconds > _MAX_SHARED_TIME * alone:
-        return None
-    other = "no layers on single devices fit" if math.isinf(alone) else f"{time_text(alone)} on single devices"
-    estimate = problem.estimate(seconds, dict.fromkeys(problem.names, seconds))
-    reason = f"{AUTO}sharing each layer is fastest: {time_text(seconds)} a token, {other}"
-    return SharedLayers([("*", f"vdevice[0:{count}]")], {"*": reason}, estimate)
-
-
-def _can_share(model: Hyperparameters, count: int) -> bool:
+def can_share(model: Hyperparameters, count: int) -> bool:
     """Return whether devices can share each layer, as `tensor_parallel.split_caches` and dealt experts demand."""
     heads = math.gcd(model.heads, *(own.kv_heads for own in model.caches))
     return not (heads % count or any(own.state or own.shared for own in model.caches) or 0 < model.experts < count)
@@ -271,7 +199,7 @@ def group_shapes(model: Hyperparameters, fleet: Fleet) -> Iterator[tuple[int, in
     """Devices of a group, stages and replicas of each arrangement."""
     total = fleet.hosts * fleet.devices
     for tensor in range(1, fleet.devices + 1):
-        if fleet.devices % tensor or (tensor > 1 and not _can_share(model, tensor)):
+        if fleet.devices % tensor or (tensor > 1 and not can_share(model, tensor)):
             continue
         for stages in range(1, min(model.layers, MAX_STAGES, total // tensor) + 1):
             if total % (tensor * stages) == 0:
@@ -290,6 +218,13 @@ class Pipeline:
     fleet : Fleet
     tensor, stages : int
         Devices of a group, and groups.
+
+    Attributes
+    ----------
+    tensor : int
+        Devices of a group.
+    stages : list of list of Part
+        Parts of each stage.
     """
 
     def __init__(
@@ -301,29 +236,23 @@ class Pipeline:
         tensor: int,
         stages: int,
     ) -> None:
-        self._model, self._costs, self._fleet, self._tensor = model, costs, fleet, tensor
+        self._model, self._costs, self._fleet, self.tensor = model, costs, fleet, tensor
         self._row_bytes = model.hidden_size * 4
-        self._stages = self._balanced(parts, stages)
-
-    @classmethod
-    def of_mesh(cls, problem: LayerProblem, model: Hyperparameters, count: int) -> Pipeline:
-        """All layers on the first `count` devices of a problem, which are equal, and share them."""
-        costs = problem.search.costs
-        return cls(problem.search.parts, model, costs, Fleet(1, count, costs.links[0, 1], costs.links[0, 1]), count, 1)
+        self.stages = self._balanced(parts, stages)
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of weights and cache on a device of the largest stage; embeddings are whole on each device."""
+    def stage_bytes(self) -> list[int]:
+        """Bytes of weights and cache on a device of each stage; embeddings are whole on each of theirs."""
         sizes = []
-        for stage in self._stages:
-            sizes.append(sum(part.resident_bytes[0] / (1 if part.name == "embd" else self._tensor) for part in stage))
-        if len(self._stages) == 1 and any(part.shared and part.shared[0] for part in self._stages[0]):
-            sizes[0] -= self._stages[0][0].resident_bytes[0]  # the output reads the embeddings
-        return round(max(sizes))
+        for stage in self.stages:
+            sizes.append(sum(part.resident_bytes[0] / (1 if part.name == "embd" else self.tensor) for part in stage))
+        if len(self.stages) == 1 and any(part.shared and part.shared[0] for part in self.stages[0]):
+            sizes[0] -= self.stages[0][0].resident_bytes[0]  # the output reads the embeddings
+        return list(map(round, sizes))
 
     def decode(self, texts: int, cached: int) -> tuple[float, float]:
         """Time between two tokens of each of `texts` texts, and the fraction of it that stages work."""
-        stages = len(self._stages)
+        stages = len(self.stages)
         groups = min(stages, texts)
         sizes = [texts // groups + (group < texts % groups) for group in range(groups)]
         tasks: list[Task] = []
@@ -350,22 +279,22 @@ class Pipeline:
         tasks: list[Task] = []
         for begin in range(0, tokens, chunk):
             rows = min(chunk, tokens - begin)
-            for stage in range(len(self._stages)):
+            for stage in range(len(self.stages)):
                 after = [len(tasks) - 1] if stage else []
                 tasks.append(Task(self.stage_seconds(stage, 1, rows, begin), after, {str(stage): 1}))
-                if stage < len(self._stages) - 1:
+                if stage < len(self.stages) - 1:
                     tasks.append(Task(self._sent_seconds(stage, self._row_bytes * rows), [len(tasks) - 1]))
         return max(simulate(tasks))
 
     def exchanges(self, texts: int) -> Iterator[Exchange]:
         """Exchanges between devices in a decode step."""
-        stages, size = len(self._stages), math.ceil(texts / min(len(self._stages), texts))
+        stages, size = len(self.stages), math.ceil(texts / min(len(self.stages), texts))
         groups = min(stages, texts)
-        if self._tensor > 1:
-            sums = sum(self._sums(stage) for stage in self._stages) * groups
+        if self.tensor > 1:
+            sums = sum(self._sums(stage) for stage in self.stages) * groups
             nbytes = self._row_bytes * size
             yield Exchange("all-reduce", sums, nbytes, sums * self.sum_seconds(nbytes))
-            nbytes = 4 * size * self._model.vocabulary // self._tensor
+            nbytes = 4 * size * self._model.vocabulary // self.tensor
             yield Exchange("gather of logits", groups, nbytes, groups * self._gather_seconds(size))
         if stages > 1:
             nbytes, count = self._row_bytes * size, (stages - 1) * groups
@@ -374,43 +303,43 @@ class Pipeline:
 
     def stage_seconds(self, stage: int, texts: int, rows: int, cached: int) -> float:
         """Time of a stage for `rows` tokens of each of `texts` texts."""
-        return self.seconds(self._stages[stage], texts, rows, cached)
+        return self.seconds(self.stages[stage], texts, rows, cached)
 
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Time of some parts on a group, with their sums."""
         seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
-        if self._tensor == 1:
+        if self.tensor == 1:
             return seconds
         seconds += self._sums(parts) * self.sum_seconds(self._row_bytes * texts * rows)
         return seconds + any(part.name == "output" for part in parts) * self._gather_seconds(texts)
 
     def sum_seconds(self, nbytes: float) -> float:
         """Time of an all-reduce in a group: each device writes its part to every other one."""
-        return SUM_SECONDS + (self._tensor - 1) * nbytes / self._fleet.link.bandwidth
+        return SUM_SECONDS + (self.tensor - 1) * nbytes / self._fleet.link.bandwidth
 
     def _gather_seconds(self, texts: int) -> float:
         link = self._fleet.link
-        nbytes = 4 * texts * self._model.vocabulary / self._tensor
-        return link.latency + (self._tensor - 1) * nbytes / link.bandwidth
+        nbytes = 4 * texts * self._model.vocabulary / self.tensor
+        return link.latency + (self.tensor - 1) * nbytes / link.bandwidth
 
     def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
         work = part.work_seconds(0, self._costs, Step(rows, cached, texts))
         launches = KERNELS[part.name] * self._costs.devices[0].launch
-        return work * self._imbalance(part, texts * rows) / self._tensor + launches
+        return work * self._imbalance(part, texts * rows) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
         """Expected work of the device with the most chosen experts over the mean."""
-        if part.name != "experts" or self._tensor == 1:
+        if part.name != "experts" or self.tensor == 1:
             return 1.0
-        return _imbalance(self._model.experts, self._model.experts_used, self._tensor, min(rows, 64))
+        return _imbalance(self._model.experts, self._model.experts_used, self.tensor, min(rows, 64))
 
     def _sums(self, parts: Sequence[Part]) -> int:
         return sum(part.name in ("attn", "ffn", "experts") for part in parts)
 
     def _sent_seconds(self, stage: int, nbytes: float) -> float:
         """Time of a transfer from a stage to the next one."""
-        begin, fleet = stage * self._tensor, self._fleet
-        following = (stage + 1) % len(self._stages) * self._tensor
+        begin, fleet = stage * self.tensor, self._fleet
+        following = (stage + 1) % len(self.stages) * self.tensor
         link = fleet.link if begin // fleet.devices == following // fleet.devices else fleet.network
         return link.latency + nbytes / link.bandwidth
 

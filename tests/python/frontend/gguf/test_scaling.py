@@ -74,7 +74,7 @@ def test_groups_share_weights_and_add_sums(large):
     sums = next(iter(pair.exchanges(1)))
     assert (sums.kind, sums.count, sums.bytes) == ("all-reduce", 2 * 48, 4 * 2048)
     # Embeddings are whole on both.
-    assert alone.device_bytes / 2 < pair.device_bytes < alone.device_bytes / 2 + 700e6
+    assert alone.stage_bytes[0] / 2 < pair.stage_bytes[0] < alone.stage_bytes[0] / 2 + 700e6
 
 
 def test_arrangements_are_sorted_and_fit(large):
