@@ -26,13 +26,14 @@ from smoke import smoke  # noqa: E402
 from turns import take_turns  # noqa: E402
 
 from llm_bench import random_gguf  # noqa: E402
-from llm_bench.loaded_model import STEPS, LoadedModel  # noqa: E402
+from llm_bench.loaded_model import LoadedModel  # noqa: E402
 from llm_bench.random_gguf import LLAMA_8B, QWEN3_30B, Sizes, write_gguf  # noqa: E402
 from relax_hetero.frontend import CostModel, PagedCache  # noqa: E402
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of  # noqa: E402
 from relax_hetero.frontend.gguf.place_layers import LayerProblem  # noqa: E402
 from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline  # noqa: E402
 from relax_hetero.frontend.language_model_files import read_language_model  # noqa: E402
+from relax_hetero.llm.calibrate import STEPS  # noqa: E402
 from relax_hetero.target.make_vdevice import parse_vdevices  # noqa: E402
 
 BARS = {"decode 1": 1.6, "decode 32": 1.75, "prefill": 1.8}

@@ -229,56 +229,74 @@ def load(
         "stream_experts": stream_experts,
         "verify_drafts": bool(verify_drafts),
     }
-    if not isinstance(draft, (str, os.PathLike, tuple, NoneType)):
-        raise BuildError(
-            f"rh.llm.load: draft: {describe_value(draft)}; expected the path of a smaller model, or the pair that "
-            "rh.llm.load returned for it"
-        )
+    own_threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
+    draft_devices = vdevices if draft_vdevices is None else draft_vdevices
+    loading: dict[str, Any] = {"background": background, "progress": progress, **own_threads}
     if draft is None and (draft_vdevices, draft_placement) != (None, None):
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
-    own_threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
-    if isinstance(draft, (str, os.PathLike)):  # first, as it is the smaller one
-        devices = vdevices if draft_vdevices is None else draft_vdevices
-        sizes: dict[str, Any] = {name: options[name] for name in _DRAFT_OPTIONS}
-        try:
-            drafted: Loaded | None = load(
-                draft, devices, draft_placement, **sizes, background=background, **own_threads, progress=progress
-            )
-        except EncoderError as error:  # not what callers know of `path`
-            raise BuildError(f"draft: {error}") from error
-    else:
-        drafted = draft
+    drafted = _load_draft(draft, draft_devices, draft_placement, options, loading)  # first, as it is the smaller one
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
-    if tensor_parallel != 1 and load_kind is not _load_file:
-        raise BuildError(
-            f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face only"
-        )
     if tensor_parallel != 1:
         from ..frontend.parallel_devices import parallel_devices
 
+        if load_kind is not _load_file:
+            raise BuildError(
+                f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face "
+                "only"
+            )
         vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
-    if load_kind is not None:
+    if load_kind is None:
+        given = (vdevices, placement, batch_invariant, {**options, "count_experts": False})
+        has_options = given != (None, None, False, _DEFAULTS)
+        loaded = _load_compiled(Path(path), has_options, count_experts, drafted, own_threads)
+    else:
         arguments = _Arguments(
             Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress, own_threads
         )
         # Before the model is compiled, which may take minutes.
         choose_threads([DeviceSpec(str(device.target)) for device in arguments.devices], **own_threads)
-        return _with_draft(_warn_of_long_context(*load_kind(arguments)), drafted)
-    is_saved = (Path(path) / _DESCRIPTION).exists()
-    given = vdevices, placement, batch_invariant, {**options, "count_experts": False}
-    if is_saved and given != (None, None, False, _DEFAULTS):
+        loaded = load_kind(arguments)
+    return _with_draft(_warn_of_long_context(*loaded), drafted)
+
+
+def _load_draft(
+    draft: str | os.PathLike[str] | Loaded | None,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    options: dict[str, Any],
+    loading: dict[str, Any],
+) -> Loaded | None:
+    """The draft model, loaded if it is a path; `options` are those of its model."""
+    if not isinstance(draft, (str, os.PathLike, tuple, NoneType)):
+        raise BuildError(
+            f"rh.llm.load: draft: {describe_value(draft)}; expected the path of a smaller model, or the pair that "
+            "rh.llm.load returned for it"
+        )
+    if not isinstance(draft, (str, os.PathLike)):
+        return draft
+    try:
+        return load(draft, vdevices, placement, **{name: options[name] for name in _DRAFT_OPTIONS}, **loading)
+    except EncoderError as error:  # not what callers know of the model's path
+        raise BuildError(f"draft: {error}") from error
+
+
+def _load_compiled(
+    folder: Path, has_options: bool, count_experts: bool, drafted: Loaded | None, threads: dict[str, Any]
+) -> Loaded:
+    """Load a folder that `save` wrote."""
+    if has_options and (folder / _DESCRIPTION).exists():
         names = "vdevices, placement, context, slots and other options"
-        raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
-    model, tokenizer = _load_saved(Path(path), own_threads)
+        raise BuildError(f"{folder}: is compiled already; {names} apply only to files with weights")
+    model, tokenizer = _load_saved(folder, threads)
     _check_draft_tokens(tokenizer, drafted)
     if count_experts and not model.expert_counts.tensors:
         raise BuildError(
-            f"{Path(path)}: its functions do not count experts; load the GGUF file of a mixture with "
+            f"{folder}: its functions do not count experts; load the GGUF file of a mixture with "
             "count_experts=True, and save it again"
         )
-    return _with_draft(_warn_of_long_context(model, tokenizer), drafted)
+    return model, tokenizer
 
 
 def _load_file(arguments: _Arguments) -> Loaded:
@@ -314,8 +332,22 @@ def _load_file(arguments: _Arguments) -> Loaded:
         rest = BackgroundTask(partial(compilation.compile_rest, first, PassContext.current()))
     elif executable is None:
         executable = compilation.compile(arguments.progress)
-    description = ModelDescription(
-        name=str(file.fields.get("general.name", path.stem)),
+    description = _description(file, model, options, context, caches, parts, is_invariant)
+    all_rows = max(options["batches"]), max(options["chunks"])
+    return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
+
+
+def _description(
+    file: GgufFile,
+    model: Hyperparameters,
+    options: dict[str, Any],
+    context: int,
+    caches: tuple[LayerCache, ...],
+    parts: tuple[int, ...],
+    is_invariant: bool,
+) -> ModelDescription:
+    return ModelDescription(
+        name=str(file.fields.get("general.name", file.path.stem)),
         vocabulary=model.vocabulary,
         context=context,
         slots=options["slots"],
@@ -327,8 +359,32 @@ def _load_file(arguments: _Arguments) -> Loaded:
         trained_context=model.context,
         decodes_like_prefill=is_invariant,
     )
-    all_rows = max(options["batches"]), max(options["chunks"])
-    return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
+
+
+def compile_layers(
+    file: GgufFile, vdevice: VDevice, layers: int, batches: Sequence[int], chunks: Sequence[int], context: int
+) -> CompiledModel:
+    """Compile the first layers of a model for one device, to measure it.
+
+    Parameters
+    ----------
+    file : GgufFile
+    vdevice : VDevice
+    layers : int
+        Number of layers.
+    batches, chunks, context
+        As for `load`.
+    """
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
+
+    file = file.first_layers(layers)
+    model, is_invariant = hyperparameters_of(file), is_batch_invariant(vdevice.target)
+    options = {"batches": tuple(batches), "chunks": tuple(chunks), "slots": max(batches), "context": context}
+    options |= {"page_type": "float16", "verify_rows": 0}
+    donated = [f"pages_{index}" for index in range(len(model.caches))]
+    executable = _Compilation(file, (), True, [vdevice], None, options, donated).compile(None)
+    caches = tuple(model.caches)
+    return CompiledModel(executable, _description(file, model, options, context, caches, (), is_invariant))
 
 
 def _chosen_rules(

@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
@@ -36,6 +36,7 @@ from ...target.backend import backend_of
 from ...target.cpu_cores import CpuWatch, num_cores
 from ...target.element_types import numpy_dtype
 from ...target.hosts import host_of
+from ...target.native_target import with_hardware
 from ...target.product_rates import QUANTIZED
 from ...target.vdevice import is_cpu
 from ...vm.device.memory_limit import clear_pools
@@ -102,6 +103,26 @@ class LinkFigures:
 
 
 @dataclass(frozen=True)
+class SharingFigures:
+    """Measurements of equal CPU devices of this machine that work at the same time.
+
+    Attributes
+    ----------
+    devices : int
+        Number of devices, which together have the cores that this process may use.
+    memory, products : float
+        Time of an addition of large tensors, and of a matrix product, on each of them over that on one alone.
+    handover : float
+        Seconds from a step to the next one on another device.
+    """
+
+    devices: int
+    memory: float
+    products: float
+    handover: float
+
+
+@dataclass(frozen=True)
 class Figures:
     """Measurements of devices by index, and of links by pairs of indices except between two CPUs.
 
@@ -152,6 +173,27 @@ def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") 
     for failure in figures.failures.values():
         _log.warning("the devices cannot be measured, so that placement uses tables: %s", failure)
     return None
+
+
+def sharing_figures_of(vdevice: relax.VDevice) -> SharingFigures | None:
+    """Load or take the measurements of CPU devices that share this machine's cores.
+
+    Parameters
+    ----------
+    vdevice : relax.VDevice
+        A CPU device of this machine.
+
+    Returns
+    -------
+    SharingFigures
+        None if the device takes more than half of the cores, or is not the native CPU.
+    """
+    vdevice = with_hardware(vdevice)
+    count = num_cores() // int(vdevice.target.attrs.get("num-cores", 1))
+    if count < 2 or not are_present([vdevice]):
+        return None
+    vdevices = [relax.VDevice(vdevice.target, index, "global") for index in range(count)]
+    return _measured_or_cached(_SHARING, vdevices, "missing", [])
 
 
 def known_figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures:
@@ -391,14 +433,7 @@ def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFig
             with builder.dataflow():
                 result = builder.emit_output(relax.op.to_vdevice(x, endpoints[1 - source]))
             builder.emit_func_output(result)
-    x = relax.Var("x", relax.TensorType((16,), "float32", first))
-    with builder.function("cross", [x]):
-        with builder.dataflow():
-            value: relax.Expr = x
-            for number in range(_CROSSINGS_PER_CALL):
-                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), endpoints[1 - number % 2]))
-            result = builder.emit_output(relax.op.negative(value))
-        builder.emit_func_output(result)
+    _add_crossings(builder, endpoints)
     vm = _machine(builder, endpoints)
 
     def seconds(name: str, length: int, end: int) -> float:
@@ -413,6 +448,52 @@ def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFig
         total = seconds(name, elements, end)
         links.append(LinkFigures(4 * elements / max(total - latency, 1e-9), latency, crossing))
     return links[0], links[1]
+
+
+def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -> None:
+    """Add a function that alternates between two devices."""
+    x = relax.Var("x", relax.TensorType((16,), "float32", ends[0]))
+    with builder.function("cross", [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for number in range(_CROSSINGS_PER_CALL):
+                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), ends[1 - number % 2]))
+            result = builder.emit_output(relax.op.negative(value))
+        builder.emit_func_output(result)
+
+
+def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
+    """Measure what devices do at the same time: calls enter their queues, as those of functions over several devices."""
+    count, seconds = len(vdevices), dict[str, list[float]]()
+    shapes = {"memory": (_CPU_STREAM_BYTES // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
+    builder = relax.BlockBuilder()
+    for kind, shape in shapes.items():
+        for number in (1, count):
+            params = [
+                relax.Var(f"x{index}", relax.TensorType(shape, "float32", vdevices[index])) for index in range(number)
+            ]
+            with builder.function(f"{kind}_{number}", params):
+                with builder.dataflow():
+                    combine = relax.op.add if kind == "memory" else relax.op.matmul
+                    results = [builder.emit(combine(x, x)) for x in params]
+                    result = builder.emit_output(relax.Tuple(results))
+                builder.emit_func_output(result)
+    _add_crossings(builder, vdevices[:2])
+    vm = _machine(builder, vdevices)
+    for kind, shape in shapes.items():
+        arrays = [tvm.runtime.tensor(_random_array(shape, "float32"), device) for device in vm.devices]
+        seconds[kind] = [
+            _time_call(partial(_submitted, vm, f"{kind}_{number}", arrays[:number]), []) for number in (1, count)
+        ]
+    # At worst, they take turns.
+    memory, products = (min(max(1.0, both / alone), float(count)) for alone, both in seconds.values())
+    row = _random_array((16,), "float32")
+    handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
+    return SharingFigures(count, memory, products, handover)
+
+
+def _submitted(vm: VirtualMachine, name: str, arguments: Sequence[Any]) -> Any:
+    return vm.submit(name, *arguments).result()
 
 
 def _machine(builder: relax.BlockBuilder, vdevices: Sequence[relax.VDevice]) -> VirtualMachine:
@@ -458,6 +539,12 @@ def _read_links(data: Any) -> tuple[LinkFigures, LinkFigures]:
     return forward, backward
 
 
+def _read_sharing(data: Any) -> SharingFigures:
+    figures = SharingFigures(**data)
+    _check_positive([float(figures.devices), figures.memory, figures.products, figures.handover])
+    return figures
+
+
 def _check_positive(numbers: Sequence[Any]) -> None:
     if not all(isinstance(number, float) and 0 < number < float("inf") for number in numbers):
         raise ValueError("expected positive numbers")
@@ -465,3 +552,4 @@ def _check_positive(numbers: Sequence[Any]) -> None:
 
 _DEVICE = _FigureKind("device", _measure_device, _read_device)
 _LINKS = _FigureKind("links", _measure_links, _read_links)
+_SHARING = _FigureKind("sharing", _measure_sharing, _read_sharing)

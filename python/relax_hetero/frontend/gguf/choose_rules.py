@@ -96,7 +96,7 @@ def choose_rules(
     others = [f"{_text_of(other)} take {time_text(time)}" for time, other in shared[1:2]]
     others.append("layers on single devices " + (f"take {time_text(alone.seconds)}" if alone else "do not fit"))
     reason = f"{AUTO}fastest are {_text_of(groups)}: {time_text(seconds)} a token; {', '.join(others)}"
-    rules = _rules_of(groups, cache)
+    rules = rules_of(groups, cache)
     used = groups.tensor * len(groups.stages)
     busy = {name: seconds / len(groups.stages) * (index < used) for index, name in enumerate(problem.names)}
     return ChosenRules(rules, dict.fromkeys(rules, reason), problem.estimate(seconds, busy), groups)
@@ -129,7 +129,7 @@ def _groups(problem: LayerProblem, model: Hyperparameters, vdevices: Sequence[tv
     if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):
         return
     costs = problem.search.costs
-    fleet = Fleet(1, count, costs.links[0, 1], costs.links[0, 1])
+    fleet = Fleet.of_vdevices(vdevices, costs)
     has_common_caches = any(model.cache_index(layer) != layer for layer in range(model.layers))
     for tensor in range(2, count + 1):
         if not can_share(model, tensor):
@@ -145,7 +145,7 @@ def _groups(problem: LayerProblem, model: Hyperparameters, vdevices: Sequence[tv
             break
 
 
-def _rules_of(groups: Pipeline, cache: PagedCache) -> dict[str, str]:
+def rules_of(groups: Pipeline, cache: PagedCache) -> dict[str, str]:
     """Rules that put the layers of each stage on its group."""
     rules: dict[str, str] = {}
     for stage, parts in enumerate(groups.stages[1:], 1):
@@ -157,7 +157,9 @@ def _rules_of(groups: Pipeline, cache: PagedCache) -> dict[str, str]:
 
 
 def mesh_of(groups: Pipeline, stage: int) -> str:
-    """The devices of a stage."""
+    """The device of a stage, or those that share its layers."""
+    if groups.tensor == 1:
+        return f"vdevice:{stage}"
     return f"vdevice[{stage * groups.tensor}:{(stage + 1) * groups.tensor}]"
 
 

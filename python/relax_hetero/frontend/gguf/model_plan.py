@@ -340,8 +340,7 @@ def _groups_of(
             f"{count} devices, expected {{'*': 'vdevice[0:{count}]'}}, \"auto\", or single devices"
         )
     costs = problem.search.costs
-    fleet = Fleet(1, count, costs.links[0, 1], costs.links[0, 1])
-    return Pipeline(problem.search.parts, model, costs, fleet, count, 1)
+    return Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices(vdevices, costs), count, 1)
 
 
 def _shared_plan(

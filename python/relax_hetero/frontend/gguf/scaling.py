@@ -12,7 +12,7 @@ each other, and replicas that get equal shares of the texts. Failures, and the a
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
@@ -22,7 +22,10 @@ import numpy as np
 import tvm
 
 from ...errors import PlacementError
+from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
+from ...target.vdevice import is_cpu
 from ..auto.cost_model import CostModel, LinkCost
+from ..auto.measure_devices import SharingFigures
 from ..auto.simulate import Task, simulate
 from ..paged_cache import PagedCache
 from .file import GgufFile
@@ -49,12 +52,77 @@ class Fleet:
         Numbers of hosts, and of devices of each.
     link, network : LinkCost
         Between devices of a host, and between hosts.
+    sum_seconds : float
+        Time of the shortest sum over two devices of a host.
+    overlaps : bool
+        Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
+    workers : int
+        Maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all.
+    slowdown : tuple of float
+        Time that so many devices take at the same time for reading memory, and for products, over that of one alone.
     """
 
     hosts: int
     devices: int
     link: LinkCost
     network: LinkCost
+    sum_seconds: float = SUM_SECONDS
+    overlaps: bool = True
+    workers: int = 0
+    slowdown: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of_vdevices(
+        cls,
+        vdevices: Sequence[tvm.relax.VDevice],
+        costs: CostModel,
+        hosts: int = 1,
+        network: LinkCost | None = None,
+        sharing: SharingFigures | None = None,
+    ) -> Fleet:
+        """Hosts of equal devices, of which there are at least two; `sharing` are measurements of CPU devices."""
+        link, count = costs.links[0, 1], len(vdevices)
+        network = network or LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
+        if not is_cpu(vdevices[0]):
+            return cls(hosts, count, link, network)
+        if sharing is None:
+            return cls(hosts, count, link, network, link.latency, overlaps=False)
+        link, slowdown = replace(link, latency=sharing.handover), (sharing.memory, sharing.products)
+        return cls(hosts, count, link, network, link.latency, False, sharing.devices, slowdown)
+
+    def at_work(self, costs: CostModel, count: int) -> CostModel:
+        """Costs of a device while `count` devices of its host work at the same time."""
+        workers = min(count, self.workers or count)
+        share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
+        memory, products = ((1 + (slowdown - 1) * share) * count / workers for slowdown in self.slowdown)
+        if memory == products == 1:
+            return costs
+        first = costs.devices[0]
+        rates = {kind: rate / products for kind, rate in first.products.items()}
+        slower = replace(first, flops=first.flops / products, bandwidth=first.bandwidth / memory, products=rates)
+        return replace(costs, devices=[slower, *costs.devices[1:]])
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured times of a model, or of some of its layers, on one device over those that its parts are expected to take.
+
+    Attributes
+    ----------
+    decode : mapping from int to float
+        By the number of texts of a call.
+    prefill : float
+    """
+
+    decode: Mapping[int, float]
+    prefill: float
+
+    def ratio(self, texts: int, rows: int) -> float:
+        """Ratio for `rows` tokens of each of `texts` texts, between those of the nearest measured numbers of texts."""
+        if rows > 1:
+            return self.prefill
+        counts = sorted(self.decode)
+        return float(np.interp(np.log2(texts), np.log2(counts), [self.decode[count] for count in counts]))
 
 
 @dataclass(frozen=True)
@@ -129,6 +197,7 @@ def arrangements(
     fleet: Fleet,
     texts: int,
     limit: int | None = None,
+    calibration: Calibration | None = None,
 ) -> list[Arrangement]:
     """All arrangements of a model on a fleet that fit, the one with the most tokens per second first.
 
@@ -147,6 +216,8 @@ def arrangements(
         Texts that are generated at the same time.
     limit : int, optional
         Maximum bytes of a device.
+    calibration : Calibration, optional
+        Measurements of the device with the model.
 
     Raises
     ------
@@ -156,14 +227,14 @@ def arrangements(
     fitting, least = [], math.inf
     for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
-        own_cache = replace(cache, batches=(math.ceil(own / stages),), slots=own)  # as `Pipeline.decode` calls
-        problem = LayerProblem(file, model, own_cache, [vdevice], costs, {})
-        pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages)
+        batch = math.ceil(own / stages) if fleet.overlaps else own
+        problem = LayerProblem(file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {})
+        pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages, replicas, calibration)
         device_bytes = max(pipeline.stage_bytes) + problem.working[0]
         least = min(least, device_bytes)
         if limit is not None and device_bytes > limit:
             continue
-        token_seconds, busy = pipeline.decode(own, cache.context // 2)
+        token_seconds, busy = pipeline.decode(own, cache.context // 2, batch)
         prompt = min(cache.context, 4096)
         fitting.append(
             Arrangement(
@@ -176,8 +247,8 @@ def arrangements(
                 pipeline.prefill(prompt, max(cache.chunks)),
                 prompt,
                 device_bytes,
-                busy,
-                tuple(pipeline.exchanges(own)),
+                busy * min(1.0, texts / replicas),
+                tuple(pipeline.exchanges(own, batch)),
             )
         )
     if not fitting:
@@ -216,8 +287,9 @@ class Pipeline:
     model : Hyperparameters
     costs : CostModel
     fleet : Fleet
-    tensor, stages : int
-        Devices of a group, and groups.
+    tensor, stages, replicas : int
+        Devices of a group, groups of a pipeline, and pipelines.
+    calibration : Calibration, optional
 
     Attributes
     ----------
@@ -235,9 +307,14 @@ class Pipeline:
         fleet: Fleet,
         tensor: int,
         stages: int,
+        replicas: int = 1,
+        calibration: Calibration | None = None,
     ) -> None:
-        self._model, self._costs, self._fleet, self.tensor = model, costs, fleet, tensor
+        self._model, self._fleet, self.tensor, self._calibration = model, fleet, tensor, calibration
         self._row_bytes = model.hidden_size * 4
+        own = tensor * (stages if fleet.overlaps else 1)
+        neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
+        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices))
         self.stages = self._balanced(parts, stages)
 
     @property
@@ -250,23 +327,25 @@ class Pipeline:
             sizes[0] -= self.stages[0][0].resident_bytes[0]  # the output reads the embeddings
         return list(map(round, sizes))
 
-    def decode(self, texts: int, cached: int) -> tuple[float, float]:
-        """Time between two tokens of each of `texts` texts, and the fraction of it that stages work."""
-        stages = len(self.stages)
-        groups = min(stages, texts)
-        sizes = [texts // groups + (group < texts % groups) for group in range(groups)]
+    def decode(self, texts: int, cached: int, batch: int | None = None) -> tuple[float, float]:
+        """Time between two tokens of each of `texts` texts, and the fraction of it that stages work.
+
+        Calls are for at most `batch` texts, by default all.
+        """
+        stages, sizes = len(self.stages), _call_sizes(texts, batch)
         tasks: list[Task] = []
         last: dict[int, int] = {}
         for _ in range(_STEPS):
-            for group, size in enumerate(sizes):
+            for call, size in enumerate(sizes):
+                before = call if self._fleet.overlaps else 0  # else a call waits for the last one
                 for stage in range(stages):
                     seconds = self.stage_seconds(stage, size, 1, cached)
-                    after = [last[group]] if group in last else []
+                    after = [last[before]] if before in last else []
                     tasks.append(Task(seconds, after, {str(stage): 1}))
                     if stages > 1:  # to the next stage; from the last one, tokens to the first
                         sent = self._row_bytes * size if stage < stages - 1 else 8 * size
                         tasks.append(Task(self._sent_seconds(stage, sent), [len(tasks) - 1]))
-                    last[group] = len(tasks) - 1
+                    last[before] = len(tasks) - 1
         ends = simulate(tasks)
         per_step = len(tasks) // _STEPS
         half = _STEPS // 2
@@ -275,30 +354,27 @@ class Pipeline:
         return seconds, work / (seconds * stages)
 
     def prefill(self, tokens: int, chunk: int) -> float:
-        """Time of a prompt, whose chunks follow each other through the stages."""
-        tasks: list[Task] = []
+        """Time of a prompt, whose chunks follow each other, as each returns logits to the host."""
+        seconds = 0.0
         for begin in range(0, tokens, chunk):
             rows = min(chunk, tokens - begin)
-            for stage in range(len(self.stages)):
-                after = [len(tasks) - 1] if stage else []
-                tasks.append(Task(self.stage_seconds(stage, 1, rows, begin), after, {str(stage): 1}))
-                if stage < len(self.stages) - 1:
-                    tasks.append(Task(self._sent_seconds(stage, self._row_bytes * rows), [len(tasks) - 1]))
-        return max(simulate(tasks))
+            seconds += sum(self.stage_seconds(stage, 1, rows, begin) for stage in range(len(self.stages)))
+            seconds += sum(self._sent_seconds(stage, self._row_bytes * rows) for stage in range(len(self.stages) - 1))
+        return seconds
 
-    def exchanges(self, texts: int) -> Iterator[Exchange]:
+    def exchanges(self, texts: int, batch: int | None = None) -> Iterator[Exchange]:
         """Exchanges between devices in a decode step."""
-        stages, size = len(self.stages), math.ceil(texts / min(len(self.stages), texts))
-        groups = min(stages, texts)
+        stages, sizes = len(self.stages), _call_sizes(texts, batch)
+        calls, size = len(sizes), max(sizes)
         if self.tensor > 1:
-            sums = sum(self._sums(stage) for stage in self.stages) * groups
+            sums = sum(self._sums(stage) for stage in self.stages) * calls
             nbytes = self._row_bytes * size
             yield Exchange("all-reduce", sums, nbytes, sums * self.sum_seconds(nbytes))
             nbytes = 4 * size * self._model.vocabulary // self.tensor
-            yield Exchange("gather of logits", groups, nbytes, groups * self._gather_seconds(size))
+            yield Exchange("gather of logits", calls, nbytes, calls * self._gather_seconds(size))
         if stages > 1:
-            nbytes, count = self._row_bytes * size, (stages - 1) * groups
-            seconds = groups * sum(self._sent_seconds(stage, nbytes) for stage in range(stages - 1))
+            nbytes, count = self._row_bytes * size, (stages - 1) * calls
+            seconds = calls * sum(self._sent_seconds(stage, nbytes) for stage in range(stages - 1))
             yield Exchange("to the next stage", count, nbytes, seconds)
 
     def stage_seconds(self, stage: int, texts: int, rows: int, cached: int) -> float:
@@ -308,6 +384,8 @@ class Pipeline:
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Time of some parts on a group, with their sums."""
         seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
+        if self._calibration is not None:
+            seconds *= self._calibration.ratio(texts, rows)
         if self.tensor == 1:
             return seconds
         seconds += self._sums(parts) * self.sum_seconds(self._row_bytes * texts * rows)
@@ -315,7 +393,7 @@ class Pipeline:
 
     def sum_seconds(self, nbytes: float) -> float:
         """Time of an all-reduce in a group: each device writes its part to every other one."""
-        return SUM_SECONDS + (self.tensor - 1) * nbytes / self._fleet.link.bandwidth
+        return self._fleet.sum_seconds + (self.tensor - 1) * nbytes / self._fleet.link.bandwidth
 
     def _gather_seconds(self, texts: int) -> float:
         link = self._fleet.link
@@ -358,6 +436,12 @@ class Pipeline:
             cuts.append(min(max(nearest, cuts[-1] + 1), len(units) - (stages - number)))
         cuts.append(len(units))
         return [[part for unit in units[begin:end] for part in unit] for begin, end in pairwise(cuts)]
+
+
+def _call_sizes(texts: int, batch: int | None) -> list[int]:
+    """Texts of each call of a decode step, of at most `batch` each."""
+    batch = batch or texts
+    return [min(batch, texts - begin) for begin in range(0, texts, batch)]
 
 
 @lru_cache(maxsize=256)

@@ -17,7 +17,7 @@ from relax_hetero.frontend.gguf.place_layers import LayerProblem
 from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.target.make_vdevice import parse_vdevices
-from relax_hetero.tools.scale import costs_of
+from relax_hetero.tools.scale import fleet_of
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
 COSTS = CostModel([DeviceCost(40e12, 2e12, 2e-6, {"quantized": 400e12, "float16": 400e12})], {})
@@ -57,7 +57,7 @@ def test_one_device_has_the_time_of_its_plan(large):
 def test_a_full_pipeline_is_as_fast_as_its_slowest_stage(large):
     _, four = pipeline(large, 1, 4)
     slowest = max(four.stage_seconds(stage, 8, 1, 2048) for stage in range(4))
-    seconds, busy = four.decode(32, 2048)
+    seconds, busy = four.decode(32, 2048, 8)
     assert seconds >= 4 * slowest
     assert seconds == pytest.approx(4 * slowest + FAST.latency, rel=0.1)
     assert 0.8 < busy <= 1
@@ -124,9 +124,9 @@ def test_the_command(large, runner):
 
 def test_a_device_with_a_number_stands_for_its_kind():
     """The link is between two devices: that of one to itself would cost nothing."""
-    costs, link = costs_of("cuda:1")
-    assert link == costs_of("cuda")[1]
-    assert link.bandwidth < math.inf and len(costs.devices) == 2
+    _, costs, fleet = fleet_of("cuda:1", 1, 8, SLOW)
+    assert fleet == fleet_of("cuda", 1, 8, SLOW)[2]
+    assert fleet.link.bandwidth < math.inf and len(costs.devices) == 2 and fleet.devices == 8
 
 
 @pytest.fixture
