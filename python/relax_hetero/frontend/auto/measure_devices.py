@@ -15,7 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache, partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
@@ -62,6 +62,7 @@ _CPU_STREAM_BYTES, _STREAM_BYTES = 64 << 20, 512 << 20
 _LINK_BYTES = 64 << 20
 _MAX_MEMORY_SHARE = 1 / 8  # of a device's memory, that one tensor takes
 _WEIGHTS = "q4_k"  # format of quantized weights
+_SHARING_CALLS = 8  # of one device, and of several at the same time
 _MIN_MEASURE_SECONDS = 0.06  # per figure, unless one call takes longer
 _MAX_OTHER_WORK_SHARE = 0.15  # fraction of the CPUs, beyond which figures are not stored
 _REMEASURE_SECONDS = 300.0  # lifetime of figures of a busy machine
@@ -111,15 +112,18 @@ class SharingFigures:
     devices : int
         Number of devices, which together have the cores that this process may use.
     memory, products : float
-        Time of an addition of large tensors, and of a matrix product, on each of them over that on one alone.
-    handover : float
-        Seconds from a step to the next one on another device.
+        Time of an addition of large tensors, and of a matrix product, on each of them over that on one alone; times are
+        those of their threads.
+    handover, crossing : float
+        Seconds from a step to the next one on another device, in a call that goes through queues, and in one that runs
+        all steps in its thread.
     """
 
     devices: int
     memory: float
     products: float
     handover: float
+    crossing: float
 
 
 @dataclass(frozen=True)
@@ -464,7 +468,7 @@ def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -
 
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     """Measure what devices do at the same time: calls enter their queues, as those of functions over several devices."""
-    count, seconds = len(vdevices), dict[str, list[float]]()
+    count, slowdown = len(vdevices), dict[str, float]()
     shapes = {"memory": (_CPU_STREAM_BYTES // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
     builder = relax.BlockBuilder()
     for kind, shape in shapes.items():
@@ -482,14 +486,25 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     vm = _machine(builder, vdevices)
     for kind, shape in shapes.items():
         arrays = [tvm.runtime.tensor(_random_array(shape, "float32"), device) for device in vm.devices]
-        seconds[kind] = [
-            _time_call(partial(_submitted, vm, f"{kind}_{number}", arrays[:number]), []) for number in (1, count)
-        ]
-    # At worst, they take turns.
-    memory, products = (min(max(1.0, both / alone), float(count)) for alone, both in seconds.values())
+        alone, together = (
+            _processor_time(partial(_submitted, vm, f"{kind}_{number}", arrays[:number])) for number in (1, count)
+        )
+        slowdown[kind] = max(1.0, together / (count * alone))
     row = _random_array((16,), "float32")
     handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
-    return SharingFigures(count, memory, products, handover)
+    crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
+    return SharingFigures(count, slowdown["memory"], slowdown["products"], handover, crossing)
+
+
+def _processor_time(call: Callable[[], Any]) -> float:
+    """Median time that this process computes for a call: that of its threads, which other programs do not add to."""
+    call()
+    times = []
+    for _ in range(_SHARING_CALLS):
+        begin = time.process_time()
+        call()
+        times.append(time.process_time() - begin)
+    return sorted(times)[len(times) // 2]
 
 
 def _submitted(vm: VirtualMachine, name: str, arguments: Sequence[Any]) -> Any:
@@ -541,7 +556,7 @@ def _read_links(data: Any) -> tuple[LinkFigures, LinkFigures]:
 
 def _read_sharing(data: Any) -> SharingFigures:
     figures = SharingFigures(**data)
-    _check_positive([float(figures.devices), figures.memory, figures.products, figures.handover])
+    _check_positive([float(figures.devices), *[getattr(figures, each.name) for each in fields(figures)[1:]]])
     return figures
 
 

@@ -1,19 +1,21 @@
 """``placement="auto"`` of a language model: layers on single devices, or on groups of GPUs that share each layer.
 
 The rules with the least estimated time of a decoded token are chosen: those of `place_layers`, or those of one group of
-equal GPUs (`tensor_parallel`), or, if that exceeds their memory, of consecutive layers on several groups.
+equal GPUs (`tensor_parallel`), or, if that exceeds their memory, of consecutive layers on several groups. A server may
+have several replicas, and many texts: for it, the arrangement with the most tokens per second is chosen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
 from typing import Any
 
 import tvm
 
 from ...artifact.messages import AUTO
-from ...display.text import time_text
+from ...display.text import plural, time_text
 from ...errors import PlacementError
 from ...target.backend import backend_of
 from ...target.hosts import hosts_of
@@ -25,7 +27,7 @@ from .hyperparameters import Hyperparameters
 from .place_experts import ExpertPlan
 from .place_layers import LayerProblem
 from .plan_layers import LayerPlan
-from .scaling import Fleet, Pipeline, can_share
+from .scaling import Arrangement, Fleet, Pipeline, arrangements, can_share, max_stages
 
 _MAX_SHARED_TIME = 0.9
 """Maximum time of a token of GPUs that share layers, as a fraction of that of layers on single devices."""
@@ -130,19 +132,98 @@ def _groups(problem: LayerProblem, model: Hyperparameters, vdevices: Sequence[tv
         return
     costs = problem.search.costs
     fleet = Fleet.of_vdevices(vdevices, costs)
-    has_common_caches = any(model.cache_index(layer) != layer for layer in range(model.layers))
     for tensor in range(2, count + 1):
         if not can_share(model, tensor):
             continue
-        for stages in range(1, 2 if has_common_caches else min(count // tensor, model.layers) + 1):
+        for stages in range(1, min(count // tensor, max_stages(model)) + 1):
             groups = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages)
             used = range(tensor * stages)
             needed = [groups.stage_bytes[device // tensor] + problem.working[device] for device in used]
             if any(needed[device] > limit for device, limit in problem.limits.items() if device in used):
                 continue
-            if all(has_peer_access(indices[a], indices[b]) for a, b in permutations(used, 2) if a // tensor == b // tensor):
+            if _have_peer_access(indices[: len(used)], tensor):
                 yield groups
             break
+
+
+def _have_peer_access(indices: Sequence[int], tensor: int) -> bool:
+    """Return whether the GPUs of each group of consecutive ones reach each other's memory."""
+    groups = [indices[begin : begin + tensor] for begin in range(0, len(indices), tensor)]
+    return all(has_peer_access(a, b) for group in groups for a, b in permutations(group, 2))
+
+
+@dataclass(frozen=True)
+class ChosenReplicas:
+    """Replicas of a model on equal GPUs, for many texts at the same time.
+
+    Attributes
+    ----------
+    replicas, devices, slots : int
+        Number of replicas, and devices and sequences of each.
+    rules : dict from str to str, optional
+        Placement rules of a replica; None for one device.
+    reason : str
+    """
+
+    replicas: int
+    devices: int
+    slots: int
+    rules: dict[str, str] | None
+    reason: str
+
+
+def choose_replicas(
+    file: GgufFile,
+    model: Hyperparameters,
+    cache: PagedCache,
+    vdevices: Sequence[tvm.relax.VDevice],
+    costs: CostModel,
+    limit: int | None,
+    texts: int,
+) -> ChosenReplicas:
+    """Find the replicas, on GPUs that share layers or have some each, that generate the most tokens per second.
+
+    Parameters
+    ----------
+    file, model, cache : GgufFile, Hyperparameters, PagedCache
+    vdevices : sequence of VDevice
+        Equal GPUs of this machine.
+    costs : CostModel
+        Cost model of these devices.
+    limit : int, optional
+        Maximum bytes of a device.
+    texts : int
+        Texts that are generated at the same time, by all replicas together.
+
+    Raises
+    ------
+    PlacementError
+        If the model fits in no arrangement.
+    """
+    if len(vdevices) == 1:
+        return ChosenReplicas(1, 1, texts, None, "one device: 1 replica")
+    fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
+    fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)
+    possible = [each for each in fitting if _have_peer_access(indices, each.tensor)]
+    if not possible:
+        raise PlacementError(
+            f"{file.path}: fits only if devices share layers, and these GPUs do not reach each other's memory; "
+            "expected a higher memory limit, fewer slots or a smaller context"
+        )
+    best, *others = possible
+    slots = -(-texts // best.replicas)
+    problem = LayerProblem(file, model, replace(cache, batches=(slots,), slots=slots), vdevices[:1], costs, {})
+    groups = Pipeline(problem.search.parts, model, costs, fleet, best.tensor, best.stages, best.replicas)
+    devices = best.tensor * best.stages
+    reason = f"{_rate_of(best)} of {plural(texts, 'text')} at the same time"
+    reason += f"; next best: {_rate_of(others[0])}" if others else ""
+    return ChosenReplicas(best.replicas, devices, slots, rules_of(groups, cache) if devices > 1 else None, reason)
+
+
+def _rate_of(each: Arrangement) -> str:
+    devices = f"{each.tensor} devices that share each layer" if each.tensor > 1 else "1 device"
+    stages = f"{each.stages} stages of " if each.stages > 1 else ""
+    return f"{plural(each.replicas, 'replica')} of {stages}{devices}, about {each.tokens_per_second:,.0f} tokens/s"
 
 
 def rules_of(groups: Pipeline, cache: PagedCache) -> dict[str, str]:

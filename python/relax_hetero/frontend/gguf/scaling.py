@@ -87,14 +87,20 @@ class Fleet:
             return cls(hosts, count, link, network)
         if sharing is None:
             return cls(hosts, count, link, network, link.latency, overlaps=False)
-        link, slowdown = replace(link, latency=sharing.handover), (sharing.memory, sharing.products)
-        return cls(hosts, count, link, network, link.latency, False, sharing.devices, slowdown)
+        slowdown, handover = (sharing.memory, sharing.products), sharing.handover
+        link = replace(link, latency=sharing.crossing)
+        return cls(hosts, count, link, network, handover, False, sharing.devices, slowdown)
 
-    def at_work(self, costs: CostModel, count: int) -> CostModel:
-        """Costs of a device while `count` devices of its host work at the same time."""
+    def at_work(self, costs: CostModel, count: int, group: int) -> CostModel:
+        """Costs of a device while `count` devices of its host work, of which each `group` are called together.
+
+        More devices of a group than workers take turns in one thread; devices of different groups share the workers.
+        """
+        turns = group if self.workers and group > self.workers else 1
+        count //= turns
         workers = min(count, self.workers or count)
         share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
-        memory, products = ((1 + (slowdown - 1) * share) * count / workers for slowdown in self.slowdown)
+        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in self.slowdown)
         if memory == products == 1:
             return costs
         first = costs.devices[0]
@@ -266,13 +272,19 @@ def can_share(model: Hyperparameters, count: int) -> bool:
     return not (heads % count or any(own.state or own.shared for own in model.caches) or 0 < model.experts < count)
 
 
+def max_stages(model: Hyperparameters) -> int:
+    """Maximum number of stages: 1 if layers read the caches of others."""
+    has_common_caches = any(model.cache_index(layer) != layer for layer in range(model.layers))
+    return 1 if has_common_caches else min(model.layers, MAX_STAGES)
+
+
 def group_shapes(model: Hyperparameters, fleet: Fleet) -> Iterator[tuple[int, int, int]]:
     """Devices of a group, stages and replicas of each arrangement."""
     total = fleet.hosts * fleet.devices
     for tensor in range(1, fleet.devices + 1):
         if fleet.devices % tensor or (tensor > 1 and not can_share(model, tensor)):
             continue
-        for stages in range(1, min(model.layers, MAX_STAGES, total // tensor) + 1):
+        for stages in range(1, min(max_stages(model), total // tensor) + 1):
             if total % (tensor * stages) == 0:
                 yield tensor, stages, total // (tensor * stages)
 
@@ -314,7 +326,7 @@ class Pipeline:
         self._row_bytes = model.hidden_size * 4
         own = tensor * (stages if fleet.overlaps else 1)
         neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
-        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices))
+        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices), tensor)
         self.stages = self._balanced(parts, stages)
 
     @property

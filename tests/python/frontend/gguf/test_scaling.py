@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from dataclasses import replace
@@ -11,10 +12,11 @@ import pytest
 import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, QWEN3_30B, write_gguf
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
+from relax_hetero.frontend.gguf.choose_rules import choose_replicas
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
-from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements, group_shapes
+from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.target.make_vdevice import parse_vdevices
 from relax_hetero.tools.scale import fleet_of
@@ -141,3 +143,71 @@ def runner():
         return result.stdout
 
     return run
+
+
+def chosen(large, count, texts, link=FAST, limit=None, cost=COSTS.devices[0]):
+    _, file, model, _ = large
+    costs = CostModel([cost] * count, dict.fromkeys(itertools.permutations(range(count), 2), link))
+    return choose_replicas(file, model, CACHE, parse_vdevices([GPU] * count), costs, limit, texts)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
+
+
+@pytest.mark.usefixtures("peers")
+def test_replicas_are_chosen_by_rates_and_limits(large):
+    """Launches of kernels, and slow links, are for replicas; many texts share weights; limits are for groups."""
+    launching = replace(COSTS.devices[0], launch=1e-3)
+    few = chosen(large, 4, 8, cost=launching)
+    assert (few.replicas, few.devices, few.slots, few.rules) == (4, 1, 2, None)
+    assert chosen(large, 4, 64, SLOW).replicas == 4
+    many = chosen(large, 4, 256)
+    assert (many.replicas, many.devices, many.slots, many.rules) == (1, 4, 256, {"*": "vdevice[0:4]"})
+    assert "1 replica of 4 devices that share each layer, about " in many.reason and "next best: " in many.reason
+    alone = on(large, 1, 1, 2)[0].device_bytes
+    limited = chosen(large, 4, 8, SLOW, alone * 3 // 4, launching)
+    assert limited.replicas == 2 and limited.devices == 2
+    assert limited.rules["blk.47.*"] == "vdevice:1" and limited.rules["*"] == "vdevice:0"
+    with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes"):
+        chosen(large, 4, 8, limit=1000)
+    assert chosen(large, 1, 8).replicas == 1
+
+
+def test_replicas_where_gpus_do_not_reach_each_other(large):
+    assert chosen(large, 4, 256).rules is None or "[" not in str(chosen(large, 4, 256).rules)
+
+
+def test_replicas_without_texts_are_idle(large):
+    (replicas,) = (each for each in on(large, 1, 4, 2) if each.replicas == 4)
+    assert replicas.busy == pytest.approx(0.5)
+
+
+def test_devices_of_a_host_share_its_cores_and_memory(large):
+    """Figures of CPU devices: one alone, then as many as work at the same time, then more, which take turns."""
+    _, file, model, vdevices = large
+    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, (1.5, 1.25))
+    parts = LayerProblem(file, model, CACHE, vdevices, COSTS, {}).search.parts
+    attention = [part for part in parts if part.name == "attn"]
+    costs = CostModel([replace(COSTS.devices[0], launch=0.0, flops=1e9, products={})], {})  # products decide
+
+    def seconds(tensor, stages, replicas=1):
+        return Pipeline(parts, model, costs, fleet, tensor, stages, replicas).seconds(attention, 1, 1, 0)
+
+    alone, sums = seconds(1, 1), 48 * 1e-5
+    assert seconds(1, 4) == pytest.approx(alone)  # one stage works at a time
+    assert seconds(1, 1, 2) == pytest.approx(alone * 1.25)
+    assert seconds(1, 1, 4) == pytest.approx(alone * 1.25 * 2)
+    assert seconds(2, 1) == pytest.approx(alone * 1.25 / 2 + sums, rel=1e-4)
+    assert seconds(4, 1) == pytest.approx(alone + sums, rel=1e-4)
+
+
+def test_measurements_of_layers_correct_estimates(large):
+    _, alone = pipeline(large, 1, 1)
+    _, file, model, _ = large
+    measured = Calibration({1: 2.0, 4: 1.0}, 3.0)
+    corrected = Pipeline(alone.stages[0], model, COSTS, Fleet(1, 8, FAST, SLOW), 1, 1, 1, measured)
+    for texts, ratio in (1, 2.0), (2, 1.5), (4, 1.0), (64, 1.0):
+        assert corrected.decode(texts, 99)[0] == pytest.approx(ratio * alone.decode(texts, 99)[0])
+    assert corrected.prefill(512, 256) == pytest.approx(3 * alone.prefill(512, 256))
