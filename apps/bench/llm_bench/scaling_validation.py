@@ -28,7 +28,7 @@ from turns import take_turns  # noqa: E402
 
 from llm_bench import random_gguf  # noqa: E402
 from llm_bench.loaded_model import LoadedModel  # noqa: E402
-from llm_bench.random_gguf import LLAMA_8B, QWEN3_30B, TINYLLAMA, Sizes, write_gguf  # noqa: E402
+from llm_bench.random_gguf import SHAPES, write_gguf  # noqa: E402
 from relax_hetero.frontend import LinkCost, PagedCache  # noqa: E402
 from relax_hetero.frontend.gguf.choose_rules import rules_of  # noqa: E402
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of  # noqa: E402
@@ -40,7 +40,6 @@ from relax_hetero.tools.scale import fleet_of  # noqa: E402
 
 BAR = 0.15
 """Maximum difference of a simulated time from the measured one."""
-SHAPES = {"tiny": Sizes(), "1b": TINYLLAMA, "8b": LLAMA_8B, "30b-a3b": QWEN3_30B}
 
 
 @dataclass(frozen=True)
