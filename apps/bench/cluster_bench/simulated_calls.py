@@ -1,6 +1,6 @@
-"""Networks of equal parts over hosts, devices and meshes of this machine: simulated time against the measured one.
+"""Networks of equal parts over hosts, devices and meshes of this machine: simulated times against measured ones.
 
-python apps/bench/cluster_bench/simulated_calls.py              # four hosts of one core each, two devices, a mesh of two
+python apps/bench/cluster_bench/simulated_calls.py              # four hosts, two devices, a mesh of two
 
 The times of a part and of transfers are measured first: a part alone on one core, and two chains of small ops that cross
 the same hosts with other sizes. From these, `simulate_calls` expects the time of one call, and of many calls under way,
@@ -123,7 +123,10 @@ def main(hosts: int, rows: int, calls: int, rounds: int) -> None:
         checks.append(check)
 
     try:
-        alone, sharing = Network(1, rows, PRODUCTS, False, [one_core()]), sharing_figures_of(*parse_vdevices([one_core()]))
+        alone, sharing = (
+            Network(1, rows, PRODUCTS, False, [one_core()]),
+            sharing_figures_of(*parse_vdevices([one_core()])),
+        )
         part, cores = median_seconds(alone.calls, rounds), num_cores()
         transfer = _transfer(hosts, rows, rounds)
         print(f"a part {part * 1e3:.3f} ms, a transfer {transfer * 1e6:.0f} us, {cores} cores, {sharing}", flush=True)

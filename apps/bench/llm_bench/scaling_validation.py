@@ -1,4 +1,4 @@
-"""Arrangements of a random llama that this machine has devices for: the time that is simulated against the measured one.
+"""Arrangements of a random llama on the devices of this machine: simulated times against measured ones.
 
 python apps/bench/llm_bench/scaling_validation.py                                    # CPU devices of one core
 python apps/bench/llm_bench/scaling_validation.py --vdevice cuda --shape 8b --layers 6 --batches 1,32 --chunk 2048

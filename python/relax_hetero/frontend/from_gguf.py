@@ -73,8 +73,9 @@ def from_gguf(
         The cache of a layer is on the device of its ``blk.N.attn``. A list that ends a pattern selects experts:
         ``blk.*.ffn_*_exps[0-31]``, ``[3,7,12-15]``. ``"auto"`` chooses devices for attention, experts and the rest of
         each layer, or groups of equal GPUs that share layers, for the least time per token within `memory_limit`,
-        which also covers activations and a GPU's context (`gguf.choose_rules`). A mesh, ``"cuda[0:2]"``, shares the work of each layer: heads of attention with
-        their part of the cache, columns and rows of feed-forward networks, logits, and whole experts.
+        which also covers activations and a GPU's context (`gguf.choose_rules`). A mesh, ``"cuda[0:2]"``, shares the
+        work of each layer: heads of attention with their part of the cache, columns and rows of feed-forward networks,
+        logits, and whole experts.
     batches : sequence of int
         Rows of the functions ``decode_B``: one token of each of B sequences.
     chunks : sequence of int
@@ -203,10 +204,10 @@ def _placed(
     streams: ExpertStreams,
 ) -> tvm.IRModule:
     """Place a module by rules, and give it the reasons of the generated ones."""
-    is_chosen = isinstance(placement, ChosenRules)
-    reasons = {**split.reasons(placement.reasons if is_chosen else {}), **dict(streams.reasons)}
+    chosen = placement if isinstance(placement, ChosenRules) else None
+    reasons = {**split.reasons(chosen.reasons if chosen else {}), **dict(streams.reasons)}
     mod = with_rule_reasons(place(mod, [*streams.rules, *split.rules], devices), reasons)
-    return with_remarks(mod, placement_estimate=placement.estimate) if is_chosen else mod
+    return mod if chosen is None else with_remarks(mod, placement_estimate=chosen.estimate)
 
 
 def encoder_from_gguf(

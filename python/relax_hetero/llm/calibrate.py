@@ -30,15 +30,15 @@ _MAX_BYTES = 2 << 30
 """Weights of measured layers."""
 _MIN_LAYERS = 2
 _BATCHES = (1, 2, 4, 8, 16, 32)
-_CACHED = 128
-"""Maximum tokens of a text in a measured decode step."""
+_MIN_CACHED = 16
+"""Tokens of a text in the measured decode steps, besides those of a chunk."""
+_MIN_DIFFERENCE = 0.05
+"""Minimum time that a longer cache is expected to add to a step, as a fraction of it, to be measured."""
 _MIN_SECONDS, _MAX_CALLS = 0.5, 50
 """Time of the measured calls, unless one call takes longer; and their maximum number."""
 
 
-def calibrate(
-    file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostModel, texts: int
-) -> Calibration:
+def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostModel, texts: int) -> Calibration:
     """Measure a model on one device of this machine; takes a minute, or more for a large one.
 
     Parameters
@@ -62,24 +62,34 @@ def calibrate(
     from ..frontend.gguf.scaling import Calibration, Fleet, Pipeline
 
     chunk = min(max(cache.chunks), cache.context)
-    cached, batches = min(_CACHED, chunk // 2), tuple(rows for rows in _BATCHES if rows <= texts)
+    short, long = min(_MIN_CACHED, chunk // 2), min(chunk - 1, cache.context // 2)
+    batches = tuple(rows for rows in _BATCHES if rows <= texts)
     model = hyperparameters_of(file)
     layers = _measured_layers(file, model.layers)
     if any(model.cache_index(layer) != layer for layer in range(model.layers)):
         layers = model.layers  # later ones read the cache of earlier ones
-    measured = compile_layers(file, vdevice, layers, batches, (chunk,), max(chunk, cached) + STEPS)
+    measured = compile_layers(file, vdevice, layers, batches, (chunk,), chunk + STEPS)
     slots, tokens = [measured.cache.add() for _ in range(max(batches))], np.arange(chunk) % measured.vocabulary
     for slot in slots:
-        measured.prefill(slot, tokens[:cached])
-    steps = {rows: _seconds(decode_steps(measured, slots[:rows], [1] * rows, cached)) / STEPS for rows in batches}
-    prefill = _seconds(prompt(measured, slots[0], tokens))
+        measured.prefill(slot, tokens[:long])
+
+    def step_seconds(rows: int, cached: int) -> float:
+        return _seconds(decode_steps(measured, slots[:rows], [1] * rows, cached)) / STEPS
+
     part = file.first_layers(layers)
     model = hyperparameters_of(part)
     own_cache = replace(cache, batches=batches, chunks=(chunk,), slots=max(batches))
     problem = LayerProblem(part, model, own_cache, [vdevice], costs, {})
     alone = Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices([vdevice] * 2, costs), 1, 1)
-    decode = {rows: seconds / alone.decode(rows, cached + STEPS // 2)[0] for rows, seconds in steps.items()}
-    return Calibration(decode, prefill / alone.prefill(chunk, chunk))
+    longest = step_seconds(batches[-1], long)  # before shorter ones, as `truncate` removes tokens
+    steps = {rows: step_seconds(rows, short) for rows in batches}
+    expected, expected_longest = (alone.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
+    ratio = steps[batches[-1]] / expected
+    if expected_longest - expected > _MIN_DIFFERENCE * expected:
+        ratio = max(longest - steps[batches[-1]], 0.0) / (expected_longest - expected)
+    decode = {rows: seconds / alone.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
+    prefill = _seconds(prompt(measured, slots[0], tokens)) / alone.prefill(chunk, chunk)
+    return Calibration(decode, ratio, prefill)
 
 
 def _measured_layers(file: GgufFile, layers: int) -> int:
@@ -91,7 +101,7 @@ def _measured_layers(file: GgufFile, layers: int) -> int:
 def decode_steps(
     model: CompiledModel, slots: Sequence[int], tokens: Sequence[int], cached: int
 ) -> Callable[[], object]:
-    """A call of `STEPS` greedy decode steps after `cached` tokens, each begun before the tokens of the last are read."""
+    """A call of `STEPS` greedy decode steps after `cached` tokens, each begun before the last one's tokens are read."""
 
     def work() -> object:
         for slot in slots:

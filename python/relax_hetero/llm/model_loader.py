@@ -398,7 +398,10 @@ def _chosen_rules(
 
     names = ("batches", "chunks", "slots", "context", "page_type", "verify_rows", "masks_tokens")
     cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)
-    limits, counts = memory_limits(options["memory_limit"], devices), read_expert_counts(options["expert_counts"], model)
+    limits, counts = (
+        memory_limits(options["memory_limit"], devices),
+        read_expert_counts(options["expert_counts"], model),
+    )
     may_share = not options["count_experts"]
     rules = choose_rules(file, model, cache, devices, CostModel.measured(devices), limits, counts, may_share)
     return rules, {**options, "memory_limit": None, "expert_counts": None}

@@ -21,6 +21,7 @@ from .placement_options import BytesParam
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, JsonTokenizer, Tokenizer
 
+
 class _ReplicasParam(click.ParamType):
     """A number of replicas, or ``auto``."""
 
@@ -177,8 +178,8 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "--replicas",
     type=_ReplicasParam(),
     metavar="N",
-    help="Run this many processes with a model each, using Ray Serve; with --vdevice cuda, each on GPUs of its own. The "
-    "word auto chooses between replicas, and GPUs that share layers or have some each, for --slots texts of all "
+    help="Run this many processes with a model each, using Ray Serve; with --vdevice cuda, each on GPUs of its own. "
+    "The word auto chooses between replicas, and GPUs that share layers or have some each, for --slots texts of all "
     "replicas together, by default 8 for each GPU.",
 )
 def serve_command(

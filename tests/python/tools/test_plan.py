@@ -139,8 +139,10 @@ def test_layers_are_shared_where_gpus_reach_each_other(large: Path, monkeypatch:
 
 
 def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: pytest.MonkeyPatch):
-    """Four GPUs share all layers of Qwen 3, which has four heads of keys, if there are no more; a limit takes stages."""
-    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: abs(gpu - peer) < 4)
+    """Four GPUs share all layers of Qwen 3, which has as many heads of keys; a limit takes stages."""
+    monkeypatch.setattr(
+        "relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: abs(gpu - peer) < 4
+    )
     four = planned_on_gpus(large, "auto", count=4)
     assert {part.device for part in four.parts} == {"cuda[0:4]"}
     assert "; layers shared by 2 devices take " in four.parts[1].reason

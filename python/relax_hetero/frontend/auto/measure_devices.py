@@ -467,7 +467,7 @@ def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -
 
 
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
-    """Measure what devices do at the same time: calls enter their queues, as those of functions over several devices."""
+    """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
     count, slowdown = len(vdevices), dict[str, float]()
     shapes = {"memory": (_CPU_STREAM_BYTES // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
     builder = relax.BlockBuilder()

@@ -118,7 +118,9 @@ def _on_single_devices(
     rules = problem.rules(plan)
     other = ""
     if shared:
-        other = f"; {_text_of(shared[0][1])} take {time_text(shared[0][0])} a token, this plan {time_text(plan.seconds)}"
+        other = (
+            f"; {_text_of(shared[0][1])} take {time_text(shared[0][0])} a token, this plan {time_text(plan.seconds)}"
+        )
     reasons = {pattern: reason + other for pattern, _, reason in rules}
     chosen = {pattern: device for pattern, device, _ in rules}
     return ChosenRules(chosen, reasons, problem.estimate(plan.seconds, busy), None)

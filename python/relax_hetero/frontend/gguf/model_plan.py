@@ -353,7 +353,7 @@ def _shared_plan(
     is_auto: bool,
 ) -> ModelPlan:
     """The plan of a model whose layers are on groups of devices that share each; bytes are those of one device."""
-    step, placed, devices = problem.search.step, [], []
+    step, placed, devices = problem.search.step, list[PlacedPart](), list[DeviceUse]()
     for stage, parts in enumerate(groups.stages):
         name = mesh_of(groups, stage).replace("vdevice", problem.names[0].partition(":")[0])
         own = []

@@ -111,22 +111,23 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Measured times of a model, or of some of its layers, on one device over those that its parts are expected to take.
+    """Measured times of some layers of a model on one device over those that their parts are expected to take.
 
     Attributes
     ----------
     decode : mapping from int to float
-        By the number of texts of a call.
+        By the number of texts of a call, which have few cached tokens.
+    cached : float
+        Of the time that more cached tokens add to a decode step.
     prefill : float
     """
 
     decode: Mapping[int, float]
+    cached: float
     prefill: float
 
-    def ratio(self, texts: int, rows: int) -> float:
-        """Ratio for `rows` tokens of each of `texts` texts, between those of the nearest measured numbers of texts."""
-        if rows > 1:
-            return self.prefill
+    def decode_ratio(self, texts: int) -> float:
+        """Ratio of a call, between those of the nearest measured numbers of texts."""
         counts = sorted(self.decode)
         return float(np.interp(np.log2(texts), np.log2(counts), [self.decode[count] for count in counts]))
 
@@ -396,8 +397,11 @@ class Pipeline:
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Time of some parts on a group, with their sums."""
         seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
-        if self._calibration is not None:
-            seconds *= self._calibration.ratio(texts, rows)
+        if self._calibration is not None and rows > 1:
+            seconds *= self._calibration.prefill
+        elif self._calibration is not None:
+            short = sum(self._part_seconds(part, texts, 1, 0) for part in parts)
+            seconds = short * self._calibration.decode_ratio(texts) + (seconds - short) * self._calibration.cached
         if self.tensor == 1:
             return seconds
         seconds += self._sums(parts) * self.sum_seconds(self._row_bytes * texts * rows)

@@ -231,8 +231,10 @@ def test_devices_of_a_host_share_its_cores_and_memory(large):
 def test_measurements_of_layers_correct_estimates(large):
     _, alone = pipeline(large, 1, 1)
     _, file, model, _ = large
-    measured = Calibration({1: 2.0, 4: 1.0}, 3.0)
+    measured = Calibration({1: 2.0, 4: 1.0}, 5.0, 3.0)
     corrected = Pipeline(alone.stages[0], model, COSTS, Fleet(1, 8, FAST, SLOW), 1, 1, 1, measured)
     for texts, ratio in (1, 2.0), (2, 1.5), (4, 1.0), (64, 1.0):
-        assert corrected.decode(texts, 99)[0] == pytest.approx(ratio * alone.decode(texts, 99)[0])
+        short, long = (alone.decode(texts, cached)[0] for cached in (0, 2000))
+        assert corrected.decode(texts, 0)[0] == pytest.approx(ratio * short)
+        assert corrected.decode(texts, 2000)[0] == pytest.approx(ratio * short + 5 * (long - short))
     assert corrected.prefill(512, 256) == pytest.approx(3 * alone.prefill(512, 256))
