@@ -79,6 +79,7 @@ def cases(devices: int, is_gpu: bool) -> Iterator[Case]:
 @click.option("--chunk", default=256, show_default=True, help="Tokens of a prefill.")
 @click.option("--context", default=256, show_default=True, help="Tokens of a sequence in a decode step.")
 @click.option("--rounds", default=7, show_default=True)
+@click.option("--only", multiple=True, help="Arrangements whose names have this text, such as 'group'. Repeatable.")
 @smoke(shape="tiny", layers=4, batches="2", chunk=32, context=32, rounds=1)
 def main(
     vdevice: str,
@@ -90,6 +91,7 @@ def main(
     chunk: int,
     context: int,
     rounds: int,
+    only: tuple[str, ...],
 ) -> None:
     """Simulate and measure each arrangement."""
     random_gguf.RANDOM_ROWS = 1021
@@ -108,7 +110,9 @@ def main(
         calls: dict[str, Callable[[], object]] = {}
         expected: dict[str, float] = {}
         for case in cases(devices, is_gpu):
-            if case.tensor > 1 and not can_share(sizes, case.tensor):
+            if (case.tensor > 1 and not can_share(sizes, case.tensor)) or not any(
+                text in str(case) for text in only or ("",)
+            ):
                 continue
             own_fleet = replace(fleet, devices=case.tensor * case.stages * case.replicas)
             simulated = Pipeline(
