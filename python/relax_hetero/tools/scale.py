@@ -169,6 +169,6 @@ def _tables(
         ratios = [f"of {plural(texts, 'text')} {ratio:.2f}" for texts, ratio in calibration.decode.items()]
         yield (
             f"Estimates are corrected by layers that were measured: decode steps {', '.join(ratios)}, "
-            f"those of cached tokens {calibration.cached:.2f}, prefill {calibration.prefill:.2f} of what is expected of "
-            "their parts."
+            f"those of cached tokens {calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are "
+            "expected of their parts."
         )
