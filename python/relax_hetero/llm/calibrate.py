@@ -33,7 +33,7 @@ _BATCHES = (1, 2, 4, 8, 16, 32)
 _MIN_CACHED = 16
 """Tokens of a text in the measured decode steps, besides those of a chunk."""
 _MIN_DIFFERENCE = 0.05
-"""Minimum time that a longer cache is expected to add to a step, as a fraction of it, to be measured."""
+"""Minimum time that a longer cache adds to a step, as a fraction of it; less is noise."""
 _MIN_SECONDS, _MAX_CALLS = 0.5, 50
 """Time of the measured calls, unless one call takes longer; and their maximum number."""
 
@@ -84,9 +84,10 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     longest = step_seconds(batches[-1], long)  # before shorter ones, as `truncate` removes tokens
     steps = {rows: step_seconds(rows, short) for rows in batches}
     expected, expected_longest = (alone.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
+    added, expected_added = longest - steps[batches[-1]], expected_longest - expected
     ratio = steps[batches[-1]] / expected
-    if expected_longest - expected > _MIN_DIFFERENCE * expected:
-        ratio = max(longest - steps[batches[-1]], 0.0) / (expected_longest - expected)
+    if added > _MIN_DIFFERENCE * longest or expected_added > _MIN_DIFFERENCE * expected:
+        ratio = max(added, 0.0) / expected_added
     decode = {rows: seconds / alone.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
     prefill = _seconds(prompt(measured, slots[0], tokens)) / alone.prefill(chunk, chunk)
     return Calibration(decode, ratio, prefill)

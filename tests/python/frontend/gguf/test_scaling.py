@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import relax_hetero as rh
-from llm.gguf_files import FOUR_BITS, QWEN3_30B, write_gguf
+from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.display.text import bytes_text, time_text
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
 from relax_hetero.frontend.gguf.choose_rules import choose_replicas
@@ -147,6 +147,28 @@ def test_the_commands_of_the_document(large, runner, tmp_path, monkeypatch):
     arguments = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "4", "--memory-limit", "64GiB"]
     shown = runner(*arguments)
     assert "Arrangements" in shown and "on 1 host of 4 devices, 32 texts" in shown and "Nothing was compiled" in shown
+
+
+def test_layers_are_measured(runner, tmp_path):
+    """Ratios of decode steps and of a prompt, on a CPU device of one core; two work at the same time."""
+    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama"], layers=4), "F16")
+    core, sizes = json.dumps({"kind": "llvm", "num-cores": 1}), ["--devices", "2", "--texts", "2", "--context", "64"]
+    found = json.loads(runner("scale", str(path), "--vdevice", core, *sizes, "--measure", "--json"))
+    ratios = found["measured_over_expected"]
+    assert set(ratios["decode"]) == {"1", "2"} and min(*ratios["decode"].values(), ratios["prefill"]) > 0
+    assert {(each["tensor"], each["stages"], each["replicas"]) for each in found["arrangements"]} == {
+        *((1, 1, 2), (1, 2, 1), (2, 1, 1))
+    }
+
+
+def test_first_layers_are_a_model(large):
+    _, file, *_ = large
+    part = file.first_layers(2)
+    assert hyperparameters_of(part).layers == 2
+    layers = {int(name.split(".")[1]) for name in part.tensors if name.startswith("blk.")}
+    assert layers == {0, 1} and "output.weight" in part.tensors
+    listed = replace(file, fields={**file.fields, "qwen3moe.attention.head_count_kv": [4] * 48})
+    assert hyperparameters_of(listed.first_layers(3)).kv_heads == (4, 4, 4)
 
 
 def test_a_device_with_a_number_stands_for_its_kind():
