@@ -69,12 +69,14 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     if any(model.cache_index(layer) != layer for layer in range(model.layers)):
         layers = model.layers  # later ones read the cache of earlier ones
     measured = compile_layers(file, vdevice, layers, batches, (chunk,), chunk + STEPS)
-    slots, tokens = [measured.cache.add() for _ in range(max(batches))], np.arange(chunk) % measured.vocabulary
-    for slot in slots:
-        measured.prefill(slot, tokens[:long])
+    # Texts differ, as they then choose different experts.
+    tokens = np.random.default_rng(0).integers(0, measured.vocabulary, (max(batches), chunk)).astype("int32")
+    slots = [measured.cache.add() for _ in tokens]
+    for slot, text in zip(slots, tokens, strict=True):
+        measured.prefill(slot, text[:long])
 
     def step_seconds(rows: int, cached: int) -> float:
-        return _seconds(decode_steps(measured, slots[:rows], [1] * rows, cached)) / STEPS
+        return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached)) / STEPS
 
     part = file.first_layers(layers)
     model = hyperparameters_of(part)
@@ -86,10 +88,10 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     expected, expected_longest = (alone.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
     added, expected_added = longest - steps[batches[-1]], expected_longest - expected
     ratio = steps[batches[-1]] / expected
-    if added > _MIN_DIFFERENCE * longest or expected_added > _MIN_DIFFERENCE * expected:
+    if expected_added > 0 and max(added / longest, expected_added / expected) > _MIN_DIFFERENCE:
         ratio = max(added, 0.0) / expected_added
     decode = {rows: seconds / alone.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
-    prefill = _seconds(prompt(measured, slots[0], tokens)) / alone.prefill(chunk, chunk)
+    prefill = _seconds(prompt(measured, slots[0], tokens[0])) / alone.prefill(chunk, chunk)
     return Calibration(decode, ratio, prefill)
 
 
