@@ -26,6 +26,7 @@ from ..garbage_collection import paused_garbage_collection
 from ..system import release_freed_memory
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
+from ..target.hosts import hosts_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
 from ..vm.device.threads import choose_threads
@@ -255,6 +256,11 @@ def load(
         arguments = _Arguments(
             Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress, own_threads
         )
+        if hosts := hosts_of(arguments.devices):
+            raise BuildError(
+                f"{Path(path)}: vdevices are on hosts {', '.join(map(repr, hosts))}, expected devices of this host: a "
+                "language model is on one host; each host can serve replicas of its own"
+            )
         # Before the model is compiled, which may take minutes.
         choose_threads([DeviceSpec(str(device.target)) for device in arguments.devices], **own_threads)
         loaded = load_kind(arguments)
