@@ -8,6 +8,10 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from modules import ir_module
+from relax_hetero.frontend import LinkCost, PagedCache
+from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.llm.calibrate import calibrate
+from relax_hetero.tools.scale import fleet_of
 from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
@@ -102,3 +106,34 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
             step = ahead
         texts.append(rows)
     assert texts[0] == texts[1]
+
+
+def test_calls_of_stages_follow_each_other(tmp_path):
+    """A step of four texts in two calls of two: the second one begins while the first is on the other GPU."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
+    options = {"chunks": (16,), "slots": 4, "context": 64, "background": False}
+    texts = []
+    for devices, placement, batches in (
+        (["cuda:0"], None, (4,)),
+        (["cuda:0", "cuda:1"], {"blk.1.*": "cuda:1", "output*": "cuda:1", "last_row*": "cuda:1", "*": "cuda:0"}, (2,)),
+    ):
+        model, _ = rh.llm.load(path, devices, placement, batches=batches, **options)
+        slots = [model.cache.add() for _ in range(4)]
+        for slot in slots:
+            model.prefill(slot, TOKENS[slot : slot + 9])
+        step = model.begin_decode(slots, TOKENS[9:13].tolist())
+        assert len(step.calls) == 4 // batches[0]
+        rows = [step.tokens()]
+        for _ in range(4):
+            step = model.begin_decode(slots, step)
+            rows.append(step.tokens())
+        texts.append(rows)
+    assert texts[0] == texts[1]
+
+
+def test_layers_are_measured(tmp_path):
+    """On one GPU, for each number of texts, with rates that were measured."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
+    vdevices, costs, _ = fleet_of("cuda", 1, 2, LinkCost(1e9, 1e-3), measure=True)
+    measured = calibrate(read_gguf(path), PagedCache((4,), (32,), 4, 64), vdevices[0], costs, 4)
+    assert set(measured.decode) == {1, 2, 4} and measured.prefill > 0 and costs.figures != "tables"
