@@ -116,10 +116,11 @@ class Calibration:
     Attributes
     ----------
     decode : mapping from int to float
-        By the number of texts of a call, which have few cached tokens.
+        Number of texts of a call -> ratio of decode steps with few cached tokens.
     cached : float
-        Of the time that more cached tokens add to a decode step.
+        Ratio of the time that more cached tokens add to a decode step.
     prefill : float
+        Ratio of prefills.
     """
 
     decode: Mapping[int, float]
