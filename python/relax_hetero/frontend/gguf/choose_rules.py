@@ -84,8 +84,9 @@ def choose_rules(
         If the model does not fit; the text has the required bytes.
     """
     problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
-    timed = [(groups.decode(1, problem.search.step.cached)[0], groups) for groups in _groups(problem, model, vdevices)]
-    shared = sorted(timed if may_share else [], key=lambda each: each[0])
+    possible = _groups(problem, model, vdevices) if may_share else ()
+    timed = [(groups.decode(1, problem.search.step.cached)[0], groups) for groups in possible]
+    shared = sorted(timed, key=lambda each: each[0])
     try:
         alone = problem.best()
     except PlacementError:
