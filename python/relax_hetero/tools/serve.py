@@ -287,6 +287,7 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
         placement=chosen.rules,
         memory_limit=None,
         slots=chosen.slots,
+        max_batch=chosen.batch,
     )
     return own, chosen.replicas, chosen.reason
 

@@ -352,12 +352,16 @@ def test_replicas_are_chosen(two_gpus, monkeypatch):
     options, _, count, *_, gpus = served.pop()
     assert (count, gpus, options.vdevices, options.placement, options.slots) == (2, 1.0, ["cuda"], None, 5)
     assert options.memory_limit is None
-    chosen = ChosenReplicas(1, 2, 10, {"*": "vdevice[0:2]"}, "shared")
+    chosen = ChosenReplicas(1, 2, 10, 5, {"*": "vdevice[0:2]"}, "shared")
     monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.choose_replicas", lambda *_: chosen)
     assert invoke(*arguments).exit_code == 0
     ((options,),) = served
     assert [str(vdevice.target.kind.name) for vdevice in options.vdevices] == ["cuda", "cuda"]
-    assert options.placement == {"*": "vdevice[0:2]"} and options.slots == 10
+    assert options.placement == {"*": "vdevice[0:2]"} and (options.slots, options.max_batch) == (10, 5)
+    loads = []
+    monkeypatch.setattr(llm, "load", lambda path, **given: loads.append(given))
+    options.load()
+    assert loads[0]["batches"] == (1, 2, 4, 5)
 
 
 @pytest.mark.parametrize(

@@ -163,6 +163,8 @@ class ChosenReplicas:
     ----------
     replicas, devices, slots : int
         Number of replicas, and devices and sequences of each.
+    batch : int, optional
+        Texts of a decode call, so that calls of a step fill all stages; None for all texts.
     rules : dict from str to str, optional
         Placement rules of a replica; None for one device.
     reason : str
@@ -171,6 +173,7 @@ class ChosenReplicas:
     replicas: int
     devices: int
     slots: int
+    batch: int | None
     rules: dict[str, str] | None
     reason: str
 
@@ -204,7 +207,7 @@ def choose_replicas(
         If the model fits in no arrangement.
     """
     if len(vdevices) == 1:
-        return ChosenReplicas(1, 1, texts, None, "one device: 1 replica")
+        return ChosenReplicas(1, 1, texts, None, None, "one device: 1 replica")
     fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
     fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)
     possible = [each for each in fitting if _have_peer_access(indices, each.tensor)]
@@ -220,7 +223,15 @@ def choose_replicas(
     devices = best.tensor * best.stages
     reason = f"{_rate_of(best)} of {plural(texts, 'text')} at the same time"
     reason += f"; next best: {_rate_of(others[0])}" if others else ""
-    return ChosenReplicas(best.replicas, devices, slots, rules_of(groups, cache) if devices > 1 else None, reason)
+    batch, rules = -(-slots // best.stages), rules_of(groups, cache)
+    return ChosenReplicas(
+        best.replicas,
+        devices,
+        slots,
+        batch if best.stages > 1 else None,
+        rules if devices > 1 else None,
+        reason,
+    )
 
 
 def _rate_of(each: Arrangement) -> str:

@@ -215,7 +215,7 @@ def test_replicas_are_chosen_by_rates_and_limits(large):
     assert "1 replica of 4 devices that share each layer, about " in many.reason and "next best: " in many.reason
     alone = on(large, 1, 1, 2)[0].device_bytes
     limited = chosen(large, 4, 8, SLOW, alone * 3 // 4, launching)
-    assert limited.replicas == 2 and limited.devices == 2
+    assert (limited.replicas, limited.devices, limited.slots, limited.batch) == (2, 2, 4, 2)
     assert limited.rules["blk.47.*"] == "vdevice:1" and limited.rules["*"] == "vdevice:0"
     with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes"):
         chosen(large, 4, 8, limit=1000)
