@@ -68,7 +68,7 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     layers = _measured_layers(file, model.layers)
     if any(model.cache_index(layer) != layer for layer in range(model.layers)):
         layers = model.layers  # later ones read the cache of earlier ones
-    measured = compile_layers(file, vdevice, layers, batches, (chunk,), chunk + STEPS)
+    measured = compile_layers(file, vdevice, layers, batches, (chunk,), max(cache.context, chunk + STEPS))
     # Texts differ, as they then choose different experts.
     tokens = np.random.default_rng(0).integers(0, measured.vocabulary, (max(batches), chunk)).astype("int32")
     slots = [measured.cache.add() for _ in tokens]

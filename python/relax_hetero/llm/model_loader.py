@@ -385,8 +385,8 @@ def compile_layers(
 
     file = file.first_layers(layers)
     model, is_invariant = hyperparameters_of(file), is_batch_invariant(vdevice.target)
-    options = {"batches": tuple(batches), "chunks": tuple(chunks), "slots": max(batches), "context": context}
-    options |= {"page_type": "float16", "verify_rows": 0}
+    options = {"batches": tuple(batches), "chunks": tuple(chunks), "slots": max(batches), "page_type": "float16"}
+    options |= {"context": model.compiled_context(context), "verify_rows": 0}
     donated = [f"pages_{index}" for index in range(len(model.caches))]
     executable = _Compilation(file, (), True, [vdevice], None, options, donated).compile(None)
     caches = tuple(model.caches)

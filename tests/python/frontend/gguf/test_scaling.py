@@ -149,10 +149,11 @@ def test_the_commands_of_the_document(large, runner, tmp_path, monkeypatch):
     assert "Arrangements" in shown and "on 1 host of 4 devices, 32 texts" in shown and "Nothing was compiled" in shown
 
 
-def test_layers_are_measured(runner, tmp_path):
+def test_layers_are_measured(runner, tmp_path, monkeypatch):
     """Ratios of decode steps and of a prompt, on a CPU device of one core; two work at the same time."""
     path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama"], layers=4), "F16")
     core, sizes = json.dumps({"kind": "llvm", "num-cores": 1}), ["--devices", "2", "--texts", "2", "--context", "64"]
+    monkeypatch.setattr("relax_hetero.llm.calibrate._MIN_SECONDS", 0)
     found = json.loads(runner("scale", str(path), "--vdevice", core, *sizes, "--measure", "--json"))
     ratios = found["measured_over_expected"]
     assert set(ratios["decode"]) == {"1", "2"} and min(*ratios["decode"].values(), ratios["prefill"]) > 0
