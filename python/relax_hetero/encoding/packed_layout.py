@@ -309,17 +309,11 @@ def tiled(
 
 def _swizzled(tiles: np.ndarray) -> np.ndarray:
     """Tiles with the chunks of each row permuted; the permutation is its own inverse."""
-    rows = tiles.shape[-2]
-    chunks = (
-        np.ascontiguousarray(tiles)
-        .view(np.uint8)
-        .reshape(*tiles.shape[:-1], SWIZZLED_BYTES // CHUNK_BYTES, CHUNK_BYTES)
-    )
-    permuted = np.empty_like(chunks)
-    for row in range(8):
-        order = np.arange(SWIZZLED_BYTES // CHUNK_BYTES) ^ row
-        permuted[..., row:rows:8, :, :] = chunks[..., row:rows:8, order, :]
-    return permuted.reshape(*tiles.shape[:-1], SWIZZLED_BYTES).view(tiles.dtype)
+    per_row = SWIZZLED_BYTES // CHUNK_BYTES
+    rows, chunks = np.indices((per_row, per_row))
+    # The rows of a tile are a multiple of those that the permutation repeats after. numpy has numbers of 16 bytes.
+    groups = np.ascontiguousarray(tiles).view(np.uint8).reshape(-1, per_row * SWIZZLED_BYTES).view(np.complex128)
+    return groups.take((rows * per_row + (chunks ^ rows)).ravel(), axis=1).view(tiles.dtype).reshape(tiles.shape)
 
 
 def unsupported_reason(layout: PackedLayout, encoding: Encoding) -> str:

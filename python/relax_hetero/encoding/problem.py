@@ -100,10 +100,34 @@ class RowPhase:
 
 
 @dataclass(frozen=True)
+class SentTiles:
+    """Tiles of a product's result that its kernel sends to the GPUs of a mesh that add them, one of which it runs on.
+
+    Attributes
+    ----------
+    rank, ranks : int
+        Number of this GPU among the GPUs, and their number: each adds as many rows, in order.
+    slot, slot_bytes : int
+        Slot of their memory, and bytes of a slot for each GPU (`artifact.peer_layout`).
+    """
+
+    rank: int
+    ranks: int
+    slot: int
+    slot_bytes: int
+
+    @property
+    def addresses(self) -> Operand:
+        """Addresses of the GPUs' memory."""
+        return Operand((self.ranks,), "int64", ("1",), PackedLayout.identity(1))
+
+
+@dataclass(frozen=True)
 class MatmulProblem:
     """A matrix product: ``result = rows(epilogue(init + sum over k of lhs * rhs))``.
 
-    Parameters of its kernel, in order: lhs, rhs, init (if any), operands of the epilogue and of the rows, result.
+    Parameters of its kernel, in order: lhs, rhs, addresses (if it sends tiles), init (if any), operands of the epilogue
+    and of the rows, result.
 
     Attributes
     ----------
@@ -121,6 +145,8 @@ class MatmulProblem:
         Program over whole rows of the result, such as a softmax or a norm.
     tf32 : bool
         Operands of float32 may be rounded to 10 bits of fraction before they are multiplied.
+    sent : SentTiles or None
+        Tiles that are sent to other GPUs, by kernels of GPUs.
     """
 
     lhs: Operand
@@ -131,11 +157,13 @@ class MatmulProblem:
     epilogue: Epilogue | None = None
     rows: RowPhase | None = None
     tf32: bool = False
+    sent: SentTiles | None = None
 
     @property
     def parameters(self) -> list[Operand]:
         """Operands of the kernel, in order."""
         init = [] if self.init is None else [self.init]
+        init = init if self.sent is None else [self.sent.addresses, *init]
         epilogue = () if self.epilogue is None else self.epilogue.operands
         rows = () if self.rows is None else self.rows.operands
         return [self.lhs, self.rhs, *init, *epilogue, *rows, self.result]

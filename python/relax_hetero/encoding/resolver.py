@@ -25,7 +25,7 @@ from ..target.cpu_target import cpu_target_of
 from .block_weights import BlockLayout
 from .encoding import Encoding
 from .packed_layout import PackedLayout
-from .problem import CachedAttentionProblem, ExpertOrderProblem, Problem, QuantizedMatmulProblem
+from .problem import CachedAttentionProblem, ExpertOrderProblem, MatmulProblem, Problem, QuantizedMatmulProblem
 
 
 class EncodingResolver(ABC):
@@ -161,6 +161,18 @@ class EncodingResolver(ABC):
             Target of the device that computes it.
         """
         return None
+
+    def sends_tiles(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
+        """Return whether the kernel of a product can send tiles of its result to other GPUs while it computes others.
+
+        Parameters
+        ----------
+        problem : MatmulProblem
+            Product without `sent`.
+        target : tvm.target.Target
+            Target of the device that computes it.
+        """
+        return False
 
     def expert_order(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> ExpertOrderProblem | None:
         """Order of pairs of tokens and experts that a product with experts reads; None: it reads their numbers.

@@ -126,7 +126,8 @@ def from_gguf(
         vocabulary) of float32, decode functions then ``greedy_tokens``, (rows,), which index the largest logits (-1 if
         one is not finite), and the pages, written in place if the caller donates them (``rh.compile(donate=...)``).
         For layers over a mesh, ``pages_N`` are those of each layer's first device, then those of its second, and so on,
-        and GPUs after the first one take a copy of the integers (``tokens@1``).
+        and GPUs after the first one take a copy of the integers (``tokens@1``). Logits over a mesh are as many results
+        (``logits``, ``logits@1``), each with the columns of one device, and GPUs return a copy each of the tokens.
         With `count_experts`, counters follow the pages, ``expert_counts_N``, (experts,) of int32 for each layer with
         experts; each call adds to them in place, and returns them last.
         Weights are views of the mapped file where possible, which must not change until the module is compiled.

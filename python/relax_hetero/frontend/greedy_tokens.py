@@ -9,18 +9,24 @@ import tvm
 from tvm import relax, te, tirx
 
 from ..encoding.token_masks import MASK_BITS, MASKED_TOKENS, mask_words
+from ..target.mesh import mesh_positions
+from ..target.vdevice import is_cpu
 from ..tir.math.extremes import index_wins
 
-_MAX_BLOCK = 256
-"""Maximum number of logits of a block."""
+_GPU_PARTS = 64
+"""Maximum parts of a row on GPUs: blocks that share the logits of one row."""
 
 
 def greedy_tokens(
-    builder: relax.BlockBuilder, logits: relax.Expr, emit: Callable[[relax.Expr, str], relax.Expr]
+    builder: relax.BlockBuilder,
+    logits: relax.Expr,
+    emit: Callable[[relax.Expr, str], relax.Expr],
+    vdevice: relax.VDevice | None = None,
 ) -> relax.Expr:
     """Compute the index of the first largest logit of each row; -1 if the largest is infinite, or one is NaN.
 
-    Only the maxima of blocks read all logits: a reduction of vectors, which many threads share.
+    Each part of the vocabulary has a candidate, its first largest logit. Over a mesh whose devices have parts of the
+    logits, they compute their own candidates, and exchange only these.
 
     Parameters
     ----------
@@ -30,6 +36,8 @@ def greedy_tokens(
         Logits of float32, (rows, vocabulary); rows may be symbolic.
     emit : callable
         Binds a value to a variable, given the end of its name.
+    vdevice : VDevice, optional
+        Device or mesh of the logits.
 
     Returns
     -------
@@ -37,13 +45,28 @@ def greedy_tokens(
         Tokens of int32, (rows,); not bound yet.
     """
     rows, vocabulary = logits.ty.shape.values[0], int(logits.ty.shape.values[1])
-    size = math.gcd(vocabulary, _MAX_BLOCK)
-    blocks = emit(relax.op.reshape(logits, [rows, vocabulary // size, size]), "blocks")
-    block_max = emit(relax.op.max(blocks, [-1], keepdims=True), "block_max")
-    return builder.call_te(_tokens, blocks, block_max, primfunc_name_hint="greedy_tokens")
+    parts = _parts(vocabulary, vdevice)
+    by_part = emit(relax.op.reshape(logits, [rows, parts, vocabulary // parts]), "parts")
+    top = emit(relax.op.topk(by_part, 1, -1, "both", largest=True, dtype="int32"), "top_of_part")
+    largest, index = (
+        emit(relax.TupleGetItem(top, i), f"{name}_of_part") for i, name in enumerate(("largest", "index"))
+    )
+    as_float = emit(relax.op.astype(index, "float32"), "float_index")  # exact: a vocabulary has less than 2^24 tokens
+    candidates = emit(relax.op.concat([largest, as_float], -1), "candidates")
+    return builder.call_te(_tokens, candidates, vocabulary // parts, primfunc_name_hint="greedy_tokens")
 
 
-def masked_tokens(builder: relax.BlockBuilder, vocabulary: int) -> relax.Function:
+def _parts(vocabulary: int, vdevice: relax.VDevice | None) -> int:
+    """Number of parts of the vocabulary: a multiple of the mesh's devices, if these divide it."""
+    count = len(mesh_positions(vdevice)) or 1
+    if vocabulary % count:
+        count = 1
+    if vdevice is None or is_cpu(vdevice):
+        return count
+    return count * math.gcd(vocabulary // count, max(_GPU_PARTS // count, 1))
+
+
+def masked_tokens(builder: relax.BlockBuilder, vocabulary: int, vdevice: relax.VDevice | None = None) -> relax.Function:
     """Make the function ``masked_tokens``: greedy tokens among those that masks allow.
 
     Its parameters are ``logits``, (rows, vocabulary) of float32, and ``masks``, (rows, words) of int32 (`token_masks`),
@@ -56,6 +79,8 @@ def masked_tokens(builder: relax.BlockBuilder, vocabulary: int) -> relax.Functio
         Builder to which kernels are added.
     vocabulary : int
         Number of logits of a row.
+    vdevice : VDevice, optional
+        Device or mesh of the logits.
     """
     rows, words = tirx.Var("rows", "int64"), mask_words(vocabulary)
     logits = relax.Var("logits", relax.TensorType([rows, vocabulary], "float32"))
@@ -69,7 +94,7 @@ def masked_tokens(builder: relax.BlockBuilder, vocabulary: int) -> relax.Functio
         return var
 
     allowed = emit(builder.call_te(_allowed, logits, masks, primfunc_name_hint="allowed_logits"), "output")
-    tokens = greedy_tokens(builder, allowed, lambda value, name: emit(value, f"output.{name}"))
+    tokens = greedy_tokens(builder, allowed, lambda value, name: emit(value, f"output.{name}"), vdevice)
     result = emit(tokens, "output.greedy_tokens", is_output=True)
     names = {"input_names": ["logits", "masks"], "output_names": ["tokens"]}
     attributes = tvm.ir.make_node("ir.DictAttrs", global_symbol=MASKED_TOKENS, num_input=2, **names)
@@ -87,23 +112,9 @@ def _allowed(logits: te.Tensor, masks: te.Tensor) -> te.Tensor:
     return te.compute(logits.shape, element, "allowed")
 
 
-def _tokens(blocks: te.Tensor, block_max: te.Tensor) -> te.Tensor:
-    """Find the first block with the largest logit, then the first such logit in it."""
-    rows, count, size = blocks.shape
-    block, row_max = _first_largest(rows, count, lambda i, j: block_max[i, j, 0])
-    column, _ = _first_largest(rows, size, lambda i, j: blocks[i, block[i], j])
-
-    def token(i: tirx.Var) -> tirx.PrimExpr:
-        is_finite = tirx.abs(row_max[i]) < tirx.infinity("float32")
-        return tirx.Select(is_finite, tirx.Cast("int32", block[i] * size + column[i]), -1)
-
-    return te.compute((rows,), token, "token")
-
-
-def _first_largest(
-    rows: tirx.PrimExpr, extent: tirx.PrimExpr, element: Callable[[tirx.Var, tirx.Var], tirx.PrimExpr]
-) -> tuple[te.Tensor, te.Tensor]:
-    """Index and value of the first largest element of each row, or of its first NaN."""
+def _tokens(candidates: te.Tensor, size: int) -> te.Tensor:
+    """Tokens of the largest candidates, the first ones of equal ones."""
+    rows, parts, _ = candidates.shape
 
     def better(one: list[tirx.PrimExpr], other: list[tirx.PrimExpr]) -> tuple[tirx.PrimExpr, ...]:
         wins = index_wins(one, other, largest=True, last=False)
@@ -112,6 +123,16 @@ def _first_largest(
     def start(index: str, value: str) -> tuple[tirx.PrimExpr, tirx.PrimExpr]:
         return tirx.max_value(index), tirx.const(float("-inf"), value)
 
-    along = te.reduce_axis((0, extent), "along")
+    part = te.reduce_axis((0, parts), "part")
     first = te.comm_reducer(better, start, "first_largest")
-    return te.compute((rows,), lambda i: first((along.var, element(i, along.var)), axis=along), "first_largest")
+
+    def candidate(row: tirx.Var) -> tuple[tirx.PrimExpr, tirx.PrimExpr]:
+        token = tirx.Cast("int32", part * size) + tirx.Cast("int32", candidates[row, part, 1])
+        return first((token, candidates[row, part, 0]), axis=part)
+
+    token, largest = te.compute((rows,), candidate, "largest")
+
+    def checked(row: tirx.Var) -> tirx.PrimExpr:
+        return tirx.Select(tirx.abs(largest[row]) < tirx.infinity("float32"), token[row], -1)
+
+    return te.compute((rows,), checked, "token")

@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import numpy as np
 from tvm import runtime
@@ -24,9 +24,8 @@ from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, CacheError, HeteroError
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
-from ..vm.device.host_copies import begin_copy_to_host
-from ..vm.device.memory_pools import receive_buffer
-from ..vm.device.tensors import copy_into, empty, is_host, part_of
+from ..vm.device.host_copies import begin_copy_to_host, join_columns, joined_buffer
+from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .background import BackgroundTask
@@ -73,7 +72,7 @@ class IntegerInputs:
             device = runtime.device("cpu", 0) if index < 0 else devices[index]
             tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
         self.tensors = [tensors[spec.name] for spec in inputs]
-        self._tokens = [tensor for name, tensor in tensors.items() if _plain_name(name) == "tokens"]
+        self._tokens = [tensors[spec.name] for spec in inputs if _plain_name(spec.name) == "tokens"]
 
     def _allocate(
         self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
@@ -120,12 +119,16 @@ class IntegerInputs:
         for source, target in [*self._copies, *self._table_copies] if tables else self._copies:
             copy_into(source, target, wait=False)
 
-    def copy_tokens(self, tokens: runtime.Tensor, count: int) -> None:
-        """Copy the first `count` tokens from a device, in order with its work, after `send`."""
+    def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int) -> None:
+        """Copy the first `count` tokens from devices that have them, in order with their work, after `send`.
+
+        Each device takes its own copy of the tokens, if it has one, else the first.
+        """
         for target in self._tokens:
+            source = next((copy for copy in copies if same_device(copy.device, target.device)), copies[0])
             if count < len(self.arrays["tokens"]):
-                tokens, target = (part_of(tensor, (count,), "int32", 0) for tensor in (tokens, target))
-            copy_into(tokens, target, wait=False)
+                source, target = (part_of(tensor, (count,), "int32", 0) for tensor in (source, target))
+            copy_into(source, target, wait=False)
 
 
 def _plain_name(name: str) -> str:
@@ -154,14 +157,16 @@ class DecodeCall(NamedTuple):
         Name of the function.
     sequences : int
         Number of sequences; further rows are padding.
-    logits, tokens : tvm.runtime.Tensor
-        Results, (rows, vocabulary) and (rows,).
+    logits : sequence of tvm.runtime.Tensor
+        Logits, (rows, vocabulary); those of each device of a mesh, in order.
+    tokens : sequence of tvm.runtime.Tensor
+        Greedy tokens, (rows,); each device of a mesh of GPUs has a copy.
     """
 
     function: str
     sequences: int
-    logits: runtime.Tensor
-    tokens: runtime.Tensor
+    logits: Sequence[runtime.Tensor]
+    tokens: Sequence[runtime.Tensor]
 
 
 class CompiledDecodeStep:
@@ -177,7 +182,7 @@ class CompiledDecodeStep:
 
     def __init__(self, calls: Sequence[DecodeCall], mask: Callable[..., runtime.Tensor] | None = None) -> None:
         self.calls, self._mask = calls, mask
-        self._copies = [begin_copy_to_host(call.tokens) for call in calls]
+        self._copies = [begin_copy_to_host(call.tokens[0]) for call in calls]
 
     def tokens(self) -> list[int]:
         """Wait for the end, and return the index of the largest logit of each sequence.
@@ -205,9 +210,9 @@ class CompiledDecodeStep:
         assert self._mask is not None, "see CompiledModel.masks_tokens"
         arrays, begin = [], 0
         for call in self.calls:
-            rows = np.full((int(call.logits.shape[0]), masks.shape[1]), -1, np.int32)
+            rows = np.full((int(call.logits[0].shape[0]), masks.shape[1]), -1, np.int32)
             rows[: call.sequences] = masks[begin : begin + call.sequences]
-            arrays.append(begin_copy_to_host(self._mask(call.logits, rows))())
+            arrays.append(begin_copy_to_host(self._mask(*call.logits, rows))())
             begin += call.sequences
         return self._checked(arrays)
 
@@ -224,6 +229,9 @@ class CompiledDecodeStep:
 _NO_SEQUENCE = -1
 
 _Integers: TypeAlias = "Sequence[int] | np.ndarray"
+
+_Tokens: TypeAlias = "_Integers | Sequence[runtime.Tensor]"
+"""Tokens of a call: numbers, or copies of the greedy tokens of the step before on the devices of a mesh."""
 
 
 class CompiledModel:
@@ -312,6 +320,9 @@ class CompiledModel:
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[str, Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
+        outputs = executable.signature(f"decode_{self._batches[0]}").outputs
+        is_logits = [isinstance(spec, TensorSpec) and _plain_name(spec.name) == "logits" for spec in outputs]
+        self._logit_parts = sum(is_logits)
         self.machine = VirtualMachine(executable, **self._threads)
         executable.release_host_copies()
         self._executable = executable
@@ -384,8 +395,8 @@ class CompiledModel:
         length = self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        (result,) = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
-        logits = self._to_host(f"prefill_{rows}", result)
+        results = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
+        logits = self._to_host(f"prefill_{rows}", results, count if self._has_all_logits else 1)
         if all_logits:
             return logits[:count]
         return logits[0 if len(logits) == 1 else count - 1]
@@ -456,8 +467,9 @@ class CompiledModel:
         """
         calls = self._decode(slots, tokens)
         if len(calls) == 1:
-            return self._to_host(calls[0].function, calls[0].logits)[: len(slots)]
-        return np.concatenate([self._to_host(call.function, call.logits)[: call.sequences].copy() for call in calls])
+            return self._to_host(calls[0].function, calls[0].logits, len(slots))[: len(slots)]
+        arrays = [self._to_host(call.function, call.logits, call.sequences)[: call.sequences].copy() for call in calls]
+        return np.concatenate(arrays)
 
     def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> CompiledDecodeStep:
         """Append one token to each of several sequences, without waiting for GPUs and without copying logits.
@@ -502,7 +514,8 @@ class CompiledModel:
                 rows = next(rows for rows in sizes if rows >= count)
                 fed = tokens.calls[len(calls)].tokens if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
                 results = self._call(f"{kind}_{rows}", fed, lengths[batch], slots[batch], 0)
-                calls.append(DecodeCall(f"{kind}_{rows}", count, *results))
+                parts = self._logit_parts
+                calls.append(DecodeCall(f"{kind}_{rows}", count, results[:parts], results[parts:]))
         except BaseException:
             for slot, length in before.items():
                 with suppress(CacheError):  # a state that the failed call has changed
@@ -633,7 +646,7 @@ class CompiledModel:
             self.cache.release(pages)
 
     def _inputs(
-        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: Sequence[int], last: int
+        self, name: str, tokens: _Tokens, positions: _Integers, slots: Sequence[int], last: int
     ) -> IntegerInputs:
         """Write and send inputs of a function, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
@@ -645,17 +658,17 @@ class CompiledModel:
         integers.write_rows(slots, positions)
         if "last" in integers.arrays:
             integers.arrays["last"][:] = last
-        is_fed, version = isinstance(tokens, runtime.Tensor), self.cache.tables_version
+        is_fed, version = isinstance(tokens[0], runtime.Tensor), self.cache.tables_version
         if not is_fed:
             integers.arrays["tokens"][: len(slots)] = tokens
         integers.send(self.cache.tables if integers.tables_version != version else {})
         integers.tables_version = version
         if is_fed:
-            integers.copy_tokens(tokens, len(slots))
+            integers.copy_tokens(cast("Sequence[runtime.Tensor]", tokens), len(slots))
         return integers
 
     def _call(
-        self, name: str, tokens: _Integers | runtime.Tensor, positions: _Integers, slots: Sequence[int], last: int
+        self, name: str, tokens: _Tokens, positions: _Integers, slots: Sequence[int], last: int
     ) -> Sequence[runtime.Tensor]:
         """Call a function; returns its results without the pages."""
         inputs, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
@@ -678,17 +691,20 @@ class CompiledModel:
         self.expert_counts.write_if_due()
         return results
 
-    def _to_host(self, name: str, logits: runtime.Tensor) -> np.ndarray:
-        """Logits as a numpy array: the same memory on a CPU, else in a buffer that the function's next call reuses."""
-        if is_host(logits.device):
-            return np.from_dlpack(logits)
+    def _to_host(self, name: str, logits: Sequence[runtime.Tensor], rows: int) -> np.ndarray:
+        """The first `rows` rows of logits as a numpy array, (at least `rows`, vocabulary).
+
+        The same memory on a CPU, a new array of the parts of several CPUs, else a buffer that the function's next call
+        reuses.
+        """
+        if all(is_host(part.device) for part in logits):
+            arrays = [np.from_dlpack(part) for part in logits]
+            return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
         buffer = self._logits.get(name)
         if buffer is None:
-            shape, dtype, host = tuple(map(int, logits.shape)), str(logits.dtype), runtime.device("cpu", 0)
-            pinned = receive_buffer(logits, host)
-            tensor = empty(shape, dtype, host) if pinned is None else pinned
+            tensor = joined_buffer(logits)
             buffer = self._logits[name] = tensor, np.from_dlpack(tensor)
-        copy_into(logits, buffer[0])
+        join_columns(logits, buffer[0], rows)
         return buffer[1]
 
 

@@ -180,6 +180,12 @@ class CudaResolver(EncodingResolver):
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
+    def sends_tiles(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
+        """Return whether a kernel of wgmma has several tiles in each block, of the size that is sent."""
+        from ..tir.cuda.matmul.wgmma_matmul import sends_tiles
+
+        return sends_tiles(problem, gpu_target_of(target))
+
     def expert_order(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> ExpertOrderProblem | None:
         """Tiles of pairs, for products of many pairs of 16-bit floats on Hopper's tensor cores."""
         from ..tir.cuda.matmul.wgmma_experts import expert_order_of

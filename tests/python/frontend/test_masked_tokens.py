@@ -1,5 +1,7 @@
 """Greedy tokens among those that masks allow: any number of rows, any vocabulary, on CPUs and GPUs."""
 
+import json
+
 import numpy as np
 import pytest
 import tvm
@@ -7,6 +9,7 @@ from tvm import relax
 
 import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
+from modules import calls_of
 from relax_hetero.encoding.token_masks import (
     full_mask,
     is_allowed,
@@ -14,8 +17,9 @@ from relax_hetero.encoding.token_masks import (
     tokens_of_mask,
     without_tokens,
 )
-from relax_hetero.frontend.greedy_tokens import masked_tokens
-from relax_hetero.target.vdevice import with_vdevices
+from relax_hetero.frontend.greedy_tokens import greedy_tokens, masked_tokens
+from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
+from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS
 
 
 def module_of(vocabulary, device):
@@ -23,6 +27,20 @@ def module_of(vocabulary, device):
     function = masked_tokens(builder, vocabulary).with_attr("global_symbol", "main")
     mod = tvm.IRModule({tvm.ir.GlobalVar("main"): function, **builder.get().functions})
     return with_vdevices(mod, [rh.VDevice(device)])
+
+
+def greedy_module(logits, kinds):
+    """Greedy tokens of a constant and a product with zeros, whose columns the devices of a mesh share."""
+    builder, zeros = relax.BlockBuilder(), np.zeros((4, logits.shape[1]), "float32")
+    x = relax.Var("x", relax.TensorType([len(logits), 4], "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            product = builder.emit(relax.op.matmul(x, relax.const(zeros)))
+            total = builder.emit(rh.op.shard(relax.op.add(product, relax.const(logits)), "S[1]"))
+            mesh = lookup(f"vdevice[0:{len(kinds)}]", parse_vdevices(kinds))
+            tokens = builder.emit_output(greedy_tokens(builder, total, lambda value, _: builder.emit(value), mesh))
+        builder.emit_func_output(tokens)
+    return rh.place(builder.get(), {"*": f"vdevice[0:{len(kinds)}]"}, kinds)
 
 
 def cases(vocabulary):
@@ -61,3 +79,34 @@ def test_masks_have_the_tokens_that_were_packed(vocabulary):
         assert is_allowed(pack_mask(allowed), token) == allowed[token]
         assert not is_allowed(without_tokens(full_mask(vocabulary), [token, 1 << 30]), token)
     assert np.unpackbits(without_tokens(full_mask(vocabulary), [0]).view("uint8")).sum() == vocabulary - 1
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_of_a_mesh_search_their_own_logits(devices):
+    """Equal logits of several devices, NaN, and infinities; only candidates are exchanged."""
+    logits = np.random.default_rng(0).integers(-9, 9, (5, 96)).astype("float32")
+    logits[0, [95, 30, 60]], logits[1, [1, 70]], logits[2, 90], logits[3, 40], logits[4] = 10, 11, np.nan, np.inf, -1
+    module = greedy_module(logits, [{"kind": "llvm", "num-cores": 1}] * devices)
+    tokens = rh.vm.VirtualMachine(rh.compile(module))["main"](np.zeros((5, 4), "float32"))
+    assert tokens.numpy().tolist() == [30, 1, -1, -1, 0]
+    sent = [call for call in calls_of("relax.to_vdevice", module)]
+    shapes = {tuple(int(extent) for extent in call.ty.shape.values) for call in sent}
+    assert shapes == {(5, 4), (5, 1, 2)}  # the argument, and the candidates of other devices
+
+
+def test_masks_of_logits_in_parts():
+    """The devices' parts are parameters; the first device, which has the masks, joins them."""
+    logits, masks, expected = cases(320)
+    devices, builder = [{"kind": "llvm", "num-cores": 1}] * 2, relax.BlockBuilder()
+    mesh = lookup("llvm[0:2]", parse_vdevices(devices))
+    parts = {"logits": {"placement": "S[1]", "names": ["logits", "logits@1"], "mesh": [0, 1]}}
+    function = masked_tokens(builder, 320, mesh).with_attr(SPLIT_PARAMETERS, json.dumps(parts))
+    mod = tvm.IRModule({tvm.ir.GlobalVar("masked_tokens"): function, **builder.get().functions})
+    machine = rh.vm.VirtualMachine(rh.compile(rh.place(mod, {"*": "llvm[0:2]"}, devices)))
+    assert [spec.name for spec in machine.executable.signature("masked_tokens").inputs] == [
+        "logits",
+        "logits@1",
+        "masks",
+    ]
+    halves = [np.ascontiguousarray(half) for half in np.split(logits, 2, axis=1)]
+    assert machine["masked_tokens"](*halves, masks).numpy().tolist() == expected.tolist()

@@ -206,7 +206,7 @@ def test_masks_are_applied_on_a_gpu(tmp_path, monkeypatch):
     texts, copied = [], model._to_host
     for masks in (False, True):
         copies = []
-        monkeypatch.setattr(model, "_to_host", lambda name, logits: copies.append(name) or copied(name, logits))  # noqa: B023
+        monkeypatch.setattr(model, "_to_host", lambda name, *rest: copies.append(name) or copied(name, *rest))  # noqa: B023
         monkeypatch.setattr(model, "masks_tokens", masks)
         with rh.llm.Engine(model, tokenizer) as engine:
             texts.append([each.tokens for each in engine.generate([TOKENS[:40].tolist()] * len(params), params)])

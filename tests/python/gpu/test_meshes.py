@@ -1,5 +1,7 @@
 """Meshes of two GPUs against numpy and against one GPU: sums by kernels, exchanges by copies, a language model."""
 
+import json
+
 import numpy as np
 import pytest
 import tvm
@@ -8,10 +10,12 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from modules import ir_module
+from relax_hetero.encoding.token_masks import pack_mask
 from relax_hetero.frontend import LinkCost, PagedCache
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.llm.calibrate import calibrate
 from relax_hetero.tools.scale import fleet_of
+from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS
 from seeds import fresh_rng
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
@@ -80,6 +84,42 @@ def test_norms_of_sums(rows, width, dtype):
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
 
 
+def test_products_send_what_other_gpus_add():
+    """Products of several tiles for each block, between sums with norms, of which each adds the last one."""
+    rows, width, depth = 2048, 4096, 1024
+    generator = np.random.default_rng(3)
+    scale = generator.uniform(0.5, 2, width).astype("float32")
+    ups = [(generator.standard_normal((width, depth)) / width**0.5).astype("float16") for _ in range(4)]
+    downs = [(generator.standard_normal((depth, width)) / depth**0.5).astype("float16") for _ in range(3)]
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((rows, width), "float32", "cuda[0:2]")):
+        with R.dataflow():
+            h = R.astype(x, "float16")
+            a = R.add(x, R.matmul(R.matmul(h, R.const(ups[0])), R.const(downs[0]), out_dtype="float32"))
+            b = R.astype(R.nn.rms_norm(a, R.const(scale), axes=[-1], epsilon=1e-5), "float16")
+            c = R.add(a, R.matmul(R.matmul(b, R.const(ups[1])), R.const(downs[1]), out_dtype="float32"))
+            d = R.astype(R.nn.rms_norm(c, R.const(scale), axes=[-1], epsilon=1e-5), "float16")
+            e = R.add(c, R.matmul(R.matmul(d, R.const(ups[2])), R.const(downs[2]), out_dtype="float32"))
+            f = R.astype(R.nn.rms_norm(e, R.const(scale), axes=[-1], epsilon=1e-5), "float16")
+            y = R.matmul(f, R.const(ups[3]), out_dtype="float32")
+            R.output(y)
+        return y
+
+    executable = rh.compile(mod)
+    assert sum("_sent" in name for name in executable.metadata.kernels) >= 4  # products and sums of both GPUs
+    vm = rh.vm.VirtualMachine(executable)
+    for _ in range(5):
+        total = fresh_rng().standard_normal((rows, width)).astype("float32")
+        normal, x = total, total
+        for up, down in zip(ups[:3], downs, strict=True):
+            hidden = (normal.astype("float16").astype("float32") @ up.astype("float32")).astype("float16")
+            total = total + hidden.astype("float32") @ down.astype("float32")
+            normal = total / np.sqrt((total * total).mean(1, keepdims=True) + 1e-5) * scale
+        expected = normal.astype("float16").astype("float32") @ ups[3].astype("float32")
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=5e-3 * np.abs(expected).max())
+
+
 def test_kernels_that_wait_are_not_profiled():
     vm, x = sums(1024), np.ones((2, 1024), "float32")
     for _ in range(2):
@@ -104,6 +144,19 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
             for token, row in zip(step.tokens(), rows, strict=True):
                 row.append(token)
             step = ahead
+        assert [region.device for region in model.executable.metadata.regions if region.function == "decode_2"] == [
+            *range(count)  # a step is one CUDA graph for each GPU
+        ]
+        logits = model.decode(slots, step.tokens()).copy()
+        assert logits.shape == (2, 320) and np.isfinite(logits).all()
+        for row, values in zip(rows, logits, strict=True):
+            row.append(int(values.argmax()))
+        allowed = np.arange(320) % 7 == 3
+        step = model.begin_decode(slots, [row[-1] for row in rows])
+        masked = step.masked_tokens(np.stack([pack_mask(allowed)] * 2))
+        assert allowed[masked].all()
+        for row, token in zip(rows, masked, strict=True):
+            row.append(token)
         texts.append(rows)
     assert texts[0] == texts[1]
 
@@ -135,3 +188,24 @@ def test_layers_are_measured(tmp_path):
     vdevices, costs, _ = fleet_of("cuda", 1, 2, LinkCost(1e9, 1e-3), measure=True)
     measured = calibrate(read_gguf(path), PagedCache((4,), (32,), 4, 64), vdevices[0], costs, 4)
     assert set(measured.decode) == {1, 2, 4} and measured.prefill > 0 and costs.figures != "tables"
+
+
+def test_both_gpus_gather_a_small_value():
+    copies = {"b": {"placement": "R", "names": ["b", "b@1"], "mesh": [0, 1]}}
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((4, 6), "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.hetero.shard(x, "S[1]")
+            b = R.multiply(a, R.const(2.0, "float32"))
+            R.output(b)
+        return b
+
+    function = mod["main"].with_attrs({SPLIT_PARAMETERS: json.dumps(copies), "output_names": ["b"]})
+    mod.update_func(mod.get_global_var("main"), function)
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(3):
+        x = fresh_rng().standard_normal((4, 6)).astype("float32")
+        x[1, 4], x[2, 1] = np.nan, np.inf
+        for whole in vm["main"](x):
+            np.testing.assert_array_equal(np.asarray(whole), 2 * x)

@@ -99,7 +99,7 @@ def _copy_async(expressions: Any, one: Instruction) -> Any:
         if (counts[active] > size).any():
             raise KernelFault(f"a copy of {size} bytes reads {int(counts[active].max())}")
         address = np.broadcast_to(np.asarray(source(lanes, mask), np.uint64), (lanes.count,))
-        place = shared_place(lanes, target(lanes, mask))
+        place = shared_place(lanes, target(lanes, mask), mask)
         _pending(lanes)["open"].append(ThreadCopies(lanes, active, place, address, size, counts))
 
     return evaluate

@@ -317,8 +317,8 @@ def pointed(lanes: Lanes, mask: Any, address: Any, dtype: np.dtype) -> tuple[Vie
     return view, (offset // dtype.itemsize)[()]
 
 
-def shared_place(lanes: Lanes, address: Any) -> tuple[np.ndarray, np.ndarray]:
-    """The block (counted from the first that runs) and byte offset of addresses of shared memory.
+def shared_place(lanes: Lanes, address: Any, mask: Any = None) -> tuple[np.ndarray, np.ndarray]:
+    """The block (counted from the first that runs) and byte offset of addresses of shared memory; 0 beyond `mask`.
 
     Raises
     ------
@@ -326,6 +326,7 @@ def shared_place(lanes: Lanes, address: Any) -> tuple[np.ndarray, np.ndarray]:
         A generic address of other memory, or a block that the cluster does not have.
     """
     address = np.broadcast_to(np.asarray(address), (lanes.count,)).astype(np.uint64)
+    address = address if mask is None else np.where(mask, address, np.uint64(0))
     number = address >> np.uint64(ADDRESS_BITS)
     if ((number != 0) & (number != SHARED)).any():
         raise KernelFault("an address of shared memory is wanted, found one of other memory")

@@ -395,7 +395,7 @@ def _to_shared(expressions: Any, call: Any) -> Any:
 
     def evaluate(lanes: Any, mask: Any) -> Any:
         address = np.asarray(pointer(lanes, mask), np.uint64)
-        shared_place(lanes, address)
+        shared_place(lanes, address, mask)
         return (address & np.uint64(0xFFFFFFFF)).astype(np.uint32)[()]
 
     return evaluate

@@ -45,6 +45,7 @@ def run(
     machine = rh.vm.VirtualMachine(executable)
     signature = executable.signature("decode_1")
     shapes = {value.name: tuple(value.shape) for value in signature.inputs}
+    logit_parts = sum(value.name.startswith("logits") for value in signature.outputs)  # one on each device of a mesh
     counts, pages = {}, []
     for cache, name in zip(caches, donated, strict=True):
         count, *sizes = shapes[name]
@@ -68,9 +69,10 @@ def run(
         results = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
             **inputs, **dict(zip(donated, pages, strict=True))
         )
-        logits, pages = results[0].numpy(), results[-len(donated) :]
+        logits = np.concatenate([part.numpy() for part in results[:logit_parts]], axis=1)
+        pages = results[-len(donated) :]
         if rows == 1:
-            np.testing.assert_array_equal(results[1].numpy(), logits.argmax(axis=1))
+            np.testing.assert_array_equal(results[logit_parts].numpy(), logits.argmax(axis=1))
         parts.append(logits[: end - first])
     return np.concatenate(parts)
 

@@ -24,7 +24,8 @@ from relax_hetero.llm.draft_model import DraftModel
 from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.report.executable_report import report_of
 from relax_hetero.system import allowed_cpus
-from relax_hetero.vm.device import cuda_copies
+from relax_hetero.vm.device import cuda_copies, host_copies
+from relax_hetero.vm.device.host_copies import join_columns, joined_buffer
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.device.threads import Threads
 from vm.fake_cuda import FakeCuda, FakeLibrary
@@ -269,7 +270,7 @@ def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
         inputs.arrays["tokens"][:count] = 10
         inputs.send({"table_full": np.full((200, 100), number)} if number != 1 else {})
         if number:
-            inputs.copy_tokens(result, count)
+            inputs.copy_tokens([result], count)
         cuda._push(0, step)
     assert not seen
     cuda.cuStreamSynchronize(0)
@@ -454,3 +455,23 @@ def test_a_saved_model_is_loaded_with_its_own_files_only(model, tmp_path):
             file.write(bytes([last[0] ^ 1]))
         with pytest.raises(BuildError, match=f"{name}: found another file than"):
             rh.llm.load(tmp_path / "saved")
+
+
+def test_logits_of_several_gpus_are_joined_on_the_host(monkeypatch):
+    """With a driver in Python: rows of each GPU's part, beside each other, and only those asked for."""
+    cuda = FakeCuda()
+    library = FakeLibrary(cuda)
+    for module in (cuda_copies, host_copies):
+        monkeypatch.setattr(module, "cuda_library", lambda: library)
+    parts = np.random.default_rng(0).standard_normal((2, 3, 8)).astype("float32")
+    logits = [alias(tvm.runtime.tensor(part), tvm.cuda(gpu)) for gpu, part in enumerate(parts)]
+    target = joined_buffer(logits)
+    array = np.from_dlpack(target)
+    assert array.shape == (3, 16)
+    array[:] = 7
+    join_columns(logits, target, 2)
+    np.testing.assert_array_equal(array, [*np.concatenate([part[:2] for part in parts], axis=1), [7] * 16])
+    alone = joined_buffer(logits[:1])
+    join_columns(logits[:1], alone, 3)
+    np.testing.assert_array_equal(np.from_dlpack(alone), parts[0])
+    assert len(cuda.copies) == 2 * 2 + 1  # whole rows are one copy

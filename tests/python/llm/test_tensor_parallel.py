@@ -12,7 +12,7 @@ import pytest
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
-from llm.run_gguf import run
+from llm.run_gguf import check_steps_ahead, run
 from modules import calls_of
 from relax_hetero.frontend.gguf.choose_rules import ChosenRules
 from relax_hetero.frontend.gguf.file import read_gguf
@@ -78,6 +78,21 @@ def test_a_loaded_model_has_the_tokens_of_one_device(models):
     assert texts[0] == texts[1]
 
 
+def test_steps_ahead_of_a_mesh(models):
+    """Tokens of logits in parts, each on its device, are those of the joined logits."""
+    _, _, model = models
+    slots = [model.cache.add(), model.cache.add()]
+    for slot in slots:
+        model.prefill(slot, TOKENS[3 * slot : 3 * slot + 11])
+    check_steps_ahead(model, slots, 6)
+    step = model.begin_decode(slots, [5, 6])
+    assert [tuple(part.shape) for part in step.calls[0].logits] == [(2, 160)] * 2
+    logits = np.concatenate([part.numpy() for part in step.calls[0].logits], axis=1)
+    assert step.tokens() == logits.argmax(axis=1).tolist()
+    for slot in slots:
+        model.cache.free(slot)
+
+
 def test_each_device_has_half_of_the_cache_and_of_the_work(models):
     _, one, two = models
     whole = one.cache.bytes["cpu:0"]
@@ -105,9 +120,11 @@ def test_gpus_take_copies_of_integers(models):
     mod = rh.from_gguf(path, [gpu, gpu], {"*": "cuda[0:2]"}, context=64)
     names = [str(param.name) for param in mod["decode_1"].params]
     assert names[:4] == ["tokens", "tokens@1", "positions", "positions@1"]
-    # Two all-reduces for each layer and GPU, in each of the two functions.
+    assert list(mod["decode_1"].attrs["output_names"])[:4] == ["logits", "logits@1", "greedy_tokens", "greedy_tokens@1"]
+    # Two all-reduces for each layer and GPU, in each of the two functions, and one for candidates of greedy tokens.
     kernels = [call for call in calls_of("relax.call_tir", mod) if call.args[0].name_hint.startswith("all_reduce")]
-    assert len(kernels) == 2 * 2 * 2 * 2
+    assert len(kernels) == 2 * (2 * 2 * 2 + 1)
+    assert not calls_of("relax.to_vdevice", mod)
 
 
 def test_experts_are_dealt(tmp_path):

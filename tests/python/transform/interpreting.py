@@ -87,6 +87,9 @@ def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np
         for axis, begin, end in zip(axes, begins, ends, strict=True):
             slices[axis] = slice(begin, end)
         return args[0][tuple(slices)]
+    if name == "relax.nn.pad":
+        widths = np.reshape([int(width) for width in call.attrs.pad_width], (-1, 2))
+        return np.pad(args[0], widths.tolist())
     if name == "relax.take":
         return np.take(args[0], args[1], int(call.attrs.axis))
     if name == "relax.broadcast_to":

@@ -65,7 +65,7 @@ def language_module(
             function.add_counters()
         functions[tvm.ir.GlobalVar(name)] = function.build(name)
     if cache.masks_tokens:
-        functions[tvm.ir.GlobalVar(MASKED_TOKENS)] = masked_tokens(builder, model.vocabulary)
+        functions[tvm.ir.GlobalVar(MASKED_TOKENS)] = masked_tokens(builder, model.vocabulary, types.device_of("output"))
     return tvm.IRModule({**functions, **builder.get().functions})
 
 
@@ -100,7 +100,10 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         outputs = {"logits": self.bindings[-1].var}
         if self.kind != CHUNK:
             tokens = greedy_tokens(
-                self.builder, outputs["logits"], lambda value, name: self.emit(value, f"output.{name}")
+                self.builder,
+                outputs["logits"],
+                lambda value, name: self.emit(value, f"output.{name}"),
+                self.types.device_of("output"),
             )
             outputs["greedy_tokens"] = self.emit(tokens, "output.greedy_tokens", is_output=True)
         outputs |= {f"pages_{index}": pages for index, pages in self.caches.items()}

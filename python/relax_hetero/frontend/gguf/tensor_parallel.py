@@ -2,8 +2,9 @@
 
 `PartitionByMesh` splits attention by heads, feed-forward networks by columns and rows, and logits by the vocabulary,
 which follows from the rules of ops. This module says what those rules cannot know: experts are dealt to the devices of
-their mesh, whole ones to each; a layer's cache is given in parts, one for the heads of each device; and GPUs get a
-copy each of the integer inputs, so that no call begins with transfers.
+their mesh, whole ones to each; a layer's cache is given in parts, one for the heads of each device; logits are returned
+in parts, those of each device's vocabulary; and GPUs get a copy each of the integer inputs, and return one each of the
+greedy tokens, so that no call begins or ends with transfers.
 """
 
 from __future__ import annotations
@@ -102,9 +103,10 @@ def split_caches(
 def with_split_parameters(
     mod: tvm.IRModule, model: Hyperparameters, types: ActivationTypes, vdevices: Sequence[tvm.relax.VDevice]
 ) -> tvm.IRModule:
-    """Say which parameters of a model's functions are given in parts; the module itself if there are none."""
+    """Say which parameters and results of a model's functions are in parts; the module itself if there are none."""
     parts = cache_parts(model, types)
-    if not any(parts):
+    results = _result_parts(model, types, vdevices)
+    if not any(parts) and not results:
         return mod
     split: dict[str, dict[str, Any]] = {}
     number = 0
@@ -120,12 +122,30 @@ def with_split_parameters(
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
         names = [str(param.name) for param in func.params] if isinstance(func, tvm.relax.Function) else []
-        if not any(name.startswith("pages_") for name in names):
-            continue
-        copies = [name for name in names if on_gpus and not name.startswith("pages_")]
+        outputs = [str(name) for name in (func.attrs or {}).get("output_names", ())]
         own = {name: split[name] for name in names if name in split}
-        for name in copies:
-            labels = [f"{name}@{device}" if device != used[0] else name for device in used]
-            own[name] = {"placement": "R", "names": labels, "mesh": used}
-        functions[gv] = func.with_attr(SPLIT_PARAMETERS, json.dumps(own))
+        own |= {name: part for name, part in results.items() if name in names or name in outputs}
+        if on_gpus and any(name.startswith("pages_") for name in names):
+            own |= {name: _copies(name, used) for name in names if not name.startswith("pages_")}
+        if own:
+            functions[gv] = func.with_attr(SPLIT_PARAMETERS, json.dumps(own))
     return copy_module(mod, functions)
+
+
+def _result_parts(
+    model: Hyperparameters, types: ActivationTypes, vdevices: Sequence[tvm.relax.VDevice]
+) -> dict[str, dict[str, Any]]:
+    """Parts of the logits of a mesh whose devices divide the vocabulary, and copies of the tokens on GPUs."""
+    mesh = mesh_positions(types.device_of("output"))
+    if not mesh or model.vocabulary % len(mesh):
+        return {}
+    parts = {"logits": {**_copies("logits", mesh), "placement": "S[1]"}}
+    if not any(is_cpu(vdevices[device]) for device in mesh):
+        parts["greedy_tokens"] = _copies("greedy_tokens", mesh)
+    return parts
+
+
+def _copies(name: str, mesh: Sequence[int]) -> dict[str, Any]:
+    """Copies of a parameter or result on each device of a mesh."""
+    names = [f"{name}@{device}" if device != mesh[0] else name for device in mesh]
+    return {"placement": "R", "names": names, "mesh": list(mesh)}

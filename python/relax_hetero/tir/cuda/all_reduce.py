@@ -26,8 +26,9 @@ does not read, so that passes keep their order. All blocks of a kernel must be r
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import ceil, prod
 from typing import Any
 
@@ -35,12 +36,13 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, flags_offset, state_offset
+from ...encoding.problem import SentTiles
 from ...target.gpu_target import WARP
 from ..core.builder import Function
 from .loops.launch import launch
 
 ALL_REDUCE = "relax_hetero.all_reduce"
-"""On a PrimFunc: it exchanges values with the kernels of other devices."""
+"""On a PrimFunc: it exchanges values with the kernels of other devices; JSON of a `RankReduce`."""
 
 _THREADS = 512
 _MAX_THREADS = 1024
@@ -50,14 +52,32 @@ _TIMEOUT_SECONDS = 60
 _LL_BYTES = 512 << 10
 """Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
+_ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
+"""Threads of a row of long operands: those that share a row have a named barrier, of which there are 15."""
+
 _MAX_LL_PAIRS = 8
 _MAX_VECTORS = 4
 """Maximum registers of a thread for a row, in pairs (short operands) and fours (long ones) of numbers."""
 
+SENT_TILE = (128, 256)
+"""Rows and columns of the tiles that a product's kernel sends."""
+_SENT_ROWS = 32
+"""Rows of a tile that a warp sends at a time, with a flag."""
+_SENT_BYTES = 16 << 10
+"""Bytes of a slot for the flags of sent tiles."""
+_OPERANDS = 2 * _LL_BYTES + _SENT_BYTES
+"""Offset of long operands in a slot, after the lines of short ones and flags."""
+
 _SOURCE = (
     f"""
+#ifndef RH_ALL_REDUCE
+#define RH_ALL_REDUCE
 #define RH_FLAG_BLOCKS {FLAG_BLOCKS}
 #define RH_TIMEOUT_SECONDS {_TIMEOUT_SECONDS}
+#define RH_SENT_ROWS {_SENT_ROWS}
+#define RH_TILE_ROWS {SENT_TILE[0]}
+#define RH_SENT_COLUMNS {SENT_TILE[1]}
+#define RH_SENT_BYTES {_SENT_BYTES}
 """
     r"""
 __device__ __forceinline__ unsigned long long rh_time() {
@@ -79,34 +99,51 @@ template <int RANK, int RANKS> struct rh_Exchange {
   __device__ __forceinline__ char* slot(int owner, int sender) const {
     return (char*)bases[owner] + data + sender * slot_bytes;
   }
-  // Epoch of the slot. The kernel also ends that of the slot before, which it does not read.
+  // Epoch of the slot.
+  __device__ __forceinline__ unsigned epoch() const {
+    return *(const volatile unsigned*)((char*)bases[RANK] + state + 4 * (1 + number)) + 1;
+  }
+  // The same; the kernel also ends the epoch of the slot before, which it does not read.
   __device__ __forceinline__ unsigned begin_epoch() const {
     unsigned* words = (unsigned*)((char*)bases[RANK] + state);
     if (blockIdx.x == 0 && threadIdx.x == 0) {
       if (words[0]) words[words[0]] += 1;
       words[0] = number + 1;
     }
-    return *(const volatile unsigned*)(words + 1 + number) + 1;
+    return epoch();
   }
   __device__ __forceinline__ unsigned* flag(int owner, int sender) const {
     return (unsigned*)((char*)bases[owner] + flags) + sender * RH_FLAG_BLOCKS + blockIdx.x;
   }
+  // Flags of the tiles that a GPU has sent, which are before the operand: for each 32 rows one of each 256 columns.
+  __device__ __forceinline__ unsigned* tile_flags(int owner, int sender) const {
+    return (unsigned*)(slot(owner, sender) - RH_SENT_BYTES);
+  }
+  __device__ __forceinline__ static void set(unsigned* flag, unsigned value) {
+    asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(value) : "memory");
+  }
+  __device__ __forceinline__ static void wait_for(const unsigned* flag, unsigned value) {
+    unsigned seen;
+    unsigned long long begin = rh_time();
+    do {
+      asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag) : "memory");
+      rh_check_time(begin);
+    } while ((int)(seen - value) < 0);
+  }
   // What the block has stored is visible to the same block of other GPUs that has waited for the flag.
   __device__ __forceinline__ void signal(unsigned value) const {
     __syncthreads();
-    if (threadIdx.x < RANKS && threadIdx.x != RANK) {
-      asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;"
-                   :: "l"(flag(threadIdx.x, RANK)), "r"(value) : "memory");
-    }
+    if (threadIdx.x < RANKS && threadIdx.x != RANK) set(flag(threadIdx.x, RANK), value);
   }
   __device__ __forceinline__ void wait(unsigned value) const {
-    if (threadIdx.x < RANKS && threadIdx.x != RANK) {
-      unsigned seen;
-      unsigned long long begin = rh_time();
-      do {
-        asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(seen) : "l"(flag(RANK, threadIdx.x)) : "memory");
-        rh_check_time(begin);
-      } while ((int)(seen - value) < 0);
+    if (threadIdx.x < RANKS && threadIdx.x != RANK) wait_for(flag(RANK, threadIdx.x), value);
+    __syncthreads();
+  }
+  // The same for the tiles of rows from `first` to `last`, with `columns` of them beside each other.
+  __device__ __forceinline__ void wait_for_tiles(int first, int last, int columns, unsigned value) const {
+    int begin = first / RH_SENT_ROWS * columns, end = ((last + RH_SENT_ROWS - 1) / RH_SENT_ROWS) * columns;
+    for (int step = 1; step < RANKS; ++step) {
+      for (int i = begin + threadIdx.x; i < end; i += blockDim.x) wait_for(tile_flags(RANK, peer(step)) + i, value);
     }
     __syncthreads();
   }
@@ -141,18 +178,23 @@ template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from,
   float2 a = rh_from_half(h.x), b = rh_from_half(h.y);
   return make_float4(a.x, a.y, b.x, b.y);
 }
-// Sum, or maximum, over the threads of a block, which all get.
-template <bool MAX> __device__ __forceinline__ float rh_reduce(float value) {
+__device__ __forceinline__ void rh_team_barrier(int team, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(team + 1), "r"(threads) : "memory");
+}
+// Sum, or maximum, over the threads of a team, which all get: a block, a warp, or one of up to 15 groups of warps.
+template <bool MAX> __device__ __forceinline__ float rh_reduce(float value, int threads) {
   __shared__ float partial[32];
   for (int lanes = 16; lanes; lanes /= 2) {
     float other = __shfl_xor_sync(~0u, value, lanes);
     value = MAX ? fmaxf(value, other) : value + other;
   }
-  __syncthreads();  // the last result has been read
+  if (threads == 32) return value;
+  int team = threadIdx.x / threads, first = team * threads / 32, end = first + threads / 32;
+  rh_team_barrier(team, threads);  // the last result has been read
   if (threadIdx.x % 32 == 0) partial[threadIdx.x / 32] = value;
-  __syncthreads();
-  value = partial[0];
-  for (int warp = 1; warp < blockDim.x / 32; ++warp) value = MAX ? fmaxf(value, partial[warp]) : value + partial[warp];
+  rh_team_barrier(team, threads);
+  value = partial[first];
+  for (int warp = first + 1; warp < end; ++warp) value = MAX ? fmaxf(value, partial[warp]) : value + partial[warp];
   return value;
 }
 
@@ -213,7 +255,7 @@ __device__ __forceinline__ void rh_all_reduce_short(
       float squares = 0.0f;
 #pragma unroll
       for (int p = 0; p < PAIRS; ++p) squares += total[p].x * total[p].x + total[p].y * total[p].y;
-      inverse = rsqrtf(rh_reduce<false>(squares) / (2 * row) + eps);
+      inverse = rsqrtf(rh_reduce<false>(squares, blockDim.x) / (2 * row) + eps);
     }
 #pragma unroll
     for (int p = 0; p < PAIRS; ++p) {
@@ -236,31 +278,99 @@ template <class Vector> __device__ __forceinline__ void rh_copy(const Vector* fr
     for (int u = 0; u < 4; ++u) if (i + u * blockDim.x < end) to[i + u * blockDim.x] = v[u];
   }
 }
+// Power of two that makes the largest number of a row 2^14 or more as float16.
+__device__ __forceinline__ float rh_scale_of(float largest) {
+  int exponent = max((int)(__float_as_uint(largest) >> 23), 30) - 127;  // within float32, inverted
+  return __uint_as_float((unsigned)(127 + 14 - exponent) << 23);
+}
+__device__ __forceinline__ float rh_largest(float largest, float4 v) {
+  return fmaxf(fmaxf(largest, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
+}
+// Two warps of the kernel of a product send a tile, which the block has stored, to the GPU that adds it: each row as
+// float16 times a power of two, of whose inverses each column of tiles has an array.
+template <int RANK, int RANKS> __device__ __forceinline__ void rh_send_tile(
+    const void* x, const void* bases, long long data, long long slot_bytes, long long state, int number, int part_rows,
+    int width, int row, int column) {
+  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
+  int peer = row / part_rows, lane = threadIdx.x % 32, vectors = width / 4, tile = column / RH_SENT_COLUMNS;
+  if (peer == RANK) return;
+  char* slot = ex.slot(peer, RANK);
+#pragma unroll 1
+  for (int skip = threadIdx.x / 32 % 2 * RH_SENT_ROWS; skip < RH_TILE_ROWS; skip += 2 * RH_SENT_ROWS) {
+    int first = row % part_rows + skip;
+    const float4* from = (const float4*)x + (long long)(row + skip) * vectors + column / 4 + lane;
+    uint2* to = (uint2*)slot + (long long)first * vectors + column / 4 + lane;
+    float inverse = 1.0f;
+#pragma unroll 1
+    for (int r = 0; r < RH_SENT_ROWS; r += 4) {
+      float4 v[4][2];
+      float largest[4];
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        v[u][0] = __ldcg(from + u * vectors);
+        v[u][1] = __ldcg(from + u * vectors + 32);
+      }
+#pragma unroll
+      for (int u = 0; u < 4; ++u) largest[u] = rh_largest(rh_largest(0.0f, v[u][0]), v[u][1]);
+#pragma unroll
+      for (int lanes = 16; lanes; lanes /= 2) {
+#pragma unroll
+        for (int u = 0; u < 4; ++u) largest[u] = fmaxf(largest[u], __shfl_xor_sync(~0u, largest[u], lanes));
+      }
+#pragma unroll
+      for (int u = 0; u < 4; ++u) {
+        float scale = rh_scale_of(largest[u]);
+        rh_store<true>(to, u * vectors, rh_scale(v[u][0], scale));
+        rh_store<true>(to, u * vectors + 32, rh_scale(v[u][1], scale));
+        if (lane == r + u) inverse = 1.0f / scale;
+      }
+      from += 4 * vectors;
+      to += 4 * vectors;
+    }
+    ((float*)(slot + 8ll * part_rows * vectors))[tile * part_rows + first + lane] = inverse;
+    __syncwarp();
+    if (lane == 0) {
+      ex.set(ex.tile_flags(peer, RANK) + first / RH_SENT_ROWS * (width / RH_SENT_COLUMNS) + tile, ex.epoch());
+    }
+  }
+}
 // Rows as float16, each times a power of two that makes its largest number 2^14 or more, and the inverses of these.
-template <int VECTORS> __device__ __forceinline__ void rh_send_rows(
+template <int VECTORS, int THREADS> __device__ __forceinline__ void rh_send_rows(
     const float4* from, uint2* to, float* inverses, int begin, int end, int row) {
-  for (; begin < end; begin += row) {
+  int thread = threadIdx.x % THREADS, teams = blockDim.x / THREADS;
+  for (begin += threadIdx.x / THREADS * row; begin < end; begin += teams * row) {
     float4 v[VECTORS];
     float largest = 0.0f;
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
-      int i = threadIdx.x + u * blockDim.x;
+      int i = thread + u * THREADS;
       v[u] = i < row ? __ldcg(from + begin + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      largest = fmaxf(fmaxf(largest, fmaxf(fabsf(v[u].x), fabsf(v[u].y))), fmaxf(fabsf(v[u].z), fabsf(v[u].w)));
     }
-    int exponent = max((int)(__float_as_uint(rh_reduce<true>(largest)) >> 23), 30) - 127;  // within float32, inverted
-    float scale = __uint_as_float((unsigned)(127 + 14 - exponent) << 23);
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) largest = rh_largest(largest, v[u]);
+    float scale = rh_scale_of(rh_reduce<true>(largest, THREADS));
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
-      int i = threadIdx.x + u * blockDim.x;
+      int i = thread + u * THREADS;
       if (i < row) rh_store<true>(to, begin + i, rh_scale(v[u], scale));
     }
-    if (threadIdx.x == 0) inverses[begin / row] = 1.0f / scale;
+    if (thread == 0) inverses[begin / row] = 1.0f / scale;
+  }
+}
+// The numbers of a row that a GPU has itself, and its residual.
+template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ void rh_load_row(
+    const float4* x, const float4* residual, float4* total, int first, int end) {
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) {
+    int i = first + threadIdx.x % THREADS + u * THREADS;
+    total[u] = i < end ? __ldcg(x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (RESIDUAL && i < end) total[u] = rh_add(total[u], residual[i]);
   }
 }
 
-// Long operands: GPU r adds part r, which the others send it, and sends them the result.
-template <int VECTORS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL>
+// Long operands: GPU r adds part r, which the others send it (SENT: which kernels before have sent in tiles), and sends
+// them the result. Teams of THREADS threads have a row each, so that many rows of a block are in flight.
+template <int VECTORS, int THREADS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL, bool SENT>
 __device__ __forceinline__ void rh_all_reduce_long(
     const float* x, const float* residual, const float* weight, void* out, float* sum, const void* bases,
     long long data, long long slot_bytes, long long flags, long long state, int number, int vectors, int row,
@@ -270,33 +380,31 @@ __device__ __forceinline__ void rh_all_reduce_long(
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
   int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
   long long inverses = 8ll * part, results = 16ll * part;  // offsets in a slot, after the operand's part
-  for (int step = 1; step < RANKS; ++step) {
+  for (int step = 1; step < RANKS && !SENT; ++step) {
     int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
     const float4* from = (const float4*)x + (long long)peer * part;
     char* to = ex.slot(peer, RANK);
-    if (HALF) rh_send_rows<VECTORS>(from, (uint2*)to, (float*)(to + inverses), begin, end, row);
+    if (HALF) rh_send_rows<VECTORS, THREADS>(from, (uint2*)to, (float*)(to + inverses), begin, end, row);
     else rh_copy(from, (float4*)to, begin, end);
   }
-  ex.signal(2 * now);
-  ex.wait(2 * now);
+  if (!SENT) ex.signal(2 * now);
   int last = min(min(begin + piece, part), vectors - RANK * part);
-  for (int first = begin; first < last; first += row) {
-    int end = min(first + row, last);
-    float4 total[VECTORS];
-#pragma unroll
-    for (int u = 0; u < VECTORS; ++u) {
-      int i = first + threadIdx.x + u * blockDim.x;
-      total[u] = RESIDUAL && i < end ? ((const float4*)residual)[i] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-    for (int other = 0; other < RANKS; ++other) {
-      const char* from = ex.slot(RANK, other);
-      float inverse = HALF && other != RANK ? __ldcg((const float*)(from + inverses) + first / row) : 1.0f;
+  int first = begin + threadIdx.x / THREADS * row, stride = blockDim.x / THREADS * row, end = min(first + row, last);
+  const float4 *own = (const float4*)x + (long long)RANK * part, *old = (const float4*)residual;
+  float4 total[VECTORS];
+  rh_load_row<VECTORS, THREADS, RESIDUAL>(own, old, total, first, end);  // while the other GPUs send
+  if (SENT) ex.wait_for_tiles(begin / row, last / row, 4 * row / RH_SENT_COLUMNS, now);
+  else ex.wait(2 * now);
+  while (first < last) {
+    for (int step = 1; step < RANKS; ++step) {
+      const char* from = ex.slot(RANK, ex.peer(step));
+      const float* scales = (const float*)(from + inverses) + first / row;
+      float inverse = HALF && !SENT ? __ldcg(scales) : 1.0f;
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u) {
-        int i = first + threadIdx.x + u * blockDim.x;
-        if (i >= end) continue;
-        float4 v = other == RANK ? rh_load<false>(x, (long long)RANK * part + i) : rh_load<HALF>(from, i);
-        total[u] = rh_add(total[u], HALF && other != RANK ? rh_scale(v, inverse) : v);
+        int i = first + threadIdx.x % THREADS + u * THREADS;
+        if (SENT && i < end) inverse = __ldcg(scales + 4 * (i - first) / RH_SENT_COLUMNS * part_rows);
+        if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
       }
     }
     float inverse = 1.0f;
@@ -307,11 +415,11 @@ __device__ __forceinline__ void rh_all_reduce_long(
         float4 v = total[u];
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
       }
-      inverse = rsqrtf(rh_reduce<false>(squares) / (4 * row) + eps);
+      inverse = rsqrtf(rh_reduce<false>(squares, THREADS) / (4 * row) + eps);
     }
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
-      int i = first + threadIdx.x + u * blockDim.x;
+      int i = first + threadIdx.x % THREADS + u * THREADS;
       if (i >= end) continue;
       if (SUM) ((float4*)sum)[i] = total[u];
       float4 v = total[u];
@@ -322,6 +430,9 @@ __device__ __forceinline__ void rh_all_reduce_long(
       rh_store<HALF>(out, (long long)RANK * part + i, v);
       for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
     }
+    first += stride;
+    end = min(first + row, last);
+    rh_load_row<VECTORS, THREADS, RESIDUAL>(own, old, total, first, end);
   }
   ex.signal(2 * now + 1);
   ex.wait(2 * now + 1);
@@ -333,6 +444,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
     else rh_copy((const float4*)from, (float4*)out + to, begin, end);
   }
 }
+#endif
 """
 )
 
@@ -408,7 +520,7 @@ class AllReduce:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that it needs for each GPU."""
-        return 2 * _LL_BYTES + (0 if self.is_short else 2 * 16 * self._part_vectors)
+        return 2 * _LL_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
 
     @property
     def threads(self) -> int:
@@ -416,6 +528,15 @@ class AllReduce:
         if not self.is_short:
             return _MAX_THREADS
         return _THREADS if self.norm is None else min(_MAX_THREADS, max(2, ceil(self.row / 2 / WARP)) * WARP)
+
+    @property
+    def row_threads(self) -> int:
+        """Threads of a row: a block's for short operands, else fewer if a block has several rows."""
+        if self.is_short or (self.norm is None and not self.has_residual):
+            return self.threads
+        rows = ceil(self.count // self.width / self.ranks / self.blocks)
+        needed = max(ceil(self.row / _MAX_VECTORS), self.threads // rows)
+        return next(threads for threads in _ROW_THREADS if threads >= needed)
 
     @property
     def row(self) -> int:
@@ -442,6 +563,52 @@ class AllReduce:
         return ceil(ceil(self.count // 4 / self.row) / self.ranks) * self.row
 
 
+@dataclass(frozen=True)
+class RankReduce:
+    """The part of a GPU in an all-reduce.
+
+    Attributes
+    ----------
+    reduce : AllReduce
+    rank : int
+        Number of this GPU among the GPUs.
+    keeps_sum : bool
+        True if there is a second result, the sum, beside that of the norm.
+    slot, slot_bytes : int
+        Slot of the GPUs' memory, see `slots_of`, and bytes of a slot for each GPU, at least `AllReduce.slot_bytes`.
+    """
+
+    reduce: AllReduce
+    rank: int
+    keeps_sum: bool
+    slot: int
+    slot_bytes: int
+
+    @property
+    def sent(self) -> SentTiles | None:
+        """Tiles of the operand that its product's kernel may send; None if the rows are not sent as float16 tiles."""
+        reduce, (rows, columns) = self.reduce, SENT_TILE
+        if reduce.is_short or reduce.norm is None or reduce.norm.dtype != "float16":
+            return None
+        part_rows = reduce.count // reduce.width // reduce.ranks
+        if part_rows % rows or reduce.width % columns:
+            return None
+        flags = part_rows // _SENT_ROWS * (reduce.width // columns)
+        return SentTiles(self.rank, reduce.ranks, self.slot, self.slot_bytes) if 4 * flags <= _SENT_BYTES else None
+
+    def to_json(self) -> str:
+        """Convert to JSON text."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> RankReduce:
+        """Read `to_json`."""
+        data = json.loads(text)
+        reduce = data["reduce"]
+        norm = None if reduce["norm"] is None else RowNorm(**reduce["norm"])
+        return cls(**{**data, "reduce": AllReduce(**{**reduce, "shape": tuple(reduce["shape"]), "norm": norm})})
+
+
 def supports(count: int, dtype: str) -> bool:
     """Return whether the kernel reduces tensors of so many elements of a type."""
     return dtype == "float32" and count % 4 == 0 and 0 < count < 1 << 31
@@ -459,6 +626,7 @@ def all_reduce_kernel(
     slot_bytes: int,
     after: tuple[Sequence[int], str],
     keeps_sum: bool = False,
+    is_sent: bool = False,
 ) -> tirx.PrimFunc:
     """Make the kernel of a GPU.
 
@@ -475,6 +643,8 @@ def all_reduce_kernel(
         Shape and type of the last kernel's result.
     keeps_sum : bool
         True if there is a second result, the sum, beside that of the norm.
+    is_sent : bool
+        True if the kernels of the operands' products have sent the rows that other GPUs add (`send_tile`).
 
     Returns
     -------
@@ -500,16 +670,16 @@ def all_reduce_kernel(
             return T.address_of(buffer[(0,) * len(buffer.shape)])
 
         # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
-        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else 2 * _LL_BYTES)
+        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else _OPERANDS)
         kinds = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
-        per_thread = ceil(reduce.row / reduce.threads)
-        arguments = ", ".join(str(value).lower() for value in (per_thread, rank, reduce.ranks, *kinds))
+        per_thread, threads = ceil(reduce.row / reduce.row_threads), () if reduce.is_short else (reduce.row_threads,)
+        arguments = ", ".join(str(value).lower() for value in (per_thread, *threads, rank, reduce.ranks, *kinds))
         with function.body(), launch(reduce.blocks, reduce.threads):
             T.evaluate(
                 T.cuda.func_call(
                     f"rh_all_reduce_short<{arguments}>"
                     if reduce.is_short
-                    else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}>",
+                    else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}, {str(is_sent).lower()}>",
                     *map(pointer, (x, residual, weight, out, total, bases)),
                     *map(T.int64, (data, slot_bytes, flags_offset(slot, reduce.ranks), state_offset(reduce.ranks))),
                     *map(T.int32, (slot, reduce.count // reduce.lanes, reduce.row)),
@@ -518,4 +688,37 @@ def all_reduce_kernel(
                     return_type="void",
                 )
             )
-    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: f"{rank} of {reduce.ranks}"})
+    own = RankReduce(reduce, rank, keeps_sum, slot, slot_bytes)
+    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: own.to_json()})
+
+
+def send_tile(
+    sent: SentTiles,
+    shape: tuple[int, int],
+    pointers: tuple[tirx.PrimExpr, tirx.PrimExpr],
+    origin: tuple[tirx.PrimExpr, tirx.PrimExpr],
+) -> None:
+    """Write that two warps send a tile of `SENT_TILE`, which their block has stored, unless this GPU adds it.
+
+    Parameters
+    ----------
+    sent : SentTiles
+    shape : tuple of int
+        Rows and columns of the operand of the sum.
+    pointers : tuple of PrimExpr
+        To the operand, and to the addresses of all GPUs' memory.
+    origin : tuple of PrimExpr
+        First row and column of the tile.
+    """
+    data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + _OPERANDS
+    T.evaluate(
+        T.cuda.func_call(
+            f"rh_send_tile<{sent.rank}, {sent.ranks}>",
+            *pointers,
+            *map(T.int64, (data, sent.slot_bytes, state_offset(sent.ranks))),
+            *map(T.int32, (sent.slot, shape[0] // sent.ranks, shape[1])),
+            *(T.Cast("int32", value) for value in origin),
+            source_code=_SOURCE,
+            return_type="void",
+        )
+    )

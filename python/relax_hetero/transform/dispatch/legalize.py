@@ -57,7 +57,7 @@ def legalize(mod: tvm.IRModule) -> tvm.IRModule:
 
 
 def _with_kernels(mod: tvm.IRModule) -> tvm.IRModule:
-    kernels = numpy_kernels.legalizations() | sort_kernels.legalizations()
+    kernels = sort_kernels.legalizations() | numpy_kernels.legalizations()
     kernels |= numpy_kernels.boolean_legalizations(kernels)
     kernels |= formula_kernels.legalizations(kernels)
     kernels |= narrow_types.legalizations(kernels)

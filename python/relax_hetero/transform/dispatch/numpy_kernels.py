@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import tvm
 from tvm import relax, te, tirx, topi
@@ -19,7 +19,7 @@ from ...tir.math.casts import cast, truncated
 from ...tir.math.extremes import index_wins, maximum, minimum
 from ..ir.blocks import is_one
 from ..ir.rewriting import is_tensor_constant
-from . import scatter_kernels
+from . import scatter_kernels, sort_kernels
 from .sort_kernels import Legalize
 
 # Comparisons, maximum and minimum, sums and products of booleans.
@@ -104,12 +104,15 @@ def _take(x: te.Tensor, index: te.Tensor, axis: int) -> te.Tensor:
 # its index would be invalid. They drop NaN or not, depending on its position: here NaN is the result, and the index of
 # the first NaN is that of the largest and of the smallest element.
 
+# The largest element with its index, a top-k of one, is the same reduction.
+
 _OPS = {"relax.max": True, "relax.min": False, "relax.argmax": True, "relax.argmin": False}
 
 
-def extreme_legalizations() -> dict[str, Legalize]:
-    """Legalizations by op, for `relax.transform.LegalizeOps`; integers, and bfloat16, use TVM's."""
-    return {name: _extreme_legalization(name, largest) for name, largest in _OPS.items()}
+def extreme_legalizations(others: dict[str, Legalize]) -> dict[str, Legalize]:
+    """Legalizations by op, for `relax.transform.LegalizeOps`; integers, and bfloat16, use TVM's, and top-k `others`."""
+    extremes = {name: _extreme_legalization(name, largest) for name, largest in _OPS.items()}
+    return {**extremes, "relax.topk": _top_one_legalization(others["relax.topk"])}
 
 
 def _extreme_legalization(name: str, largest: bool) -> Legalize:
@@ -124,8 +127,32 @@ def _extreme_legalization(name: str, largest: bool) -> Legalize:
         rank = int(data.ty.ndim)
         dims = range(rank) if axis is None else [axis] if isinstance(axis, int) else axis
         axes = sorted({int(dim) % rank for dim in dims})
-        kernel = _index if short.startswith("arg") else _extreme
-        return builder.call_te(kernel, data, axes, bool(call.attrs.keepdims), largest, primfunc_name_hint=short)
+        keepdims = bool(call.attrs.keepdims)
+        if not short.startswith("arg"):
+            return builder.call_te(_extreme, data, axes, keepdims, largest, primfunc_name_hint=short)
+        locate = _locate_by_blocks if _has_blocks(data.ty, axes[0]) else _locate
+        return builder.call_te(
+            lambda x: locate(x, axes[0], keepdims, largest, "int64")[0], data, primfunc_name_hint=short
+        )
+
+    return legalize
+
+
+def _top_one_legalization(otherwise: Legalize) -> Legalize:
+    def legalize(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:
+        data, attrs = call.args[0], call.attrs
+        is_float = str(data.ty.dtype).startswith("float")
+        is_known = isinstance(data.ty.shape, relax.ShapeExpr)
+        if int(attrs.k) != 1 or not attrs.largest or str(attrs.ret_type) != "both" or not (is_float and is_known):
+            return otherwise(builder, call)
+        axis = int(attrs.axis) % int(data.ty.ndim)
+        locate = _locate_by_blocks if _has_blocks(data.ty, axis) else _locate
+
+        def kernel(x: te.Tensor) -> list[te.Tensor]:
+            index, value = locate(x, axis, True, True, str(attrs.dtype))
+            return [value, index]
+
+        return builder.call_te(kernel, data, primfunc_name_hint="top_one")
 
     return legalize
 
@@ -143,9 +170,12 @@ def _extreme(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -
     return te.compute(_reduced_shape(x.shape, axes, keepdims), element, name="extreme")
 
 
-def _index(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -> te.Tensor:
-    """Index of the first largest (or smallest) element; any element beats the start, whose index is past the end."""
-    (axis,) = axes
+_Located: TypeAlias = "tuple[te.Tensor, te.Tensor]"
+"""Index and value of an extreme element."""
+
+
+def _locate(x: te.Tensor, axis: int, keepdims: bool, largest: bool, index_type: str) -> _Located:
+    """Locate the first largest (or smallest) element; any beats the start, whose index is past the end."""
 
     def better(one: Sequence[Any], other: Sequence[Any]) -> tuple[Any, Any]:
         wins = index_wins(one, other, largest, last=False)
@@ -159,9 +189,39 @@ def _index(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -> 
 
     def pair(*indices: tirx.Var) -> Any:
         source = _source(indices, {axis: along}, len(x.shape), keepdims)
-        return reducer((tirx.Cast("int64", along), x(*source)), axis=along)
+        return reducer((tirx.Cast(index_type, along), x(*source)), axis=along)
 
-    return te.compute(_reduced_shape(x.shape, axes, keepdims), pair, name="index_of_extreme")[0]
+    return tuple(te.compute(_reduced_shape(x.shape, [axis], keepdims), pair, name="index_of_extreme"))
+
+
+# On CPUs, a search along rows is of blocks: only their extremes, which are vectors' work, read all elements. The first
+# block with the extreme has the element.
+
+_MIN_BLOCK, _MAX_BLOCK, _MIN_BLOCKS = 16, 256, 4
+"""Minimum and maximum elements of a block, and minimum number of blocks."""
+
+
+def _has_blocks(ty: relax.TensorType, axis: int) -> bool:
+    """Return whether a search along an axis is of blocks."""
+    extent = ty.shape.values[-1] if isinstance(ty.shape, relax.ShapeExpr) else None
+    on_gpu = ty.vdevice is not None and "cpu" not in ty.vdevice.target.keys
+    if on_gpu or axis != int(ty.ndim) - 1 or not isinstance(extent, tirx.IntImm):
+        return False
+    size = math.gcd(int(extent), _MAX_BLOCK)
+    return size >= _MIN_BLOCK and int(extent) >= size * _MIN_BLOCKS
+
+
+def _locate_by_blocks(x: te.Tensor, axis: int, keepdims: bool, largest: bool, index_type: str) -> _Located:
+    """`_locate` along the last axis."""
+    *outer, extent = x.shape
+    size = math.gcd(int(extent), _MAX_BLOCK)
+    blocks = te.compute([*outer, extent // size, size], lambda *i: x(*i[:axis], i[-2] * size + i[-1]), "blocks")
+    block, _ = _locate(_extreme(blocks, [axis + 1], False, largest), axis, False, largest, index_type)
+    chosen = te.compute([*outer, size], lambda *i: x(*i[:-1], block(*i[:-1]) * size + i[-1]), "chosen")
+    column, value = _locate(chosen, axis, False, largest, index_type)
+    shape = [*outer, 1] if keepdims else outer
+    index = te.compute(shape, lambda *i: block(*i[:axis]) * size + column(*i[:axis]), "index_of_extreme")
+    return index, te.compute(shape, lambda *i: value(*i[:axis]), "extreme")
 
 
 def _start_value(dtype: str, largest: bool) -> tirx.PrimExpr:
@@ -292,7 +352,7 @@ def legalizations() -> dict[str, Legalize]:
         "relax.sign": _float_legalization(_STOCK["sign"], _sign, "tir_sign"),
         "relax.astype": _cast,
         "relax.divide": _divide,
-        **extreme_legalizations(),
+        **extreme_legalizations(sort_kernels.legalizations()),
         **take_legalizations(),
         **scatter_kernels.legalizations(),
     }

@@ -30,6 +30,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
     QuantizedMatmulProblem,
+    SentTiles,
 )
 from ...encoding.resolver import resolver_or_default
 from ...encoding.row_program import RowProgram
@@ -171,6 +172,18 @@ class KernelTable:
             self._kernels[full_key] = gvar
         return self._kernels[full_key]
 
+    def key_of(self, kernel: tvm.ir.GlobalVar) -> Any:
+        """The key of a kernel; None for any other function."""
+        return next((key for (key, _), gvar in self._kernels.items() if gvar.same_as(kernel)), None)
+
+    def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+        """Add a kernel of another pass, once for each name."""
+        if (name, "") not in self._kernels:
+            gvar = fresh_global_var(name, kernel.ty, self.used_names)
+            self.functions[gvar] = kernel
+            self._kernels[name, ""] = gvar
+        return self._kernels[name, ""]
+
 
 class EncodingKernels:
     """Kernels of a module's encoded ops, which resolvers write: one for each distinct problem and target.
@@ -214,6 +227,22 @@ class EncodingKernels:
         epilogue = [*_op_names(expression), *row_ops]
         full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_MAX_NAMED_OPS]])
         return self._kernel(problem, target, full_name, [encoding.op_type, *epilogue], op_text)
+
+    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentTiles) -> tvm.ir.GlobalVar | None:
+        """The kernel of the same product that sends its tiles; None if there is none, or it would overlap nothing."""
+        problem = self._table.key_of(kernel)
+        if not isinstance(problem, MatmulProblem):
+            return None
+        func = self.functions[kernel]
+        target = func.attrs["target"]
+        if not resolver_or_default(target).sends_tiles(problem, target):
+            return None
+        name = f"{kernel.name_hint}_sent"
+        return self._kernel(replace(problem, sent=sent), target, name, [str(op) for op in func.attrs[OPS]], name)
+
+    def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
+        """Add a kernel of another pass, once for each name."""
+        return self._table.add(kernel, name)
 
     def elementwise(
         self, expression: Expression, operands: Sequence[Stored], result: Stored, op_text: str

@@ -28,6 +28,7 @@ from ...encoding.packed_layout import PackedLayout
 from ...op import encoded as ops
 from ...op.encoded import PREPACKED, RELAYOUT, SET, encoded_op
 from ...target.element_types import numpy_dtype
+from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import Block, rewrite_blocks, without_unused
 from ..ir.declare import declare_pass
 from ..ir.op_names import CAST, PERMUTE, RESHAPE, TRANSFER
@@ -157,7 +158,7 @@ class _Packer:
     def _pack(self, source: _Source, layout: PackedLayout) -> tvm.runtime.Tensor:
         key = (source.key, layout)
         if key not in self.packed:
-            self.packed[key] = tvm.runtime.tensor(layout.pack(source.array()))
+            self.packed[key] = share_or_copy(layout.pack(source.array()))
         return self.packed[key]
 
 

@@ -18,6 +18,7 @@ directly. Types become those of the packed tensors. A chain of elementwise ops a
 the one before, becomes the epilogue of its kernel: accumulators stay in registers for bias, activation and residual.
 `R.hetero.rows` becomes a kernel, or, if it is the only reader of a product, a phase of that kernel (`epilogues`).
 Products of many rows with experts share a call of a kernel that sorts the rows by expert, if theirs read that order.
+Products whose results GPUs add send them (`shard.overlapped_sums`).
 
 Assumes SpecializeEncodings. Kernels are written by the resolver of the device's target (products, elementwise) or by
 `relax_hetero.tir.pack.pack`; equal problems on equal targets share one. A second run changes nothing.
@@ -54,6 +55,7 @@ from ..ir.rewriting import (
     walk_scopes,
     with_functions,
 )
+from ..shard.overlapped_sums import overlap_sums
 from .encoded_values import Stored, StoredRows, physical_type
 from .encoding_kernels import EncodingKernels
 from .epilogues import Chain, find_row_phases, fused_variables, user_counts
@@ -73,6 +75,7 @@ def materialize_encodings(mod: tvm.IRModule) -> tvm.IRModule:
     verify_encodings(mod)
     kernels = EncodingKernels(mod, vdevices_of(mod))
     functions = {gv: _Materializer(gv.name_hint, kernels, func).materialize() for gv, func in relax_functions(mod)}
+    functions = {gv: overlap_sums(func, mod, kernels) for gv, func in functions.items()}
     return with_functions(mod, {**functions, **kernels.functions})
 
 

@@ -11,6 +11,7 @@ from tvm import relax
 from ...encoding.functions import FUNCTIONS
 from ...op.traits import traits_of
 from ...target.element_types import numpy_dtype
+from ...vm.device.tensor_arrays import host_array
 from .axes import permutation
 from .blocks import Block, renamed, shape_of
 from .kernels import tensor_bytes
@@ -53,9 +54,9 @@ class ConstantValues:
         self._arrays: dict[relax.Var, np.ndarray | None] = {}
 
     def of(self, expr: relax.Expr) -> np.ndarray | None:
-        """The elements of a tensor; None if they are not known."""
+        """The elements of a tensor, which must not be written; None if they are not known."""
         if isinstance(expr, tvm.ir.GenericConst):
-            return expr.value.numpy() if isinstance(expr.value, tvm.runtime.Tensor) else None
+            return host_array(expr.value) if isinstance(expr.value, tvm.runtime.Tensor) else None
         if not isinstance(expr, relax.Var):
             return None
         if expr not in self._arrays:

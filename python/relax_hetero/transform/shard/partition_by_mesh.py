@@ -26,7 +26,7 @@ is exchanged once for all such readers: all-reduce, reduce-scatter, all-gather a
 whole, on the first device of their mesh.
 
 The attribute `SPLIT_PARAMETERS` of a function names parameters, such as caches, that callers give in parts, one for
-each device: they become as many parameters, and results with their names as many results.
+each device: they become as many parameters, and results with their names as many results. It may name results only.
 
 Assumes functions without control flow, and devices of one host. A module without meshes is returned as it is.
 """
@@ -51,7 +51,7 @@ from ...op.traits import ELEMENTWISE
 from ...target.backend import backend_of
 from ...target.mesh import mesh_positions
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
-from ...tir.cuda.all_reduce import supports
+from ...tir.cuda.all_reduce import AllReduce, supports
 from ...vm.device.tensor_arrays import host_array
 from ...vm.device.tensors import share_or_copy
 from ..ir.blocks import renamed, shape_of, used_vars
@@ -303,7 +303,8 @@ class _FunctionPartition:
         if isinstance(body, relax.Tuple):
             fields = zip(body.fields, given or [""] * len(body.fields), strict=True)
             return relax.Tuple([local for field, name in fields for local in of(field, name)]), names
-        return of(body, given[0] if len(given) == 1 else "")[0], names
+        locals_ = of(body, given[0] if len(given) == 1 else "")
+        return (locals_[0] if len(locals_) == 1 else relax.Tuple(locals_)), names
 
     def _whole(self, var: relax.Var) -> relax.Expr:
         """The whole value on the first device of its mesh."""
@@ -634,6 +635,8 @@ class _FunctionPartition:
                 for number, (device, local) in enumerate(zip(mesh, value.locals, strict=True))
             ]
         if sharding == REPLICATED:
+            if self._sums_gather(value) and self._source_of_repeat(expr, value.mesh, mesh[0]) is None:
+                return self._reduced(_Value(mesh, [PARTIAL], self._padded(value, own, name)), sharding, name)
             return [
                 self._gathered(expr, value, device, own, f"{name}_whole@{number}" if number else f"{name}_whole")
                 for number, device in enumerate(mesh)
@@ -644,6 +647,37 @@ class _FunctionPartition:
             self._sliced(local, sharding, expr, number, len(mesh), device, name)
             for number, (device, local) in enumerate(zip(mesh, self._get(expr, mesh, REPLICATED), strict=True))
         ]
+
+    def _sums_gather(self, value: _Value) -> bool:
+        """Return whether GPUs gather a small value as a sum of what they have, padded with zeros: by one kernel each.
+
+        That is exact, as all elements but one are zeros.
+        """
+        shape = [known(extent) for extent in shape_of(value.locals[0]) or [None]]
+        if None in shape or not all(self._records_graphs(device) for device in value.mesh):
+            return False
+        count = math.prod(extent or 0 for extent in shape) * len(value.mesh)
+        return supports(count, str(value.locals[0].ty.dtype)) and AllReduce((count,), len(value.mesh)).is_short
+
+    def _padded(self, value: _Value, own: Sharding, name: str) -> list[relax.Expr]:
+        """The parts of a split value, each among zeros in the place of the others."""
+        axis, count = own.axis, len(value.mesh)
+        assert axis is not None, "the value is split"
+        extents = [int(extent) for extent in shape_of(value.locals[0]) or []]
+        sizes = [size // count for size in own.segments or (extents[axis] * count,)]
+        padded = []
+        for number, (device, local) in enumerate(zip(value.mesh, value.locals, strict=True)):
+            pieces, begin = [], 0
+            for size in sizes:
+                piece = local if len(sizes) == 1 else self._slice_of(local, axis, begin, begin + size, device, name)
+                widths = [0] * (2 * len(extents))
+                widths[2 * axis], widths[2 * axis + 1] = number * size, (count - 1 - number) * size
+                make: _Make = partial(_zeros_around, widths)
+                pieces.append(self._emit(make, [piece], device, f"{name}_among_zeros"))
+                begin += size
+            joined: _Make = lambda args: relax.op.concat(list(args), axis)  # noqa: E731
+            padded.append(pieces[0] if len(pieces) == 1 else self._emit(joined, pieces, device, f"{name}_among_zeros"))
+        return padded
 
     def _local_on(self, value: _Value, device: int) -> relax.Expr:
         """A replicated value on a device."""
@@ -681,10 +715,9 @@ class _FunctionPartition:
 
     def _gathered(self, expr: relax.Expr, value: _Value, device: int, own: Sharding, name: str) -> relax.Expr:
         """All elements of a split value on a device: a reshape, or a reduction, of what is there, or exchanged."""
-        source, call = self._repeatable.get(expr, (None, None))
-        for mesh in ((device,), value.mesh):
-            if whole := self._converted.get((source, mesh, REPLICATED)):
-                return self._emit(partial(self._rebuilt, call), [whole[mesh.index(device)]], device, name)
+        source = self._source_of_repeat(expr, value.mesh, device)
+        if source is not None:
+            return self._emit(partial(self._rebuilt, self._repeatable[expr][1]), [source], device, name)
         parts = [self._transfer(local, device) for local in value.locals]
         axis, count = own.axis, len(value.mesh)
         assert axis is not None, "the value is split"
@@ -696,6 +729,14 @@ class _FunctionPartition:
                 pieces.append(self._slice_of(part, axis, begin, begin + share, device, name) if share else part)
             begin += share
         return self._emit(lambda args: relax.op.concat(list(args), axis), pieces, device, name)
+
+    def _source_of_repeat(self, expr: relax.Expr, mesh: Mesh, device: int) -> relax.Expr | None:
+        """A whole value of a device from which it can compute `expr`; None if there is none."""
+        source, _ = self._repeatable.get(expr, (None, None))
+        for each in ((device,), mesh):
+            if whole := self._converted.get((source, each, REPLICATED)):
+                return whole[each.index(device)]
+        return None
 
     def _exchanged(
         self, value: _Value, sharding: Sharding, own: Sharding, expr: relax.Expr, name: str
@@ -839,10 +880,11 @@ class _FunctionPartition:
         shape = [known(extent) for extent in shape_of(item.results[0]) or [None]]
         if None in shape or not all(result in used for result in item.results):
             return False
-        targets = [self._vdevices[device].target for device in item.mesh]
         count = math.prod(extent or 0 for extent in shape)
-        have_graphs = all(backend_of(target).records_graphs for target in targets)
-        return have_graphs and supports(count, str(item.results[0].ty.dtype))
+        return all(map(self._records_graphs, item.mesh)) and supports(count, str(item.results[0].ty.dtype))
+
+    def _records_graphs(self, device: int) -> bool:
+        return bool(backend_of(self._vdevices[device].target).records_graphs)
 
 
 def _sharding(placement: str) -> Sharding:
@@ -877,6 +919,10 @@ def _replaced(expr: relax.Expr, names: dict[relax.Var, relax.Var]) -> relax.Expr
 
 def _multiplied(args: Sequence[relax.Expr]) -> relax.Expr:
     return relax.op.multiply(*args)
+
+
+def _zeros_around(widths: Sequence[int], args: Sequence[relax.Expr]) -> relax.Expr:
+    return relax.op.nn.pad(args[0], list(widths))
 
 
 def _is_droppable(value: relax.Expr) -> bool:

@@ -185,8 +185,8 @@ def from_array(array: np.ndarray) -> runtime.Tensor | None:
 
 
 def share_or_copy(array: np.ndarray) -> runtime.Tensor:
-    """A tensor over the memory of `array`, as `from_array` makes it, or a copy if DLPack lacks its type."""
-    tensor = from_array(array)
+    """A tensor over the memory of `array`, or a copy if its elements are not in order, or DLPack lacks its type."""
+    tensor = from_array(array) if array.flags.c_contiguous else None
     return runtime.tensor(array) if tensor is None else tensor
 
 

@@ -5,19 +5,30 @@ import pytest
 import tvm
 from tvm import relax
 from tvm.relax import op
+from tvm.script import relax as R
 
+import relax_hetero as rh
+from gpu_interpreter.models import InterpretedModel
+from modules import ir_module
+from relax_hetero.transform.dispatch import sort_kernels
 from relax_hetero.transform.dispatch.numpy_kernels import extreme_legalizations
 
 
-def run(name, array, axis, keepdims):
+def machine_of(array, compute):
+    """A function of one operand, with these kernels and no others."""
     builder = relax.BlockBuilder()
     x = relax.Var("x", relax.TensorType(array.shape, str(array.dtype)))
     with builder.function("main", [x]):
         with builder.dataflow():
-            output = builder.emit_output(getattr(op, name)(x, axis, keepdims))
+            output = builder.emit_output(compute(x))
         builder.emit_func_output(output)
-    mod = relax.transform.LegalizeOps(extreme_legalizations())(builder.get())
-    return relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"](tvm.runtime.tensor(array)).numpy()
+    mod = relax.transform.LegalizeOps(extreme_legalizations(sort_kernels.legalizations()))(builder.get())
+    return relax.VirtualMachine(tvm.compile(mod, "llvm"), tvm.cpu())["main"]
+
+
+def run(name, array, axis, keepdims):
+    function = machine_of(array, lambda x: getattr(op, name)(x, axis, keepdims))
+    return function(tvm.runtime.tensor(array)).numpy()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "int32"])
@@ -37,3 +48,46 @@ def test_over_several_axes(axis):
     array[1, 2, 3] = 1.5
     expected = array.max(axis=None if axis is None else tuple(axis))
     np.testing.assert_array_equal(run("max", array, axis, False), expected)
+
+
+def rows_with_ties(width):
+    """Rows with equal elements, with NaN, and of infinities."""
+    rows = np.random.default_rng(width).integers(-99, 99, (2, 3, width)).astype("float32")
+    rows[0, 1, width // 2 :], rows[0, 2, 1::2], rows[1, 0], rows[1, 1] = np.nan, np.nan, -np.inf, np.inf
+    return rows
+
+
+@pytest.mark.parametrize("width", [64, 576, 1001])  # four blocks; blocks of 64; none
+def test_blocks_of_rows(width):
+    rows = rows_with_ties(width)
+
+    @ir_module("llvm")
+    def module(x: R.Tensor(rows.shape, "float32")):
+        with R.dataflow():
+            top = R.topk(x, 1, -1, "both", True, "int32")
+            values, indices = top[0], top[1]
+            largest, smallest = R.argmax(x, axis=-1, keepdims=True), R.argmin(x, axis=-1)
+            R.output(values, indices, largest, smallest)
+        return (values, indices, largest, smallest)
+
+    results = rh.vm.VirtualMachine(rh.compile(module))["main"](rows)
+    largest = rows.argmax(-1)[..., None]
+    expected = np.take_along_axis(rows, largest, -1), largest, largest, rows.argmin(-1)
+    for ours, numpys in zip(results, expected, strict=True):
+        np.testing.assert_array_equal(ours.numpy(), numpys)
+
+
+def test_the_largest_element_on_a_gpu():
+    rows = rows_with_ties(1100)
+
+    @ir_module({"kind": "cuda", "arch": "sm_90a"})
+    def module(x: R.Tensor(rows.shape, "float32")):
+        with R.dataflow():
+            top = R.topk(x, 1, -1, "both", True, "int32")
+            values, indices = top[0], top[1]
+            R.output(values, indices)
+        return (values, indices)
+
+    values, indices = map(np.asarray, InterpretedModel(module)(rows))
+    np.testing.assert_array_equal(indices, rows.argmax(-1)[..., None])
+    np.testing.assert_array_equal(values, np.take_along_axis(rows, indices, -1))

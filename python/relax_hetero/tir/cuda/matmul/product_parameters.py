@@ -31,6 +31,8 @@ class ProductParameters:
     sizes : tuple of PrimExpr or int
         Extents of m, n and k.
     batches : Batches
+    addresses : GpuOperand or None
+        Addresses of the memory of GPUs that tiles are sent to.
     """
 
     problem: MatmulProblem
@@ -39,17 +41,19 @@ class ProductParameters:
     writer: EpilogueWriter
     sizes: tuple[Expr, Expr, Expr]
     batches: Batches
+    addresses: GpuOperand | None
 
     @staticmethod
     def declare(function: Function, problem: MatmulProblem) -> ProductParameters:
         """Declare the parameters."""
         lhs, rhs = GpuOperand(function, "lhs", problem.lhs), GpuOperand(function, "rhs", problem.rhs)
+        addresses = GpuOperand(function, "addresses", problem.sent.addresses) if problem.sent else None
         writer = EpilogueWriter.of(function, problem.epilogue, problem.result, problem.acc_dtype, problem.init)
         views = [lhs, rhs, *writer.operands]
         names = merge_batches(list(views), lhs, rhs, writer.result)
         m, n, k = (extent_of(views, name) for name in "mnk")
         batches = Batches({name: extent_of([writer.result], name) for name in names})
-        return ProductParameters(problem, lhs, rhs, writer, (m, n, k), batches)
+        return ProductParameters(problem, lhs, rhs, writer, (m, n, k), batches, addresses)
 
     def open(self, gpu: GpuTarget) -> FragmentStore:
         """Declare the elements for tensor cores, in the body of the function, before the launch."""
@@ -61,4 +65,5 @@ class ProductParameters:
 
     def tied(self, kernel: tirx.PrimFunc) -> tirx.PrimFunc:
         """Mark which parameters may share the result's storage."""
-        return tied_to(kernel, self.problem.parameters[2:-1], 2, self.problem.result)
+        first = 2 if self.addresses is None else 3
+        return tied_to(kernel, self.problem.parameters[first:-1], first, self.problem.result)

@@ -17,13 +17,14 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
-from ....encoding.problem import MatmulProblem
+from ....encoding.problem import MatmulProblem, SentTiles
 from ....errors import EncodingError
 from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, Function, ceil_div, int64, materialize, when
 from ...core.view import Coordinates
 from ...core.work_split import unravel
+from ..all_reduce import SENT_TILE, send_tile
 from ..core import ptx
 from ..core.launch import (
     LATE_WAIT,
@@ -36,6 +37,7 @@ from ..core.launch import (
     to_int32,
     unrolled,
 )
+from ..core.operand import GpuOperand
 from ..tile.batches import Batches
 from ..tile.cluster_reduction import ClusterReduction
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
@@ -46,6 +48,12 @@ from .product_parameters import ProductParameters
 from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling, reads_rows
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # per thread: 128 * 40 + 256 * 232 <= 65,536
+_SENDING_REGISTERS = 56, 224
+"""The same where some producers send tiles."""
+_SENDERS = 64
+"""Threads of the producer warpgroup that send tiles, where it does."""
+_STORED_BARRIER = 8
+"""Named barrier at which consumers and senders meet when a tile is stored."""
 _MAX_PREFETCH_ROWS = 256
 _MAX_PREFETCH_BYTES = 6 << 20
 """Bytes of weights that a launch prefetches into L2 before it waits for previous launches: an eighth of L2. On an H200,
@@ -114,12 +122,65 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             tiling = tiling or choose_tiling(
                 problem, gpu, sizes, list(batches.extents.values()), Source.GATHER in sources, may_swap
             )
-            left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2])
-            right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2])
-            product = WgmmaProduct(left, right, store, tiling, sizes, batches, reads_rows(problem))
+            senders = Senders.of(parameters)
+            producers = PRODUCERS - _SENDERS if senders else PRODUCERS
+            left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2], producers)
+            right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2], producers)
+            product = WgmmaProduct(left, right, store, tiling, sizes, batches, reads_rows(problem), senders)
             product.emit()
     kernel = enable_pdl(parameters.tied(function.result), product.read_early)
     return kernel.with_attr(LATE_WAIT, [0, 1]) if product.may_wait_late else kernel
+
+
+def sends_tiles(problem: MatmulProblem, gpu: GpuTarget) -> bool:
+    """Return whether a product's kernel can send tiles of `SENT_TILE` to other GPUs while it computes other tiles."""
+    lhs, rhs, result = problem.lhs, problem.rhs, problem.result
+    sizes = lhs.size("m"), rhs.size("n"), lhs.size("k")
+    if (lhs.index_map, result.index_map, result.dtype) != (("m", "k"), ("m", "n"), "float32"):
+        return False
+    is_static = all(isinstance(size, int) for size in sizes)
+    if not is_static or not rhs.layout.inner_dims or unsupported_reason(problem, gpu):
+        return False
+    tiling = choose_tiling(problem, gpu, sizes, [], False, True)
+    tile = tiling.rows, tiling.columns, tiling.swap_ab, tiling.cluster_split_k, tiling.blocks_per_sm
+    tiles = ceil_div(sizes[0], tiling.rows) * ceil_div(sizes[1], tiling.columns)
+    return tile == (*SENT_TILE, False, 1, 1) and tiling.blocks < tiles
+
+
+class Senders:
+    """Warps of the producer warpgroup that send tiles to other GPUs while the consumers compute the next ones.
+
+    The tiles of this GPU's own rows, which it adds itself, are the last ones.
+
+    Parameters
+    ----------
+    sent : SentTiles
+    shape : tuple of int
+        Rows and columns of the result.
+    result, addresses : GpuOperand
+        Opened.
+    """
+
+    def __init__(self, sent: SentTiles, shape: tuple[int, int], result: GpuOperand, addresses: GpuOperand) -> None:
+        self._sent, self._shape, self._result, self._addresses = sent, shape, result, addresses
+        self.group = shape[0] // sent.ranks // SENT_TILE[0]
+        """Row tiles of a GPU's rows."""
+        self.first_row_tile = (sent.rank + 1) * self.group
+        """Row tile of the first tile: that after this GPU's rows."""
+
+    @staticmethod
+    def of(parameters: ProductParameters) -> Senders | None:
+        """Senders of an opened kernel's parameters; None if it sends nothing."""
+        sent, addresses, (m, n, _) = parameters.problem.sent, parameters.addresses, parameters.sizes
+        if sent is None or addresses is None:
+            return None
+        addresses.open()
+        return Senders(sent, (m, n), parameters.writer.result, addresses)
+
+    def send(self, origin: tuple[Expr, Expr]) -> None:
+        """Write that the threads send a tile."""
+        pointers = T.address_of(self._result.data[int64(0)]), T.address_of(self._addresses.data[int64(0)])
+        send_tile(self._sent, self._shape, pointers, origin)
 
 
 class WgmmaProduct:
@@ -137,6 +198,8 @@ class WgmmaProduct:
     batches : Batches
     reads_rows : bool
         True if the epilogue reads an operand as large as the result.
+    senders : Senders, optional
+        Threads that send tiles to other GPUs.
     """
 
     def __init__(
@@ -148,7 +211,9 @@ class WgmmaProduct:
         sizes: tuple[Expr, Expr, Expr],
         batches: Batches,
         reads_rows: bool = False,
+        senders: Senders | None = None,
     ) -> None:
+        self.senders = senders
         self.left, self.right, self.store, self.tiling, self.batches = left, right, store, tiling, batches
         self.reads_rows = reads_rows
         self.consumers = tiling.consumers
@@ -186,7 +251,7 @@ class WgmmaProduct:
         So a product whose left operand is older, such as the second of a gated feed-forward network, fills the
         multiprocessors that the last wave of tiles of the first product leaves idle.
         """
-        return self.reads_rows and bool(self.read_early) and not self.has_one_tile
+        return self.reads_rows and bool(self.read_early) and not self.has_one_tile and self.senders is None
 
     @property
     def prefetches(self) -> bool:
@@ -216,7 +281,7 @@ class WgmmaProduct:
         tile = (tiling.rows, tiling.columns)
         self.store.plan(shared, tile, teams, tiling.epilogue_columns, self.swap_ab, not self.has_one_tile)
         # All producers arrive when their copies are complete, and once more for the bytes of bulk copies.
-        producers = PRODUCERS + int(self.right.source is Source.PACKED)
+        producers = self.left.threads + int(self.right.source is Source.PACKED)
         self.ring = Ring(shared, tiling.stages, producers, self.consumers)
         threads = PRODUCERS + self.consumers * WARPGROUP
         # 0 blocks: one cluster per tile of a symbolic number.
@@ -238,7 +303,7 @@ class WgmmaProduct:
             ptx.launch_dependents()
             with T.If(place.thread < PRODUCERS):
                 with T.Then():
-                    self._produce()
+                    self._produce_and_send()
                 with T.Else():
                     self._consume(part)
 
@@ -278,8 +343,14 @@ class WgmmaProduct:
             at = dict(zip(extents, unravel(batch, list(extents.values())), strict=True))
             tile = T.truncmod(tile, tiles_per_batch)
         group = RASTERIZATION_GROUP_M
+        if self.senders is not None:
+            _, row, column = self._in_groups(at, tile, min(group, self.senders.group))
+            return at, T.truncmod(row + self.senders.first_row_tile, self.row_tiles), column
         if isinstance(self.row_tiles, int) and self.row_tiles <= group:
             return at, tile % self.row_tiles, tile // self.row_tiles
+        return self._in_groups(at, tile, group)
+
+    def _in_groups(self, at: Coordinates, tile: Expr, group: int) -> tuple[Coordinates, Expr, Expr]:
         first = T.truncdiv(tile, self.column_tiles * group) * group
         index_in_group = T.truncmod(tile, self.column_tiles * group)
         height = T.min(self.row_tiles - first, group)
@@ -333,14 +404,16 @@ class WgmmaProduct:
 
     def _load_packed(self, at: Coordinates, column: Expr, k: Expr, stage: Expr, *conditions: Expr) -> None:
         """Issue bulk copies of the weights of a k-step."""
-        right, full = self.right, self.ring.full(stage)
+        right, full, warps = self.right, self.ring.full(stage), self.left.threads // WARP
         with when(tirx.all(self.thread == 0, *conditions)):
             ptx.barrier_expect(full, right.size)
-        # One thread of each warp issues a copy, as a single thread would take long.
-        with when(tirx.all(self.thread % WARP == 0, self.thread // WARP < right.blocks, *conditions)):
-            right.load_block(
-                self.shared, self.right_at + stage * right.size, at, (column, self.thread // WARP), k, full
-            )
+        # One thread of each warp issues copies, as a single thread would take long.
+        is_first = self.thread % WARP == 0
+        for begin in range(0, right.blocks, warps):
+            warp = self.thread // WARP
+            is_used = warp < min(warps, right.blocks - begin)
+            with when(tirx.all(is_first, is_used, *conditions)):
+                right.load_block(self.shared, self.right_at + stage * right.size, at, (column, warp + begin), k, full)
 
     def _prefetch(self) -> None:
         """Prefetch the weights of the block's first tile into L2, by blocks of the first row tile."""
@@ -355,9 +428,19 @@ class WgmmaProduct:
             max_steps = max(1, _MAX_PREFETCH_BYTES // step_bytes // tiling.cluster_split_k)
             right.prefetch(at, block, self._block_steps()[1], min(self.steps // tiling.cluster_split_k, max_steps))
 
-    def _produce(self) -> None:
+    def _produce_and_send(self) -> None:
         if self.reallocates_registers:
-            ptx.set_max_registers(_PRODUCER_REGISTERS, grows=False)
+            ptx.set_max_registers(self._registers[0], grows=False)
+        if self.senders is None:
+            self._produce()
+            return
+        with T.If(self.thread < self.left.threads):
+            with T.Then():
+                self._produce()
+            with T.Else():
+                self._send(self.senders)
+
+    def _produce(self) -> None:
         left, right, thread, position = self.left, self.right, self.thread, RingPosition(self.tiling.stages)
 
         count, _ = self._block_steps()
@@ -390,6 +473,22 @@ class WgmmaProduct:
 
         self._each_tile(tile)
 
+    @property
+    def _registers(self) -> tuple[int, int]:
+        """Registers of producers and consumers, if they reallocate them."""
+        return _SENDING_REGISTERS if self.senders else (_PRODUCER_REGISTERS, _CONSUMER_REGISTERS)
+
+    def _send(self, senders: Senders) -> None:
+        def tile(_: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            self._meet_when_stored()
+            senders.send((row, column))
+
+        self._each_tile(tile)
+
+    def _meet_when_stored(self) -> None:
+        """Write that consumers and senders meet: the tile is stored, and the one before is sent."""
+        ptx.named_barrier(_STORED_BARRIER, self.consumers * WARPGROUP + _SENDERS)
+
     def _descriptors(self, group: Expr) -> tuple[list[Expr], list[Expr]]:
         """Matrix descriptors of a warpgroup's operands in stage 0: their low words, which vary, and high words."""
         base, left, right = local(2, "uint64"), self.left, self.right
@@ -405,7 +504,7 @@ class WgmmaProduct:
 
     def _consume(self, part: int) -> None:
         if self.reallocates_registers:
-            ptx.set_max_registers(_CONSUMER_REGISTERS, grows=True)
+            ptx.set_max_registers(self._registers[1], grows=True)
         kind = sums_dtype(self.left.view.nominal)
         sums = local(self.blocks * self.registers, kind)
         position = RingPosition(self.tiling.stages)
@@ -486,5 +585,7 @@ class WgmmaProduct:
                 )
                 totals = reduction.add(sums, (self.blocks, self.registers), kind, group, member)
             self.store.emit(totals, (self.blocks, part), at, own, team, thread)
+            if self.senders is not None:
+                self._meet_when_stored()
 
         self._each_tile(tile)

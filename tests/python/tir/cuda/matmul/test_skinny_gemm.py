@@ -17,11 +17,13 @@ from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.graph_functions import launched_early
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
-from relax_hetero.tir.cuda.matmul.skinny_gemm import SkinnyPlan, skinny_gemm_kernel, skinny_plan
+from relax_hetero.tir.cuda.matmul.skinny_gemm import WEIGHT_BYTES, SkinnyPlan, skinny_gemm_kernel, skinny_plan
 from seeds import fresh_rng
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
 GPU = gpu_target_of(TARGET)
+SHARED_BYTES = 227 << 10
+"""Shared memory of a multiprocessor that blocks may use."""
 BIAS_RELU = "cast(add(relu(add(x0, x1)), cast(x2, 'float32')), '{}')"
 
 
@@ -103,6 +105,16 @@ def test_results_that_are_wider_than_sums():
 def test_blocks_of_split_k_are_resident_together():
     assert skinny_plan(problem_of(1, 4096, 4096), GPU).split > skinny_plan(problem_of(1, 50257, 4096), GPU).split == 1
     assert skinny_plan(problem_of(1, 4096, 64), GPU).split == 1
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32, 64])
+def test_one_block_of_a_long_split_fits_a_multiprocessor(rows):
+    """Then all blocks get an equal share, even if they begin beside those of the launch before."""
+    long, short = skinny_plan(problem_of(rows, 4096, 14336), GPU), skinny_plan(problem_of(rows, 4096, 2048), GPU)
+    assert 64 * long.split <= GPU.multiprocessors
+    row_bytes = 128 * -(-rows // 16) * 16
+    sizes = [plan.stages * WEIGHT_BYTES + plan.row_stages * row_bytes for plan in (long, short)]
+    assert 2 * sizes[0] > SHARED_BYTES > 2 * sizes[1]
 
 
 def test_weights_make_room_where_two_of_them_do_not_fit_the_cache():

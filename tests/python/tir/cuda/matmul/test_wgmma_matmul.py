@@ -13,9 +13,10 @@ from tvm.target import Target
 
 from cuda_reports import reports_of
 from gpu_interpreter import run
+from gpu_interpreter.calls import EXTERNS
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
+from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand, SentTiles
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
@@ -280,12 +281,15 @@ def test_blocks_that_share_the_k_of_a_symbolic_number_of_tiles(rows):
         pytest.param({}, (128, 256), {}, marks=pytest.mark.slow),
         pytest.param({}, (128, 128), {"cluster_split_k": 4}, marks=pytest.mark.slow),
         pytest.param({"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {}, marks=pytest.mark.slow),
+        ({"result": "float32", "sent": SentTiles(0, 2, 1, 1 << 25)}, (128, 256), {}),
     ],
-    ids=["residual", "gelu", "plain", "split", "int8"],
+    ids=["residual", "gelu", "plain", "split", "int8", "sent"],
 )
 def test_registers(how, tile, options):
     """Sums stay in registers, and wgmma is not serialized."""
-    problem = problem_of({"m": 4096, "n": 4096, "k": 4096}, **how)
+    sent = how.get("sent")
+    problem = problem_of({"m": 4096, "n": 4096, "k": 4096}, **{key: how[key] for key in how if key != "sent"})
+    problem = dataclasses.replace(problem, sent=sent)
     tiling = tiling_of(problem, GPU, (4096, 4096, 4096), [], tile, **options)
     (report,) = reports_of(wgmma_matmul_kernel(problem, GPU, tiling), TARGET)
     assert report.serialized == "" and not report.touched
@@ -430,3 +434,34 @@ def test_kernels_without_large_operands_or_with_one_tile_wait_first():
         problem_of({"m": 2048, "n": 4096, "k": 64}),
     ):
         assert LATE_WAIT not in wgmma_matmul_kernel(problem, GPU).attrs
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_tiles_of_other_gpus_are_sent_first(rank, monkeypatch):
+    """Two warps send each tile when it is stored, tiles of the GPU's own rows last, for which the call does nothing."""
+    sizes = {"m": 512, "n": 512, "k": 64}
+    plain = problem_of(sizes, result="float32")
+    problem = dataclasses.replace(plain, sent=SentTiles(rank, 2, 1, 1 << 20))
+    tiling = dataclasses.replace(tiling_of(problem, GPU, (512, 512, 64), [], (128, 256)), blocks=1)
+    stored, want = operands_of(plain, sizes)
+    got, sent = poisoned([512, 512], "float32").numpy(), []
+
+    def send(expressions, call):
+        numbers = [expressions.compiled(argument) for argument in call.args[3:-1]]
+
+        def evaluate(lanes, mask):
+            assert mask.sum() == 64
+            values = [np.unique(np.broadcast_to(each(lanes, mask), lanes.count)[mask]).item() for each in numbers]
+            assert values[1:2] + values[3:6] == [1 << 20, 1, 256, 512]  # bytes of a slot, slot, rows of a GPU, columns
+            row, column = values[6:]
+            tile = np.s_[row : row + 128, column : column + 256]
+            np.testing.assert_allclose(got[tile], want[tile], atol=1e-3)
+            sent.append((row, column))
+
+        return evaluate
+
+    monkeypatch.setitem(EXTERNS, f"rh_send_tile<{rank}, 2>", send)
+    run(wgmma_matmul_kernel(problem, GPU, tiling), *stored, np.zeros(2, "int64"), got)
+    assert_equal(got, want, problem, sizes["k"])
+    assert sorted(sent) == [(row, column) for row in range(0, 512, 128) for column in (0, 256)]
+    assert [row // 256 for row, _ in sent] == [1 - rank] * 4 + [rank] * 4

@@ -1,0 +1,111 @@
+"""Products that send what other GPUs add while they compute, and products that cannot."""
+
+import numpy as np
+import pytest
+from tvm.ir import assert_structural_equal
+from tvm.script import relax as R
+
+from modules import ir_module
+from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE, AllReduce, RankReduce, RowNorm
+from relax_hetero.transform.encode.encoding_kernels import EncodingKernels
+from relax_hetero.transform.ir.kernels import called_prim_func
+from relax_hetero.transform.ir.rewriting import walk_bindings
+from relax_hetero.transform.pipeline import pipeline_steps
+
+GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
+ROWS, WIDTH, DEPTH = 2048, 4096, 1024
+UP, DOWN = np.ones((WIDTH, DEPTH), "float16"), np.ones((DEPTH, WIDTH), "float16")
+SCALE = np.ones(WIDTH, "float32")
+
+
+def before_products(follows):
+    """Two sums with norms, of which the second adds the first; its product follows from the first if `follows`."""
+
+    @ir_module(*GPUS)
+    def module(x: R.Tensor((ROWS, WIDTH), "float32", "cuda[0:2]")):
+        with R.dataflow():
+            h = R.astype(x, "float16")
+            a = R.add(x, R.matmul(R.matmul(h, R.const(UP)), R.const(DOWN), out_dtype="float32"))
+            b = R.astype(R.nn.rms_norm(a, R.const(SCALE), axes=[-1]), "float16")
+            read = b if follows else h  # noqa: F841
+            c = R.add(a, R.matmul(R.matmul(read, R.const(UP)), R.const(DOWN), out_dtype="float32"))
+            d = R.astype(R.nn.rms_norm(c, R.const(SCALE), axes=[-1]), "float16")
+            e = R.add(R.matmul(b, R.const(UP)), R.matmul(d, R.const(UP)))
+            R.output(e)
+        return e
+
+    for step in pipeline_steps():
+        if step.name == "MaterializeEncodings":
+            return step, module
+        module = step.run(module)
+    raise AssertionError("MaterializeEncodings is not there")
+
+
+def sums_of(module):
+    """Calls of sums in order, each with the call of its product."""
+    bindings = list(walk_bindings(module["main"]))
+    values = {binding.var: binding.value for binding in bindings}
+    calls = [(value, called_prim_func(module, value)) for value in values.values()]
+    sums = [call for call, gv in calls if gv is not None and ALL_REDUCE in module[gv].attrs]
+    return [(call, values[call.args[1].fields[0]]) for call in sums]
+
+
+@pytest.fixture(scope="module")
+def following():
+    return before_products(follows=True)
+
+
+def test_products_send_the_tiles_of_all_but_the_first_sum(following):
+    """Before the first sum there are no addresses."""
+    step, before = following
+    after = step.run(before)
+    assert_structural_equal(step.run(after), after)
+    names = [(call.args[0].name_hint, product.args[0].name_hint) for call, product in sums_of(after)]
+    assert [("_sent" in call, "_sent" in product) for call, product in names] == [(False, False)] * 2 + [
+        (True, True)
+    ] * 2
+    for (call, product), (unsent, _), rank in zip(sums_of(after)[2:], sums_of(before)[2:], range(2), strict=True):
+        _, _, addresses = product.args[1].fields
+        assert addresses.same_as(call.args[1].fields[1])
+        assert len(call.args[1].fields) == len(unsent.args[1].fields)
+        source = after[call.args[0]].script()
+        assert f"rh_all_reduce_long<4, 256, {rank}, 2, true, true, false, true, true>" in source
+        assert f"rh_send_tile<{rank}, 2>" in after[product.args[0]].script()
+
+
+def test_all_gpus_send_or_none(following, monkeypatch):
+    step, before = following
+    sending = EncodingKernels.sending
+    monkeypatch.setattr(
+        EncodingKernels, "sending", lambda self, gv, sent: sending(self, gv, sent) if sent.rank == 0 else None
+    )
+    for call, product in sums_of(step.run(before)):
+        assert "_sent" not in call.args[0].name_hint + product.args[0].name_hint
+
+
+def test_a_product_that_may_run_before_the_last_sum_does_not_send():
+    step, before = before_products(follows=False)
+    for call, product in sums_of(step.run(before)):
+        assert "_sent" not in call.args[0].name_hint + product.args[0].name_hint
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "is_sent"),
+    [
+        ((2048, 4096), "float16", True),
+        ((2048, 4096), "float32", False),  # rows are sent as they are
+        ((2048, 4096), "", False),
+        ((64, 1024), "float16", False),  # short
+        ((2048, 4160), "float16", False),  # no whole tiles
+        ((1920, 4096), "float16", False),
+        ((16384, 16384), "float16", False),  # too many flags
+    ],
+)
+def test_sums_that_tiles_are_sent_for(shape, dtype, is_sent):
+    reduce = AllReduce(shape, 2, RowNorm(1e-5, dtype) if dtype else None)
+    own = RankReduce(reduce, 1, True, 2, 1 << 30)
+    assert RankReduce.from_json(own.to_json()) == own
+    sent = own.sent
+    assert (sent is not None) == is_sent
+    if is_sent:
+        assert (sent.rank, sent.ranks, sent.slot, sent.slot_bytes) == (1, 2, 2, 1 << 30)
