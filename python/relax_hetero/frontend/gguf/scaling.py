@@ -384,8 +384,8 @@ class Pipeline:
             sums = sum(self._sums(stage) for stage in self.stages) * calls
             nbytes = self._row_bytes * size
             yield Exchange("all-reduce", sums, nbytes, sums * self.sum_seconds(nbytes))
-            nbytes = 4 * size * self._model.vocabulary // self.tensor
-            yield Exchange("gather of logits", calls, nbytes, calls * self._gather_seconds(size))
+            kind, nbytes = self._gathered(size)
+            yield Exchange(f"gather of {kind}", calls, nbytes, calls * self.sum_seconds(nbytes))
         if stages > 1:
             nbytes, count = self._row_bytes * size, (stages - 1) * calls
             seconds = calls * sum(self._sent_seconds(stage, nbytes) for stage in range(stages - 1))
@@ -406,16 +406,17 @@ class Pipeline:
         if self.tensor == 1:
             return seconds
         seconds += self._sums(parts) * self.sum_seconds(self._row_bytes * texts * rows)
-        return seconds + any(part.name == "output" for part in parts) * self._gather_seconds(texts)
+        return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
     def sum_seconds(self, nbytes: float) -> float:
         """Time of an all-reduce in a group: each device writes its part to every other one."""
         return self._fleet.sum_seconds + (self.tensor - 1) * nbytes / self._fleet.link.bandwidth
 
-    def _gather_seconds(self, texts: int) -> float:
-        link = self._fleet.link
-        nbytes = 4 * texts * self._model.vocabulary / self.tensor
-        return link.latency + (self.tensor - 1) * nbytes / link.bandwidth
+    def _gathered(self, texts: int) -> tuple[str, int]:
+        """Values that devices exchange to find greedy tokens, and their bytes: the largest logit of each device."""
+        if self._model.vocabulary % self.tensor:
+            return "logits", 4 * texts * self._model.vocabulary // self.tensor
+        return "greedy tokens", 8 * texts
 
     def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
         work = part.work_seconds(0, self._costs, Step(rows, cached, texts))

@@ -193,9 +193,9 @@ def runner():
     return run
 
 
-def chosen(large, count, texts, link=FAST, limit=None, cost=COSTS.devices[0]):
+def chosen(large, count, texts, link=FAST, limit=None):
     _, file, model, _ = large
-    costs = CostModel([cost] * count, dict.fromkeys(itertools.permutations(range(count), 2), link))
+    costs = CostModel(list(COSTS.devices) * count, dict.fromkeys(itertools.permutations(range(count), 2), link))
     return choose_replicas(file, model, CACHE, parse_vdevices([GPU] * count), costs, limit, texts)
 
 
@@ -206,16 +206,15 @@ def peers(monkeypatch):
 
 @pytest.mark.usefixtures("peers")
 def test_replicas_are_chosen_by_rates_and_limits(large):
-    """Launches of kernels, and slow links, are for replicas; many texts share weights; limits are for groups."""
-    launching = replace(COSTS.devices[0], launch=1e-3)
-    few = chosen(large, 4, 8, cost=launching)
+    """Slow links are for replicas; many texts share weights; limits are for stages."""
+    few = chosen(large, 4, 8, SLOW)
     assert (few.replicas, few.devices, few.slots, few.rules) == (4, 1, 2, None)
     assert chosen(large, 4, 64, SLOW).replicas == 4
     many = chosen(large, 4, 256)
     assert (many.replicas, many.devices, many.slots, many.rules) == (1, 4, 256, {"*": "vdevice[0:4]"})
     assert "1 replica of 4 devices that share each layer, about " in many.reason and "next best: " in many.reason
     alone = on(large, 1, 1, 2)[0].device_bytes
-    limited = chosen(large, 4, 8, SLOW, alone * 3 // 4, launching)
+    limited = chosen(large, 4, 8, SLOW, alone * 3 // 4)
     assert (limited.replicas, limited.devices, limited.slots, limited.batch) == (2, 2, 4, 2)
     assert limited.rules["blk.47.*"] == "vdevice:1" and limited.rules["*"] == "vdevice:0"
     with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes"):
