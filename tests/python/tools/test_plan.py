@@ -158,7 +158,7 @@ def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: py
 
 def test_reasons_of_single_devices_name_the_next_best(large: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
-    slow = LinkCost(1e9, 1e-3)
+    slow = LinkCost(1e8, 1e-3)
     monkeypatch.setitem(globals(), "ON_GPUS", CostModel(ON_GPUS.devices, {(0, 1): slow, (1, 0): slow}))
     alone = planned_on_gpus(large, "auto")
     assert {part.device for part in alone.parts} == {"cuda:0"}
