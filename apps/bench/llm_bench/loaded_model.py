@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 class LoadedModel:
-    """A loaded model with as many sequences as the largest batch, of different tokens.
+    """A loaded model with as many sequences as slots, by default the largest batch, of different tokens.
 
     Parameters
     ----------
@@ -46,7 +46,7 @@ class LoadedModel:
         options |= {"batches": batches, "chunks": chunks, "context": max(context, *chunks) + 64}
         self.model, _ = rh.llm.load(path, vdevices, placement, background=False, **options)
         self.seconds = time.perf_counter() - begin
-        tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, (max(batches), context))
+        tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, (options.get("slots", max(batches)), context))
         self.tokens = tokens.astype("int32")
         self.slots = [self.model.cache.add() for _ in self.tokens]
         for slot, text in zip(self.slots, self.tokens, strict=True):
