@@ -46,8 +46,8 @@ class LoadedModel:
         options |= {"batches": batches, "chunks": chunks, "context": max(context, *chunks) + 64}
         self.model, _ = rh.llm.load(path, vdevices, placement, background=False, **options)
         self.seconds = time.perf_counter() - begin
-        tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, (options.get("slots", max(batches)), context))
-        self.tokens = tokens.astype("int32")
+        shape = options.get("slots", max(batches)), context
+        self.tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, shape).astype("int32")
         self.slots = [self.model.cache.add() for _ in self.tokens]
         for slot, text in zip(self.slots, self.tokens, strict=True):
             for first in range(0, context - 1, max(chunks)):
