@@ -79,7 +79,7 @@ class Network:
         if hosts:
             options["placement"] = {f"part{part}/*": name for part, name in enumerate(names)}
             mod = rh.from_onnx(chain(parts, rows, products), vdevices=names, **options)
-            self.machine: Any = rh.cluster.Cluster(mod, {name[0]: {"num_cpus": 0.5} for name in names}, in_flight=16)
+            self.machine: Any = rh.cluster.Cluster(mod, {name[0]: {"num_cpus": 1} for name in names}, in_flight=16)
         else:
             mod = rh.from_onnx(chain(parts, rows, products), vdevices=vdevices, **options)
             self.machine = rh.vm.VirtualMachine(rh.compile(mod), max_in_flight=16)
