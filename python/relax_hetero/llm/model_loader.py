@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from tvm.ir.transform import PassContext
 from tvm.target import Target
 
+from ..artifact.collectives import check_strategy
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU, DeviceSpec
 from ..artifact.regular_files import open_regular
@@ -119,6 +120,7 @@ class _Arguments:
     batch_invariant: bool
     background: bool
     drafted: Loaded | None
+    allreduce_strategy: str
     progress: Progress | None
     threads: dict[str, Any]
 
@@ -153,6 +155,7 @@ def load(
     draft_placement: PlacementRules | Literal["auto"] | None = None,
     verify_drafts: bool | None = None,
     tensor_parallel: int = 1,
+    allreduce_strategy: str = "auto",
     threads: int | None = None,
     cores: Sequence[int] | None = None,
     spin: bool = True,
@@ -199,6 +202,8 @@ def load(
         with a draft model. CPUs always can.
     tensor_parallel : int
         As for `rh.from_gguf`; not for a saved folder, nor for ONNX decoders.
+    allreduce_strategy : str
+        As for `rh.compile`; not for a saved folder, nor for ONNX decoders.
     threads, cores, spin
         As for `rh.vm.VirtualMachine`, also for a draft model that `draft` names: threads of this model alone, whatever
         other models of the process use.
@@ -216,6 +221,7 @@ def load(
             f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, of a folder of Hugging Face or "
             "with an ONNX decoder, or of a folder that was saved"
         )
+    check_strategy(allreduce_strategy, "rh.llm.load")
     options = {
         "batches": tuple(batches),
         "chunks": None if chunks is None else tuple(chunks),
@@ -237,14 +243,15 @@ def load(
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
     drafted = _load_draft(draft, draft_devices, draft_placement, options, loading)  # first, as it is the smaller one
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
+    for name, value, default in (
+        ("tensor_parallel", tensor_parallel, 1),
+        ("allreduce_strategy", allreduce_strategy, "auto"),
+    ):
+        if value != default and load_kind is not _load_file:
+            raise BuildError(f"{Path(path)}: {name}={value!r} applies to GGUF files and folders of Hugging Face only")
     if tensor_parallel != 1:
         from ..frontend.parallel_devices import parallel_devices
 
-        if load_kind is not _load_file:
-            raise BuildError(
-                f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face "
-                "only"
-            )
         vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
@@ -254,8 +261,9 @@ def load(
         loaded = _load_compiled(Path(path), has_options, count_experts, drafted, own_threads)
     else:
         arguments = _Arguments(
-            Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress, own_threads
-        )
+            Path(path), vdevices, placement, options, batch_invariant, background, drafted, allreduce_strategy,
+            progress, own_threads,
+        )  # fmt: skip
         if hosts := hosts_of(arguments.devices):
             raise BuildError(
                 f"{Path(path)}: vdevices are on hosts {', '.join(map(repr, hosts))}, expected devices of this host: a "
@@ -329,7 +337,9 @@ def _load_file(arguments: _Arguments) -> Loaded:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
     is_mixed = 0 < sum(map(is_cpu, devices)) < len(devices)
     is_measured = arguments.placement == "auto" or (model.experts > 0 and is_mixed)
-    compilation = _Compilation(file, states, is_measured, devices, rules, options, donated)
+    compilation = _Compilation(
+        file, states, is_measured, devices, rules, options, donated, arguments.allreduce_strategy
+    )
     is_invariant = all(is_batch_invariant(device.target) for device in devices)
     executable, rest = compilation.load(), None
     if executable is None and _is_split(arguments, model, compilation):
@@ -388,7 +398,7 @@ def compile_layers(
     options = {"batches": tuple(batches), "chunks": tuple(chunks), "slots": max(batches), "page_type": "float16"}
     options |= {"context": model.compiled_context(context), "verify_rows": 0}
     donated = [f"pages_{index}" for index in range(len(model.caches))]
-    executable = _Compilation(file, (), True, [vdevice], None, options, donated).compile(None)
+    executable = _Compilation(file, (), True, [vdevice], None, options, donated, "auto").compile(None)
     caches = tuple(model.caches)
     return CompiledModel(executable, _description(file, model, options, context, caches, (), is_invariant))
 
@@ -456,6 +466,8 @@ class _Compilation:
         Options of `rh.from_gguf`.
     donated : list of str
         Inputs that functions write in place.
+    allreduce_strategy : str
+        Option of `rh.compile`.
     """
 
     file: GgufFile
@@ -465,6 +477,7 @@ class _Compilation:
     placement: PlacementRules | None
     options: dict[str, Any]
     donated: list[str]
+    allreduce_strategy: str
 
     @property
     def functions(self) -> list[str]:
@@ -479,6 +492,7 @@ class _Compilation:
     def request(self) -> FileRequest | None:
         """The request for an executable that follows from files and options; None if it depends on measured devices."""
         from ..driver.cached_executables import FileRequest
+        from ..transform.shard.exchange_by_nccl import unreachable
 
         if self.is_measured:
             return None
@@ -487,7 +501,9 @@ class _Compilation:
             from ..frontend.onnx.placement_rules import rule_pairs  # imports onnx
 
             rules = [(pattern, str(device)) for pattern, device in rule_pairs(self.placement)]
-        return FileRequest(self.states, self.devices, repr([rules, self.options, self.functions, self.donated]))
+        gpus = tuple(int(device.vdevice_id) for device in self.devices if not is_cpu(device))
+        sums = self.allreduce_strategy, unreachable(gpus)
+        return FileRequest(self.states, self.devices, repr([rules, self.options, self.functions, self.donated, sums]))
 
     def first_part(self, is_invariant: bool) -> _Compilation:
         """The functions that one text needs; all chunks of its prompt, unless other ones give equal bits."""
@@ -506,7 +522,9 @@ class _Compilation:
         donate = dict.fromkeys(self.functions, self.donated)
         with paused_garbage_collection():
             mod = from_gguf(self.file, self.devices, self.placement, **self.options)
-            executable = compile_module(mod, donate=donate, progress=progress)
+            executable = compile_module(
+                mod, donate=donate, allreduce_strategy=self.allreduce_strategy, progress=progress
+            )
             del mod
         if self.request is not None:
             self.request.store(executable)

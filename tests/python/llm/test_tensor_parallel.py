@@ -166,7 +166,7 @@ def test_a_loader_chooses_once(verifies, models, monkeypatch):
         calls.append(arguments)
         return ChosenRules({"*": "vdevice[0:2]"}, {"*": "chosen"}, {"seconds": 1.0}, None)
 
-    def stop(mod, donate, progress):
+    def stop(mod, donate, **_options):
         compiled.append((mod, donate))
         raise rh.BuildError("stopped")
 

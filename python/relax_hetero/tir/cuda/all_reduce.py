@@ -49,7 +49,7 @@ _MAX_THREADS = 1024
 _LONG_BLOCKS = 128
 _TIMEOUT_SECONDS = 60
 
-_LL_BYTES = 512 << 10
+LL_BYTES = 512 << 10
 """Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
 _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
@@ -65,10 +65,10 @@ _SENT_ROWS = 32
 """Rows of a tile that a warp sends at a time, with a flag."""
 _SENT_BYTES = 16 << 10
 """Bytes of a slot for the flags of sent tiles."""
-_OPERANDS = 2 * _LL_BYTES + _SENT_BYTES
+_OPERANDS = 2 * LL_BYTES + _SENT_BYTES
 """Offset of long operands in a slot, after the lines of short ones and flags."""
 
-_SOURCE = (
+SOURCE = (
     f"""
 #ifndef RH_ALL_REDUCE
 #define RH_ALL_REDUCE
@@ -499,7 +499,7 @@ class AllReduce:
     @property
     def is_short(self) -> bool:
         """True if every GPU adds all; else each adds its part of the rows."""
-        return 4 * self.count <= _LL_BYTES
+        return 4 * self.count <= LL_BYTES
 
     @property
     def lanes(self) -> int:
@@ -520,7 +520,7 @@ class AllReduce:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that it needs for each GPU."""
-        return 2 * _LL_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
+        return 2 * LL_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
 
     @property
     def threads(self) -> int:
@@ -576,13 +576,16 @@ class RankReduce:
         True if there is a second result, the sum, beside that of the norm.
     slot, slot_bytes : int
         Slot of the GPUs' memory, see `slots_of`, and bytes of a slot for each GPU, at least `AllReduce.slot_bytes`.
+    why : str
+        Reason why NCCL sums; empty for kernels that write to the memory of other GPUs.
     """
 
     reduce: AllReduce
     rank: int
     keeps_sum: bool
-    slot: int
-    slot_bytes: int
+    slot: int = 0
+    slot_bytes: int = 0
+    why: str = ""
 
     @property
     def sent(self) -> SentTiles | None:
@@ -684,7 +687,7 @@ def all_reduce_kernel(
                     *map(T.int64, (data, slot_bytes, flags_offset(slot, reduce.ranks), state_offset(reduce.ranks))),
                     *map(T.int32, (slot, reduce.count // reduce.lanes, reduce.row)),
                     T.float32(norm.eps if norm is not None else 0.0),
-                    source_code=_SOURCE,
+                    source_code=SOURCE,
                     return_type="void",
                 )
             )
@@ -718,7 +721,7 @@ def send_tile(
             *map(T.int64, (data, sent.slot_bytes, state_offset(sent.ranks))),
             *map(T.int32, (sent.slot, shape[0] // sent.ranks, shape[1])),
             *(T.Cast("int32", value) for value in origin),
-            source_code=_SOURCE,
+            source_code=SOURCE,
             return_type="void",
         )
     )

@@ -18,6 +18,7 @@ from tvm_ffi import structural_map
 from ...tir.commands.table_kernel import is_one_launch
 from ...tir.core.raw_kernel import RawSignature, has_temporaries, raw_signature
 from ...tir.core.ties import Tie, in_place, ties_of
+from ...tir.cuda.nccl_kernels import AFTER_NCCL
 from ..ir.blocks import same_extent
 from ..ir.extents import known_extents
 from ..ir.kernels import call_vdevice
@@ -43,6 +44,8 @@ class KernelCall:
         Values of the scalars of the kernel's `RawSignature`.
     stored_over : tuple of (int, int)
         Index pairs of results (in `makes`) and operands (in `reads`) that share memory, for in-place kernels.
+    needs_graph : bool
+        True if only a CUDA graph can run it, as NCCL's sum precedes it.
     """
 
     kernel: tvm.ir.GlobalVar
@@ -51,6 +54,7 @@ class KernelCall:
     makes: tuple[relax.TensorType, ...]
     scalars: tuple[Any, ...]
     stored_over: tuple[tuple[int, int], ...] = ()
+    needs_graph: bool = False
 
 
 class KernelCalls:
@@ -146,7 +150,8 @@ class KernelCalls:
         types += [ty for ty, operand in zip(results, inplace_indices, strict=True) if operand < 0]
         scalars = _scalar_values(signature, types, dict(zip(signature.numbers, numbers, strict=True)))
         pairs = tuple((i, reads.index(arg)) for i, arg in in_place)
-        return None if scalars is None else KernelCall(kernel, vdevice, reads, results, scalars, pairs)
+        needs_graph = AFTER_NCCL in self._mod.functions[kernel].attrs
+        return None if scalars is None else KernelCall(kernel, vdevice, reads, results, scalars, pairs, needs_graph)
 
 
 def _results(ty: tvm.ir.Type) -> tuple[relax.TensorType, ...] | None:

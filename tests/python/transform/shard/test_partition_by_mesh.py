@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -268,10 +269,10 @@ def test_control_flow_and_calls_are_refused():
 class RandomGraph:
     """A random function over a mesh, whose values have random shardings."""
 
-    def __init__(self, generator: np.random.Generator, devices: int, ops: int) -> None:
+    def __init__(self, generator: np.random.Generator, devices: int, ops: int, target: Any = None) -> None:
         self.generator, self.devices = generator, devices
-        self.vdevices = parse_vdevices([CORE] * devices)
-        self.mesh = rh.target.vdevice.lookup(f"llvm[0:{devices}]", self.vdevices)
+        self.vdevices = parse_vdevices([target or CORE] * devices)
+        self.mesh = lookup(f"{self.vdevices[0].target.kind.name}[0:{devices}]", self.vdevices)
         self.bindings: list[relax.Binding] = []
         self.builder = relax.BlockBuilder()
         self.params = [relax.Var(f"x{i}", relax.TensorType([4, 8, 12], "float32")) for i in range(2)]
