@@ -34,8 +34,8 @@ _MIN_CACHED = 16
 """Tokens of a text in the measured decode steps, besides those of a chunk."""
 _MIN_DIFFERENCE = 0.05
 """Minimum time that a longer cache adds to a step, as a fraction of it; less is noise."""
-_MIN_SECONDS, _MAX_CALLS = 0.5, 50
-"""Time of the measured calls, unless one call takes longer; and their maximum number."""
+_MIN_SECONDS, _MAX_SECONDS, _MIN_CALLS = 0.5, 5.0, 3
+"""Time of the measured calls, unless one call takes longer; and their number, unless they take too long."""
 
 
 def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostModel, texts: int) -> Calibration:
@@ -130,11 +130,11 @@ def prompt(model: CompiledModel, slot: int, tokens: Sequence[int] | np.ndarray) 
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Median time of a call."""
+    """Time of the fastest of some calls, since disturbances only make calls slower."""
     call()
     times: list[float] = []
-    while not times or (sum(times) < _MIN_SECONDS and len(times) < _MAX_CALLS):
+    while not times or (sum(times) < _MAX_SECONDS and (len(times) < _MIN_CALLS or sum(times) < _MIN_SECONDS)):
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
-    return float(np.median(times))
+    return min(times)
