@@ -252,7 +252,7 @@ def load(
     if tensor_parallel != 1:
         from ..frontend.parallel_devices import parallel_devices
 
-        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
+        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel=tensor_parallel)
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is None:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
@@ -26,7 +27,11 @@ from transform.interpreting import run
 from transform.shard.test_partition_by_mesh import RandomGraph
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")]
+pytestmark = [
+    pytest.mark.usefixtures("free_exchanges"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs"),
+]
 TOKENS = np.random.default_rng(1).integers(0, 320, 40)
 NO_NCCL = load_nccl() if GPUS else ""
 with_nccl = pytest.mark.skipif(isinstance(NO_NCCL, str), reason=f"no NCCL: {NO_NCCL}")
@@ -65,26 +70,33 @@ def test_sums(count, strategy):
 # Short; long; rows that GPUs cannot share; rows of more than 512 threads, short and long.
 @pytest.mark.parametrize(("rows", "width"), [(3, 64), (96, 2048), (97, 2048), (2, 12288), (40, 16384)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("kind", ["rms", "layer"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_norms_of_sums(rows, width, dtype, strategy):
+def test_norms_of_sums(rows, width, dtype, kind, strategy):
     generator = np.random.default_rng(2)
     scale = generator.uniform(0.5, 2, width).astype("float32")
     ups = [generator.standard_normal((width, 64)).astype("float32") / width**0.5 for _ in range(3)]
     downs = [(generator.standard_normal((64, width)) * size).astype("float32") for size in (1, 1e6)]
-    shape = (rows, width)
+    shape, shift, is_layer = (rows, width), generator.standard_normal(width).astype("float32"), kind == "layer"
+
+    def norm_op(a):
+        if is_layer:
+            return relax.op.nn.layer_norm(a, relax.const(scale), relax.const(shift), axes=[-1], epsilon=1e-5)
+        return relax.op.nn.rms_norm(a, relax.const(scale), axes=[-1], epsilon=1e-5)
 
     @ir_module("cuda", "cuda:1")
     def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
         with R.dataflow():
             a = R.add(x, R.matmul(R.matmul(x, R.const(ups[0])), R.const(downs[0])))
-            b = R.astype(R.nn.rms_norm(a, R.const(scale), axes=[-1], epsilon=1e-5), dtype)
+            b = R.astype(norm_op(a), dtype)
             c = R.add(a, R.matmul(R.matmul(R.astype(b, "float32"), R.const(ups[1])), R.const(downs[1])))
             y = R.matmul(R.multiply(c, R.const(1e-6, "float32")), R.const(ups[2]))
             R.output(y)
         return y
 
     def norm(a):
-        return a / np.sqrt((a * a).mean(1, keepdims=True) + 1e-5) * scale
+        centered = a - a.mean(1, keepdims=True) if is_layer else a
+        return centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * scale + is_layer * shift
 
     vm = rh.vm.VirtualMachine(rh.compile(mod, allreduce_strategy=strategy))
     for _ in range(3):
@@ -94,6 +106,60 @@ def test_norms_of_sums(rows, width, dtype, strategy):
         expected = 1e-6 * c @ ups[2]
         atol = {"float32": 1e-5, "float16": 2e-3}[dtype] * np.abs(expected).max()
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.skipif(GPUS < 4, reason="fewer than four NVIDIA GPUs")
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_sums_within_the_groups_of_two_axes(rows):
+    """Pairs of GPUs share a half of a batch; then others share the columns of what each pair has."""
+    generator, shape = np.random.default_rng(4), (rows, 256)
+    ups = [generator.standard_normal((256, 64)).astype("float32") / 16 for _ in range(2)]
+    downs = [generator.standard_normal((64, 256)).astype("float32") / 8 for _ in range(2)]
+
+    @ir_module("cuda", "cuda:1", "cuda:2", "cuda:3")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:4](2, 2)")):
+        with R.dataflow():
+            a = R.hetero.shard(x, "S[0], R")
+            b = R.add(a, R.matmul(R.nn.relu(R.matmul(a, R.const(ups[0]))), R.const(downs[0])))
+            c = R.hetero.shard(R.nn.softmax(b), "S[1], S[0]")
+            d = R.matmul(c, R.const(ups[1]))
+            e = R.nn.softmax(R.hetero.shard(d, "R, S[0]"))
+            y = R.matmul(e, R.const(downs[1]))
+            R.output(y)
+        return y
+
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(3):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        b = x + np.maximum(x.astype("float64") @ ups[0], 0) @ downs[0]
+        d = softmax(b) @ ups[1]
+        expected = softmax(d) @ downs[1]
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=1e-4, atol=1e-4)
+
+
+def softmax(x):
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def test_a_new_size_that_concerns_one_gpu():
+    ones = [np.ones(shape, "float32") for shape in ((64, 8), (8, 64))]
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((4, 64), "float32", "cuda[0:2]"), y: R.Tensor(("n", 8), "float32", "cuda:0")):
+        with R.dataflow():
+            a = R.nn.softmax(R.matmul(R.matmul(x, R.const(ones[0])), R.const(ones[1])))
+            b = R.matmul(a, R.const(ones[0]))
+            z = R.nn.relu(y)
+            R.output(b, z)
+        return b, z
+
+    vm, x = rh.vm.VirtualMachine(rh.compile(mod)), fresh_rng().standard_normal((4, 64)).astype("float32")
+    for size in (3, 5, 3, 7):
+        y = fresh_rng().standard_normal((size, 8)).astype("float32")
+        b, z = vm["main"](x, y)
+        np.testing.assert_allclose(b.numpy(), np.ones((4, 8)), rtol=1e-5)
+        np.testing.assert_array_equal(z.numpy(), np.maximum(y, 0))
 
 
 def test_products_send_what_other_gpus_add():
@@ -204,7 +270,7 @@ def test_gathers(count, dtype):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_graphs(seed, strategy):
     generator = np.random.default_rng(seed)
-    mod = RandomGraph(generator, 2, 12, "cuda").module()
+    mod = RandomGraph(generator, (2,), 12, "cuda").module()
     exe = rh.compile(mod, allreduce_strategy=strategy)
     assert {each.op for each in exe.metadata.collectives} >= {"all-reduce"}
     vm = rh.vm.VirtualMachine(exe)

@@ -24,6 +24,7 @@ import tvm
 from ...errors import PlacementError
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
 from ...target.vdevice import is_cpu
+from ...tir.cuda.all_reduce import all_reduce_seconds
 from ..auto.cost_model import CostModel, LinkCost
 from ..auto.measure_devices import SharingFigures
 from ..auto.simulate import Task, simulate
@@ -32,9 +33,6 @@ from .file import GgufFile
 from .hyperparameters import Hyperparameters
 from .part_costs import KERNELS, Part, Step
 from .place_layers import LayerProblem
-
-SUM_SECONDS = 2.5e-6
-"""Time of the shortest all-reduce in a graph (`apps/bench/collectives.py`, two H200s)."""
 
 _STEPS = 6
 """Simulated decode steps; the first half fills the pipeline."""
@@ -52,8 +50,9 @@ class Fleet:
         Numbers of hosts, and of devices of each.
     link, network : LinkCost
         Between devices of a host, and between hosts.
-    sum_seconds : float
-        Time of the shortest sum over two devices of a host.
+    handover : float or None
+        Seconds until a CPU device's thread begins a step that waits for another device; None for GPUs, which sum by
+        kernels.
     overlaps : bool
         Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
     workers : int
@@ -66,7 +65,7 @@ class Fleet:
     devices: int
     link: LinkCost
     network: LinkCost
-    sum_seconds: float = SUM_SECONDS
+    handover: float | None = None
     overlaps: bool = True
     workers: int = 0
     slowdown: tuple[float, float] = (1.0, 1.0)
@@ -410,7 +409,10 @@ class Pipeline:
 
     def sum_seconds(self, nbytes: float) -> float:
         """Time of an all-reduce in a group: each device writes its part to every other one."""
-        return self._fleet.sum_seconds + (self.tensor - 1) * nbytes / self._fleet.link.bandwidth
+        seconds = nbytes / self._fleet.link.bandwidth
+        if self._fleet.handover is not None:
+            return self._fleet.handover + (self.tensor - 1) * seconds
+        return all_reduce_seconds(self.tensor, seconds)
 
     def _gathered(self, texts: int) -> tuple[str, int]:
         """Values that devices exchange to find greedy tokens, and their bytes: the largest logit of each device."""

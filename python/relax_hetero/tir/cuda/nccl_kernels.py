@@ -49,17 +49,25 @@ template <bool RESIDUAL> __device__ __forceinline__ void rh_stage(
   if (blockIdx.x == 0 && threadIdx.x == 0) token[0] = 0.0f;
 }
 // After it: the norm of the rows, and the sum from vector `begin` to `end`.
-template <bool NORM, bool HALF, bool SUM> __device__ __forceinline__ void rh_finish(
-    const void* weight, void* out, void* sum, const void* bases, int rank, int vectors, int row, int begin, int end,
-    float eps) {
+template <bool NORM, bool CENTERED, bool HALF, bool SUM> __device__ __forceinline__ void rh_finish(
+    const void* weight, const void* bias, void* out, void* sum, const void* bases, int rank, int vectors, int row,
+    int begin, int end, float eps) {
   const float4* from = (const float4*)((const long long*)bases)[rank];
   for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
     int last = min(first + row, vectors);
-    float inverse = 1.0f;
+    float inverse = 1.0f, mean = 0.0f;
+    if (CENTERED) {
+      for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
+        float4 v = __ldcg(from + i);
+        mean += v.x + v.y + v.z + v.w;
+      }
+      mean = rh_reduce<false>(mean, blockDim.x) / (4 * row);
+    }
+    float4 shift = make_float4(-mean, -mean, -mean, -mean);
     if (NORM) {
       float squares = 0.0f;
       for (int i = first + threadIdx.x; i < last; i += blockDim.x) {
-        float4 v = __ldcg(from + i);
+        float4 v = rh_add(__ldcg(from + i), shift);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
       }
       inverse = rsqrtf(rh_reduce<false>(squares, blockDim.x) / (4 * row) + eps);
@@ -69,8 +77,10 @@ template <bool NORM, bool HALF, bool SUM> __device__ __forceinline__ void rh_fin
       if (SUM && i >= begin && i < end) ((float4*)sum)[i - begin] = v;
       if (NORM) {
         float4 w = ((const float4*)weight)[i - first];
+        v = rh_add(v, shift);
         v = make_float4(v.x * inverse * w.x, v.y * inverse * w.y, v.z * inverse * w.z, v.w * inverse * w.w);
       }
+      if (CENTERED) v = rh_add(v, ((const float4*)bias)[i - first]);
       rh_store<HALF>(out, i, v);
     }
   }
@@ -147,7 +157,7 @@ def finish_kernel(own: RankReduce, number: int, mesh: Sequence[int]) -> tirx.Pri
     -------
     tirx.PrimFunc
         Function of the addresses of all GPUs' memory, (ranks,) of int64; the result of `stage_kernel`, which only
-        orders kernels; the norm's weight, if there is a norm; and the results.
+        orders kernels; the norm's weight, if there is a norm; the bias of a layer norm; and the results.
     """
     reduce = own.reduce
     norm, row = reduce.norm, reduce.width // 4 if reduce.norm is not None else _THREADS
@@ -158,13 +168,15 @@ def finish_kernel(own: RankReduce, number: int, mesh: Sequence[int]) -> tirx.Pri
         bases = function.argument("bases", [reduce.ranks], "int64")
         function.argument("token", [1], "float32")
         weight = function.argument("weight", [reduce.width], "float32") if norm is not None else None
+        is_centered = norm is not None and norm.is_centered
+        bias = function.argument("bias", [reduce.width], "float32") if is_centered else None
         out = function.argument("out", list(reduce.shape), norm.dtype if norm is not None else "float32")
         total = function.argument("total", reduce.sum_shape, "float32") if own.keeps_sum else None
         with function.body(), launch(blocks, threads):
-            pointers = [_pointer(bases if buffer is None else buffer) for buffer in (weight, out, total, bases)]
+            pointers = [_pointer(bases if buffer is None else buffer) for buffer in (weight, bias, out, total, bases)]
             kept = prod(reduce.sum_shape) // 4
             begin = 0 if reduce.is_short else own.rank * kept
-            kinds = (norm is not None, norm is not None and norm.dtype == "float16", own.keeps_sum)
+            kinds = (norm is not None, is_centered, norm is not None and norm.dtype == "float16", own.keeps_sum)
             call = f"rh_finish<{', '.join(str(kind).lower() for kind in kinds)}>"
             numbers = own.rank, reduce.count // 4, row, begin, begin + kept
             eps = T.float32(norm.eps if norm is not None else 0.0)

@@ -75,7 +75,7 @@ from ..ir.rewriting import (
     typed,
     walk_bindings,
 )
-from .gpu_sums import Mesh
+from .gpu_sums import Group
 
 
 def exchange_by_nccl(mod: tvm.IRModule, strategy: str = NCCL) -> tvm.IRModule:
@@ -112,7 +112,7 @@ def collectives_of(mod: tvm.IRModule) -> list[CollectiveSpec]:
     """Collectives of a module after PartitionByMesh, one for all GPUs of each."""
     collectives = []
     for gv, func in relax_functions(mod):
-        meshes: dict[relax.Var, Mesh] = {}
+        meshes: dict[relax.Var, Group] = {}
         for binding in walk_bindings(func):
             if (mesh := _mesh_of(binding.value)) is not None:
                 meshes[binding.var] = mesh
@@ -164,7 +164,7 @@ def _exchange_of(mod: tvm.IRModule, value: relax.Expr) -> CollectiveSpec | None:
     return CollectiveSpec(EXCHANGE_OP, "", "", tuple(mesh), nbytes, (), "NCCL", "sums are NCCL's")
 
 
-def _mesh_of(value: relax.Expr) -> Mesh | None:
+def _mesh_of(value: relax.Expr) -> Group | None:
     """The mesh of a call that returns addresses of its memory."""
     if op_name(value) != "relax.call_pure_packed" or not isinstance(value.args[0], relax.ExternFunc):
         return None
@@ -204,7 +204,7 @@ class _Transfers:
     exchange : Exchange
     """
 
-    mesh: Mesh
+    mesh: Group
     members: list[int]
     exchange: Exchange
 
@@ -245,7 +245,7 @@ class _Rewriter:
         exchanges = [] if stays else self._exchanges(block, [mesh for mesh in meshes if mesh])
         return _BlockWriter(self, block, sums, exchanges, stays).write()
 
-    def _why(self, mesh: Mesh) -> str:
+    def _why(self, mesh: Group) -> str:
         """The reason why NCCL sums; empty if kernels do."""
         if self._strategy == CUSTOM or not mesh:
             return ""
@@ -254,9 +254,9 @@ class _Rewriter:
         pair = unreachable(tuple(int(self.vdevices[position].vdevice_id) for position in mesh))
         return "" if pair is None else f"GPU {pair[0]} cannot access the memory of GPU {pair[1]}"
 
-    def _exchanges(self, block: Block, meshes: Sequence[Mesh]) -> list[_Transfers]:
+    def _exchanges(self, block: Block, meshes: Sequence[Group]) -> list[_Transfers]:
         """Transfers between GPUs of the same mesh, each with later ones whose operands are computed before."""
-        found: dict[int, tuple[Mesh, Transfer]] = {}
+        found: dict[int, tuple[Group, Transfer]] = {}
         for index, binding in enumerate(block.bindings):
             value, shape = binding.value, shape_of(binding.var) if op_name(binding.value) == TRANSFER else None
             if shape is None or not isinstance(value.args[0], relax.Var) or not all(map(_is_static, shape)):
@@ -318,8 +318,8 @@ class _BlockWriter:
         self._rewriter, self._block, self._sums, self._stays = rewriter, block, sums, stays
         self._exchanges = {each.members[0]: each for each in exchanges}
         self._sent = {index for each in exchanges for index in each.members}
-        self._collectives: dict[Mesh, dict[Collective, int]] = {}
-        self._memory: dict[tuple[Mesh, int], relax.Var] = {}  # by mesh and device
+        self._collectives: dict[Group, dict[Collective, int]] = {}
+        self._memory: dict[tuple[Group, int], relax.Var] = {}  # by mesh and device
         self._last: dict[int, relax.Var] = {}  # result of the last collective by device
         self._bindings: list[relax.Binding] = []
 
@@ -344,11 +344,11 @@ class _BlockWriter:
         users = self._block.users.get(binding.var, [])
         return _mesh_of(binding.value) is not None and bool(users) and all(user in self._sums for user in users)
 
-    def _number(self, mesh: Mesh, collective: Collective) -> int:
+    def _number(self, mesh: Group, collective: Collective) -> int:
         numbers = self._collectives.setdefault(mesh, {})
         return numbers.setdefault(collective, len(numbers))
 
-    def _addresses(self, mesh: Mesh, device: int) -> relax.Var:
+    def _addresses(self, mesh: Group, device: int) -> relax.Var:
         if (mesh, device) not in self._memory:
             ty = relax.TensorType([len(mesh)], "int64", self._rewriter.vdevices[device])
             self._memory[mesh, device] = self._block.new_var("nccl_memory", ty)

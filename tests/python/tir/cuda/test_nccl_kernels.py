@@ -28,6 +28,7 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 AFTER = (1,), "float32"
 SHORT, LONG, ODD = (6, 64), (2050, 64), (4 * 251,)  # two GPUs cannot share 251 fours equally
 NORMS = {dtype: RowNorm(1e-5, dtype) for dtype in ("float32", "float16")}
+LAYER_NORM = RowNorm(1e-5, "float32", is_centered=True)
 MIXED = Exchange(
     3,
     (
@@ -45,6 +46,7 @@ KERNELS = {
     "finish long": finish_kernel(RankReduce(AllReduce(LONG, 2), 0, False), 0, (0, 1)),
     "finish short norm": finish_kernel(RankReduce(AllReduce(SHORT, 2, NORMS["float16"]), 1, True), 0, (0, 1)),
     "finish long norm": finish_kernel(RankReduce(AllReduce(LONG, 2, NORMS["float32"]), 1, True), 0, (0, 1)),
+    "finish layer norm": finish_kernel(RankReduce(AllReduce(SHORT, 2, LAYER_NORM), 1, True), 0, (0, 1)),
     "send": send_kernel(MIXED, 0, AFTER),
     "receive": receive_kernel(MIXED, 0, 0, (0, 1, 2)),
 }
@@ -188,15 +190,21 @@ def test_a_sum_is_copied(run, name, shape, rank):
 
 @pytest.mark.parametrize(
     ("name", "shape", "dtype", "first"),
-    [("finish short norm", SHORT, "float16", 0), ("finish long norm", LONG, "float32", LONG[0] // 2)],
+    [
+        ("finish short norm", SHORT, "float16", 0),
+        ("finish long norm", LONG, "float32", LONG[0] // 2),
+        ("finish layer norm", SHORT, "float32", 0),
+    ],
 )
 def test_a_norm_and_the_rows_that_a_gpu_keeps(run, name, shape, dtype, first):
-    total, weight, (memory, bases) = 3 * random(shape), random(shape[-1:]), buffers(2, 4 * int(np.prod(shape)))
+    total, weight, (memory, bases) = 3 * random(shape) + 5, random(shape[-1:]), buffers(2, 4 * int(np.prod(shape)))
+    bias = [weight[::-1].copy()] * ("layer" in name)
     memory[1][:-64] = total.view("uint8").ravel()
     out, kept = np.full(total.size + 16, 7, dtype), np.full(total[first:].size + 16, 7, "float32")
-    run(name, bases, np.zeros(1, "float32"), weight, out, kept)
+    run(name, bases, np.zeros(1, "float32"), weight, *bias, out, kept)
     wide = total.astype("float64")
-    expected = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * weight
+    wide -= wide.mean(1, keepdims=True) if bias else 0
+    expected = wide / np.sqrt((wide**2).mean(1, keepdims=True) + 1e-5) * weight + sum(bias)
     np.testing.assert_allclose(
         out[:-16].reshape(shape), expected, rtol={"float16": 1e-3, "float32": 1e-5}[dtype], atol=1e-5
     )

@@ -21,15 +21,18 @@ from relax_hetero.transform.record import command_regions
 from relax_hetero.transform.record.region_attrs import regions_of
 from relax_hetero.transform.shard import exchange_by_nccl as subject
 from relax_hetero.transform.shard.exchange_by_nccl import collectives_of, exchange_by_nccl
-from relax_hetero.transform.shard.partition_by_mesh import _FunctionPartition, partition_by_mesh
+from relax_hetero.transform.shard.exchanges import Exchanges
+from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
 from transform.shard.test_gpu_sums import DOWN, GPUS, SCALE, UP, WIDTH, layers, shapes_of
 from transform.shard.test_partition_by_mesh import RandomGraph
+
+pytestmark = pytest.mark.usefixtures("free_exchanges")
 
 
 @pytest.fixture(scope="module", params=[4, 4096], ids=["short", "long"])
 def both(request):
     """A module with kernels, and with NCCL."""
-    before = partition_by_mesh(layers(request.param))
+    before = partition_by_mesh(layers(request.param), by_cost=False)
     return before, exchange_by_nccl(before)
 
 
@@ -179,13 +182,13 @@ def test_graphs_have_nccls_sums_before_the_kernels_that_finish_them(both):
 @pytest.fixture
 def _copies(monkeypatch):
     """Let small values be gathered as large ones are."""
-    monkeypatch.setattr(_FunctionPartition, "_sums_gather", lambda self, value: False)
+    monkeypatch.setattr(Exchanges, "_sums_gather", lambda self, group: False)
 
 
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("seed", [12, 43, 58, 79, 93])  # those among the first hundred that have exchanges and sums
 def test_gpus_have_the_same_collectives_in_the_same_order(seed):
-    before = partition_by_mesh(RandomGraph(np.random.default_rng(seed), 2, 12, GPUS[0]).module())
+    before = partition_by_mesh(RandomGraph(np.random.default_rng(seed), (2,), 12, GPUS[0]).module())
     after = exchange_by_nccl(before)
     specs = collectives_of(after)
     assert {spec.op for spec in specs} == {"all-reduce", "exchange"}
