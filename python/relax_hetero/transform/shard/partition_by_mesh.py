@@ -307,6 +307,11 @@ class _FunctionPartition:
     def _add_match_cast(self, binding: relax.MatchCast) -> None:
         """Check the type of what each device has, so that sizes that it defines are known on all."""
         var, value = binding.var, binding.value
+        if isinstance(binding.ty, tvm.ir.TupleType):
+            raise PlacementError(
+                f"function {self._name!r} has values over a mesh and match_cast of a tuple at {var.name!r}; expected one "
+                "of each tensor"
+            )
         if not isinstance(binding.ty, relax.TensorType):  # a shape
             local = self._bindings.new_local(var.name, binding.ty)
             source = self._get_plain(value) if isinstance(value, relax.Var) else value

@@ -457,6 +457,18 @@ def test_sizes_of_match_casts_are_known_on_each_device():
     np.testing.assert_allclose(np.asarray(vm["main"](x, np.ones(8, bool))), np.maximum(x, 0) @ W, rtol=1e-4, atol=1e-4)
 
 
+def test_casts_of_tuples_are_refused():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        n = T.int64()
+        pair = (x, x)
+        cast = R.match_cast(pair, R.Tuple(R.Tensor((n, 8), "float32"), R.Tensor((n, 8), "float32")))
+        return cast
+
+    with pytest.raises(rh.PlacementError, match="match_cast of a tuple at 'cast'; expected one of each"):
+        partition_by_mesh(module)
+
+
 class RandomGraph:
     """A random function over a mesh, whose values have random shardings."""
 
