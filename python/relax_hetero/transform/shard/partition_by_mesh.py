@@ -63,7 +63,7 @@ from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
 from .sharding import PARTIAL, Sharding, Shardings, divide, known, local_shape
-from .sharding_costs import Readers, ShardingCosts, Splits, nbytes_of, readers_of
+from .sharding_costs import Readers, ShardingCosts, Splits, elements_of, nbytes_of, readers_of
 from .sharding_rules import (
     REDUCTIONS,
     RESHAPES,
@@ -124,10 +124,9 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
 
 
-def _elements(func: relax.Function) -> float:
-    """Elements of all values of known shape in a function."""
-    shapes = [_extents(binding.var.ty) or () for binding in walk_bindings(func.body)]
-    return sum(math.prod(known(extent) or 0 for extent in shape) for shape in shapes if shape)
+def _elements(func: relax.Function) -> int:
+    """Elements of all values in a function."""
+    return sum(elements_of(binding.var.ty) for binding in walk_bindings(func.body))
 
 
 class _FunctionPartition:
