@@ -587,6 +587,20 @@ def test_any_sharding_of_a_random_graph_gives_the_same_numbers(mesh_shape):
     assert partitioned > 6, "most graphs have work for the second device"
 
 
+def test_any_sharding_becomes_any_other_one():
+    """Between all pairs of placements on a mesh of two axes, among them splits within splits."""
+    placements = [f"{first}, {second}" for first in ("R", "S[0]", "S[1]") for second in ("R", "S[0]", "S[1]")]
+    graph = RandomGraph(np.random.default_rng(0), (2, 2), 0)
+    for before in placements:
+        for after in placements:
+            split = graph.emit(rh.op.shard(graph.params[0], before))
+            graph.values.append(graph.emit(relax.op.nn.relu(graph.emit(rh.op.shard(split, after)))))
+    graph.values = [graph.emit(relax.op.concat(graph.values[2:], 2))]
+    mod = graph.module()
+    x = fresh_rng().standard_normal((2, 4, 8, 12)).astype("float32")
+    np.testing.assert_array_equal(run(partition_by_mesh(mod), *x)[0], run(mod, *x)[0])
+
+
 def test_compiled_graphs_run_on_all_devices():
     mod = RandomGraph(np.random.default_rng(5), (2,), 12).module()
     exe = rh.compile(mod)
