@@ -126,6 +126,15 @@ def test_gpus_take_copies_of_integers(models):
     assert not calls_of("relax.to_vdevice", mod)
 
 
+def test_a_mesh_of_the_logits_only(models):
+    """Layers on one device take their parameters whole; three devices do not divide the vocabulary."""
+    for count, logits in ((2, ["logits", "logits@1"]), (3, ["logits"])):
+        mod = rh.from_gguf(models[0], [CORE] * count, {"output*": f"llvm[0:{count}]", "*": "llvm:0"}, context=64)
+        names = [str(param.name) for param in mod["decode_1"].params]
+        assert names == ["tokens", "positions", "sequences", "table_full", "pages_0", "pages_1"]
+        assert list(mod["decode_1"].attrs["output_names"]) == [*logits, "greedy_tokens", "pages_0", "pages_1"]
+
+
 def test_experts_are_dealt(tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], MIXED)
     model, devices = hyperparameters_of(read_gguf(path)), parse_vdevices(["llvm"] * 3)

@@ -651,7 +651,7 @@ class _FunctionPartition:
     def _sums_gather(self, value: _Value) -> bool:
         """Return whether GPUs gather a small value as a sum of what they have, padded with zeros: by one kernel each.
 
-        That is exact, as all elements but one are zeros.
+        That is exact, as all summands but one are zeros; only -0 becomes 0.
         """
         shape = [known(extent) for extent in shape_of(value.locals[0]) or [None]]
         if None in shape or not all(self._records_graphs(device) for device in value.mesh):
