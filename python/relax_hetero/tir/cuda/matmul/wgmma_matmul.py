@@ -41,7 +41,16 @@ from ..core.operand import GpuOperand
 from ..tile.batches import Batches
 from ..tile.cluster_reduction import ClusterReduction
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
-from ..tile.operand_tiles import MIN_LINE_ALIGNMENT, PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile, arrive, source_of
+from ..tile.operand_tiles import (
+    MIN_LINE_ALIGNMENT,
+    PACKED_ROWS,
+    PRODUCERS,
+    OperandTile,
+    Source,
+    StageTile,
+    arrive,
+    source_of,
+)
 from ..tile.register_tile import WARP_ROWS, sums_dtype
 from ..tile.ring import Ring, RingPosition
 from .product_parameters import ProductParameters
@@ -124,7 +133,7 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
             )
             senders = Senders.of(parameters)
             if senders and not _is_sent(tiling):
-                raise EncodingError(f"matmul on {gpu.arch}: found {tiling}, expected tiles of {SENT_TILE}, which are sent")
+                raise EncodingError(f"matmul on {gpu.arch}: found {tiling}, expected tiles of {SENT_TILE} to be sent")
             producers = PRODUCERS - _SENDERS if senders else PRODUCERS
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2], producers)
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2], producers)
