@@ -1,11 +1,12 @@
-"""All-reduces over the GPUs of a host in CUDA graphs: kernels with peer access against NCCL.
+"""All-reduces over the GPUs of a host in CUDA graphs: kernels with peer access, and NCCL.
 
 python apps/bench/collectives.py                              # two GPUs, from 16 KB, the sum of a decode step's row
 python apps/bench/collectives.py --gpus 4 --kilobytes 16,512,8192
 
-Each call runs a graph of `--chain` all-reduces of float32 on every GPU, each of which reads the last one's result. NCCL
-runs as many in graphs of PyTorch, one process a GPU. Times are of one all-reduce, medians over rounds. The sums are
-compared with exact ones before.
+Each call runs a graph of `--chain` all-reduces of float32 on every GPU, each of which reads the last one's result: by
+kernels (allreduce_strategy="custom"), and by NCCL between two copies ("nccl"; `rh.compile`). NCCL alone runs as many in
+graphs of PyTorch, one process a GPU. Times are of one all-reduce, medians over rounds. The sums are compared with exact
+ones before.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from relax_hetero.artifact.peer_layout import PEER_MEMORY
 from relax_hetero.target.vdevice import parse_vdevices, with_vdevices
 from relax_hetero.tir.cuda.all_reduce import AllReduce, all_reduce_kernel, slots_of
 from relax_hetero.transform.ir.kernels import opaque_kernel
+from relax_hetero.vm.device.nccl import load_nccl
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
@@ -36,7 +38,10 @@ from gpu_bench.device_time import torch_on_gpu  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 PEER_BAR = 0.7
-"""Maximum time of 16 KB over NCCL's."""
+"""Maximum time of 16 KB by kernels over NCCL's."""
+
+NCCL_BAR = 1.2
+"""Maximum time of 16 KB by NCCL, with its two copies, over NCCL's alone."""
 
 
 def chain_module(gpus: int, count: int, chain: int) -> tvm.IRModule:
@@ -86,16 +91,21 @@ def ours(executable: rh.vm.Executable, gpus: int, count: int, chain: int, rounds
     machine = rh.vm.VirtualMachine(executable)
     arrays = [np.arange(count, dtype="float32")[None] % 7 + rank for rank in range(gpus)]
     tensors = [tvm.runtime.tensor(array, tvm.cuda(rank)) for rank, array in enumerate(arrays)]
-    for _ in range(4):
+    expected = sum(arrays) * np.float32(gpus) ** (chain - 1)
+    for _ in range(2):
         for result in machine["main"](*tensors):
-            np.testing.assert_allclose(np.asarray(result), sum(arrays) * float(gpus) ** (chain - 1), rtol=1e-6)
+            np.testing.assert_allclose(np.asarray(result), expected, rtol=1e-6)
 
     def finish() -> None:
         for tensor in tensors:
             tensor.device.sync()
 
     run = machine.prepare("main", tensors)
-    return microseconds(run, finish, 10, chain, rounds)
+    return microseconds(run, finish, _calls(count), chain, rounds)
+
+
+def _calls(count: int) -> int:
+    return 10 if count <= 4 << 20 else 2
 
 
 def _nccl(rank: int, gpus: int, counts: Sequence[int], chain: int, rounds: int, folder: str) -> None:
@@ -117,7 +127,7 @@ def _nccl(rank: int, gpus: int, counts: Sequence[int], chain: int, rounds: int, 
                 dist.all_reduce(x)
         graph.replay()
         dist.barrier()
-        times.append(microseconds(graph.replay, torch.cuda.synchronize, 10, chain, rounds))
+        times.append(microseconds(graph.replay, torch.cuda.synchronize, _calls(count), chain, rounds))
         dist.barrier()
     if rank == 0:
         Path(folder, "times").write_text(" ".join(map(str, times)))
@@ -137,24 +147,35 @@ def nccl(gpus: int, counts: Sequence[int], chain: int, rounds: int) -> list[floa
 
 @click.command(help=__doc__)
 @click.option("--gpus", default=2, show_default=True)
-@click.option("--kilobytes", default="16,512,8192", show_default=True, help="Bytes of the tensors / 1024, a list.")
+@click.option(
+    "--kilobytes", default="16,512,8192,65536", show_default=True, help="Bytes of the tensors / 1024, a list."
+)
 @click.option("--chain", default=64, show_default=True, help="All-reduces of a graph.")
 @click.option("--rounds", default=11, show_default=True)
 @smoke(kilobytes="16", chain=3, rounds=1)
 def main(gpus: int, kilobytes: str, chain: int, rounds: int) -> None:
     """Time all-reduces."""
     sizes, checks = list(map(int, kilobytes.split(","))), []
-    executables = [rh.compile(chain_module(gpus, size * 256, chain)) for size in sizes]
+    modules = [chain_module(gpus, size * 256, chain) for size in sizes]
+    executables = {
+        strategy: [rh.compile(module, allreduce_strategy=strategy) for module in modules]
+        for strategy in ("custom", "nccl")
+    }
     if not tvm.cuda(gpus - 1).exist:
         print(f"compiled for {', '.join(map(str, sizes))} KB; {gpus} GPUs are not there")
         return
+    has_nccl = not isinstance(load_nccl(), str)
     peers = nccl(gpus, [size * 256 for size in sizes], chain, rounds)
-    for size, executable, peer in zip(sizes, executables, peers, strict=True):
-        own = ours(executable, gpus, size * 256, chain, rounds)
-        share = "" if peer is None else f", NCCL {peer:.2f} us, {own / peer:.2f} of it"
-        print(f"{size} KB over {gpus} GPUs: {own:.2f} us{share}", flush=True)
+    for number, (size, peer) in enumerate(zip(sizes, peers, strict=True)):
+        own = ours(executables["custom"][number], gpus, size * 256, chain, rounds)
+        between = ours(executables["nccl"][number], gpus, size * 256, chain, rounds) if has_nccl else None
+        share = "" if peer is None else f", NCCL in graphs of PyTorch {peer:.2f} us, {own / peer:.2f} of it"
+        by_nccl = "" if between is None else f", by NCCL {between:.2f} us"
+        print(f"{size} KB over {gpus} GPUs: kernels {own:.2f} us{by_nccl}{share}", flush=True)
         if peer is not None and size == 16:
             checks.append(Check("16 KB: time over NCCL's", own / peer, PEER_BAR, at_most=True))
+            if between is not None:
+                checks.append(Check("16 KB by NCCL: time over NCCL's", between / peer, NCCL_BAR, at_most=True))
     for check in checks:
         print(f"{verdict(check)}: {check}")
 

@@ -2,6 +2,7 @@
 
 python apps/bench/meshes.py bert resnet50                              # two CPU devices of one core; one of two threads
 python apps/bench/meshes.py bert --batch 1 --split ops                 # the work of each op, for one sentence
+python apps/bench/meshes.py bert --devices 4 --split both              # pairs share the ops of a half of the batch
 python apps/bench/meshes.py resnet50 --vdevice cuda --batch 64         # GPUs; one GPU has the same batch
 
 The batch of the mesh is one call of `submit`; the result on the host ends it. Results are compared before.
@@ -45,7 +46,7 @@ def session(model: onnx.ModelProto, inputs: dict[str, np.ndarray], **options: An
 @click.option("--vdevice", default="llvm", show_default=True)
 @click.option("--devices", default=2, show_default=True, help="Devices of the mesh.")
 @click.option("--batch", default=8, show_default=True)
-@click.option("--split", type=click.Choice(["batches", "ops"]), default="batches", show_default=True)
+@click.option("--split", type=click.Choice(["batches", "ops", "both"]), default="batches", show_default=True)
 @click.option("--rounds", default=15, show_default=True)
 @smoke(models=lambda models: models and [SMALL_MODEL], batch=2, rounds=1)
 def main(models: tuple[str, ...], vdevice: str, devices: int, batch: int, split: str, rounds: int) -> None:
@@ -57,9 +58,8 @@ def main(models: tuple[str, ...], vdevice: str, devices: int, batch: int, split:
         is_cpu = vdevice == "llvm"
         one: Any = {"kind": "llvm", "num-cores": devices} if is_cpu else vdevice
         part: Any = {"kind": "llvm", "num-cores": 1} if is_cpu else vdevice
-        over_mesh = (
-            {"data_parallel": devices} if split == "batches" else {"placement": {"*": f"{vdevice}[0:{devices}]"}}
-        )
+        counts = {"batches": (devices, 1), "ops": (1, devices), "both": (devices // 2, 2)}[split]
+        over_mesh = dict(zip(("data_parallel", "tensor_parallel"), counts, strict=True))
         calls = {
             "one": session(model, inputs, vdevices=one),
             "mesh": session(model, inputs, vdevices=[part] * devices, **over_mesh),

@@ -43,6 +43,7 @@ def _runtime_only() -> bool:
 # of command buffers recorded by hand, and reports on an executable.
 provide("backends", f"{__name__}.backends", "BACKENDS")
 provide("compile_commands", f"{__name__}.driver.commands.compile_commands", "compile_commands")
+provide("device_costs", f"{__name__}.frontend.auto.cost_model", "device_costs")
 provide("explain", f"{__name__}.report.text.explanation", "explain")
 provide("report", f"{__name__}.report.written_report", "write_report")
 install_import_hooks()

@@ -1,4 +1,4 @@
-"""A module that overwrites its argument, which callers keep."""
+"""A module that overwrites its argument, which callers keep, and reads it afterwards."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class InPlace:
                 a[vi] = a[vi] + T.float32(1)
 
     @R.function
-    def main(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+    def main(x: R.Tensor((4,), "float32")):
         cls = InPlace
         with R.dataflow():
             y = R.call_tir_inplace(cls.increment, (x,), out_ty=R.Tensor((4,), "float32"), inplace_indices=[0])
-            R.output(y)
-        return y
+            twice = R.add(y, y)
+            R.output(y, twice)
+        return (y, twice)

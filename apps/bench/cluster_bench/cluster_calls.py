@@ -4,8 +4,8 @@ python apps/bench/cluster_bench/cluster_calls.py               # all parts; two 
 python apps/bench/cluster_bench/cluster_calls.py --part nodes  # one of them
 
 - ``calls``: tensors of 200 KB through two hosts and back, against a bare compiled graph of two actors that forward
-  their input, and one of two that compute the same with numpy.
-- ``timeline``: where the time of such a call goes, from clocks in all three processes.
+  their input, and one of two that compute the same with numpy; and where the time of a call goes, from clocks in all
+  three processes.
 - ``nodes``: 64 MB from one host to another on a second node, against bare actors by compiled graph and by actor calls.
 - ``pipeline``: products in two stages with 16 calls in flight, against the same stages on two devices of one process.
 - ``replicas``: two replicas of one host against two processes that run the same calls.
@@ -46,7 +46,7 @@ STAGES = CallPlan(
     (HostStep("a", "main", (Source(CALL, 0),), 1), HostStep("b", "main", (Source(0, 0),), 1)), Source(1, 0), ("x",)
 )
 TURNS = 3
-PARTS = ("calls", "timeline", "nodes", "pipeline", "replicas")
+PARTS = ("calls", "nodes", "pipeline", "replicas")
 
 
 def module(shape: tuple[int, ...], compute: Callable[[relax.Expr], relax.Expr]) -> tvm.IRModule:
@@ -144,7 +144,7 @@ def in_turns(contestants: dict[str, Contestant], seconds: float) -> dict[str, fl
 
 
 def calls_part(seconds: float, megabytes: int, size: int) -> None:
-    """Tensors of 200 KB through two hosts."""
+    """Tensors of 200 KB through two hosts, and where the time of such a call goes."""
     x = np.ones(50_000, "float32")
     part = module((50_000,), relax.op.negative)
     with ray_of(1) as ray, Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=2) as cluster:
@@ -157,85 +157,111 @@ def calls_part(seconds: float, megabytes: int, size: int) -> None:
             seconds,
         )
         report("200 KB through two hosts", medians, "ms")
+        timeline(ray, cluster, x, seconds / 2)
 
 
-HOST_STAGES = ("copy to {host}, wake up", "{host}: unpack", "{host}: check arguments, run", "{host}: pack results")
+HOST_STAGES = (
+    "wake {host} up",
+    "{host}: read message",
+    "{host}: find task",
+    "{host}: check arguments, run",
+    "{host}: make message",
+    "{host}: copy to shared memory",
+)
 STAGES_OF_A_CALL = (
     "caller: check arguments",
+    "caller: copy to shared memory",
     *(stage.format(host=f"host {host}") for host in "ab" for stage in HOST_STAGES),
-    "copy to the caller, wake up",
-    "caller: make results",
-    "caller: end the call",
+    "wake caller up",
+    "caller: read message, copy result",
+    "caller: find call",
+    "caller: make result",
+    "caller: end call",
 )
-BURST = 50
+STAMPS = 6
+"""Stamps of each process in a call."""
+BURST = 200
 """Calls between two readings of the hosts' clocks."""
 
 
 class Stamps:
-    """Times at which functions end."""
+    """Times at which functions begin and end."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.cpu = time.process_time()
 
     def note(self, owner: Any, name: str, before: bool = False) -> None:
-        """Note when calls of ``owner.name`` end (unless they return nothing yet, an empty list) and begin."""
+        """Note when calls of ``owner.name`` end and, if `before`, begin."""
         function = getattr(owner, name)
 
         def noted(*args: Any) -> Any:
             if before:
                 self.times.append(time.perf_counter())
             result = function(*args)
-            if not isinstance(result, list) or result:
-                self.times.append(time.perf_counter())
+            self.times.append(time.perf_counter())
             return result
 
         setattr(owner, name, noted)
 
-    def take(self) -> np.ndarray:
-        """The times since the last `take`, by call and stage."""
-        times, self.times[:] = np.array(self.times), []
-        return times.reshape(BURST, -1)
+    def note_peers(self, peers: Any) -> None:
+        """Note when this process wakes up, has read a message, and has written one."""
+        self.note(peers, "_take", before=True)
+        for connection in peers._connections.values():
+            self.note(connection._blocks, "write")
+
+    def take(self) -> tuple[list[float], float]:
+        """Times, and seconds of the processor, since the last `take`."""
+        times, before, self.cpu = self.times[:], self.cpu, time.process_time()
+        self.times.clear()
+        return times, self.cpu - before
 
 
 def stamp_host(host: Any) -> None:
-    """Note the ends of a host's stages (runs in its process)."""
+    """Note the stages of a host (runs in its process)."""
     host.stamps = Stamps()
-    host.stamps.note(host._loop._peers, "receive")
+    host.stamps.note_peers(host._loop._peers)
     host.stamps.note(host._machine, "call", before=True)
     host.stamps.note(host._loop, "_run")
 
 
-def timeline_part(seconds: float, megabytes: int, size: int) -> None:
-    """Stages of a call of 200 KB through two hosts."""
+def timeline(ray: Any, cluster: Cluster, x: np.ndarray, seconds: float) -> None:
+    """Print the stages of a call, and the processor time of each process; functions of the cluster are replaced."""
     from relax_hetero.cluster import cluster as module_of_calls
 
-    x = np.ones(50_000, "float32")
-    part = module((50_000,), relax.op.negative)
-    with ray_of(1) as ray, Cluster(Program({"a": part, "b": part}, {"main": STAGES}), HOSTS, in_flight=2) as cluster:
-        replica, stamps = cluster._replicas[0], Stamps()
-        actors, call = list(replica._actors.handles.values()), cluster["main"]
+    replica, stamps = cluster._replicas[0], Stamps()
+    actors, call = list(replica._actors.handles.values()), cluster["main"]
 
-        def on_hosts(function: Callable[[Any], Any]) -> list[Any]:
-            time.sleep(0.05)  # after the end of a host's last stage
-            return ray.get([actor.__ray_call__.remote(function) for actor in actors])
+    def on_hosts(function: Callable[[Any], Any]) -> list[Any]:
+        time.sleep(0.05)  # after the end of a host's last stage
+        return ray.get([actor.__ray_call__.remote(function) for actor in actors])
 
-        on_hosts(stamp_host)
-        call(x)  # hosts were in functions without stamps
-        on_hosts(lambda host: host.stamps.times.clear())
-        stamps.note(module_of_calls, "bind")
-        stamps.note(module_of_calls, "result_of", before=True)
-        durations: list[np.ndarray] = []
-        end = time.perf_counter() + seconds
-        while time.perf_counter() < end or not durations:
-            begins = [begin for _ in range(BURST) for begin in (time.perf_counter(), call(x))[:1]]
-            first, second = on_hosts(lambda host: host.stamps.take())
-            bound, received, ended = stamps.take().T
-            edges = [begins, bound, *first.T, *second.T, received, ended, [*begins[1:], np.nan]]
-            durations.append(np.diff(edges, axis=0)[:, :-1])
+    on_hosts(stamp_host)
+    stamps.note(module_of_calls, "bind")
+    stamps.note(module_of_calls, "result_of", before=True)
+    stamps.note_peers(replica._graph._peers)
+    call(x)  # processes were in functions without stamps
+    on_hosts(lambda host: host.stamps.take())
+    stamps.take()
+    durations: list[np.ndarray] = []
+    busy: list[list[float]] = []
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or not durations:
+        begins = [begin for _ in range(BURST) for begin in (time.perf_counter(), call(x))[:1]]
+        times, seconds_of_processors = zip(stamps.take(), *on_hosts(lambda host: host.stamps.take()), strict=True)
+        stamps.take()  # not that of the readings
+        if any(len(each) != STAMPS * BURST for each in times):
+            continue  # a message came in parts, or late
+        own, first, second = (np.reshape(each, (BURST, -1)).T for each in times)
+        edges = [begins, *own[:2], *first, *second, *own[2:], [*begins[1:], np.nan]]
+        durations.append(np.diff(edges, axis=0)[:, :-1])
+        busy.append([each / BURST for each in seconds_of_processors])
     by_stage = np.concatenate(durations, axis=1)
     for name, duration in zip(STAGES_OF_A_CALL, np.median(by_stage, axis=1), strict=True):
-        console.print(f"{name:30} {1e6 * duration:5.0f} us")
-    console.print(f"{'call':30} {1e6 * np.median(by_stage.sum(axis=0)):5.0f} us")
+        console.print(f"{name:34} {1e6 * duration:5.0f} us")
+    console.print(f"{'call':34} {1e6 * np.median(by_stage.sum(axis=0)):5.0f} us")
+    for name, seconds_of_call in zip(("the caller", "host a", "host b"), np.median(busy, axis=0), strict=True):
+        console.print(f"{f'processor time of {name}':34} {1e6 * seconds_of_call:5.0f} us")
 
 
 def nodes_part(seconds: float, megabytes: int, size: int) -> None:

@@ -41,10 +41,10 @@ from smoke import smoke  # noqa: E402
 import relax_hetero as rh  # noqa: E402
 from relax_hetero.cluster import wire  # noqa: E402
 from relax_hetero.cluster.host_links import RECEIVER, SENDER, GpuLink  # noqa: E402
-from relax_hetero.cluster.nccl import load_nccl, require_nccl  # noqa: E402
 from relax_hetero.target.vdevice import with_vdevices  # noqa: E402
 from relax_hetero.vm.device.cuda_streams import Stream  # noqa: E402
 from relax_hetero.vm.device.memory_pools import send_buffer  # noqa: E402
+from relax_hetero.vm.device.nccl import load_nccl, require_nccl  # noqa: E402
 from relax_hetero.vm.device.tensors import bytes_of, copy_into, copy_to, empty, from_array, on_host  # noqa: E402
 
 console = Console(highlight=False, width=120)

@@ -30,7 +30,7 @@ class KernelLaunch:
 
 @dataclass(frozen=True)
 class LaunchSequence:
-    """Launches of a command buffer, or of a kernel by itself, whose arguments host code passes in one call.
+    """Launches of a command buffer or of a single kernel, whose arguments host code passes in one call.
 
     Attributes
     ----------
@@ -61,7 +61,7 @@ class DeviceCode:
     kind : str
         Target kind.
     key : str
-        Prefix of the global functions by which host code launches the kernels, which depends on the text.
+        Prefix of the global functions that launch the kernels; it depends on the text.
     text : str
         Source, in the language of the kind.
     kernels : tuple of KernelLaunch

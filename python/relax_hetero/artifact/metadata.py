@@ -14,6 +14,7 @@ from ..target.backend import CPU as CPU
 from ..target.backend import Backend, backend_of, backends
 from ..target.cpu_cores import NUMA_NODE
 from .checks import CheckSpec
+from .collectives import CollectiveSpec
 from .commands import (
     KernelSpec,
     RegionSpec,
@@ -306,6 +307,8 @@ class Metadata:
         Graph of the placed model's ops; None in executables of earlier versions.
     device_code : tuple of DeviceCode
         Kernels that back ends build when a machine is made.
+    collectives : tuple of CollectiveSpec
+        Collectives over GPUs, in the order of functions.
     """
 
     devices: tuple[DeviceSpec, ...]
@@ -330,6 +333,7 @@ class Metadata:
     repeated: tuple[RepeatedCall, ...] = ()
     graph: ModelGraph | None = None
     device_code: tuple[DeviceCode, ...] = ()
+    collectives: tuple[CollectiveSpec, ...] = ()
 
     def has_mailboxes(self, region: RegionSpec) -> bool:
         """Return whether a command buffer exchanges values with one of another device while both run.
@@ -352,6 +356,7 @@ class Metadata:
         object.__setattr__(self, "optional", tuple(self.optional))
         object.__setattr__(self, "repeated", tuple(self.repeated))
         object.__setattr__(self, "device_code", tuple(self.device_code))
+        object.__setattr__(self, "collectives", tuple(self.collectives))
 
     def to_json(self) -> str:
         """JSON text of the metadata."""
@@ -378,6 +383,7 @@ class Metadata:
             "repeated": [asdict(call) for call in self.repeated],
             "graph": None if self.graph is None else self.graph.to_json(),
             "device_code": [asdict(code) for code in self.device_code],
+            "collectives": [asdict(each) for each in self.collectives],
         }
         return json.dumps(data, separators=(",", ":"))
 
@@ -417,6 +423,7 @@ class Metadata:
             repeated=tuple(RepeatedCall(**call) for call in data.get("repeated", ())),
             graph=ModelGraph.from_json(data.get("graph")),
             device_code=tuple(DeviceCode(**code) for code in data.get("device_code", ())),
+            collectives=tuple(CollectiveSpec(**each) for each in data.get("collectives", ())),
         )
 
 

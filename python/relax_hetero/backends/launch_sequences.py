@@ -1,6 +1,6 @@
 """Host code that passes the arguments of all launches of a function in one call.
 
-Before, in the host code of a command buffer, or of a kernel that is called by itself::
+Before, in the host code of a command buffer, or of a kernel that is called on its own::
 
     T.call_ffi_kernel("first", x.data, y.data, n, (n + 127) // 128, 128, launch_params=[...])
     T.call_ffi_kernel("second", y.data, z.data, n, (n + 127) // 128, 128, launch_params=[...])
@@ -24,7 +24,7 @@ from tvm_ffi import StructuralKey, structural_map
 from ..artifact.device_code import LaunchSequence
 
 SEQUENCE = "sequence "
-"""Begin of the function's name in calls, which the back end replaces when it knows the text of the kernels."""
+"""Prefix of the called function's name, which the back end replaces when it knows the text of the kernels."""
 
 
 def with_sequences(host: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, tuple[LaunchSequence, ...]]:
@@ -44,10 +44,10 @@ def with_sequences(host: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRMo
     for gv, func in functions.items():
 
         def change(scope: tirx.AttrStmt, name: str = str(gv.name_hint)) -> tirx.AttrStmt:
-            found = _sequence(name, scope, kernels) if scope.attr_key == "compute_scope" else None
-            if found is None:
+            replacement = _sequence(name, scope, kernels) if scope.attr_key == "compute_scope" else None
+            if replacement is None:
                 return scope
-            body, sequence = found
+            body, sequence = replacement
             sequences.append(sequence)
             return tirx.AttrStmt(scope.node, scope.attr_key, scope.value, body)
 
@@ -64,15 +64,16 @@ def _sequence(name: str, scope: tirx.AttrStmt, kernels: Sequence[str]) -> tuple[
     passed: dict[StructuralKey, int] = {}
     constants: dict[float, int] = {}
 
-    def place(argument: tvm.ir.Expr) -> tuple[bool, int]:
+    def position(argument: tvm.ir.Expr) -> tuple[bool, int]:
+        """Return whether an argument is a constant, and its position among those or the passed ones."""
         if isinstance(argument, tirx.IntImm):
             return True, constants.setdefault(int(argument.value), len(constants))
         return False, passed.setdefault(StructuralKey(argument), len(passed))
 
-    places = [[place(argument) for argument in launch.args[1:]] for launch in launches]
+    positions = [[position(argument) for argument in launch.args[1:]] for launch in launches]
     rows = tuple(
         (kernels.index(str(launch.args[0].value)), *(index + is_constant * len(passed) for is_constant, index in row))
-        for launch, row in zip(launches, places, strict=True)
+        for launch, row in zip(launches, positions, strict=True)
     )
     call = tirx.call_packed(SEQUENCE + name, *(_number(key.key) for key in passed))
     submission = tirx.Evaluate(call)
@@ -81,7 +82,7 @@ def _sequence(name: str, scope: tirx.AttrStmt, kernels: Sequence[str]) -> tuple[
 
 
 def _number(argument: Any) -> tvm.ir.Expr:
-    """An argument, whose address is an integer, which costs the interface less than a pointer."""
+    """An argument; an address as an integer, which costs the interface less than a pointer."""
     is_address = isinstance(argument.ty, tvm.ir.PointerType)
     return tirx.reinterpret("int64", argument) if is_address else argument
 

@@ -1,6 +1,6 @@
 """Clusters: one module over several hosts, on Ray (extra ``relax-hetero[cluster]``).
 
-Names are resolved on first use, so that a host's process can set its number of threads before TVM is imported.
+Names are resolved on first use, since imports take time.
 """
 
 import lazy_loader

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from ..artifact.signature import FunctionSignature, ObjectSpec, TupleSpec, ValueSpec
@@ -109,7 +110,7 @@ class CallPlan:
         count = len(self.input_names) if self.signature is None else sum(map(_count_leaves, self.signature.inputs))
         return count + len(self.sizes)
 
-    @property
+    @cached_property
     def reads_inputs_late(self) -> bool:
         """True if inputs are read after the call was sent: by runs, or as results."""
         return bool(self.runs) or any(source.step == CALL for source in sources_of(self.result))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import numpy as np
 import tvm_ffi
 from tvm import runtime
 
+from ..artifact.dims import DimValues
 from ..artifact.signature import FunctionSignature, TensorSpec, tensors_of
 from ..vm.args.argument_binding import match_names
 from ..vm.args.arguments import Placement, check_tensor, place
@@ -61,23 +63,22 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
         If arguments do not match the plan's signature.
     """
     signature = plan.signature or untyped_signature(name, plan.input_names)
-    device_indices = [tensor.device for spec in signature.inputs for tensor in tensors_of(spec)]
-    devices = (
-        max(device_indices, default=0) + 2
-    )  # including the implicit host; all are this CPU, which sends the values
-    placement = Placement((_HOST,) * devices, ("global",) * devices, alignment=1, borrows_arrays=True)
+    dims = DimValues()
     encoded: list[Any] = []
     for (value, _), spec in zip(match_names(signature, args, kwargs, {}), signature.inputs, strict=True):
         where = f"argument {spec.name!r} of {name!r}"
-        if isinstance(spec, TensorSpec) and isinstance(value, np.ndarray) and is_plain(value):
-            check_tensor(dtype_name(value.dtype), value.shape, spec, where, placement.dims)
+        if isinstance(spec, TensorSpec) and type(value) is np.ndarray and is_plain(value):
+            check_tensor(dtype_name(value.dtype), value.shape, spec, where, dims)
             encoded.append(value)
         elif plan.signature is None and isinstance(value, bool | int | float | tuple | list | tvm_ffi.Shape):
             encoded.append(encode(value))
         else:
+            # All devices, and the implicit host, are this CPU, which sends the values.
+            devices = max((tensor.device for tensor in tensors_of(spec)), default=-1) + 2
+            placement = Placement((_HOST,) * devices, ("global",) * devices, dims, alignment=1, borrows_arrays=True)
             encoded += map(encode, flatten_value(place(value, spec, where, placement), spec))
-    placement.dims.settle()
-    return encoded + [tuple(placement.dims.values[size] for size in sizes) for sizes in plan.sizes]
+    dims.settle()
+    return encoded + [tuple(dims.values[size] for size in sizes) for sizes in plan.sizes]
 
 
 def result_of(call: ClusterCall, route: Route, messages: Sequence[Message]) -> Any:
@@ -115,7 +116,8 @@ def result_of(call: ClusterCall, route: Route, messages: Sequence[Message]) -> A
     return substitute(call.plan.result, value_of)
 
 
-def untyped_signature(name: str, input_names: Sequence[str]) -> FunctionSignature:
+@cache
+def untyped_signature(name: str, input_names: tuple[str, ...]) -> FunctionSignature:
     """Make a signature that has only names of inputs."""
     return FunctionSignature(name, tuple(TensorSpec(each, None, None, -1) for each in input_names), ())
 

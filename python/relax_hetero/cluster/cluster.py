@@ -23,12 +23,12 @@ from ..vm.args.argument_copies import copy_arguments
 from ..vm.queue.fence import Fence, thread_state, when_all_done
 from ..vm.queue.queued_calls import CallsInFlight
 from .actors import Actors
-from .bindings import bind_hosts
+from .bindings import HostBinding, bind_hosts
 from .calls import ClusterCall, bind, result_of, result_of_runs, untyped_signature
 from .cut.cluster_program import hosts_needed, program_of
 from .cut.compiled_program import load
 from .payloads import pack
-from .replica import Listener, Replica
+from .replica import Callbacks, Replica
 from .route import routes_of
 from .wire import Message
 
@@ -119,16 +119,7 @@ class Cluster:
         self._sender = ThreadPoolExecutor(1, "calls of a cluster", initializer=_mark_worker)
         self._routes = routes_of(self._program.functions)
         self._route_by_function = {name: route for route in self._routes for name in route.sent}
-        parts = {host: pack(part, host, ray.put) for host, part in self._program.parts.items()}
-        ref = weakref.ref(self)  # threads of replicas must not keep the cluster alive
-        listener = Listener(
-            partial(_on_end, ref), partial(_on_lost, ref), partial(_on_ready, ref), partial(_on_wait, ref)
-        )
-
-        def actors(pause: Callable[[float], None]) -> Actors:
-            return Actors(ray, bindings, parts, timeout, pause)
-
-        self._replicas = [Replica(ray, number, actors, self._routes, limit, listener) for number in range(count)]
+        self._replicas = self._make_replicas(bindings, count)
         self._finalizer = weakref.finalize(self, _close, self._replicas, self._sender)
         atexit.register(self._finalizer)  # runs before Ray's, which would wait for loops of hosts
         try:
@@ -257,6 +248,19 @@ class Cluster:
             raise unknown_name("function", name, self.function_names, "the cluster")
         return plan
 
+    def _make_replicas(self, bindings: Mapping[str, HostBinding], count: int) -> list[Replica]:
+        ray = self._ray
+        parts = {host: pack(part, host, ray.put) for host, part in self._program.parts.items()}
+        ref = weakref.ref(self)  # threads of replicas must not keep the cluster alive
+        callbacks = Callbacks(
+            partial(_on_end, ref), partial(_on_lost, ref), partial(_on_ready, ref), partial(_on_wait, ref)
+        )
+
+        def actors(pause: Callable[[float], None]) -> Actors:
+            return Actors(ray, bindings, parts, self._timeout, pause)
+
+        return [Replica(ray, number, actors, self._routes, self._limit, callbacks) for number in range(count)]
+
     def _start(self) -> None:
         """Start all replicas at once."""
         with ThreadPoolExecutor(len(self._replicas), "start of replicas") as pool:
@@ -326,10 +330,10 @@ class Cluster:
     def _send_next(self) -> None:
         """Send the next queued call, in the sender thread, since a host may be busy for a while."""
         with self._lock:
-            has_capacity = not self._is_closed and any(replica.has_capacity for replica in self._replicas)
-            call = self._waiting.popleft() if has_capacity and self._waiting else None
-        if call is not None:
-            self._start_after(partial(self._dispatch, call, False), call.fence)
+            if not self._waiting or self._is_closed or not any(replica.has_capacity for replica in self._replicas):
+                return
+            call = self._waiting.popleft()
+        self._start_after(partial(self._dispatch, call, False), call.fence)
 
     def _finish_call(self, replica: Replica, call: ClusterCall, messages: Sequence[Message]) -> None:
         result, error = None, None

@@ -1,18 +1,17 @@
 """Connections between the processes of a cluster, by which messages are sent directly.
 
-Processes of one node use Unix sockets, those of different nodes TCP. Tensors are not serialized: the kernel copies them
-from the sender's memory, and into memory that the receiver allocates for them. A process that waits sleeps, and the
-connections of a process that dies close at once.
+Processes of one node use Unix sockets and shared memory, those of different nodes TCP. Tensors are not serialized:
+they are copied from the sender's memory into shared memory, or by the kernel into memory that the receiver allocates. A
+process that waits sleeps, and the connections of a process that dies close at once.
 
-Whoever connects first sends a token, which Ray distributes; listeners end once all processes are connected.
+Whoever connects first sends a token, which Ray distributes, and the descriptor of the shared memory; listeners end once
+all processes are connected.
 """
 
 from __future__ import annotations
 
-import copyreg
 import hmac
-import io
-import pickle
+import os
 import secrets
 import select
 import socket
@@ -20,12 +19,11 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any, NamedTuple
-
-import numpy as np
+from typing import NamedTuple
 
 from ..errors import HostError
-from ..vm.device.tensors import ALIGNMENT
+from .shared_blocks import NO_BLOCK, SharedBlocks, aligned_bytes, create_blocks
+from .wire import Message, MessageCodec
 
 CALLER = ""
 """Name of the caller's process among those of hosts."""
@@ -38,8 +36,10 @@ _TOKEN_SECONDS = 5.0
 """Time within which a process that has connected sends the token."""
 _INDEX = struct.Struct("<I")
 """Index of the process that connects, which it sends after the token."""
-_HEADER = struct.Struct("<QQ")
-"""Bytes of the pickled message, and number of buffers with elements of tensors."""
+_HEADER = struct.Struct("<QQq")
+"""Number of the call, bytes of the body, and index of the block with the arrays."""
+_HEAD_BYTES = 512
+"""Bytes that are received at once: the header, and the body, if it is small."""
 _MAX_PIECES = 512
 """Maximum pieces of one system call; Linux allows 1024."""
 _ACCEPT_MILLISECONDS = 100
@@ -67,20 +67,6 @@ class Address(NamedTuple):
     tcp: tuple[str, int] | None
 
 
-def _array(buffer: np.ndarray, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    return np.ndarray(shape, dtype, buffer)
-
-
-def _reduce_array(array: np.ndarray) -> tuple[Any, ...]:
-    return _array, (pickle.PickleBuffer(array.data), array.dtype.str, array.shape)
-
-
-class _Pickler(pickle.Pickler):
-    """Describes contiguous arrays in half of numpy's time."""
-
-    dispatch_table = {**copyreg.dispatch_table, np.ndarray: _reduce_array}  # type: ignore[assignment]  # noqa: RUF012
-
-
 class Connection:
     """One end of a connection: one thread may send while another one receives.
 
@@ -90,9 +76,11 @@ class Connection:
         Connected socket.
     peer : str
         Name of the process at the other end.
+    blocks : SharedBlocks, optional
+        Memory that both ends share.
     """
 
-    def __init__(self, sock: socket.socket, peer: str) -> None:
+    def __init__(self, sock: socket.socket, peer: str, blocks: SharedBlocks | None = None) -> None:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -102,8 +90,9 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._socket, self.peer = sock, peer
-        self._messages = _read(sock)
+        self._socket, self.peer, self._blocks = sock, peer, blocks
+        self._codec = MessageCodec()
+        self._messages = _read(sock, self._codec, blocks)
 
     def __del__(self) -> None:
         self._socket.close()
@@ -112,23 +101,20 @@ class Connection:
         """Descriptor of the socket."""
         return self._socket.fileno()
 
-    def send(self, message: Any, wait: Callable[[Connection], None]) -> None:
+    def send(self, message: Message, wait: Callable[[Connection], None]) -> None:
         """Send a message, whose arrays may change once this returns.
 
         Parameters
         ----------
-        message : object
-            Picklable object; contiguous numpy arrays in it are sent from their memory.
+        message : Message
+            Message; arrays in its values are contiguous.
         wait : callable
             Waits until the connection can take more.
         """
-        buffers: list[pickle.PickleBuffer] = []
-        file = io.BytesIO()
-        _Pickler(file, protocol=5, buffer_callback=buffers.append).dump(message)
-        body = file.getvalue()
-        arrays = [buffer.raw() for buffer in buffers]
-        sizes = struct.pack(f"<{len(arrays)}Q", *(array.nbytes for array in arrays))
-        pieces = [memoryview(_HEADER.pack(len(body), len(arrays)) + sizes + body), *arrays]
+        body, arrays = self._codec.encode(message)
+        block = NO_BLOCK if self._blocks is None else self._blocks.write(arrays)
+        head = (_HEADER.pack(message.call, len(body), block) + body).ljust(_HEAD_BYTES)
+        pieces = [memoryview(head), *(arrays if block == NO_BLOCK else ())]
         first = 0
         while first < len(pieces):
             try:
@@ -144,7 +130,7 @@ class Connection:
             if sent:
                 pieces[first] = pieces[first][sent:]
 
-    def receive(self) -> Any:
+    def receive(self) -> Message | None:
         """Return the next message, or None if it has not come as a whole; HostError if the connection has ended."""
         try:
             return next(self._messages)
@@ -160,21 +146,30 @@ class Connection:
         return HostError(f"the connection with {f'host {self.peer!r}' if self.peer else 'the caller'} has ended")
 
 
-def _read(sock: socket.socket) -> Generator[Any, None, None]:
+def _read(
+    sock: socket.socket, codec: MessageCodec, blocks: SharedBlocks | None
+) -> Generator[Message | None, None, None]:
     """Yield messages, and None whenever nothing more has come; ends with the connection."""
-    header = memoryview(bytearray(_HEADER.size))
+    start = memoryview(bytearray(_HEAD_BYTES))
     while True:
-        yield from _fill(sock, header)
-        body_bytes, count = _HEADER.unpack(header)
-        head = memoryview(bytearray(8 * count + body_bytes))
-        yield from _fill(sock, head)
-        buffers = [aligned_bytes(nbytes) for nbytes in struct.unpack_from(f"<{count}Q", head)]
-        for buffer in buffers:
-            yield from _fill(sock, buffer.data)
-        message = pickle.loads(head[8 * count :], buffers=buffers)
-        buffers.clear()  # the message owns its memory
-        yield message
-        del message
+        yield from _fill(sock, start)
+        call, body_bytes, block = _HEADER.unpack_from(start)
+        head, end = start, _HEADER.size + body_bytes
+        if end > _HEAD_BYTES:
+            head = memoryview(bytearray(end))
+            head[:_HEAD_BYTES] = start
+            yield from _fill(sock, head[_HEAD_BYTES:])
+        body = codec.decode_body(bytes(head[_HEADER.size : end]))
+        if block == NO_BLOCK:
+            buffers = [aligned_bytes(nbytes) for nbytes in body.sizes]
+            for index in range(len(buffers)):
+                yield from _fill(sock, buffers[index].data)
+        else:
+            assert blocks is not None
+            buffers = blocks.read(block, body.sizes)
+        messages = [codec.decode(body, call, buffers)]
+        buffers.clear()
+        yield messages.pop()  # which alone refers to the arrays from now on
 
 
 def _fill(sock: socket.socket, view: memoryview) -> Generator[None, None, None]:
@@ -204,16 +199,16 @@ class Peers:
     def __init__(self, connections: Mapping[str, Connection], receives_while_sending: bool) -> None:
         self._connections, self._receives_while_sending = dict(connections), receives_while_sending
         self._by_descriptor = {connection.fileno(): connection for connection in connections.values()}
-        self._arrived: list[Any] = []
+        self._arrived: list[Message] = []
         self._poll = select.poll()
         for descriptor in self._by_descriptor:
             self._poll.register(descriptor, select.POLLIN)
 
-    def send(self, peer: str, message: Any) -> None:
+    def send(self, peer: str, message: Message) -> None:
         """Send a message; HostError if a connection has ended."""
         self._connections[peer].send(message, self._wait_to_send)
 
-    def receive(self, seconds: float | None = None) -> list[Any]:
+    def receive(self, seconds: float | None = None) -> list[Message]:
         """Wait for something to come.
 
         Parameters
@@ -223,7 +218,7 @@ class Peers:
 
         Returns
         -------
-        list of object
+        list of Message
             Messages that have come; empty if there are only parts of one.
 
         Raises
@@ -314,11 +309,12 @@ class Listener:
                 raise HostError(f"{missing} did not connect within {CONNECT_SECONDS:g} s")
             for descriptor, _ in poll.poll(_ACCEPT_MILLISECONDS):
                 sock, _ = sockets[descriptor].accept()
-                name = names.get(_read_index(sock, self.token))
+                index, blocks = _read_greeting(sock, self.token)
+                name = names.get(index)
                 if name is None:
                     sock.close()
                 else:
-                    connections[name] = Connection(sock, name)
+                    connections[name] = Connection(sock, name, blocks)
         self.close()
         return connections
 
@@ -330,7 +326,7 @@ class Listener:
     __del__ = close
 
 
-def connect(address: Address, node: str, token: bytes, index: int, peer: str) -> Connection:
+def connect(address: Address, node: str, token: bytes, index: int, peer: str, copies: bool = False) -> Connection:
     """Connect to a process.
 
     Parameters
@@ -345,6 +341,8 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str) ->
         Index of this process.
     peer : str
         Name of the other process.
+    copies : bool
+        Whether to copy received arrays, for `SharedBlocks`.
 
     Raises
     ------
@@ -358,13 +356,20 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str) ->
         else:
             assert address.tcp is not None
             sock = socket.create_connection(address.tcp, timeout=CONNECT_SECONDS)
-        sock.sendall(token + _INDEX.pack(index))
+        greeting = token + _INDEX.pack(index)
+        if address.node == node:
+            descriptor = create_blocks()
+            socket.send_fds(sock, [greeting], [descriptor])
+            blocks = SharedBlocks(descriptor, 0, copies)
+        else:
+            sock.sendall(greeting)
+            blocks = None
     except OSError as error:
         if sock is not None:
             sock.close()
         where = "on this node" if address.node == node else "at {}:{}".format(*address.tcp or ())
         raise HostError(f"host {peer!r} cannot be reached {where}: {error}") from error
-    return Connection(sock, peer)
+    return Connection(sock, peer, blocks)
 
 
 def new_token() -> bytes:
@@ -372,23 +377,19 @@ def new_token() -> bytes:
     return secrets.token_bytes(_TOKEN_BYTES)
 
 
-def aligned_bytes(nbytes: int) -> np.ndarray:
-    """Allocate uninitialised bytes that kernels can read in place."""
-    memory = np.empty(nbytes + ALIGNMENT, "uint8")
-    begin = -memory.__array_interface__["data"][0] % ALIGNMENT
-    return memory[begin : begin + nbytes]
-
-
-def _read_index(sock: socket.socket, token: bytes) -> int:
-    """Index of the process that has connected; -1 if it does not send the token soon."""
-    received, end = b"", time.monotonic() + _TOKEN_SECONDS
+def _read_greeting(sock: socket.socket, token: bytes) -> tuple[int, SharedBlocks | None]:
+    """Index of the process that has connected, and the memory that it shares; -1 if it does not send the token soon."""
+    received, descriptors, end = b"", list[int](), time.monotonic() + _TOKEN_SECONDS
     with suppress(OSError):
         while len(received) < _TOKEN_BYTES + _INDEX.size:
             sock.settimeout(max(end - time.monotonic(), 1e-3))
-            piece = sock.recv(_TOKEN_BYTES + _INDEX.size - len(received))
+            piece, more, *_ = socket.recv_fds(sock, _TOKEN_BYTES + _INDEX.size - len(received), 1)
+            descriptors += more
             if not piece:
                 break
             received += piece
     if len(received) < _TOKEN_BYTES + _INDEX.size or not hmac.compare_digest(received[:_TOKEN_BYTES], token):
-        return -1
-    return int(_INDEX.unpack(received[_TOKEN_BYTES:])[0])
+        for descriptor in descriptors:
+            os.close(descriptor)
+        return -1, None
+    return _INDEX.unpack(received[_TOKEN_BYTES:])[0], SharedBlocks(descriptors[0], 1) if descriptors else None

@@ -1,32 +1,24 @@
-"""Ray actor of a host, which holds its machine.
-
-The number of threads must be set before TVM is imported, so imports are inside of methods.
-"""
+"""Ray actor of a host, which holds its machine."""
 
 from __future__ import annotations
 
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from ..errors import HostError
+from ..errors import HeteroError, HostError
 from ..vm.machine import VirtualMachine
 from .call_plan import HostRun, Source, flatten_value
+from .connections import CALLER, Address, Listener, connect
+from .host_links import HostLinks
+from .links import GpuInfo
 from .mailbox import CallMessages, Mailbox, register
-from .wire import decode_copy, encode
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from .call_plan import HostRun
-    from .connections import Address, Listener
-    from .host_links import HostLinks
-    from .links import GpuInfo
-    from .payloads import Payload
-    from .route import Route, Task, TaskWork
-    from .task_graph import TaskLoop
-    from .wire import Failure, Message
+from .node_info import check_memory, node_info
+from .payloads import Payload, unpack
+from .route import Route, Task, TaskWork
+from .task_graph import TaskLoop
+from .wire import Failure, Message, decode, decode_copy, encode
 
 _END_SECONDS = 10.0
 """Time that a task of an earlier call may still run."""
@@ -108,21 +100,18 @@ class HostMachine:
             os.environ["TVM_NUM_THREADS"] = str(threads)
         self._host = host
         self._machine: Any = None
-        self._wire: Any = None
         self._links: HostLinks | None = None
         self._routes: tuple[Route, ...] = ()
         # Values that later tasks of this host read, by route and call, and by task.
         self._later_values: dict[tuple[int, int], dict[int, Any]] = {}
         self._facts: dict[str, tuple[bool, bool]] = {}  # results of `_look_up`
-        self._mailboxes: Any = None
+        self._mailboxes = Mailboxes()
         self._listener: Listener | None = None
         self._loop: TaskLoop | None = None
         self._running_tasks = threading.Lock()
 
     def info(self) -> dict[str, Any]:
         """Describe this process (`node_info`)."""
-        from .node_info import node_info
-
         return node_info()
 
     def alive(self) -> bool:
@@ -134,12 +123,6 @@ class HostMachine:
         import ray
 
         try:
-            from ..vm.machine import VirtualMachine
-            from .host_links import HostLinks
-            from .node_info import check_memory
-            from .payloads import unpack
-
-            self._mailboxes = Mailboxes()
             executable = unpack(part, ray.get)
             check_memory(executable)
             self._machine = VirtualMachine(executable)
@@ -174,9 +157,6 @@ class HostMachine:
         """
         import ray
 
-        from . import wire
-        from .connections import Listener
-
         if self._listener is not None:
             self._listener.is_cancelled = True
         if self._loop is not None:
@@ -184,7 +164,6 @@ class HostMachine:
         if not self._running_tasks.acquire(timeout=_END_SECONDS):
             raise HostError(f"host {self._host!r} still runs a task of an earlier call")
         self._running_tasks.release()
-        self._wire = wire  # cached, since an import inside of a function takes a microsecond each time
         self._routes = routes
         self._later_values.clear()
         self.call_links("reset")
@@ -209,9 +188,6 @@ class HostMachine:
         str
             Reason of the end.
         """
-        from .connections import CALLER, connect
-        from .task_graph import TaskLoop
-
         if self._listener is None or self._listener.token != token:
             return "the replica has been connected again"
         listener, names = self._listener, [*addresses, CALLER]
@@ -242,7 +218,6 @@ class HostMachine:
         list of Message
             Message for each target of the task.
         """
-        wire = self._wire
         function, call = messages[0].function, messages[0].call
         task = self._routes[route].tasks[number]
         work = task.work[function]
@@ -253,18 +228,21 @@ class HostMachine:
         results: list[Any] | Failure
         try:
             results = self._run_task(task, work, received, self._later_values.get((route, call), {}))
+            if links:
+                links.check()
         except Exception as error:
             results = self._make_failure(error)
-        self._keep(task, number, (route, call), work, results)
-        if isinstance(results, wire.Failure):
-            sent = [wire.Message(function, call, results)] * len(task.targets)
-        else:
-            sent = []
-            for target, indices in zip(task.targets, work.sends, strict=True):
+        if self._later_values or not task.is_last:
+            self._keep(task, number, (route, call), work, results)
+        sent = []
+        for target, indices in zip(task.targets, work.sends, strict=True):
+            values: Any = results
+            if not isinstance(results, Failure):
                 values = [results[index] for index in indices]
                 if links and route == 0:  # only the first route has links
                     values = links.announce((number, target), function, values)
-                sent.append(wire.Message(function, call, tuple(map(wire.encode, values))))
+                values = tuple([encode(value) for value in values])
+            sent.append(Message(number, target, function, call, values))
         if links:
             links.send_announced()
         return sent
@@ -297,26 +275,24 @@ class HostMachine:
 
     def _run_task(self, task: Task, work: TaskWork, messages: Sequence[Any], earlier: dict[int, Any]) -> Any:
         """Results of the task's function, or the failure of an earlier task that it depends on."""
-        wire = self._wire
         received: dict[int, Any] = {}
         for source, values in zip(task.inputs, messages, strict=True):
-            if isinstance(values, wire.Failure):
+            if isinstance(values, Failure):
                 return values
             received[source] = values
         for source in task.follows:
             values = earlier.get(source)  # None if this function reads nothing from that task
-            if isinstance(values, wire.Failure):
+            if isinstance(values, Failure):
                 return values
         writes_arguments, output_is_tuple = self._facts.get(work.function) or self._look_up(work.function)
-        decode = wire.decode_copy if writes_arguments else wire.decode
+        decode_argument = decode_copy if writes_arguments else decode
         arguments = [
-            decode(received[source][index]) if source in received else earlier[source][index]
+            decode_argument(received[source][index]) if source in received else earlier[source][index]
             for source, index in work.arguments
         ]
         if writes_arguments:
             self.call_links("finish")
         result = self._machine.call(work.function, tuple(arguments))
-        self.call_links("check")
         return list(result) if output_is_tuple else [result]
 
     def _look_up(self, function: str) -> tuple[bool, bool]:
@@ -328,18 +304,14 @@ class HostMachine:
         return facts
 
     def _keep(self, task: Task, number: int, call: tuple[int, int], work: TaskWork, results: Any) -> None:
-        wire = self._wire
         if task.is_last:
             self._later_values.pop(call, None)
-        elif isinstance(results, wire.Failure):
+        elif isinstance(results, Failure):
             self._later_values.setdefault(call, {})[number] = results
         elif work.keeps:
             self._later_values.setdefault(call, {})[number] = {index: results[index] for index in work.keeps}
 
     def _make_failure(self, error: Exception) -> Failure:
-        from ..errors import HeteroError
-        from .wire import Failure
-
         message = str(error) if isinstance(error, HeteroError) else f"{type(error).__name__}: {error}"
         kind = type(error) if isinstance(error, HeteroError) else HeteroError
         return Failure(kind, f"host {self._host!r}: {message}"[:_MAX_FAILURE_CHARACTERS])

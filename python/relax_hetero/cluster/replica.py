@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -76,7 +78,7 @@ class ClosedError(HeteroError):
 
 
 @dataclass(frozen=True)
-class Listener:
+class Callbacks:
     """Callbacks of a replica: a call has ended, calls are lost, the replica is ready, or it is still waiting."""
 
     on_end: Callable[[Any, ClusterCall, Sequence[Message]], None]
@@ -100,8 +102,8 @@ class Replica:
         Routes of the program.
     in_flight : int
         Maximum number of calls in flight.
-    listener : Listener
-        Callbacks.
+    callbacks : Callbacks
+        Called at ends of calls and changes of state.
 
     Attributes
     ----------
@@ -120,17 +122,17 @@ class Replica:
         actors: Callable[[Callable[[float], None]], Actors],
         routes: Sequence[Route],
         in_flight: int,
-        listener: Listener,
+        callbacks: Callbacks,
     ) -> None:
         self.number, self.in_flight, self.limit = number, 0, in_flight
         self.problem: HeteroError | None = None
         self.is_ready = False
-        self._ray, self._routes, self._listener = ray, tuple(routes), listener
+        self._ray, self._routes, self._callbacks = ray, tuple(routes), callbacks
         self._closing = threading.Event()
         self._sending, self._exchanging, self._reading = threading.Lock(), threading.Lock(), threading.Lock()
         self._graph: TaskGraph | None = None
         self._link_texts: LinkTexts = {}
-        self._may_be_broken = False
+        self._may_be_broken = self._has_recovered = False
         self._events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         self._mailbox_calls, self._attempts, self._exchanges = MailboxCalls(), 0, 0
         self._waiters = ThreadPoolExecutor(in_flight, f"calls of replica {number}")
@@ -221,7 +223,7 @@ class Replica:
         finally:
             self._reading.release()
         if own is not None:
-            self._listener.on_end(self, own.call, own.messages)
+            self._callbacks.on_end(self, own.call, own.messages)
 
     def _receive(self, graph: TaskGraph) -> list[_EndedCall]:
         """Wait for results; the caller holds `_reading`."""
@@ -264,18 +266,20 @@ class Replica:
                 self._events.put(None)
         else:
             if self._mailbox_calls.finish(call, number):
-                self._listener.on_end(self, call, results)
+                self._callbacks.on_end(self, call, results)
 
     def _collect(self) -> None:
         """Main function of the collector thread: hand over results, and recover from failures."""
         thread_state.is_worker = True
         while not self._closing.is_set():
-            try:
+            event: _Event = None
+            if self._has_recovered:
+                self._has_recovered = False
+                gc.collect()  # Ray's errors are in cycles with frames that refer to old connections and their memory
+            with suppress(queue.Empty):
                 event = self._events.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                event = None
             if isinstance(event, _EndedCall):
-                self._listener.on_end(self, event.call, event.messages)
+                self._callbacks.on_end(self, event.call, event.messages)
             elif isinstance(event, tuple):
                 self._read_until(*event)
             elif not self._closing.is_set() and self._is_broken():
@@ -294,7 +298,7 @@ class Replica:
                     self._recover(error)
                 return
             for ended in ended_calls:
-                self._listener.on_end(self, ended.call, ended.messages)
+                self._callbacks.on_end(self, ended.call, ended.messages)
 
     def _is_broken(self) -> bool:
         if self._graph is None:
@@ -303,7 +307,7 @@ class Replica:
 
     def _recover(self, error: BaseException | None = None) -> None:
         """Report the lost calls, restart dead hosts, and connect all hosts again."""
-        self.is_ready = False
+        self.is_ready, self._has_recovered = False, True
         dead = self._actors.find_dead()
         if self._link_texts:
             abort_links(self._ray, self._actors.handles)
@@ -318,7 +322,7 @@ class Replica:
         names = " and ".join(f"host {host!r}" for host in dead) or "a host of replica " + str(self.number)
         reason = "" if error is None else f": {first_line(error)}"
         self.problem = HostError(f"{names} died while calls were in flight{reason}")
-        self._listener.on_lost(self, lost, self.problem)
+        self._callbacks.on_lost(self, lost, self.problem)
         while not self._closing.is_set():
             try:
                 self._connect()
@@ -326,11 +330,11 @@ class Replica:
                 return
             except Exception as raised:
                 self.problem = raised if isinstance(raised, HeteroError) else HostError(first_line(raised))
-                self._listener.on_wait()
+                self._callbacks.on_wait()
                 self._actors.find_dead()
                 self._closing.wait(_POLL_SECONDS)
             else:
-                self._listener.on_ready(self)
+                self._callbacks.on_ready(self)
                 return
 
     def _connect(self) -> None:
@@ -360,4 +364,4 @@ class Replica:
     def _pause(self, seconds: float) -> None:
         if self._closing.wait(seconds):
             raise ClosedError("the cluster was closed")
-        self._listener.on_wait()
+        self._callbacks.on_wait()

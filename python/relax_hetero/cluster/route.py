@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from .call_plan import CALL, CallPlan, Source, sources_of
 
@@ -85,7 +86,7 @@ class Route:
     sent: Mapping[str, Mapping[int, tuple[int, ...]]]
     results: Mapping[str, Mapping[Source, tuple[int, int]]]
 
-    @property
+    @cached_property
     def exits(self) -> list[int]:
         """Tasks that send a message to the caller."""
         return [index for index, task in enumerate(self.tasks) if END in task.targets]

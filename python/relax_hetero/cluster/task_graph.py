@@ -26,9 +26,6 @@ _REASON_SECONDS = 0.5
 _END_SECONDS = 3.0
 """Time within which hosts end their loops."""
 
-Frame = tuple[int, int, Message]
-"""Sending task, receiving task, and message."""
-
 
 class TaskGraph:
     """The caller's end of a replica's connections.
@@ -76,7 +73,9 @@ class TaskGraph:
         self._checked_at = time.monotonic()
         self._loops = [actor.run_tasks.remote(token, dict(addresses), tuple(in_order)) for actor in actors.values()]
         node, caller = ray.get_runtime_context().get_node_id(), len(addresses)
-        connections = {host: connect(address, node, token, caller, host) for host, address in addresses.items()}
+        connections = {
+            host: connect(address, node, token, caller, host, copies=True) for host, address in addresses.items()
+        }
         self._peers = Peers(connections, receives_while_sending=False)
         waiting = len(addresses)
         while waiting:  # for the empty messages of `TaskLoop.run`
@@ -107,8 +106,8 @@ class TaskGraph:
         """
         route = self._routes[key[0]]
         for task, inputs in route.sent[function].items():
-            message = Message(function, key[1], tuple(values[index] for index in inputs))
-            self._peers.send(route.tasks[task].host, (CALL, task, message))
+            message = Message(CALL, task, function, key[1], tuple([values[index] for index in inputs]))
+            self._peers.send(route.tasks[task].host, message)
 
     def receive(self) -> list[tuple[tuple[int, int], list[Message]]]:
         """Wait for results, in one thread at a time.
@@ -123,18 +122,18 @@ class TaskGraph:
         HostError
             If a host has died.
         """
-        return [ended for frame in self._receive() for ended in self._complete(frame)]
+        return [ended for message in self._receive() for ended in self._complete(message)]
 
-    def _receive(self) -> list[Any]:
+    def _receive(self) -> list[Message]:
         try:
-            frames = self._peers.receive(_CHECK_SECONDS)
+            messages = self._peers.receive(_CHECK_SECONDS)
         except HostError:
             self._check_loops(_REASON_SECONDS)
             raise
-        if not frames and time.monotonic() > self._checked_at + _CHECK_SECONDS:
+        if not messages and time.monotonic() > self._checked_at + _CHECK_SECONDS:
             self._check_loops(0)
             self._checked_at = time.monotonic()
-        return frames
+        return messages
 
     def is_broken(self) -> bool:
         """Return whether the loop of a host has ended, so that no call can run."""
@@ -152,13 +151,12 @@ class TaskGraph:
         for loop in ended:
             raise HostError(self._ray.get(loop))  # the reason, or Ray's error of a dead actor
 
-    def _complete(self, frame: Frame) -> Iterator[tuple[tuple[int, int], list[Message]]]:
+    def _complete(self, message: Message) -> Iterator[tuple[tuple[int, int], list[Message]]]:
         """Add a message; yields its call if that has ended."""
-        source, _, message = frame
         route = self._route_of[message.function]
         key, exits = (route, message.call), self._routes[route].exits
         arrived = self._arrived.setdefault(key, {})
-        arrived[source] = message
+        arrived[message.source] = message
         if len(arrived) == len(exits):
             del self._arrived[key]
             yield key, [arrived[task] for task in exits]
@@ -208,11 +206,12 @@ class TaskLoop:
     def run(self) -> NoReturn:
         """Run tasks until a connection ends; raises HostError then, and errors of links."""
         try:
-            self._peers.send(CALLER, ())  # all are connected
+            self._peers.send(CALLER, Message(0, END, "", 0, ()))  # all are connected
             while True:
                 while not self._ready:
-                    for frame in self._peers.receive():
-                        self._accept(frame)
+                    messages = self._peers.receive()
+                    while messages:  # unlike a loop variable, this keeps no message and its memory
+                        self._accept(messages.pop(0))
                 self._run_next()
         finally:
             self._peers.close()
@@ -232,21 +231,19 @@ class TaskLoop:
             del self._calls[key]
         else:
             self._push_if_ready(key)
-        sent = self._run(index, task_index, *(received[source] for source in task.inputs))
+        sent = self._run(index, task_index, *[received[source] for source in task.inputs])
         del received  # memory of messages
-        for target, message in zip(task.targets, sent, strict=True):
-            peer = CALLER if target == END else route.tasks[target].host
-            self._peers.send(peer, (task_index, target, message))
+        for message in sent:
+            self._peers.send(CALLER if message.target == END else route.tasks[message.target].host, message)
         if call.next == len(tasks) and index in self._next_call:
             self._next_call[index] = number + 1
             self._push_if_ready((number + 1, index))
 
-    def _accept(self, frame: Frame) -> None:
-        source, target, message = frame
+    def _accept(self, message: Message) -> None:
         key = (message.call, self._route_of[message.function])
         call = self._calls.setdefault(key, _HostCall())
-        call.received.setdefault(target, {})[source] = message
-        if target == self._tasks[key[1]][call.next]:
+        call.received.setdefault(message.target, {})[message.source] = message
+        if message.target == self._tasks[key[1]][call.next]:
             self._push_if_ready(key)
 
     def _push_if_ready(self, key: tuple[int, int]) -> None:

@@ -1,4 +1,4 @@
-"""Encoding of values in messages between processes.
+"""Encoding of values in messages, and of messages, between processes.
 
 Connections send the elements of numpy arrays from and into their memory; all other objects are pickled. So a tensor is
 sent as the array that shares its memory, or as bytes if numpy lacks its element type.
@@ -6,6 +6,8 @@ sent as the array that shares its memory, or as bytes if numpy lacks its element
 
 from __future__ import annotations
 
+import pickle
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -20,6 +22,9 @@ from ..vm.device.tensors import bytes_of, copy_into, copy_to, from_numpy, on_hos
 
 _Tensor = tvm_ffi.core.Tensor
 _HOST = runtime.device("cpu", 0)
+
+_MAX_BODIES = 256
+"""Maximum number of bodies that a codec remembers in each direction."""
 
 
 class RawTensor(NamedTuple):
@@ -42,17 +47,123 @@ class Message(NamedTuple):
 
     Attributes
     ----------
+    source, target : int
+        Indices of the tasks in the function's route; `CALL` and `END` for the caller.
     function : str
         Function of the user's module.
     call : int
-        Number of the call among those of the function's route.
+        Number of the call among those of the route.
     values : tuple of object or Failure
         Encoded values, or the failure of an earlier step.
     """
 
+    source: int
+    target: int
     function: str
     call: int
     values: tuple[Any, ...] | Failure
+
+
+class _Array(NamedTuple):
+    """Stands for an array in the body of a message."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+
+
+class Body(NamedTuple):
+    """All of a message but the number of the call and the elements of arrays.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Bytes of each array.
+    source, target, function
+        As in `Message`.
+    values : tuple of object or Failure
+        Values, with `_Array` and `RawTensor` without data in place of arrays.
+    """
+
+    sizes: tuple[int, ...]
+    source: int
+    target: int
+    function: str
+    values: Any
+
+
+class MessageCodec:
+    """Encodes and decodes the messages of a connection.
+
+    Bodies are remembered, since most calls send those of earlier calls, and pickling takes longer than sending.
+    """
+
+    def __init__(self) -> None:
+        self._encoded: dict[Hashable, bytes] = {}
+        self._decoded: dict[Hashable, Body] = {}
+
+    def encode(self, message: Message) -> tuple[bytes, list[memoryview]]:
+        """Encode a message; returns its body, and the bytes of its arrays, which must be contiguous."""
+        source, target, function, _, values = message
+        arrays: list[np.ndarray] = []
+        stands_for: Any = values
+        if not isinstance(values, Failure):
+            stands_for = tuple([_take_array(value, arrays) for value in values])
+        views = [pickle.PickleBuffer(array).raw() for array in arrays]  # type: ignore[arg-type]
+        is_repeated = _REMEMBERED.issuperset(map(type, stands_for))
+        key = (source, target, function, stands_for)
+        text = self._encoded.get(key) if is_repeated else None
+        if text is None:
+            text = pickle.dumps(Body(tuple([view.nbytes for view in views]), source, target, function, stands_for))
+            if is_repeated:
+                _remember(self._encoded, key, text)
+        return text, views
+
+    def decode_body(self, text: bytes) -> Body:
+        """Decode a body."""
+        body = self._decoded.get(text)
+        if body is None:
+            body = pickle.loads(text)
+            if _REMEMBERED.issuperset(map(type, body.values)):
+                _remember(self._decoded, text, body)
+        return body
+
+    @staticmethod
+    def decode(body: Body, call: int, buffers: Sequence[np.ndarray]) -> Message:
+        """Make a message, from its body, the number of its call and the bytes of its arrays."""
+        values = body.values
+        if not isinstance(values, Failure):
+            left = iter(buffers)
+            values = tuple([_put_array(value, left) for value in values])
+        return Message(body.source, body.target, body.function, call, values)
+
+
+_NO_DATA: Any = None
+_REMEMBERED = frozenset((_Array, RawTensor, tuple))
+"""Types of values that calls repeat, and whose equal instances mean the same."""
+
+
+def _take_array(value: Any, arrays: list[np.ndarray]) -> Any:
+    """Move the array of a value to a list; returns what stands for the value."""
+    if type(value) is np.ndarray:
+        arrays.append(value)
+        return _Array(value.dtype, value.shape)
+    if isinstance(value, RawTensor):
+        arrays.append(value.data)
+        return value._replace(data=_NO_DATA)
+    return value
+
+
+def _put_array(value: Any, buffers: Iterator[np.ndarray]) -> Any:
+    """Undo `_take_array`, with the bytes of an array."""
+    if type(value) is _Array:
+        return np.ndarray(value.shape, value.dtype, next(buffers))
+    return value._replace(data=next(buffers)) if isinstance(value, RawTensor) else value
+
+
+def _remember(cache: dict[Hashable, Any], key: Hashable, value: object) -> None:
+    if len(cache) >= _MAX_BODIES:
+        cache.clear()
+    cache[key] = value
 
 
 def is_plain(array: np.ndarray) -> bool:

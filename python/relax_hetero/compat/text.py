@@ -38,7 +38,7 @@ _CLASSES = {
 
 @lru_cache(maxsize=8192)
 def _compiled(expression: str, dot: str, rest: int | None = None) -> re.Pattern[str]:
-    """An expression of RE2, which ONNX Runtime uses, for `re`: the classes are ASCII's.
+    """Translate an expression of RE2, which ONNX Runtime uses, for `re`: character classes are ASCII.
 
     `dot` is "s" if ``.`` matches line ends. With `rest`, fewer characters follow a match.
     """
@@ -50,7 +50,7 @@ def _compiled(expression: str, dot: str, rest: int | None = None) -> re.Pattern[
 
 
 def _matches(expression: str, text: str, dot: str = "") -> Iterator[tuple[int, int]]:
-    """Begins and ends of the matches that are not empty: the longest at each place, where `re` takes the first."""
+    """Bounds of the matches that are not empty: the longest at each position, where `re` takes the first."""
     end = 0
     while (match := _compiled(expression, dot).search(text, end)) is not None:
         begin, end = match.span()
@@ -101,8 +101,8 @@ class StringNormalizer(OpRun):  # type: ignore[misc]
         changes: dict[str, Callable[[str], str]] = {"LOWER": _lower, "UPPER": _upper, "NONE": str}
         change = changes[case_change_action]
         texts = map(str, x.reshape(-1))
-        kept = [change(text) for text in texts if (text if is_case_sensitive else _lower(text)) not in stops]
-        return (np.array(kept or [""], object).reshape((1, -1) if x.ndim == 2 else (-1,)),)
+        changed = [change(text) for text in texts if (text if is_case_sensitive else _lower(text)) not in stops]
+        return (np.array(changed or [""], object).reshape((1, -1) if x.ndim == 2 else (-1,)),)
 
 
 class Tokenizer(OpRun):  # type: ignore[misc]
@@ -158,7 +158,7 @@ class TextSteps:
         self._ops = ", ".join(dict.fromkeys(node.op_type for node in model.graph.node))
 
     def __call__(self, feed: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the program for those of a session."""
+        """Return the arguments of the program for the arguments of a session."""
         arrays = {name: np.asarray(feed[name]) for name in self._inputs if name in feed}
         try:
             results = self._evaluator.run(None, arrays)
@@ -191,22 +191,22 @@ def without_text_steps(graph: Graph) -> tuple[Graph, TextSteps | None]:
         if any(info.name in node.output for node in first):
             first.append(helper.make_node("Identity", [info.name], [f"{info.name}_text"]))
             rest.insert(0, helper.make_node("Identity", [f"{info.name}_text"], [info.name]))
-    made = {name for node in first for name in node.output} - {name for node in rest for name in node.output}
+    text_results = {name for node in first for name in node.output} - {name for node in rest for name in node.output}
     weights = {tensor.name for tensor in proto.graph.initializer}
     read_first, read = ({name for node in nodes for name in _reads(node)} for nodes in (first, rest))
     inputs = [info for info in proto.graph.input if info.name in read_first]
-    outputs = [onnx.ValueInfoProto(name=name) for name in sorted(made & read)]
+    outputs = [onnx.ValueInfoProto(name=name) for name in sorted(text_results & read)]
     model = _model(proto, first, inputs, outputs, read_first)
     text_steps = TextSteps(model, read)
     try:
         values = text_steps(_samples([info for info in inputs if info.name not in weights]))
-    except HeteroError:  # maybe only for texts of one letter
+    except HeteroError:  # perhaps only for texts of one letter
         values = _inferred(model)
-        if not made & read <= values.keys():
+        if not text_results & read <= values.keys():
             raise
     infos = [_info(output.name, values[output.name]) for output in outputs]
-    kept = [info for info in proto.graph.input if info.name in read]
-    program = _model(proto, rest, [*kept, *infos], proto.graph.output, read)
+    remaining = [info for info in proto.graph.input if info.name in read]
+    program = _model(proto, rest, [*remaining, *infos], proto.graph.output, read)
     arguments = [arg for arg in graph.inputs if arg.name in read]
     arguments += [NodeArg(info.name, text_of_type(info.type), [None] * values[info.name].ndim) for info in infos]
     return replace(graph, source=program, inputs=arguments), text_steps

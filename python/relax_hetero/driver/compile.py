@@ -20,6 +20,7 @@ from tvm import relax, tirx
 from tvm.relax.analysis import BaseCheckResult, type_base_check
 
 from ..artifact.cache_folder import CacheFolder
+from ..artifact.collectives import check_strategy
 from ..artifact.file_hints import describe_value
 from ..artifact.memory_plan import MemoryPlan
 from ..artifact.messages import near_misses
@@ -40,6 +41,7 @@ from ..target.vdevice import (
     with_vdevices,
 )
 from ..tir.cuda.all_reduce import ALL_REDUCE
+from ..tir.cuda.nccl_kernels import AFTER_NCCL
 from ..transform.dispatch.legalize import is_kept
 from ..transform.encode.accuracies import with_accuracy
 from ..transform.ir.kernels import bytes_of, call_vdevice, called_prim_func, operations_of, ops_of, precision_of
@@ -58,6 +60,7 @@ from ..transform.placement.realize_vdevice import realize_targets
 from ..transform.placement.update_vdevice import succeed_vdevices
 from ..transform.record.donated import with_donated
 from ..transform.record.region_attrs import kernels_of
+from ..transform.shard.exchange_by_nccl import collectives_of, exchange_by_nccl
 from ..transform.shard.partition_by_mesh import partition_by_mesh
 from ..vm.file.executable import Executable
 from . import guard_tvm_compile
@@ -111,7 +114,8 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
         if index in indices:
             raise VDeviceError(f"rh.compile: optional: {name} is given twice")
         indices.append(index)
-    if indices and any(ALL_REDUCE in (func.attrs or {}) for func in mod.functions.values()):
+    marks = (ALL_REDUCE, AFTER_NCCL)
+    if indices and any(mark in (func.attrs or {}) for func in mod.functions.values() for mark in marks):
         raise BuildError(
             "rh.compile: optional: the module has a mesh of GPUs, whose kernels wait for each other; expected none"
         )
@@ -354,6 +358,7 @@ def compile(  # noqa: A001 (the contract's name)
     checks: str = "default",
     optional: VDeviceSpec | Iterable[VDeviceSpec] | None = None,
     accuracy: str | Mapping[str, str] = "default",
+    allreduce_strategy: str = "auto",
 ) -> Executable:
     """Compile a Relax module for the devices it names.
 
@@ -390,6 +395,10 @@ def compile(  # noqa: A001 (the contract's name)
         ``"exact"``: no Winograd. ``"fast"``: also F(4x4, 3x3), with about twice the error, and weights of four times
         the size. A mapping has patterns of the convolutions' variables, as ``explain`` shows them; the last match
         counts: ``{"*": "fast", "head_*": "exact"}``.
+    allreduce_strategy : str, optional
+        Sums over GPUs of a mesh, as in TensorRT-LLM. ``"custom"``: kernels that write to the memory of other GPUs.
+        ``"nccl"``: NCCL, within the same CUDA graphs. ``"auto"``: NCCL if GPUs of this machine do not reach each
+        other's memory.
 
     Returns
     -------
@@ -399,11 +408,12 @@ def compile(  # noqa: A001 (the contract's name)
     Raises
     ------
     HeteroError
-        An unknown value of `checks` or `accuracy`, or a pattern of `accuracy` without a match; `optional` devices that
-        are CPUs or not in the module; placement conflicts, ops without kernels, kernels that do not compile, unknown
-        parameter names, inputs that cannot be donated; constant indices and divisors that are invalid.
+        An unknown value of `checks`, `accuracy` or `allreduce_strategy`, or a pattern of `accuracy` without a match;
+        `optional` devices that are CPUs or not in the module; placement conflicts, ops without kernels, kernels that do
+        not compile, unknown parameter names, inputs that cannot be donated; constant indices and divisors that are
+        invalid.
     """
-    mod = prepare_module(mod, params, donate, checks, accuracy, "rh.compile")
+    mod = prepare_module(mod, params, donate, checks, accuracy, "rh.compile", allreduce_strategy)
     _check_one_host(mod)
     indices = optional_indices(mod, optional)
 
@@ -428,6 +438,7 @@ def prepare_module(
     checks: str,
     accuracy: str | Mapping[str, str],
     caller: str,
+    allreduce_strategy: str = "auto",
 ) -> tvm.IRModule:
     """Check a module, bind its weights, and store options of `compile` as attributes.
 
@@ -440,9 +451,10 @@ def prepare_module(
         raise BuildError(f"{caller}: {describe_value(mod, caller)}; expected a tvm.IRModule")
     if checks not in CHECKS:
         raise BuildError(f"{caller}: checks is {checks!r}, expected one of {', '.join(map(repr, CHECKS))}")
+    check_strategy(allreduce_strategy, caller)
     check_nesting(mod)
     check_module(mod)
-    mod = partition_by_mesh(mod)
+    mod = exchange_by_nccl(partition_by_mesh(mod), allreduce_strategy)
     mod = realize_targets(mod) if vdevices_of(mod) else with_vdevices(mod, [VDevice(native("llvm"))])
     if params is not None:
         mod = bind_params(mod, params)
@@ -468,7 +480,7 @@ def _compile(
     mod: tvm.IRModule, command_buffers: bool, progress: Progress | None, folder: CacheFolder | None
 ) -> Executable:
     vdevices = vdevices_of(mod)
-    writes = may_write_arguments(mod)
+    writes, collectives = may_write_arguments(mod), collectives_of(mod)
     # Passes lower ops to calls of kernels, and then to calls of the virtual machine.
     mod = run_steps(mod, pipeline_steps(command_buffers), progress)
     remarks = remarks_of(mod)
@@ -507,6 +519,7 @@ def _compile(
         checks=remarks.checks or (),
         repeated=repeated,
         graph=remarks.graph,
+        collectives=tuple(collectives),
     )
     # LLVM and CUDA compile the kernels of each target, and TVM links them with the bytecode.
     linked = link(with_bodies(linkable, signatures), signatures, progress, folder)

@@ -145,7 +145,7 @@ def from_gguf(
     PlacementError
         If no split over the devices fits `memory_limit`.
     """
-    vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
+    vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel=tensor_parallel)
     devices = check_placement(vdevices, placement, cost_model, "latency", memory_limit)
     check_activations(activations)
     check_stream_experts(stream_experts)

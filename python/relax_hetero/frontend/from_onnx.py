@@ -43,6 +43,7 @@ def from_onnx(
     memory_limit: MemoryLimit | None = None,
     cache: PagedCache | None = None,
     data_parallel: int = 1,
+    tensor_parallel: int = 1,
 ) -> tvm.IRModule:
     """Import an ONNX model as a Relax module, placed over several devices if any are named.
 
@@ -77,6 +78,9 @@ def from_onnx(
         Number of equal devices that share each batch: every one has all weights, and computes its part of the rows.
         These are the first ones of `vdevices`, or as many of its only one. `shapes` makes the batch a multiple of it.
         Not together with `placement` or `cache`.
+    tensor_parallel : int, optional
+        Number of equal devices that share the work of every op, by columns and rows of weights. With `data_parallel`,
+        so many devices share the work on each part of a batch, on a mesh of both axes: ``vdevice[0:4](2, 2)``.
 
     Returns
     -------
@@ -96,10 +100,15 @@ def from_onnx(
     PlacementError
         If `objective` is invalid, or no placement fits `memory_limit`.
     """
-    vdevices, placement = parallel_devices(vdevices, placement, data_parallel, "data_parallel")
+    vdevices, placement = parallel_devices(
+        vdevices, placement, data_parallel=data_parallel, tensor_parallel=tensor_parallel
+    )
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
-    if cache is not None and data_parallel != 1:
-        raise FrontendError(f"data_parallel is {data_parallel}, which does not go with cache; start a server a device")
+    if cache is not None and (data_parallel, tensor_parallel) != (1, 1):
+        raise FrontendError(
+            f"data_parallel is {data_parallel} and tensor_parallel {tensor_parallel}, which do not go with cache; "
+            "start a server a device"
+        )
     model = load_model(model_or_path, limits)
     if cache is not None:
         return _decoder(model, devices, placement, shapes, cache)
@@ -110,7 +119,8 @@ def from_onnx(
             assign_devices(nodes, placement or {}, devices)  # checks the patterns before the import
         graph = import_nodes(model, nodes, shapes)
         source = ImportSource(graph, nodes, [output.name for output in model.proto.graph.output], strings)
-        return placed_module(source, devices, placement, cost_model, objective, memory_limit, data_parallel)
+        parallel = data_parallel, tensor_parallel
+        return placed_module(source, devices, placement, cost_model, objective, memory_limit, parallel)
 
 
 def _decoder(

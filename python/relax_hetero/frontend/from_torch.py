@@ -33,6 +33,7 @@ def from_torch(
     limits: ImportLimits | None = None,
     memory_limit: MemoryLimit | None = None,
     data_parallel: int = 1,
+    tensor_parallel: int = 1,
 ) -> tvm.IRModule:
     """Import a PyTorch module as a Relax module, placed over several devices if any are named.
 
@@ -48,7 +49,7 @@ def from_torch(
     dynamic_shapes : mapping or tuple, optional
         See ``torch.export.export``. A ``torch.export.Dim`` names a symbolic size; a call with a size outside of its
         range, or of the range that torch inferred, is refused.
-    vdevices, cost_model, objective, limits, memory_limit, data_parallel
+    vdevices, cost_model, objective, limits, memory_limit, data_parallel, tensor_parallel
         See `from_onnx`.
     placement : mapping, list of (pattern, device) pairs, or "auto", optional
         Glob patterns over names of nodes (``encoder.layer.3.output.dense.linear``), paths of modules
@@ -70,7 +71,9 @@ def from_torch(
     PlacementError
         If `objective` is invalid, or no placement fits `memory_limit`.
     """
-    vdevices, placement = parallel_devices(vdevices, placement, data_parallel, "data_parallel")
+    vdevices, placement = parallel_devices(
+        vdevices, placement, data_parallel=data_parallel, tensor_parallel=tensor_parallel
+    )
     devices = check_placement(vdevices, placement, cost_model, objective, memory_limit)
     program = exported_program(module_or_program, example_args, example_kwargs, dynamic_shapes)
     names = _size_names(
@@ -82,7 +85,8 @@ def from_torch(
     with importing_for(devices):
         graph, nodes, outputs = import_program(program, names, limits)
     source = ImportSource(graph, nodes, outputs)
-    return placed_module(source, devices, placement, cost_model, objective, memory_limit, data_parallel)
+    parallel = data_parallel, tensor_parallel
+    return placed_module(source, devices, placement, cost_model, objective, memory_limit, parallel)
 
 
 def _size_names(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def parallel_devices(
-    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None, placement: Any, count: int, argument: str
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None, placement: Any, **counts: int
 ) -> tuple[Any, Any]:
     """Devices and placement rules of a number of devices that share the work of every op.
 
@@ -29,39 +30,48 @@ def parallel_devices(
     ----------
     vdevices, placement
         As for `from_onnx` and `from_gguf`.
-    count : int
-        Number of devices; 1 leaves the other arguments as they are.
-    argument : str
-        Name of the argument with the number, for errors.
+    **counts : int
+        Number of devices along each axis of their mesh, by the name of the argument; 1 leaves out the axis.
 
     Raises
     ------
     FrontendError
-        If the number is invalid, rules are given besides, or the devices are fewer.
+        If a number is invalid, rules are given besides, or the devices are fewer.
     """
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-        raise FrontendError(f"{argument} is {count!r}, expected a number of devices, 1 or more")
-    if count == 1:
+    for argument, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+            raise FrontendError(f"{argument} is {count!r}, expected a number of devices, 1 or more")
+    axes = {argument: count for argument, count in counts.items() if count > 1}
+    if not axes:
         return vdevices, placement
+    given = " and ".join(f"{argument}={count}" for argument, count in axes.items())
     if placement is not None:
         raise FrontendError(
-            f"found {argument}={count} and placement, expected one of them; a mesh in rules, such as "
-            "{'*': 'cuda[0:2]'}, shares the work of the nodes that it names"
+            f"found {given} and placement, expected one of them; a mesh in rules, such as {{'*': 'cuda[0:2]'}}, shares "
+            "the work of the nodes that it names"
         )
     is_single = vdevices is None or isinstance(vdevices, (str, dict, Target, relax.VDevice))
     entries: list[Any] = [vdevices or "llvm"] if is_single else list(vdevices)  # type: ignore[arg-type]
+    total = math.prod(axes.values())
     if len(entries) == 1 and (isinstance(entries[0], (dict, Target)) or ":" not in str(entries[0])):
-        entries *= count
+        entries *= total
     devices = parse_vdevices(entries)
-    if len(devices) < count:
+    if len(devices) < total:
+        needed = f" need {total} devices" if len(axes) > 1 else ""
         raise FrontendError(
-            f"{argument} is {count}, but vdevices has {len(devices)}; expected so many equal devices, "
+            f"{given}{needed}, but vdevices has {len(devices)}; expected so many equal devices, "
             "or one kind, such as 'cuda', that stands for all of them"
         )
-    return devices, {"*": f"vdevice[0:{count}]"}
+    return devices, {"*": _mesh_name(axes.values())}
 
 
-def with_split_batches(mod: tvm.IRModule, count: int) -> tvm.IRModule:
+def _mesh_name(counts: Iterable[int]) -> str:
+    """Name of the mesh of the first devices."""
+    shape = [count for count in counts if count > 1]
+    return f"vdevice[0:{math.prod(shape)}]" + (f"({', '.join(map(str, shape))})" if len(shape) > 1 else "")
+
+
+def with_split_batches(mod: tvm.IRModule, count: int, replicas: int = 1) -> tvm.IRModule:
     """Give each of the first devices its part of a batch: shard the inputs of "main" along their first axis.
 
     Inputs with another extent there than the first input stay whole on every device.
@@ -69,8 +79,11 @@ def with_split_batches(mod: tvm.IRModule, count: int) -> tvm.IRModule:
     Parameters
     ----------
     mod : tvm.IRModule
-        Its values are on the mesh of its first `count` devices.
+        Its values are on the mesh of its first ``count * replicas`` devices.
     count : int
+        Number of parts.
+    replicas : int, optional
+        Devices that share the work on each part.
 
     Raises
     ------
@@ -78,7 +91,8 @@ def with_split_batches(mod: tvm.IRModule, count: int) -> tvm.IRModule:
         If the batch is not known, or the devices do not divide it.
     """
     func, vdevices = mod["main"], vdevices_of(mod)
-    mesh, split = lookup(f"vdevice[0:{count}]", vdevices), Sharding(0)
+    mesh, split = lookup(_mesh_name((count, replicas)), vdevices), Sharding(0)
+    placement = "S[0], R" if replicas > 1 else "S[0]"
     shapes = {param: shape for param in func.params if (shape := shape_of(param))}
     batch = next((known(shape[0]) for shape in shapes.values()), None)
     parts = [param for param, shape in shapes.items() if known(shape[0]) == batch and split.divides(shape, count)]
@@ -90,7 +104,7 @@ def with_split_batches(mod: tvm.IRModule, count: int) -> tvm.IRModule:
         )
     names, bindings = {}, []
     for param in parts:
-        call, ty = shard(param, str(split)), relax.TensorType(param.ty.shape, param.ty.dtype, mesh)
+        call, ty = shard(param, placement), relax.TensorType(param.ty.shape, param.ty.dtype, mesh)
         names[param] = relax.DataflowVar(f"{param.name}_part", ty)
         relax.expr._update_type(call, ty)
         bindings.append(relax.VarBinding(names[param], call))

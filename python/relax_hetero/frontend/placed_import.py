@@ -95,9 +95,12 @@ def placed_module(
     cost_model: CostModel | None,
     objective: Objective,
     memory_limit: MemoryLimit | None,
-    data_parallel: int = 1,
+    parallel: tuple[int, int] = (1, 1),
 ) -> tvm.IRModule:
-    """Build and place the module of an imported graph; the arguments passed `check_placement`."""
+    """Build and place the module of an imported graph; the arguments passed `check_placement`.
+
+    `parallel` is the number of parts of a batch, and of devices that share each.
+    """
     source = replace(source, graph=with_narrow_storage(source.graph))
     graph, nodes = source.graph, source.nodes
     if devices is None:
@@ -108,8 +111,8 @@ def placed_module(
     assigned = plan.vdevices if plan is not None else devices_by_node or {}
     mod = _module(source, lambda node: assigned[node.name])
     mod = with_vdevices(mod, devices)
-    if data_parallel > 1:
-        mod = with_split_batches(mod, data_parallel)
+    if parallel[0] > 1:
+        mod = with_split_batches(mod, *parallel)
     placed, report = realize_vdevice(partition_by_mesh(mod), insert_copies=True)
     return with_reasons(placed, report, nodes, plan or rules or {})
 

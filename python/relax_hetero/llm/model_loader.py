@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from tvm.ir.transform import PassContext
 from tvm.target import Target
 
+from ..artifact.collectives import check_strategy
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU, DeviceSpec
 from ..artifact.regular_files import open_regular
@@ -117,6 +118,7 @@ class _Arguments:
     batch_invariant: bool
     background: bool
     drafted: Loaded | None
+    allreduce_strategy: str
     progress: Progress | None
     threads: dict[str, Any]
 
@@ -151,6 +153,7 @@ def load(
     draft_placement: PlacementRules | Literal["auto"] | None = None,
     verify_drafts: bool | None = None,
     tensor_parallel: int = 1,
+    allreduce_strategy: str = "auto",
     threads: int | None = None,
     cores: Sequence[int] | None = None,
     spin: bool = True,
@@ -197,6 +200,8 @@ def load(
         with a draft model. CPUs always can.
     tensor_parallel : int
         As for `rh.from_gguf`; not for a saved folder, nor for ONNX decoders.
+    allreduce_strategy : str
+        As for `rh.compile`; not for a saved folder, nor for ONNX decoders.
     threads, cores, spin
         As for `rh.vm.VirtualMachine`, also for a draft model that `draft` names: threads of this model alone, whatever
         other models of the process use.
@@ -214,6 +219,7 @@ def load(
             f"rh.llm.load: {describe_value(path)}; expected the path of a GGUF file, of a folder of Hugging Face or "
             "with an ONNX decoder, or of a folder that was saved"
         )
+    check_strategy(allreduce_strategy, "rh.llm.load")
     options = {
         "batches": tuple(batches),
         "chunks": None if chunks is None else tuple(chunks),
@@ -252,16 +258,22 @@ def load(
         raise BuildError(
             f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face only"
         )
+    if allreduce_strategy != "auto" and load_kind is not _load_file:
+        raise BuildError(
+            f"{Path(path)}: allreduce_strategy={allreduce_strategy!r} applies to GGUF files and folders of Hugging "
+            "Face only"
+        )
     if tensor_parallel != 1:
         from ..frontend.parallel_devices import parallel_devices
 
-        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel, "tensor_parallel")
+        vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel=tensor_parallel)
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
     if load_kind is not None:
         arguments = _Arguments(
-            Path(path), vdevices, placement, options, batch_invariant, background, drafted, progress, own_threads
-        )
+            Path(path), vdevices, placement, options, batch_invariant, background, drafted, allreduce_strategy,
+            progress, own_threads,
+        )  # fmt: skip
         # Before the model is compiled, which may take minutes.
         choose_threads([DeviceSpec(str(device.target)) for device in arguments.devices], **own_threads)
         return _with_draft(_warn_of_long_context(*load_kind(arguments)), drafted)
@@ -303,7 +315,9 @@ def _load_file(arguments: _Arguments) -> Loaded:
     donated = [f"pages_{index}" for index in range(len(caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
-    compilation = _Compilation(file, states, model.experts > 0, devices, arguments.placement, options, donated)
+    compilation = _Compilation(
+        file, states, model.experts > 0, devices, arguments.placement, options, donated, arguments.allreduce_strategy
+    )
     is_invariant = all(is_batch_invariant(device.target) for device in devices)
     executable, rest = compilation.load(), None
     if executable is None and _is_split(arguments, model, compilation):
@@ -389,6 +403,8 @@ class _Compilation:
         Options of `rh.from_gguf`.
     donated : list of str
         Inputs that functions write in place.
+    allreduce_strategy : str
+        Option of `rh.compile`.
     """
 
     file: GgufFile
@@ -398,6 +414,7 @@ class _Compilation:
     placement: PlacementRules | Literal["auto"] | None
     options: dict[str, Any]
     donated: list[str]
+    allreduce_strategy: str
 
     @property
     def functions(self) -> list[str]:
@@ -412,6 +429,7 @@ class _Compilation:
     def request(self) -> FileRequest | None:
         """The request for an executable that follows from files and options; None if it depends on measured devices."""
         from ..driver.cached_executables import FileRequest
+        from ..transform.shard.exchange_by_nccl import unreachable
 
         is_mixed = 0 < sum(map(is_cpu, self.devices)) < len(self.devices)
         if isinstance(self.placement, str) or (self.has_experts and is_mixed):
@@ -421,7 +439,9 @@ class _Compilation:
             from ..frontend.onnx.placement_rules import rule_pairs  # imports onnx
 
             rules = [(pattern, str(device)) for pattern, device in rule_pairs(self.placement)]
-        return FileRequest(self.states, self.devices, repr([rules, self.options, self.functions, self.donated]))
+        gpus = tuple(int(device.vdevice_id) for device in self.devices if not is_cpu(device))
+        sums = self.allreduce_strategy, unreachable(gpus)
+        return FileRequest(self.states, self.devices, repr([rules, self.options, self.functions, self.donated, sums]))
 
     def first_part(self, is_invariant: bool) -> _Compilation:
         """The functions that one text needs; all chunks of its prompt, unless other ones give equal bits."""
@@ -440,7 +460,9 @@ class _Compilation:
         donate = dict.fromkeys(self.functions, self.donated)
         with paused_garbage_collection():
             mod = from_gguf(self.file, self.devices, self.placement, **self.options)
-            executable = compile_module(mod, donate=donate, progress=progress)
+            executable = compile_module(
+                mod, donate=donate, allreduce_strategy=self.allreduce_strategy, progress=progress
+            )
             del mod
         if self.request is not None:
             self.request.store(executable)

@@ -128,20 +128,8 @@ def cached_attention(
     EncodingError
         If an attribute is not valid, or an operand is not a Relax expression.
     """
-    attrs = CachedAttentionAttrs(
-        heads,
-        kv_heads,
-        size,
-        float(scale),
-        window,
-        float(softcap),
-        rotary,
-        norms,
-        float(eps),
-        rows,
-        sinks,
-        shared_values,
-    )
+    numbers = float(scale), window, float(softcap)
+    attrs = CachedAttentionAttrs(heads, kv_heads, size, *numbers, rotary, norms, float(eps), rows, sinks, shared_values)
     _check_attributes(attrs)
     return make_call(CACHED_ATTENTION, [qkv, pages, table, sequences, positions, *others], attrs)
 

@@ -1,7 +1,8 @@
 """The operator ``relax.hetero.shard``: where a value over a mesh has its parts, in TVMScript ``R.hetero.shard``.
 
-Placements are GSPMD's: ``"R"`` (each device has the whole value) and ``"S[a]"`` (axis `a` is split into equal parts, in
-the order of the devices). `PartitionByMesh` carries the operator out, and removes it.
+Placements are those of TVM's ``R.dist`` and GSPMD, one for each axis of the mesh: ``"R"`` (replicated along it) and
+``"S[a]"`` (axis `a` of the value is split into equal parts, in the order of the devices). `PartitionByMesh` carries the
+operator out, and removes it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..errors import PlacementError
 from .definition import check_attrs, make_call, register_op
 
 SHARD = "relax.hetero.shard"
-_PLACEMENT = re.compile(r"R|S\[(?P<axis>0|[1-9][0-9]*)\]")
+_PLACEMENT = re.compile(r"\s*(?:R|S\[(?P<axis>0|[1-9][0-9]*)\])\s*")
 
 
 @tvm_ffi.dataclasses.py_class("relax_hetero.ShardAttrs")
@@ -34,7 +35,7 @@ def shard(x: relax.Expr, placement: str) -> relax.Call:
     x : relax.Expr
         A tensor. The result is on the mesh of its variable's annotation, by default on that of `x`.
     placement : str
-        ``"R"`` or ``"S[a]"``.
+        ``"R"`` or ``"S[a]"`` for each axis of the mesh, as in ``"S[0], R"`` for two.
 
     Returns
     -------
@@ -44,40 +45,44 @@ def shard(x: relax.Expr, placement: str) -> relax.Call:
     Raises
     ------
     PlacementError
-        If the placement is neither, or the axis is not one of `x`.
+        If the placement is something else, or an axis is not one of `x`.
     """
-    split_axis(placement)
+    split_axes(placement)
     return make_call(SHARD, [x], ShardAttrs(placement))
 
 
-def split_axis(placement: str) -> int | None:
-    """The axis that a placement splits; None for ``"R"``.
+def split_axes(placement: str) -> list[int | None]:
+    """The axis that is split along each axis of the mesh; None for ``"R"``.
 
     Parameters
     ----------
     placement : str
-        ``"R"`` or ``"S[a]"``.
+        ``"R"`` or ``"S[a]"`` for each axis of the mesh.
 
     Raises
     ------
     PlacementError
-        If it is neither.
+        If it is something else.
     """
-    match = _PLACEMENT.fullmatch(placement) if isinstance(placement, str) else None
-    if match is None:
-        raise PlacementError(f"{SHARD}: placement is {placement!r}, expected 'R' or 'S[a]' with an axis a from 0")
-    return None if match["axis"] is None else int(match["axis"])
+    matches = [_PLACEMENT.fullmatch(text) for text in placement.split(",")] if isinstance(placement, str) else [None]
+    axes = [None if match is None or match["axis"] is None else int(match["axis"]) for match in matches]
+    if None in matches:
+        raise PlacementError(
+            f"{SHARD}: placement is {placement!r}, expected 'R' or 'S[a]' with an axis a from 0, for each axis of the "
+            "mesh, as in 'S[0], R'"
+        )
+    return axes
 
 
 def infer_shard(call: relax.Call, _ctx: relax.BlockBuilder) -> relax.TensorType:
     """The type of `shard`; PlacementError for an axis that the operand lacks."""
     check_attrs(call, ShardAttrs)
-    ty, axis = call.args[0].ty, split_axis(str(call.attrs.placement))
+    ty, axes = call.args[0].ty, split_axes(str(call.attrs.placement))
     if not isinstance(ty, relax.TensorType):
         raise PlacementError(f"{SHARD}: the operand is a {ty}, expected a tensor")
-    if axis is not None and ty.ndim >= 0 and axis >= ty.ndim:
+    if ty.ndim >= 0 and any(axis is not None and axis >= ty.ndim for axis in axes):
         raise PlacementError(
-            f"{SHARD}: placement is {str(call.attrs.placement)!r}, expected an axis of the operand, {ty.ndim} in all"
+            f"{SHARD}: placement is {str(call.attrs.placement)!r}, expected axes of the operand, {ty.ndim} in all"
         )
     return ty
 

@@ -524,10 +524,7 @@ def report_of(
     profile_data = [_profile(profile, peaks) for profile in profiles]
     layouts = layouts_of(metadata.encodings)
     functions, nodes, edges = _graph(metadata, groups, layouts)
-    totals = explanation.totals()
-    # Bytes of stored weights: an explanation's total counts a weight once for every function that reads it.
-    names = device_names(metadata.devices)
-    weights = {name: executable.memory_plan.weights(index) for index, name in enumerate(names)}
+    devices = _devices(executable, explanation, peaks)
     return {
         "schema": SCHEMA,
         "kind": "executable",
@@ -538,22 +535,13 @@ def report_of(
         "notes": [
             line for line in explanation.tables() if isinstance(line, str) and not line.startswith("More sections")
         ],
-        "devices": [
-            {
-                **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},
-                "kind": total.name.rpartition("/")[2].partition(":")[0],
-                "optional": total.name in explanation.optional,
-                "constant_bytes": weights.get(total.name, total.constant_bytes),
-                "peak": peaks.get(total.name),
-            }
-            for total in totals
-        ],
+        "devices": devices,
         "functions": functions,
         "nodes": nodes,
         "edges": edges,
         "groups": groups,
         "layouts": [{key: value for key, value in layout.items() if key != "of"} for layout in layouts],
-        "timeline": None if trace is None else timeline_of(trace, [total.name for total in totals]),
+        "timeline": None if trace is None else timeline_of(trace, [device["name"] for device in devices]),
         "memory": memory_of(executable),
         "profile": profile_data[0] if profile_data else None,
         "more_profiles": profile_data[1:],
@@ -564,6 +552,23 @@ def report_of(
         "chat": None,
         "passes": None,
     }
+
+
+def _devices(executable: Executable, explanation: Explanation, peaks: Mapping[str, Data]) -> list[Data]:
+    """Totals of each device, with the peak that its times are compared with."""
+    # Bytes of stored weights: an explanation's total counts a weight once for every function that reads it.
+    names = device_names(executable.metadata.devices)
+    weights = {name: executable.memory_plan.weights(index) for index, name in enumerate(names)}
+    return [
+        {
+            **{key: value for key, value in total.to_json().items() if key != "unknown_bytes"},
+            "kind": total.name.rpartition("/")[2].partition(":")[0],
+            "optional": total.name in explanation.optional,
+            "constant_bytes": weights.get(total.name, total.constant_bytes),
+            "peak": peaks.get(total.name),
+        }
+        for total in explanation.totals()
+    ]
 
 
 def _graph(

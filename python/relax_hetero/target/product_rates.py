@@ -16,7 +16,7 @@ from .element_types import HALF_TYPES, TF32
 from .gpu_target import gpu_target_of
 
 # By instruction set and `DotInstruction.name`. Measured on AVX-512: "dpbf16" on a Zen 5, "bf16" and "fmaph" on a Xeon,
-# whose vdpbf16ps is even slower; "vnni" with weights of 4 bits on Zen 4 and 5, of bytes as of those; "avxvnni" (2.3)
+# whose vdpbf16ps is even slower; "vnni" with weights of 4 bits and of bytes on Zen 4 and 5; "avxvnni" (2.3)
 # and "pmaddwd" (AVX2 1.7 to 1.9, SSE 2.0, AVX-512 0.9) with weights of 4 bits on one thread of a Zen 5. "bfmmla" does
 # four times the work of an "fma" (Arm's optimization guides, unmeasured).
 _CPU_RATES = {
@@ -32,8 +32,8 @@ _CPU_RATES = {
 }
 
 _DEQUANTIZED_TILES_RATE = 1.2
-"""Rate of AMX with quantized weights, which are turned into numbers for most of the time: measured for 4,096 tokens of
-a mixture of 128 experts on a Xeon, and half of it for 512."""
+"""Rate of AMX with quantized weights, most of whose time is dequantization: measured on a Xeon with a mixture of 128
+experts and 4,096 tokens; 512 tokens have half of it."""
 
 QUANTIZED = "quantized"
 """Name of block-quantized weights among element types of products, on CPUs."""

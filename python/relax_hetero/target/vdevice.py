@@ -18,7 +18,7 @@ from ..errors import VDeviceError
 from .device_words import device_hint
 from .hosts import host_of
 from .make_vdevice import VDevice, parse_vdevices, physical
-from .mesh import MESH_NAME, mesh_positions, mesh_vdevice
+from .mesh import MESH_NAME, PRINTED_MESH, mesh_of_scope, mesh_positions, mesh_vdevice
 from .native_target import device_kinds, native, with_hardware
 
 __all__ = [
@@ -168,9 +168,10 @@ def lookup(spec: VDeviceSpec, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.rela
     spec : str, tvm.runtime.Device or VDevice
         ``"kind:i"`` is the i-th vdevice of that target kind, ``"kind"`` the first, ``"vdevice:j"`` the j-th of all;
         ``"b/kind:i"``, ``"b/kind"`` and ``"b/vdevice:j"`` count vdevices of host `b` only. TVMScript's printed form
-        ``"kind:i:scope"`` also requires that scope. ``"kind[i:j]"`` is the mesh of ``kind:i`` to ``kind:j-1``
-        (`target.mesh`), which is in no list. A device matches the first entry of its device type whose
-        ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal entry.
+        ``"kind:i:scope"`` also requires that scope. ``"kind[i:j]"`` is the mesh of ``kind:i`` to ``kind:j-1``, and
+        ``"kind[0:4](2, 2)"`` one of two axes (`target.mesh`); meshes are in no list. A device matches the first entry
+        of its device type whose ``vdevice_id`` is its index. A VDevice matches the same object, else the first equal
+        entry.
     vdevices : Sequence[VDevice]
         List to search, usually ``vdevices_of(mod)``.
 
@@ -210,12 +211,18 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
         if not numbers:
             raise VDeviceError(f"{name!r} has no devices: expected a range whose end is above its begin, as in [0:2]")
         members = [_lookup_name(f"{mesh['kind']}:{number}", vdevices) for number in numbers]
-        return mesh_vdevice([vdevice_index(member, vdevices) for member in members], vdevices)
+        shape = [int(extent) for extent in mesh["shape"].split(",")] if mesh["shape"] else None
+        return mesh_vdevice([vdevice_index(member, vdevices) for member in members], vdevices, shape)
+    if (printed := PRINTED_MESH.fullmatch(name)) and (known_mesh := mesh_of_scope(printed["scope"])):
+        if max(known_mesh) >= len(vdevices):
+            raise VDeviceError(f"{name!r} has devices {list(known_mesh)} of the list; {_available(vdevices)}")
+        return mesh_vdevice(known_mesh.positions, vdevices, known_mesh.shape)
     match = _NAME.fullmatch(name)
     if match is None:
         raise VDeviceError(
-            f"{name!r} is not a vdevice name, which is 'kind', 'kind:i', 'vdevice:j' or a mesh 'kind[i:j]' with "
-            f"numbers from 0, after 'host/' where there are several{_hint(name, vdevices)}; {_available(vdevices)}"
+            f"{name!r} is not a vdevice name, which is 'kind', 'kind:i', 'vdevice:j' or a mesh 'kind[i:j]' or "
+            f"'kind[i:j](m, n)' with numbers from 0, after 'host/' where there are several{_hint(name, vdevices)}; "
+            f"{_available(vdevices)}"
         )
     kind, index, host = match["kind"], int(match["index"] or 0), match["host"]
     if host is not None and all(host_of(entry) != host for entry in vdevices):

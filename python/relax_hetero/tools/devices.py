@@ -62,6 +62,10 @@ def _print_devices(devices: list[dict[str, Any]]) -> None:
         for d in devices
     ]
     print_table("Devices", columns, rows, ["cores", "memory"])
+    gpus = [d for d in devices if "peers" in d]
+    if len(gpus) > 1:
+        rows = [[d["name"], ", ".join(d["peers"]) or "none: NCCL sums over a mesh of these GPUs"] for d in gpus]
+        print_table("Peer access", ["device", "reaches the memory of"], rows)
 
 
 def local_devices() -> list[dict[str, Any]]:
@@ -73,6 +77,7 @@ def _describe_devices() -> tuple[dict[str, relax.VDevice], list[dict[str, Any]]]
     """Devices that work, by name, and descriptions of all."""
     from ..target.backend import backends
     from ..target.vdevice import parse_vdevices
+    from ..vm.device.cuda_copies import can_access_peer
 
     vdevices, described = {}, []
     for name in ("llvm:0", *(f"{kind.kind}:{index}" for kind in backends() for index in range(kind.count()))):
@@ -83,6 +88,10 @@ def _describe_devices() -> tuple[dict[str, relax.VDevice], list[dict[str, Any]]]
         except (HeteroError, RuntimeError) as error:  # a driver's error is a RuntimeError
             absent = {"target": "", "model": "", "cores": 0, "instructions": "", "memory": 0}
             described.append({"name": name, **absent, "error": str(error)})
+    gpus = {name: int(vdevice.vdevice_id) for name, vdevice in vdevices.items() if vdevice.target.kind.name == "cuda"}
+    for device in described:
+        if (own := gpus.get(device["name"])) is not None:
+            device["peers"] = [name for name, gpu in gpus.items() if gpu != own and can_access_peer(own, gpu)]
     return vdevices, described
 
 

@@ -311,8 +311,10 @@ def _explain_source(path: Path, placing: PlacementOptions, accuracy: str) -> Exp
     from ..transform.ir.remarks import remarks_of
     from ..transform.pipeline import pipeline_steps
     from ..transform.record.region_attrs import kernels_of
+    from ..transform.shard.exchange_by_nccl import collectives_of, exchange_by_nccl
 
-    module = with_accuracy(placed_module(path, placing), accuracy, "explain")
+    module = exchange_by_nccl(with_accuracy(placed_module(path, placing), accuracy, "explain"), "auto")
+    collectives = collectives_of(module)
     cache = predict_cache_use(module)
     vdevices = vdevices_of(module)
     targets = {device_name(v, vdevices): str(v.target) for v in vdevices}
@@ -335,5 +337,6 @@ def _explain_source(path: Path, placing: PlacementOptions, accuracy: str) -> Exp
         Schedules(list(targets), remarks_of(module).schedules or ()),
         cache,
         optional,
+        collectives=collectives,
     )
     return replace(explanation, token=_estimate_token_cost(path, vdevices, explanation))

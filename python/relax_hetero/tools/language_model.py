@@ -14,7 +14,7 @@ import click
 from ..display.console import console
 from ..errors import HeteroError
 from .loading_parts import LoadingParts
-from .placement_options import PairParam, VDeviceParam
+from .placement_options import PairParam, VDeviceParam, check_unique, memory_limit_option, vdevice_option
 
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, CompiledModel, JsonTokenizer, Tokenizer
@@ -207,14 +207,7 @@ _OPTIONS = (
         help="Let --placement auto keep those experts on the fastest device that are the most frequent ones in this "
         "file, which serve --count-experts wrote.",
     ),
-    click.option(
-        "--memory-limit",
-        multiple=True,
-        type=PairParam("device=bytes", "cuda=24GiB"),
-        metavar="DEVICE=BYTES",
-        help="Place by cost, as --placement auto, with at most this much memory on a device, such as cuda=24GiB. "
-        "Repeatable.",
-    ),
+    memory_limit_option("--placement auto", "cuda=24GiB"),
     click.option(
         "--placement",
         multiple=True,
@@ -223,14 +216,7 @@ _OPTIONS = (
         help="Put the parts of the model whose names match a glob pattern on a device; the first that matches decides. "
         "Repeatable; the word auto lets the cost model decide.",
     ),
-    click.option(
-        "--vdevice",
-        multiple=True,
-        type=VDeviceParam(),
-        metavar="DEVICE",
-        help="Run the model on this device: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; "
-        "the default is llvm.",
-    ),
+    vdevice_option,
 )
 
 
@@ -291,9 +277,5 @@ def _parse_placement(values: tuple[Any, ...], option: str = "--placement") -> Li
         if len(values) > 1:
             raise click.UsageError(f"{option} auto and rules of {option} exclude each other")
         return AUTO
-    rules: dict[str, str] = {}
-    for pattern, device in values:
-        if pattern in rules:
-            raise click.UsageError(f"{option} names {pattern!r} twice")
-        rules[pattern] = device
-    return rules or None
+    check_unique(option, [pattern for pattern, _ in values])
+    return dict(values) or None

@@ -184,6 +184,27 @@ def _import_ops(ctx: click.Context, param: click.Parameter, modules: tuple[str, 
             ) from error
 
 
+vdevice_option = click.option(
+    "--vdevice",
+    multiple=True,
+    type=VDeviceParam(),
+    metavar="DEVICE",
+    help="Run the model on this device: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; "
+    "the default is llvm.",
+)
+
+
+def memory_limit_option(auto: str, example: str) -> Callable[[F], F]:
+    """``--memory-limit``, which implies the option `auto`."""
+    return click.option(
+        "--memory-limit",
+        multiple=True,
+        type=PairParam("device=bytes", example),
+        metavar="DEVICE=BYTES",
+        help=f"Place by cost, as {auto}, with at most this much memory on a device, such as {example}. Repeatable.",
+    )
+
+
 _OPTIONS = (
     click.option(
         "--ops",
@@ -212,14 +233,7 @@ _OPTIONS = (
         metavar="NAME=1x128",
         help="Give an input this shape, or a symbolic dimension this size (batch=8). Repeatable.",
     ),
-    click.option(
-        "--memory-limit",
-        multiple=True,
-        type=PairParam("device=bytes", "cuda:0=4GB"),
-        metavar="DEVICE=BYTES",
-        help="Place by cost, as --place-auto, with at most this much memory on a device, such as cuda:0=4GB. "
-        "Repeatable.",
-    ),
+    memory_limit_option("--place-auto", "cuda:0=4GB"),
     click.option(
         "--objective",
         type=click.Choice(["latency", "throughput"]),
@@ -242,14 +256,7 @@ _OPTIONS = (
         help="Let a machine lack this device (cuda:0), whose work then runs on the last CPU device. Repeatable, "
         "the most important first.",
     ),
-    click.option(
-        "--vdevice",
-        multiple=True,
-        type=VDeviceParam(),
-        metavar="DEVICE",
-        help="Run the model on this device: llvm (this CPU), cuda:1, or a TVM target as JSON. Repeatable; "
-        "the default is llvm.",
-    ),
+    vdevice_option,
 )
 """In reverse order of ``--help``."""
 
@@ -274,21 +281,14 @@ def placement_options(function: F) -> F:
             raise click.UsageError("--place and --place-auto exclude each other")
         if objective is not None and not place_auto:
             raise click.UsageError("--objective needs --place-auto")
-        _check_unique("--place", [pattern for pattern, _ in place])
-        _check_unique("--shape", [name for name, _ in shape])
+        check_unique("--place", [pattern for pattern, _ in place])
+        check_unique("--shape", [name for name, _ in shape])
         if memory_limit and place:
             raise click.UsageError("--memory-limit bounds --place-auto: it excludes --place")
-        _check_unique("--memory-limit", [device for device, _ in memory_limit])
+        check_unique("--memory-limit", [device for device, _ in memory_limit])
+        auto = place_auto or bool(memory_limit)
         placing = PlacementOptions(
-            vdevice,
-            place,
-            place_auto or bool(memory_limit),
-            objective,
-            shape,
-            memory_limit,
-            optional,
-            max_nodes,
-            max_computed,
+            vdevice, place, auto, objective, shape, memory_limit, optional, max_nodes, max_computed
         )
         function(placing=placing, **options)
 
@@ -297,7 +297,8 @@ def placement_options(function: F) -> F:
     return collect  # type: ignore[return-value]
 
 
-def _check_unique(option: str, keys: list[str]) -> None:
+def check_unique(option: str, keys: list[str]) -> None:
+    """Refuse an option that names something twice."""
     for key in keys:
         if keys.count(key) > 1:
             raise click.UsageError(f"{option} names {key!r} twice")

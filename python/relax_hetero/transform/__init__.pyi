@@ -56,6 +56,7 @@ from .record.form_command_buffers import FormCommandBuffers as FormCommandBuffer
 from .record.form_cuda_graphs import FormCudaGraphs as FormCudaGraphs
 from .record.form_mailboxes import FormMailboxes as FormMailboxes
 from .record.update_donated import UpdateDonated as UpdateDonated
+from .shard.exchange_by_nccl import ExchangeByNccl as ExchangeByNccl
 from .shard.partition_by_mesh import PartitionByMesh as PartitionByMesh
 from .simplify.isolate_writes import IsolateWrites as IsolateWrites
 from .simplify.simplify_convolutions import SimplifyConvolutions as SimplifyConvolutions

@@ -30,6 +30,7 @@ from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
+from .device.nccl_memory import free_nccl_memory
 from .device.peer_memory import free_peer_memory, run_over_peers, waiting_for_kernels
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into, is_host
@@ -166,7 +167,8 @@ class VirtualMachine:
         self._pool_watch = PoolWatch()
         self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._devices_and_scopes = (self._devices, self._scopes)
-        weakref.finalize(self, free_peer_memory, id(self._devices)).atexit = False
+        for free in (free_peer_memory, free_nccl_memory):
+            weakref.finalize(self, free, id(self._devices)).atexit = False
         module = executable.runnable_module()
         for code in metadata.device_code:
             indices = {each.index for each, spec in zip(bound, metadata.devices, strict=True) if spec.kind == code.kind}

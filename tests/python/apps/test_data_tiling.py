@@ -35,15 +35,14 @@ def run(*arguments: object, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.skipif(get_cc() is None, reason="a c device needs a C compiler")
-def test_the_document_s_product():
-    done = run()
-    assert done.returncode == 0, done.stderr
-    assert "[[12. 12. 12. 12. 12.]\n [30. 30. 30. 30. 30.]]" in done.stdout
-    assert "The same as exact integer arithmetic: 2×3 times 3×5, on both devices, added." in done.stdout
+def test_the_document_s_product(main: click.Command):
+    shown = CliRunner(env={"COLUMNS": "240"}).invoke(main, [], catch_exceptions=False).output
+    assert "[[12. 12. 12. 12. 12.]\n [30. 30. 30. 30. 30.]]" in shown
+    assert "The same as exact integer arithmetic: 2×3 times 3×5, on both devices, added." in shown
     # Encodings before, layouts after: row-major here, small tiles there, padded to whole tiles.
-    assert "matmul[1]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=?, n=?, k=?>" in done.stdout
-    assert "pack<outer=[0, 1] inner=[0:8, 1:8]>" in done.stdout and "(n + 7) // 8 * k * 32" in done.stdout
-    assert "on llvm:0: identity<2> to pack<outer=[0, 1] inner=[0:8, 1:8]>" in done.stdout
+    assert "matmul[1]<float32 * float32 -> float32; (m, k) * (k, n) -> (m, n); m=?, n=?, k=?>" in shown
+    assert "pack<outer=[0, 1] inner=[0:8, 1:8]>" in shown and "(n + 7) // 8 * k * 32" in shown
+    assert "on llvm:0: identity<2> to pack<outer=[0, 1] inner=[0:8, 1:8]>" in shown
 
 
 def test_other_sizes_on_two_instruction_sets_with_the_ir(main: click.Command):

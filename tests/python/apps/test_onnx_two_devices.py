@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import os
+import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+
+import relax_hetero as rh
 
 APP = Path(__file__).resolve().parents[3] / "apps" / "onnx_two_devices" / "run.py"
 
@@ -38,9 +41,12 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "model.onnx"
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(APP), *map(str, arguments), "--repeat", "1"]
-    return subprocess.run(command, capture_output=True, text=True, env={**os.environ, "COLUMNS": "120"})
+@pytest.fixture(scope="module")
+def main() -> Callable[[Sequence[str]], int]:
+    spec = importlib.util.spec_from_file_location("onnx_two_devices", APP)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
 
 
 @pytest.mark.parametrize(
@@ -50,22 +56,29 @@ def run(*arguments: object) -> subprocess.CompletedProcess[str]:
         *(pytest.param(each, marks=pytest.mark.slow) for each in ([], ["--fraction", "0.25"])),
     ],
 )
-def test_two_devices_give_what_one_gives(model: Path, options: list[str]):
-    done = run(model, *options)
-    assert done.returncode == 0, done.stderr
-    assert "b [2, 3]: same" in done.stdout and "d [2, 3]: same" in done.stdout
-    assert "llvm:0" in done.stdout and "llvm:1" in done.stdout
+def test_two_devices_give_what_one_gives(main, model: Path, options: list[str], capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
+    assert main([str(model), *options, "--repeat", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "b [2, 3]: same" in shown and "d [2, 3]: same" in shown
+    assert "llvm:0" in shown and "llvm:1" in shown
 
 
-def test_errors_are_one_line(model: Path, tmp_path: Path):
+def test_errors_are_one_line(tmp_path: Path):
     junk = tmp_path / "junk.onnx"
     junk.write_bytes(b"\xff" * 64)
-    for arguments, message in (((junk,), "is not an ONNX model"), ((model, "--place", "none=llvm"), "pattern 'none'")):
-        done = run(*arguments)
-        assert done.returncode == 1 and message in done.stderr
-        assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+    done = subprocess.run([sys.executable, APP, junk], capture_output=True, text=True)
+    assert done.returncode == 1 and "is not an ONNX model" in done.stderr
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
 
-def test_wrong_usage(model: Path, tmp_path: Path):
-    assert run(tmp_path / "absent.onnx").returncode == 2
-    assert run(model, "--vdevice", "llvm").returncode == 2
+def test_a_pattern_that_matches_nothing_is_an_error(main, model: Path):
+    with pytest.raises(rh.HeteroError, match="pattern 'none'"):
+        main([str(model), "--place", "none=llvm"])
+
+
+def test_wrong_usage(main, model: Path, tmp_path: Path):
+    for arguments in ([tmp_path / "absent.onnx"], [model, "--vdevice", "llvm"]):
+        with pytest.raises(SystemExit) as exit_:
+            main([*map(str, arguments)])
+        assert exit_.value.code == 2

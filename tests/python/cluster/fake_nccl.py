@@ -8,8 +8,8 @@ import queue
 import threading
 from typing import Any
 
-from relax_hetero.cluster.nccl import Nccl
 from relax_hetero.vm.device.cuda_library import NOT_READY
+from relax_hetero.vm.device.nccl import Nccl
 
 
 class FakeDriver:
@@ -127,4 +127,7 @@ class FakeNccl:
         def end() -> None:
             driver.notes.append(("end",))
 
-        return Nccl(lambda: next(self._ids), communicator, start, end, 1)
+        def communicators(gpus: list[int]) -> list[Any]:
+            raise NotImplementedError("links have one end in a process")
+
+        return Nccl(lambda: next(self._ids), communicator, communicators, start, end, byte=1, float32=7, sum=0)

@@ -52,6 +52,7 @@ X = TensorSpec("x", ("n", 4), "float32", 0)
         (X, (1, 2), "argument 'x' of 'main' is a tuple, expected a tensor"),
         (X, 1.5, r"is the Python float 1.5, expected float32\[n, 4\]"),
         (X, np.array([["a", "b", "c", "d"]]), "has numpy dtype <U1"),
+        (X, np.ma.masked_array(np.zeros((3, 4), "float32"), mask=True), "is a masked array"),
         (X, "text", "is a str, expected a tensor"),
         (X, None, "is a NoneType, expected a tensor"),
         (ShapeSpec("s", None, 2), (1, -1), "extents from 0"),

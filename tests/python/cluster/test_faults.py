@@ -31,7 +31,8 @@ def _kill(cluster: Any, host: str, replica: int = 0) -> None:
 
 
 def _random(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).random((50, 4), dtype="float32")
+    """Values that go through sockets if `seed` is odd, else through shared memory."""
+    return np.random.default_rng(seed).random((50 if seed % 2 else 5000, 4), dtype="float32")
 
 
 def _is_right(result: Any, seed: int) -> bool:
@@ -137,8 +138,13 @@ def _unix_sockets() -> int:
     return sum(link.removeprefix("socket:[").removesuffix("]") in inodes for link in links)
 
 
+def _shared_memories() -> int:
+    """Number of mappings of shared memory of connections."""
+    return Path("/proc/self/maps").read_text().count("memfd:relax_hetero")
+
+
 def test_nothing_is_left(ray_here: Any, clusters: Make) -> None:
-    threads, sockets = threading.active_count(), _unix_sockets()
+    threads, sockets, memories = threading.active_count(), _unix_sockets(), _shared_memories()
     for _ in range(2):
         cluster = clusters(program(), retries=1)
         assert _unix_sockets() >= sockets + 2
@@ -148,6 +154,7 @@ def test_nothing_is_left(ray_here: Any, clusters: Make) -> None:
             cluster["main"](_random(0))
             pids += [state["pid"] for state in cluster.hosts[0].values()]
             assert _unix_sockets() == sockets + 2  # those of the killed hosts are closed
+            assert _shared_memories() == memories + 2
         cluster.close()
         ended = threading.Event()
         for _ in range(100):
@@ -155,7 +162,7 @@ def test_nothing_is_left(ray_here: Any, clusters: Make) -> None:
                 break
             ended.wait(0.1)
         assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    assert _unix_sockets() == sockets
+    assert _unix_sockets() == sockets and _shared_memories() == memories
     assert threading.active_count() <= threads + 2  # of Ray's own
 
 

@@ -13,9 +13,8 @@ import tvm
 
 import relax_hetero as rh
 from cluster.fake_nccl import FakeDriver, FakeNccl
-from relax_hetero.cluster import nccl
 from relax_hetero.cluster.host_links import RECEIVER, SENDER, GpuLink
-from relax_hetero.vm.device import memory_pools
+from relax_hetero.vm.device import memory_pools, nccl
 from relax_hetero.vm.device.tensors import alias, bytes_of, empty, from_numpy, nbytes_of
 
 HOST = tvm.runtime.device("cpu", 0)

@@ -284,9 +284,11 @@ def test_links_are_made_anew_after_a_host_died(hosts: Any) -> None:
 
 
 @pytest.fixture
-def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
+def machines(hosts: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Wires, dict[str, HostMachine], Route]:
     """Two hosts that run the modules of `two_hosts`, whose tensors count as on GPUs."""
-    pytest.importorskip("ray")
+    ray = pytest.importorskip("ray")  # not started
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "node"))
+    monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     wires, _ = hosts
     route = next(route for route in routes_of(program().functions) if "main" in route.sent)
     facts = {
@@ -305,7 +307,7 @@ def machines(hosts: Any) -> tuple[Wires, dict[str, HostMachine], Route]:
 
 
 def _message(call: int, value: Any) -> Message:
-    return Message("main", call, (value,))
+    return Message(CALL, 0, "main", call, (value,))
 
 
 def test_steps_announce_sent_tensors_and_receive_announced_ones(machines: Any) -> None:

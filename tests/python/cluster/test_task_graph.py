@@ -73,7 +73,10 @@ class Hosts:
         assert len(messages) == len(task.inputs)
         total = sum(np.asarray(value) for message in messages for value in message.values) + 1
         work = task.work[messages[0].function]
-        return [Message(messages[0].function, call, (total,) * len(sends)) for sends in work.sends]
+        return [
+            Message(number, target, messages[0].function, call, (total,) * len(sends))
+            for target, sends in zip(task.targets, work.sends, strict=True)
+        ]
 
     def send(self, function: str, *values: Any) -> tuple[int, int]:
         """Send a call."""

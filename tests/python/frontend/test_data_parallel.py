@@ -101,7 +101,7 @@ def test_any_batch_gets_its_size_from_shapes():
         ({"data_parallel": 0}, "expected a number of devices, 1 or more"),
         ({"data_parallel": 2, "vdevices": ["llvm:0"]}, "vdevices has 1; expected so many"),
         ({"data_parallel": 2, "vdevices": "llvm", "placement": {"*": "llvm"}}, "data_parallel=2 and placement"),
-        ({"data_parallel": 2, "cache": rh.PagedCache()}, "does not go with cache"),
+        ({"data_parallel": 2, "cache": rh.PagedCache()}, "do not go with cache"),
     ],
 )
 def test_errors(arguments, message):

@@ -20,10 +20,10 @@ from gpu.link_process import DTYPES, LIMIT, content, made
 from relax_hetero.cluster import wire
 from relax_hetero.cluster.host_links import SENDER, GpuLink, HostLinks
 from relax_hetero.cluster.links import GpuInfo
-from relax_hetero.cluster.nccl import load_nccl
 from relax_hetero.target.vdevice import with_vdevices
 from relax_hetero.vm.device.cuda_library import cuda_library
 from relax_hetero.vm.device.memory_pools import PINNED_BYTES
+from relax_hetero.vm.device.nccl import load_nccl
 from relax_hetero.vm.device.tensors import bytes_of, copy_to, view_bytes
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0

@@ -1,25 +1,40 @@
-"""Meshes of two GPUs against numpy and against one GPU: sums by kernels, exchanges by copies, a language model."""
+"""Meshes of two GPUs against numpy and against one GPU: sums by kernels and by NCCL, exchanges by copies, a model."""
 
+import gc
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 import tvm
+from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from modules import ir_module
+from relax_hetero.artifact.commands import GRAPH
+from relax_hetero.artifact.graph_layout import SUBMITTED
 from relax_hetero.encoding.token_masks import pack_mask
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS
+from relax_hetero.vm.device.nccl import load_nccl
 from seeds import fresh_rng
+from transform.interpreting import run
+from transform.shard.test_partition_by_mesh import RandomGraph
 
 GPUS = sum(tvm.cuda(i).exist for i in range(8)) if tvm.runtime.enabled("cuda") else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs")]
+pytestmark = [
+    pytest.mark.usefixtures("free_exchanges"),
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason="fewer than two NVIDIA GPUs"),
+]
 TOKENS = np.random.default_rng(1).integers(0, 320, 40)
+NO_NCCL = load_nccl() if GPUS else ""
+with_nccl = pytest.mark.skipif(isinstance(NO_NCCL, str), reason=f"no NCCL: {NO_NCCL}")
+STRATEGIES = ["custom", pytest.param("nccl", marks=with_nccl)]
 
 
-def sums(count):
+def sums(count, strategy="custom"):
     """Twice the sum of the rows of ``(2, count)``, of which each GPU has one; both GPUs use the first sum."""
     ones, shape = np.ones((1, count), "float32"), (2, count)
 
@@ -34,13 +49,14 @@ def sums(count):
             R.output(y)
         return y
 
-    return rh.vm.VirtualMachine(rh.compile(mod))
+    return rh.vm.VirtualMachine(rh.compile(mod, allreduce_strategy=strategy))
 
 
 # The last three are at the border of the two protocols, and beyond.
 @pytest.mark.parametrize("count", [3, 4, 1000, 4096, 131072, 131076, 3_000_004])
-def test_sums(count):
-    vm, generator = sums(count), fresh_rng()
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_sums(count, strategy):
+    vm, generator = sums(count, strategy), fresh_rng()
     for _ in range(5):
         x = generator.integers(-1000, 1000, (2, count)).astype("float32")
         np.testing.assert_array_equal(np.asarray(vm["main"](x)), 2 * x.sum(0, keepdims=True) + 1)
@@ -50,27 +66,35 @@ def test_sums(count):
 # Short; long; rows that GPUs cannot share; rows of more than 512 threads, short and long.
 @pytest.mark.parametrize(("rows", "width"), [(3, 64), (96, 2048), (97, 2048), (2, 12288), (40, 16384)])
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_norms_of_sums(rows, width, dtype):
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norms_of_sums(rows, width, dtype, kind, strategy):
     generator = np.random.default_rng(2)
     scale = generator.uniform(0.5, 2, width).astype("float32")
     ups = [generator.standard_normal((width, 64)).astype("float32") / width**0.5 for _ in range(3)]
     downs = [(generator.standard_normal((64, width)) * size).astype("float32") for size in (1, 1e6)]
-    shape = (rows, width)
+    shape, shift, is_layer = (rows, width), generator.standard_normal(width).astype("float32"), kind == "layer"
+
+    def norm_op(a):
+        if is_layer:
+            return relax.op.nn.layer_norm(a, relax.const(scale), relax.const(shift), axes=[-1], epsilon=1e-5)
+        return relax.op.nn.rms_norm(a, relax.const(scale), axes=[-1], epsilon=1e-5)
 
     @ir_module("cuda", "cuda:1")
     def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
         with R.dataflow():
             a = R.add(x, R.matmul(R.matmul(x, R.const(ups[0])), R.const(downs[0])))
-            b = R.astype(R.nn.rms_norm(a, R.const(scale), axes=[-1], epsilon=1e-5), dtype)
+            b = R.astype(norm_op(a), dtype)
             c = R.add(a, R.matmul(R.matmul(R.astype(b, "float32"), R.const(ups[1])), R.const(downs[1])))
             y = R.matmul(R.multiply(c, R.const(1e-6, "float32")), R.const(ups[2]))
             R.output(y)
         return y
 
     def norm(a):
-        return a / np.sqrt((a * a).mean(1, keepdims=True) + 1e-5) * scale
+        centered = a - a.mean(1, keepdims=True) if is_layer else a
+        return centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * scale + is_layer * shift
 
-    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    vm = rh.vm.VirtualMachine(rh.compile(mod, allreduce_strategy=strategy))
     for _ in range(3):
         x = fresh_rng().standard_normal(shape).astype("float32") * np.float32(1e6)  # beyond float16
         a = x + x.astype("float64") @ ups[0] @ downs[0]
@@ -78,6 +102,60 @@ def test_norms_of_sums(rows, width, dtype):
         expected = 1e-6 * c @ ups[2]
         atol = {"float32": 1e-5, "float16": 2e-3}[dtype] * np.abs(expected).max()
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
+
+
+@pytest.mark.skipif(GPUS < 4, reason="fewer than four NVIDIA GPUs")
+@pytest.mark.parametrize("rows", [8, 4096])
+def test_sums_within_the_groups_of_two_axes(rows):
+    """Pairs of GPUs share a half of a batch; then others share the columns of what each pair has."""
+    generator, shape = np.random.default_rng(4), (rows, 256)
+    ups = [generator.standard_normal((256, 64)).astype("float32") / 16 for _ in range(2)]
+    downs = [generator.standard_normal((64, 256)).astype("float32") / 8 for _ in range(2)]
+
+    @ir_module("cuda", "cuda:1", "cuda:2", "cuda:3")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:4](2, 2)")):
+        with R.dataflow():
+            a = R.hetero.shard(x, "S[0], R")
+            b = R.add(a, R.matmul(R.nn.relu(R.matmul(a, R.const(ups[0]))), R.const(downs[0])))
+            c = R.hetero.shard(R.nn.softmax(b), "S[1], S[0]")
+            d = R.matmul(c, R.const(ups[1]))
+            e = R.nn.softmax(R.hetero.shard(d, "R, S[0]"))
+            y = R.matmul(e, R.const(downs[1]))
+            R.output(y)
+        return y
+
+    vm = rh.vm.VirtualMachine(rh.compile(mod))
+    for _ in range(3):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        b = x + np.maximum(x.astype("float64") @ ups[0], 0) @ downs[0]
+        d = softmax(b) @ ups[1]
+        expected = softmax(d) @ downs[1]
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=1e-4, atol=1e-4)
+
+
+def softmax(x):
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
+def test_a_new_size_that_concerns_one_gpu():
+    ones = [np.ones(shape, "float32") for shape in ((64, 8), (8, 64))]
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((4, 64), "float32", "cuda[0:2]"), y: R.Tensor(("n", 8), "float32", "cuda:0")):
+        with R.dataflow():
+            a = R.nn.softmax(R.matmul(R.matmul(x, R.const(ones[0])), R.const(ones[1])))
+            b = R.matmul(a, R.const(ones[0]))
+            z = R.nn.relu(y)
+            R.output(b, z)
+        return b, z
+
+    vm, x = rh.vm.VirtualMachine(rh.compile(mod)), fresh_rng().standard_normal((4, 64)).astype("float32")
+    for size in (3, 5, 3, 7):
+        y = fresh_rng().standard_normal((size, 8)).astype("float32")
+        b, z = vm["main"](x, y)
+        np.testing.assert_allclose(b.numpy(), np.ones((4, 8)), rtol=1e-5)
+        np.testing.assert_array_equal(z.numpy(), np.maximum(y, 0))
 
 
 def test_products_send_what_other_gpus_add():
@@ -116,6 +194,90 @@ def test_products_send_what_other_gpus_add():
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=5e-3 * np.abs(expected).max())
 
 
+@with_nccl
+def test_graphs_have_nccls_sums():
+    """Each GPU's work is one graph, launched once for each call, with NCCL's sums as child graphs."""
+    vm, x = sums(4096, "nccl"), np.ones((2, 4096), "float32")
+    for _ in range(3):
+        np.testing.assert_array_equal(np.asarray(vm["main"](x)), np.full((1, 4096), 5, "float32"))
+    metadata = vm.executable.metadata
+    counts = {
+        (region.device, region.runs): sum("all_reduce" in command.kernel for command in region.commands)
+        for region in metadata.regions
+        if any("all_reduce" in command.kernel for command in region.commands)
+    }
+    assert counts == {(0, GRAPH): 1, (1, GRAPH): 1} and len(metadata.collectives) == 1
+    launches = [int(graph._words[SUBMITTED]) for graph in vm.graphs]
+    assert launches.count(3) >= 2
+
+
+@with_nccl
+def test_machines_in_turn_and_from_threads_share_gpus():
+    """Two machines, each with communicators of its own, and a third one that takes those of the first."""
+    x = np.ones((2, 1024), "float32")
+    machines = [sums(1024, "nccl"), sums(1024, "nccl")]
+    expected = np.full((1, 1024), 5, "float32")
+    for vm in machines * 2:
+        np.testing.assert_array_equal(np.asarray(vm["main"](x)), expected)
+    with ThreadPoolExecutor(2) as pool:
+        for result in pool.map(lambda number: np.asarray(machines[number % 2]["main"](x)), range(40)):
+            np.testing.assert_array_equal(result, expected)
+    del machines[0], vm
+    gc.collect()
+    np.testing.assert_array_equal(np.asarray(sums(1024, "nccl")["main"](x)), expected)
+
+
+def gathers(count, dtype):
+    """Four times each row of ``(2, count)``, doubled twice: by halves, and by both GPUs after a gather; and a sum."""
+    ones = np.ones((1, count), "float32")
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor((2, count), "float32", "cuda[0:2]"), z: R.Tensor((2, count), dtype, "cuda[0:2]")):
+        with R.dataflow():
+            total = R.sum(R.hetero.shard(x, "S[0]"), [0], keepdims=True)
+            again = R.hetero.shard(R.concat((total, R.multiply(total, R.const(ones))), axis=0), "S[0]")
+            y = R.hetero.shard(R.sum(again, [0], keepdims=True), "R")
+            rows = R.hetero.shard(z, "S[0]")
+            whole = R.hetero.shard(R.add(rows, rows), "R")
+            twice = R.hetero.shard(R.add(whole, whole), "S[0]")
+            w = R.hetero.shard(twice, "R")
+            R.output(y, w)
+        return y, w
+
+    return rh.compile(mod, allreduce_strategy="nccl")
+
+
+@with_nccl
+@pytest.mark.parametrize(("count", "dtype"), [(1004, "float16"), (4, "uint8"), (4096, "int32"), (1 << 20, "float32")])
+def test_gathers(count, dtype):
+    exe = gathers(count, dtype)
+    assert [each.op for each in exe.metadata.collectives].count("exchange") == 1
+    vm, generator = rh.vm.VirtualMachine(exe), fresh_rng()
+    for _ in range(4):
+        x = generator.integers(-1000, 1000, (2, count)).astype("float32")
+        z = generator.integers(0, 60, (2, count)).astype(dtype)
+        y, w = vm["main"](x, z)
+        np.testing.assert_array_equal(np.asarray(y), 2 * x.sum(0, keepdims=True))
+        np.testing.assert_array_equal(np.asarray(w), 4 * z)
+
+
+# Graphs with sums that both GPUs use, two of them with gathers.
+@pytest.mark.parametrize("seed", [17, 58, 79])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_random_graphs(seed, strategy):
+    generator = np.random.default_rng(seed)
+    mod = RandomGraph(generator, (2,), 12, "cuda").module()
+    exe = rh.compile(mod, allreduce_strategy=strategy)
+    assert {each.op for each in exe.metadata.collectives} >= {"all-reduce"}
+    vm = rh.vm.VirtualMachine(exe)
+    for _ in range(3):
+        arguments = [generator.standard_normal((4, 8, 12)).astype("float32") for _ in range(2)]
+        for actual, expected in zip(vm["main"](*arguments), run(mod, *arguments), strict=True):
+            np.testing.assert_allclose(
+                np.asarray(actual), expected, rtol=2e-4, atol=2e-4 * max(1, np.abs(expected).max())
+            )
+
+
 def test_kernels_that_wait_are_not_profiled():
     vm, x = sums(1024), np.ones((2, 1024), "float32")
     for _ in range(2):
@@ -124,14 +286,18 @@ def test_kernels_that_wait_are_not_profiled():
         np.testing.assert_array_equal(np.asarray(vm["main"](x)), np.full((1, 1024), 5, "float32"))
 
 
-@pytest.mark.parametrize(("name", "types"), [("llama", "F16"), ("qwen3moe", {"*exps*": "Q4_K", "*": "Q8_0"})])
+# The second one gathers rows, as heads are no whole superblocks.
+@pytest.mark.parametrize(
+    ("name", "types"), [("llama", "F16"), ("qwen2", "Q4_K"), ("qwen3moe", {"*exps*": "Q4_K", "*": "Q8_0"})]
+)
 def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
     texts = []
-    for count in (1, 2):
+    for count, strategy in (1, "auto"), (2, "custom"), *[(2, "nccl")] * (not isinstance(NO_NCCL, str)):
         model, _ = rh.llm.load(
-            path, "cuda", tensor_parallel=count, batches=(2,), chunks=(16, 32), context=128, background=False
-        )
+            path, "cuda", tensor_parallel=count, batches=(2,), chunks=(16, 32), context=128, background=False,
+            allreduce_strategy=strategy,
+        )  # fmt: skip
         slots = [model.cache.add(), model.cache.add()]
         rows = [[int(model.prefill(slot, TOKENS[: 21 + slot]).argmax())] for slot in slots]
         step = model.begin_decode(slots, [row[-1] for row in rows])
@@ -140,9 +306,10 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
             for token, row in zip(step.tokens(), rows, strict=True):
                 row.append(token)
             step = ahead
-        assert [region.device for region in model.executable.metadata.regions if region.function == "decode_2"] == [
-            *range(count)  # a step is one CUDA graph for each GPU
-        ]
+        if name != "qwen2":  # whose rows one GPU receives
+            regions = model.executable.metadata.regions
+            # A step is one CUDA graph for each GPU.
+            assert [region.device for region in regions if region.function == "decode_2"] == [*range(count)]
         logits = model.decode(slots, step.tokens()).copy()
         assert logits.shape == (2, 320) and np.isfinite(logits).all()
         for row, values in zip(rows, logits, strict=True):
@@ -154,7 +321,7 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
         for row, token in zip(rows, masked, strict=True):
             row.append(token)
         texts.append(rows)
-    assert texts[0] == texts[1]
+    assert all(rows == texts[0] for rows in texts)
 
 
 def test_both_gpus_gather_a_small_value():

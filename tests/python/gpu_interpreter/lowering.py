@@ -9,6 +9,8 @@ from tvm import tirx
 from tvm.s_tir import pipeline as s_tir_pipeline
 from tvm.tirx import compilation_pipeline
 
+from relax_hetero.driver.link.parallel_codegen import COMPACTION, compact_blocks
+
 
 def cuda_target(arch: str) -> tvm.target.Target:
     """The target of an architecture, with a host."""
@@ -18,7 +20,7 @@ def cuda_target(arch: str) -> tvm.target.Target:
 def lowered(
     func: tirx.PrimFunc, arch: str = "sm_90a", style: str | None = None, leave_out: tuple[str, ...] = ()
 ) -> tirx.PrimFunc:
-    """Function as TVM lowers it before it separates the kernel: flat buffers, barriers, merged shared memory.
+    """Function as the driver has TVM lower it, before TVM separates the kernel: flat buffers, barriers, shared memory.
 
     Parameters
     ----------
@@ -38,8 +40,9 @@ def lowered(
     def up_to_the_split(passes: list[tvm.transform.Pass], *rest: object) -> tvm.transform.Pass:
         names = [one.info.name for one in passes]
         prefix = passes[: names.index("tirx.SplitHostDevice")]
-        return sequential([one for one in prefix if one.info.name not in leave_out], *rest)
+        return sequential([one for one in prefix if one.info.name not in (*leave_out, COMPACTION)], *rest)
 
+    mod = compact_blocks(mod)
     with target, mock.patch.object(tvm.ir.transform, "Sequential", up_to_the_split):
         mod = pipeline(mod)
     return mod[name]

@@ -21,7 +21,7 @@ TOKENS = np.random.default_rng(5).integers(0, 320, 21).tolist()
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory):
-    return write_gguf(tmp_path_factory.mktemp("counts") / "model.gguf", SIZES, "Q8_0")
+    return write_gguf(tmp_path_factory.mktemp("counts") / "model.gguf", SIZES, "F32")
 
 
 @pytest.fixture(scope="module")

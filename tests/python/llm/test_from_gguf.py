@@ -221,7 +221,7 @@ def test_two_devices(name, placement, tmp_path):
 
 def test_layers_on_two_devices_copy_each_integer_once(tmp_path):
     """Angles are computed on both devices, and nothing of a step is left that could overlap."""
-    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama-tied"], layers=4), {"*": "Q8_0"})
+    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama-tied"], layers=4), {"*": "F32"})
     placement = {"blk.0.*": "llvm:0", "blk.1.*": "llvm:0", "*": "llvm:1"}
     executable = rh.compile(rh.from_gguf(path, TWO, placement, batches=(1,), chunks=(16,)))
     [schedule] = [each for each in executable.metadata.schedules if each.function == "decode_1"]

@@ -45,7 +45,7 @@ def imports(monkeypatch, tmp_path):
 
 def test_a_file_is_imported_once(tmp_path, imports):
     sizes = replace(SMALL, layers=1)
-    path = write_gguf(tmp_path / "model.gguf", sizes, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", sizes, "F32")
     first = logits_of(path)
     np.testing.assert_array_equal(logits_of(path), first)
     assert len(imports) == 1
@@ -54,12 +54,12 @@ def test_a_file_is_imported_once(tmp_path, imports):
     os.utime(path)  # may have other weights
     np.testing.assert_array_equal(logits_of(path), first)
     assert len(imports) == 3
-    write_gguf(path, sizes, "Q8_0", 1)
+    write_gguf(path, sizes, "F32", 1)
     assert np.abs(logits_of(path) - first).max() > 0.01 and len(imports) == 4
 
 
 def test_files_whose_state_is_unknown_are_not_requested(tmp_path, imports):
-    path = write_gguf(tmp_path / "model.gguf", SMALL, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", SMALL, "F32")
     devices = [rh.VDevice(rh.native("llvm"))]
     (state,) = states_of(path)
     assert (state.path, state.size) == (str(path), path.stat().st_size) and states_of(tmp_path / "absent") == ()
@@ -68,7 +68,7 @@ def test_files_whose_state_is_unknown_are_not_requested(tmp_path, imports):
 
 @pytest.mark.slow
 def test_rules_count(tmp_path, imports):
-    path = write_gguf(tmp_path / "model.gguf", SMALL, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", SMALL, "F32")
     for number, layer in enumerate((0, 1, 0)):
         logits_of(path, ["llvm", "llvm"], {f"blk.{layer}.*": "llvm:1", "*": "llvm:0"})
         assert len(imports) == min(number + 1, 2)
@@ -76,7 +76,7 @@ def test_rules_count(tmp_path, imports):
 
 @pytest.mark.slow
 def test_an_executable_that_left_the_cache_is_compiled_again(tmp_path, imports):
-    path = write_gguf(tmp_path / "model.gguf", SMALL, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", SMALL, "F32")
     first = logits_of(path)
     for file in (tmp_path / "cache").rglob("*.so"):
         file.unlink()
@@ -86,7 +86,7 @@ def test_an_executable_that_left_the_cache_is_compiled_again(tmp_path, imports):
 
 @pytest.mark.slow
 def test_placement_by_measured_costs_is_chosen_again(tmp_path, imports):
-    path = write_gguf(tmp_path / "model.gguf", SMALL, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", SMALL, "F32")
     for _ in range(2):
         logits_of(path, ["llvm"], "auto")
     assert len(imports) == 2
@@ -96,7 +96,7 @@ def test_placement_by_measured_costs_is_chosen_again(tmp_path, imports):
 def test_one_text_is_generated_before_all_functions_are_compiled(tmp_path, imports, monkeypatch, sizes):
     monkeypatch.setattr(model_loader, "BACKGROUND_LAYERS", 1)
     monkeypatch.setattr(background, "DELAY_SECONDS", 1e6)  # begins when it is awaited
-    path = write_gguf(tmp_path / "model.gguf", sizes, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", sizes, "F32")
     model, tokenizer = rh.llm.load(path, **SPLIT)
     assert not model.is_complete and (model.chunk, model.slots, len(imports)) == (16, 2, 1)
     prompts = [list(range(3, 203)), [9, 8, 7]]
@@ -123,7 +123,7 @@ def test_one_text_is_generated_before_all_functions_are_compiled(tmp_path, impor
 def test_all_functions_are_compiled_at_once_where_it_is_asked_for(tmp_path, imports, monkeypatch):
     monkeypatch.setattr(model_loader, "BACKGROUND_LAYERS", 2)
     monkeypatch.setattr(model_loader._Compilation, "compile", lambda self, _: (_ for _ in ()).throw(_Asked(self)))
-    path = write_gguf(tmp_path / "model.gguf", WINDOWED, "Q8_0")
+    path = write_gguf(tmp_path / "model.gguf", WINDOWED, "F32")
     for options, functions in ({}, 2), ({"background": False}, 4), ({"memory_limit": "8 GB"}, 4):
         with pytest.raises(_Asked) as asked:
             rh.llm.load(path, **SPLIT | options)

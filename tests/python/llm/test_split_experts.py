@@ -45,7 +45,7 @@ def test_logits_and_tokens(name, types, devices, placement, tmp_path):
 
 
 def compiled(tmp_path, placement, devices):
-    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": "Q4_K", "*": "Q8_0"})
+    path = write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], {"*exps*": "Q4_K", "*": "F32"})
     mod = rh.from_gguf(path, devices, placement, batches=(2,), chunks=(16,), context=64)
     return read_gguf(path), rh.compile(mod)
 

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import relax_hetero as rh
+from free_exchanges import free_exchanges_in
 from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
@@ -45,7 +46,7 @@ ASIDE = {"blk.*.ffn_*_exps": "llvm:2", "*": "llvm[0:2]"}
         pytest.param("llama", "F16", 4, PIPELINE, marks=pytest.mark.slow),
     ],
 )
-def test_logits_and_tokens(name, types, devices, placement, tmp_path):
+def test_logits_and_tokens(name, types, devices, placement, tmp_path, free_exchanges):
     path = write_gguf(tmp_path / "model.gguf", MODELS[name], types)
     expected = ReferenceModel(path).logits(TOKENS)
     actual = run(path, TOKENS, 9, [CORE] * devices, placement)
@@ -58,7 +59,9 @@ def models(tmp_path_factory):
     """A model on one device, and over two."""
     path = write_gguf(tmp_path_factory.mktemp("model") / "model.gguf", MODELS["llama"], "F16")
     options = {"batches": (2,), "chunks": (16,), "context": 64, "background": False}
-    return path, *(rh.llm.load(path, CORE, tensor_parallel=count, **options)[0] for count in (1, 2))
+    with pytest.MonkeyPatch.context() as patch:
+        free_exchanges_in(patch)
+        return path, *(rh.llm.load(path, CORE, tensor_parallel=count, **options)[0] for count in (1, 2))
 
 
 def test_a_loaded_model_has_the_tokens_of_one_device(models):
@@ -113,7 +116,7 @@ def test_heads_of_each_device(models):
     assert [str(param.name) for param in mod["decode_1"].params][-4:] == [f"pages_{index}" for index in range(4)]
 
 
-def test_gpus_take_copies_of_integers(models):
+def test_gpus_take_copies_of_integers(models, free_exchanges):
     path, *_ = models
     gpu = {"kind": "cuda", "arch": "sm_90a"}
     mod = rh.from_gguf(path, [gpu, gpu], {"*": "cuda[0:2]"}, context=64)
@@ -183,8 +186,11 @@ def test_a_loader_and_the_import_choose_from_the_same_facts(verifies, tmp_path, 
 
 
 def test_devices_of_a_number():
-    devices, placement = parallel_devices("llvm", None, 3, "tensor_parallel")
+    devices, placement = parallel_devices("llvm", None, tensor_parallel=3)
     assert len(devices) == 3
     assert placement == {"*": "vdevice[0:3]"}
-    devices, _ = parallel_devices(["cuda:0", "cuda:1", "llvm"], None, 2, "tensor_parallel")
+    devices, placement = parallel_devices("llvm", None, data_parallel=2, tensor_parallel=3)
+    assert len(devices) == 6
+    assert placement == {"*": "vdevice[0:6](2, 3)"}
+    devices, _ = parallel_devices(["cuda:0", "cuda:1", "llvm"], None, tensor_parallel=2)
     assert len(devices) == 3

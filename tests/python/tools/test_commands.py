@@ -17,7 +17,7 @@ from onnx import numpy_helper
 
 import relax_hetero as rh
 from relax_hetero.display.console import print_table
-from relax_hetero.tools import cli
+from relax_hetero.tools import cli, devices
 
 from .conftest import TWO, parsed, save, two_layers
 
@@ -375,3 +375,12 @@ def test_check_reports_unsupported_nodes(invoke: Invoke, model: Path, tmp_path: 
     for name in ("nobodys.module", tmp_path / "none.py"):
         wrong = invoke("check", path, "--ops", name)
         assert wrong.exit_code == 2 and f"--ops {name}" in wrong.stderr
+
+
+@pytest.mark.parametrize(("peers", "text"), [([], "none: NCCL sums over a mesh"), (["cuda:1"], "cuda:1")])
+def test_devices_shows_which_gpus_reach_each_other(peers: list[str], text: str, capsys: pytest.CaptureFixture[str]):
+    gpu = {"model": "GPU", "target": '{"kind": "cuda"}', "cores": 1, "instructions": "", "memory": 1, "peers": peers}
+    devices._print_devices([{"name": "cuda:0", **gpu}])
+    assert "Peer access" not in capsys.readouterr().out  # one GPU
+    devices._print_devices([{"name": f"cuda:{index}", **gpu} for index in range(2)])
+    assert text in capsys.readouterr().out.partition("Peer access")[2]

@@ -29,6 +29,7 @@ class FakeCuda:
         self.copies, self.failing, self.current = [], {}, threading.local()
         self.chance = None if seed is None else random.Random(seed)
         self.handles = iter(range(1000, 10**9))
+        self.captures, self.graphs, self.children = {}, set(), []
         self.library = SimpleNamespace(
             **{name: self._function(name) for name in dir(type(self)) if name.startswith("cu")}
         )
@@ -102,6 +103,27 @@ class FakeCuda:
     def cuStreamWaitEvent(self, stream, event, flags):
         reached = self.events[event]
         self._push(stream, lambda: self._reach(reached))
+
+    def cuStreamBeginCapture_v2(self, stream, mode):
+        self.captures[stream] = next(self.handles)
+
+    def cuStreamEndCapture(self, stream, graph):
+        graph._obj.value = handle = self.captures.pop(stream)
+        self.graphs.add(handle)
+
+    def cuStreamGetCaptureInfo_v2(self, stream, status, number, graph, dependencies, count):
+        graph._obj.value = self.captures.get(stream)
+        count._obj.value = sum(parent == graph._obj.value for parent, _ in self.children)
+
+    def cuGraphAddChildGraphNode(self, node, graph, dependencies, count, child):
+        node._obj.value = next(self.handles)
+        self.children.append((graph.value, child))
+
+    def cuStreamUpdateCaptureDependencies(self, stream, nodes, count, flags):
+        assert stream in self.captures and (count, flags) == (1, 1)
+
+    def cuGraphDestroy(self, graph):
+        self.graphs.remove(graph)
 
     def cuEventCreate(self, result, flags):
         result._obj.value = handle = next(self.handles)

@@ -80,11 +80,11 @@ class OpenClBackend(ManagedBackend, GpuBackend):
         from .devices import opencl_memory
 
         needed = json.loads(spec.target).get("max_shared_memory_per_block", 0)
-        found = opencl_memory().local_bytes(device.index)
-        if found < needed:
+        local_bytes = opencl_memory().local_bytes(device.index)
+        if local_bytes < needed:
             raise BindingError(
-                f"{name} is to run on {device}, which has {found:,} bytes of local memory, expected {needed:,}: "
-                f'compile for the target {{"kind": "{self.kind}", "max_shared_memory_per_block": {found}}}'
+                f"{name} is to run on {device}, which has {local_bytes:,} bytes of local memory, expected {needed:,}: "
+                f'compile for the target {{"kind": "{self.kind}", "max_shared_memory_per_block": {local_bytes}}}'
             )
 
     def resolvers(self) -> Sequence[tuple[Any, tuple[str, ...]]]:

@@ -24,7 +24,7 @@ _EXTENSIONS = {"cl_khr_fp16": "float16 (half)", "cl_khr_fp64": "float64 (double)
 """Optional extensions that TVM's text enables where kernels need them, and what they are for."""
 
 BYTE_DOT = "byte_dot_"
-"""Begin of the names of functions for dot products of bytes."""
+"""Prefix of the names of functions for dot products of bytes."""
 _BYTE_DOT_EXTENSIONS = ("cl_khr_integer_dot_product", "cl_arm_integer_dot_product_int8")
 
 _PAGE_BYTES = 4096
@@ -82,20 +82,20 @@ class Device:
         self.launched = 0
         """Number of launches in the queue, increased after each."""
         self._ended = 0
-        self.program = lru_cache(256)(self._built)
+        self.program = lru_cache(256)(self._build)
         self.commands = command_buffers_of(device)
         """Functions of the driver's command buffers; None without them, and after they have failed."""
 
     def allocate(self, nbytes: int, alignment: int) -> int:
         """Allocate shared virtual memory; MemoryLimitError if there is none left."""
         nbytes = -(-nbytes // _PAGE_BYTES) * _PAGE_BYTES
-        block = self._taken_again(nbytes, alignment) or _Block(self._new(nbytes, alignment))
+        block = self._reused_block(nbytes, alignment) or _Block(self._new(nbytes, alignment))
         with self._changing:
             self._allocations[block.begin] = self._untouched[block.begin] = block
         return block.begin
 
-    def _taken_again(self, nbytes: int, alignment: int) -> _Block | None:
-        """Freed memory of this size, or None; the lowest, so that calls that repeat get the same addresses."""
+    def _reused_block(self, nbytes: int, alignment: int) -> _Block | None:
+        """Freed memory of this size, or None; the lowest, so that repeated calls get the same addresses."""
         with self._changing:
             fitting = (each for each in self._freed if each.end - each.begin == nbytes and each.begin % alignment == 0)
             block = min(fitting, key=lambda each: each.begin, default=None)
@@ -129,7 +129,7 @@ class Device:
                 block.free_after = []
             elif is_used:
                 # Copies to other blocks wait for all launches.
-                block.free_after = [self._end()] if block.is_received else [None]
+                block.free_after = [self._end_event()] if block.is_received else [None]
             block.is_received = False
             self._freed.append(block)
 
@@ -162,14 +162,14 @@ class Device:
             if block is not None:
                 block.is_received = True
             waits = [None] if block is None else block.free_after
-            waits = [self._end() if event is None else event for event in waits]
+            waits = [self._end_event() if event is None else event for event in waits]
         self._copy(target, source, nbytes, waits)
         if block is not None:
             block.free_after = []
 
     def send(self, source: int, target: int, nbytes: int) -> None:
         """Copy to the host, which waits for the end."""
-        self._copy(target, source, nbytes, [self._end()])
+        self._copy(target, source, nbytes, [self._end_event()])
 
     def copy_within(self, source: int, target: int, nbytes: int) -> None:
         """Copy between addresses of the device, in order with launches."""
@@ -182,7 +182,7 @@ class Device:
         waits = [event for event in waits if event is not None]
         self.cl.enqueue_copy(self.copies, *_places(target, source, nbytes), is_blocking=True, wait_for=waits)
 
-    def _end(self) -> Any:
+    def _end_event(self) -> Any:
         """Event at the end of the launches so far; None if they have ended."""
         if self._ended == self.launched:
             return None
@@ -205,8 +205,8 @@ class Device:
         for block in freed:
             block.memory.release()
 
-    def _built(self, text: str) -> Any:
-        """The compiled text; BuildError if the device cannot compile it.
+    def _build(self, text: str) -> Any:
+        """Compile a text; BuildError if the device cannot.
 
         Binaries are cached by device and driver, by pyopencl unless the driver does it.
         """
@@ -236,7 +236,7 @@ class OpenClMemory(DeviceMemory):
     Attributes
     ----------
     why_absent : str
-        Reason why there are no more devices; empty if there are none to be had.
+        Reason why other devices are not usable, or why there are none; empty if all are.
     """
 
     def __init__(self) -> None:
@@ -361,7 +361,7 @@ def opencl_memory() -> OpenClMemory:
 
 
 def _usable_devices(cl: Any) -> tuple[list[Any], str]:
-    """The devices with shared virtual memory, CPUs last, and why there are no others."""
+    """Devices with shared virtual memory, CPUs last, and the reason why others are not usable."""
     try:
         platforms = cl.get_platforms()
     except cl.Error as error:
@@ -373,7 +373,7 @@ def _usable_devices(cl: Any) -> tuple[list[Any], str]:
         (device for platform in platforms for device in platform.get_devices()),
         key=lambda device: bool(device.type & cl.device_type.CPU),
     )
-    reasons = {device: _why_unusable(cl, device) for device in devices}
+    reasons = {device: _unsupported_reason(cl, device) for device in devices}
     usable = [device for device in devices if not reasons[device]]
     others = [f"{device.name.strip()} {reason}" for device, reason in reasons.items() if reason]
     if others:
@@ -381,11 +381,11 @@ def _usable_devices(cl: Any) -> tuple[list[Any], str]:
     return usable, "" if usable else f"no device of {', '.join(platform.name for platform in platforms)}"
 
 
-def _why_unusable(cl: Any, device: Any) -> str:
+def _unsupported_reason(cl: Any, device: Any) -> str:
     """Reason why kernels cannot use a device; empty if they can."""
     try:
         has_shared_memory = bool(device.svm_capabilities)
-    except cl.Error:  # devices of OpenCL 1.2 do not know the question
+    except cl.Error:  # devices of OpenCL 1.2 lack the query
         has_shared_memory = False
     if not has_shared_memory:
         return "lacks shared virtual memory, expected that of OpenCL 2.0"

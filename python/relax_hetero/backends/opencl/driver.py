@@ -1,7 +1,7 @@
-"""Functions of the OpenCL library that pyopencl uses, by ctypes: launches, and command buffers of the driver.
+"""Functions of pyopencl's OpenCL library, called through ctypes: launches, and command buffers of the driver.
 
-A launch takes a few microseconds of the host's time, of which pyopencl's objects for arguments and events would be
-most. pyopencl lacks ``cl_khr_command_buffer``, whose constants below are those of its specification (version 0.9).
+A launch takes the host a few microseconds, most of which pyopencl would spend on objects for arguments and events.
+pyopencl lacks ``cl_khr_command_buffer``, whose constants below are those of its specification (version 0.9).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def command_buffers_of(device: Any) -> CommandBuffers | None:
 
 
 def _info(device: Any, name: int) -> int:
-    """A number about a device; 0 if its driver does not know it."""
+    """A number that describes a device; 0 if its driver lacks it."""
     value = c_uint64(0)
     status = driver().clGetDeviceInfo(device.int_ptr, name, ctypes.sizeof(value), ctypes.byref(value), None)
     return 0 if status else value.value
@@ -91,7 +91,7 @@ _SUB_GROUP_SIZES, _WARP_SIZE, _WAVEFRONT_WIDTH = 0x4108, 0x4003, 0x4043
 
 
 def subgroups_of(device: Any) -> tuple[int, ...]:
-    """Numbers of work-items that a device runs together, as its vendor's extension states them; else empty."""
+    """Sizes of a device's sub-groups (warps, wavefronts) from its vendor's extension; empty without one."""
     extensions = device.extensions.split()
     if "cl_intel_required_subgroup_size" in extensions:
         sizes, used = (c_size_t * 8)(), c_size_t(0)
@@ -114,7 +114,7 @@ class CommandBuffer:
         Handle of the queue that runs them.
     launches : iterable
         Handle of a kernel, and sizes of the grid and of a group. The driver may keep the kernel instead of its
-        arguments (PoCL 3.1), so that each needs a kernel of its own, whose arguments are set and stay.
+        arguments (PoCL 3.1), so that each launch needs its own kernel object, whose arguments must not change.
     """
 
     def __init__(self, functions: CommandBuffers, device_name: str, queue: int, launches: Iterable[Any]) -> None:

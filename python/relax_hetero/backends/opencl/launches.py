@@ -154,7 +154,7 @@ class _Recording:
         self._buffer: CommandBuffer | None = None
 
     def submit(self) -> None:
-        """Launch the kernels; as a command buffer of the driver, where there are any, from the second time on."""
+        """Launch the kernels; from the second time on as a command buffer of the driver, if it supports them."""
         device = self._device
         device.touch(self._addresses)
         releases = device.releases
@@ -189,9 +189,9 @@ class _Recording:
 
 
 class SequenceLauncher:
-    """Launches the kernels of a command buffer, in a call for all.
+    """Launches all kernels of a command buffer in one call.
 
-    Recordings are kept for recent arguments. Host code passes the same ones in most calls: machines reuse memory.
+    It keeps recordings of recent arguments. Host code passes the same ones in most calls: machines reuse memory.
     """
 
     def __init__(self, memory: OpenClMemory, code: DeviceCode, sequence: LaunchSequence) -> None:
@@ -227,6 +227,6 @@ class SequenceLauncher:
             kernel, count = self._code.kernels[number], len(self._code.kernels[number].params)
             sizes = self._sizes[number].of(tuple(values[place] for place in places[count:]))
             if sizes is not None:
-                own = kernels.get(position) or _Kernel(device, self._code, kernel)
-                launches.append(_Launch(position, own, [values[place] for place in places[:count]], *sizes))
+                kernel_object = kernels.get(position) or _Kernel(device, self._code, kernel)
+                launches.append(_Launch(position, kernel_object, [values[place] for place in places[:count]], *sizes))
         return _Recording(device, launches)

@@ -15,9 +15,9 @@ from ...errors import BuildError
 from .devices import BYTE_DOT
 
 _MARK = "unrolled"
-"""Begin of the names of variables of unrolled loops, by which they are found in the text."""
+"""Prefix of the names of variables of unrolled loops, which the text is searched for."""
 
-# Functions of C that TVM calls for float32, of which OpenCL C has the name without the suffix.
+# C functions that TVM calls for float32; OpenCL C overloads the names without the suffix.
 _SUFFIXED = re.compile(
     r"\b((?:a?(?:cos|sin|tan)h?|atan2|exp(?:2|10|m1)?|log(?:2|10|1p)?|erfc?|sqrt|cbrt|pow|fmod|hypot|ldexp"
     r"|floor|ceil|round|trunc|rint|fabs|copysign|nextafter))f\("
@@ -114,7 +114,7 @@ ushort half_of_float(float value) {
 }
 #endif
 """
-"""Conversions of bits, which devices without arithmetic of float16 have, too."""
+"""Conversions of bits, which devices without float16 arithmetic support, too."""
 
 
 _BYTE_DOTS = """\
@@ -151,7 +151,7 @@ BYTE_DOT_OF_OTHER_SIGN(byte_dot_iu, char4, uchar4, su_int, "s32.u32")
 BYTE_DOT_OF_OTHER_SIGN(byte_dot_ui, uchar4, char4, us_int, "u32.s32")
 #endif
 """
-"""Dot products of four bytes: by Khronos' extension, by Arm's, which wants equal signs, or by NVIDIA's PTX.
+"""Dot products of four bytes: Khronos' extension, Arm's, which requires equal signs, or NVIDIA's PTX.
 
 Elsewhere sums of products, for which compilers have instructions.
 """
@@ -253,15 +253,15 @@ def _with_bound_lets(kernel: tvm.IRModule) -> tvm.IRModule:
             bindings.setdefault(let.var, tirx.Bind(let.var, let.value))
             return let.body
 
-        taken = structural_map(store, (tirx.Let, take))
-        return tirx.SeqStmt([*bindings.values(), taken]) if bindings else store
+        without_lets = structural_map(store, (tirx.Let, take))
+        return tirx.SeqStmt([*bindings.values(), without_lets]) if bindings else store
 
     rule = (tirx.BufferStore, bind)
     return tvm.IRModule({gv: structural_map(func, rule) for gv, func in kernel.functions.items()})
 
 
 def _work_group(func: Any) -> list[int] | None:
-    """Work-items of a group along each dimension; None if they are known to the launch only."""
+    """Work-items of a group along each dimension; None if only the launch knows them."""
     sizes: list[Any] = [1, 1, 1]
 
     def visit(node: tirx.AttrStmt) -> None:
@@ -275,7 +275,7 @@ def _work_group(func: Any) -> list[int] | None:
 def _with_aligned_vectors(text: str) -> str:
     """Replace TVM's vector accesses of global and local memory, whose alignment is that of an element, by aligned ones.
 
-    Kernels align vectors to their size, as CUDA requires; of unaligned ones compilers make an access per element.
+    Kernels align vectors to their size, as CUDA requires; compilers split unaligned ones into an access per element.
     """
     arrays = {name: f"{space} {dtype}" for space, dtype, name in _ARRAY.findall(text)}
 
@@ -300,7 +300,7 @@ def _with_aligned_vectors(text: str) -> str:
 
 
 def _arguments(text: str, begin: int) -> tuple[list[str], int]:
-    """Arguments of a call from the position behind its parenthesis, and the position behind the call."""
+    """Arguments of a call whose parenthesis ends at `begin`, and the position after the call."""
     depth, first, arguments = 0, begin, []
     for position in range(begin, len(text)):
         character = text[position]

@@ -225,6 +225,20 @@ class CostModel:
         rate = cost.products.get(work.product, cost.flops)
         return (cost.launch if work.is_kernel else 0.0) + max(work.flops / rate, work.bytes / cost.bandwidth)
 
+    def product_seconds(self, flops: float, nbytes: float, dtype: str, device: int) -> float:
+        """Seconds of a product on a device, without the launch of its kernel.
+
+        Parameters
+        ----------
+        flops, nbytes : float
+            Operations, and bytes of operands and result.
+        dtype : str
+            Element type of the operands.
+        device : int
+            Index of the vdevice.
+        """
+        return self.op_seconds(Work(flops, nbytes, dtype, is_kernel=False), device)
+
     def transfer_seconds(self, size: float, source: int, destination: int) -> float:
         """Seconds of a transfer of `size` bytes; 0 within a device.
 
@@ -258,6 +272,11 @@ class CostModel:
             raise VDeviceError(f"the cost model has no link between devices {missing[0]}")
         if self.queues and (len(self.queues) != num_devices or min(self.queues) < 0):
             raise VDeviceError(f"the cost model's queues are {list(self.queues)}; expected a number for each device")
+
+
+def device_costs(vdevices: Sequence[tvm.relax.VDevice]) -> CostModel:
+    """Costs of devices of a mesh, with figures that have been measured, which `PartitionByMesh` decides by."""
+    return CostModel.measured(vdevices, "throughput", may_measure=False)
 
 
 def _with_measurements(model: CostModel, figures: Figures) -> CostModel:

@@ -26,6 +26,7 @@ from ...display.text import time_text
 from ...errors import PlacementError
 from ...target.backend import backend_of
 from ...target.hosts import hosts_of
+from ...tir.cuda.all_reduce import all_reduce_seconds
 from ...vm.device.cuda_copies import has_peer_access
 from ..auto.cost_model import CostModel, LinkCost
 from ..auto.simulate import Task, simulate
@@ -34,9 +35,6 @@ from .file import GgufFile
 from .hyperparameters import Hyperparameters
 from .part_costs import KERNELS, Part, Step
 from .place_layers import LayerProblem
-
-SUM_SECONDS = 2.5e-6
-"""Time of the shortest all-reduce in a graph (`apps/bench/collectives.py`, two H200s)."""
 
 _STEPS = 6
 """Simulated decode steps; the first half fills the pipeline."""
@@ -386,7 +384,7 @@ class Pipeline:
 
     def sum_seconds(self, nbytes: float) -> float:
         """Time of an all-reduce in a group: each device writes its part to every other one."""
-        return SUM_SECONDS + (self._tensor - 1) * nbytes / self._fleet.link.bandwidth
+        return all_reduce_seconds(self._tensor, nbytes / self._fleet.link.bandwidth)
 
     def _gather_seconds(self, texts: int) -> float:
         link = self._fleet.link

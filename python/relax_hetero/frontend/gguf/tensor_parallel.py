@@ -18,7 +18,7 @@ import tvm
 
 from ...encoding.pages import LayerCache
 from ...errors import FrontendError
-from ...target.mesh import mesh_positions
+from ...target.mesh import mesh_of, mesh_positions
 from ...target.vdevice import device_name, is_cpu, lookup, vdevice_index
 from ...transform.ir.rewriting import copy_module
 from ...transform.shard.partition_by_mesh import SPLIT_PARAMETERS
@@ -35,7 +35,13 @@ def dealt_rules(
 ) -> list[tuple[str, VDeviceSpec]]:
     """Rules in which a mesh has an equal share of a layer's experts on each of its devices."""
     pairs = rule_pairs(rules)
-    meshes = [mesh_positions(lookup(device, vdevices)) if vdevices else () for _, device in pairs]
+    meshes = [mesh_of(lookup(device, vdevices)) if vdevices else None for _, device in pairs]
+    for (pattern, _), mesh in zip(pairs, meshes, strict=True):
+        if mesh is not None and len(mesh.shape) > 1:
+            raise FrontendError(
+                f"placement rule {pattern!r} names a mesh of shape {mesh.shape}; expected a mesh of one axis for "
+                "layers of language models"
+            )
     if not model.experts or not any(meshes):
         return pairs
     patterns, dealt = Patterns(pattern for pattern, _ in pairs), []

@@ -19,11 +19,12 @@ from .kernel_tables import encoding_tables, encoding_totals, encodings_line, fus
 from .target_text import target_text
 
 if TYPE_CHECKING:
+    from ...artifact.collectives import CollectiveSpec
     from ...llm.token_cost import TokenCost
     from ...vm import Executable
 
-SECTIONS = ("ops", "transfers", "encodings", "kernels", "commands", "steps", "memory", "token")
-"""Sections of an explanation, with a row for every op, transfer, kernel call or step."""
+SECTIONS = ("ops", "transfers", "collectives", "encodings", "kernels", "commands", "steps", "memory", "token")
+"""Sections of an explanation, with a row for every op, transfer, collective, kernel call or step."""
 
 ALL = "all"
 
@@ -86,6 +87,8 @@ class Explanation:
         Cost of a token; None if it is not a language model.
     huge_pages : str
         Weights on huge pages; empty if none were tried, or no machine was made yet.
+    collectives : sequence of CollectiveSpec
+        Collectives over GPUs.
     """
 
     model: str
@@ -102,6 +105,7 @@ class Explanation:
     features: Mapping[str, Sequence[str]] = field(default_factory=dict)
     token: TokenCost | None = None
     huge_pages: str = ""
+    collectives: Sequence[CollectiveSpec] = ()
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """Entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""
@@ -149,6 +153,7 @@ class Explanation:
             "optional": list(self.optional),
             "token": None if self.token is None else self.token.to_json(),
             "huge_pages": self.huge_pages,
+            "collectives": [asdict(each) for each in self.collectives],
         }
 
     def _encodings_json(self) -> dict[str, Any] | None:
@@ -184,6 +189,8 @@ class Explanation:
             elif name == "transfers" and self.of_kind("transfer"):
                 columns = ["transfer", "to", "bytes", "why"]
                 yield table("Transfers", columns, _rows(self.of_kind("transfer"), "variable", "device"), ["bytes"])
+            elif name == "collectives" and self.collectives:
+                yield self._collective_table()
             elif name == "encodings" and self.encodings is not None:
                 yield from encoding_tables(self.encodings)
             elif name == "kernels" and self.fusions is not None:
@@ -206,6 +213,8 @@ class Explanation:
         if missed := self._missed_rows():
             yield table("Missed", ["missed", "times", "why"], missed, right=["times"])
         yield self._placement_line()
+        if self.collectives:
+            yield self._collectives_line()
         if self.encodings is not None:
             yield encodings_line(self.encodings)
         if self.fusions is not None:
@@ -275,6 +284,29 @@ class Explanation:
             f"{plural(len(transfers), 'transfer')} of {bytes_text(moved)} in all."
         )
 
+    def _collective_table(self) -> Shown:
+        names = list(self.targets)
+        columns = ["collective", "result", "function", "devices", "bytes", "with", "by", "why"]
+        rows = [
+            [
+                each.op,
+                each.variable,
+                each.function,
+                ", ".join(names[device] for device in each.devices),
+                bytes_text(each.bytes),
+                ", ".join(each.joined),
+                each.algorithm,
+                each.why,
+            ]
+            for each in self.collectives
+        ]
+        return table("Collectives", columns, rows, right=["bytes"])
+
+    def _collectives_line(self) -> str:
+        kinds = Counter((each.op, each.algorithm, each.why) for each in self.collectives)
+        parts = (f"{plural(count, op)} by {algorithm} ({why})" for (op, algorithm, why), count in kinds.items())
+        return f"Between GPUs: {'; '.join(parts)}."
+
     def _closing_lines(self) -> Iterator[Shown]:
         if self.estimate is not None:
             yield _estimate_line(self.estimate)
@@ -320,6 +352,7 @@ def explanation_of(executable: Executable, model: str = "") -> Explanation:
         {n: d.cpu_features for n, d in zip(names, metadata.devices, strict=True) if d.cpu_features is not None},
         token_cost(metadata.regions, metadata.kernels, names, metadata.placement, metadata.single_calls),
         str(executable.huge_pages or ""),
+        metadata.collectives,
     )
 
 

@@ -21,6 +21,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...artifact import graph_layout
 from ...artifact.graph_layout import CACHED_GRAPHS, FILLED_AT_ONCE, REPORT_INTERVAL, RING_ROWS, Layout
+from ...artifact.nccl_layout import NCCL_COLLECTIVE
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
@@ -48,12 +49,14 @@ class Launch:
 
     Numbers and offsets may be expressions over the parameters of the command buffer.
 
-    `fetching` is a variant of the kernel that first copies a row of the ring into the table.
+    `fetching` is a variant of the kernel that first copies a row of the ring into the table. `nccl` has the arguments
+    of `NCCL_COLLECTIVE`, if NCCL's kernels precede the launch.
     """
 
     kernel: tvm.ir.GlobalVar
     arguments: Sequence[Expr | tuple[int, Expr, tvm.ir.Type]]
     fetching: tvm.ir.GlobalVar | None = None
+    nccl: Sequence[int] = ()
 
 
 def submit_function(
@@ -167,6 +170,8 @@ def record_function(
                         launch(fill, address(graph_layout.TABLE, 8 * (graph_layout.ENTRIES + first)), *bound)
             for item in launches:
                 arguments = [address(*a) if isinstance(a, tuple) else a for a in item.arguments]
+                if item.nccl:
+                    T.evaluate(tirx.call_packed(NCCL_COLLECTIVE, *map(_word, item.nccl)))
                 if item.fetching is None:
                     launch(item.kernel, *arguments)
                 else:

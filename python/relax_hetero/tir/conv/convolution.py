@@ -264,93 +264,112 @@ def _accumulate_row(conv: Convolution, tile: ConvTile, taps: Sequence[Expr], sum
         start = materialize(tile.prefetch.start + steps_before * tile.prefetch.elements)
         panel_prefetch = PanelPrefetch(start, tile.prefetch.elements)
     for run in tile.segment.taps:
-        _accumulate(conv, run, (data, weight), panel_prefetch, sums)
+        _TapRun(conv, run, (data, weight), panel_prefetch).accumulate(sums)
 
 
-def _accumulate(
-    conv: Convolution,
-    run: Taps,
-    start: tuple[Expr, Expr],
-    panel_prefetch: PanelPrefetch | None,
-    sums: _Sums,
-) -> None:
-    """Accumulate the products of a run of taps with one row of the data."""
-    window, dot = conv.windows[-1], conv.dot
-    pixel_stride, channel_stride = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
-    step_size, tap_stride = conv.weight.layout.tile(0) * dot.k0, _tap_stride(conv)
-    is_padded = conv.data.layout.tile(1) > 1
-    steps, tail = (ceil_div(conv.depth, dot.k0), 0) if is_padded else divmod(conv.depth, dot.k0)
+class _TapRun:
+    """Products of a run of taps with one row of the data.
 
-    block = _steps_per_load(conv)
-    if steps % block:
-        block = 1
+    Attributes
+    ----------
+    start : tuple of PrimExpr
+        Offsets of the first pixel in the data and of the first tap in the weight.
+    steps, tail : int
+        Steps over the input channels of a tap, and channels of a last step that is not whole.
+    block : int
+        Steps whose left factors one load fetches.
+    """
 
-    def emit_step(tile: VectorTile, tap: Expr, number: Expr, existing: int = dot.k0, count: int = 1) -> None:
-        data, weight = start
-        data = data + (run.first + tap) * (window.dilation * pixel_stride) + number * (dot.k0 * channel_stride)
-        weight = weight + (run.first + tap) * tap_stride + number * step_size
-        if panel_prefetch is not None:
-            steps_before = (run.first + tap) * ceil_div(conv.depth, dot.k0) + number
-            _prefetch(conv, panel_prefetch.start + steps_before * panel_prefetch.elements, panel_prefetch.elements)
+    def __init__(self, conv: Convolution, taps: Taps, start: tuple[Expr, Expr], prefetch: PanelPrefetch | None) -> None:
+        self.conv, self.taps, self.start, self.prefetch = conv, taps, start, prefetch
+        self.window, self.dot = conv.windows[-1], conv.dot
+        self.pixel_stride, self.channel_stride = conv.data.stride(f"x{len(conv.windows) - 1}"), conv.data.stride("c")
+        self.step_size, self.tap_stride = conv.weight.layout.tile(0) * self.dot.k0, _tap_stride(conv)
+        self.steps, self.tail = divmod(conv.depth, self.dot.k0)
+        if conv.data.layout.tile(1) > 1:  # padded
+            self.steps, self.tail = ceil_div(conv.depth, self.dot.k0), 0
+        block = _steps_per_load(conv)
+        self.block = 1 if self.steps % block else block
 
-        rows = range(run.begin // dot.rows * dot.rows, run.end, dot.rows)
+    def accumulate(self, sums: _Sums) -> None:
+        """Write the loops over taps and input channels, one loop where channels of neighbouring taps are contiguous."""
+        steps, count, k0 = self.steps, self.taps.count, self.dot.k0
+        tap_elements = steps * k0 * self.channel_stride
+        is_dense = (
+            self.pixel_stride * self.window.dilation == tap_elements and self.tap_stride == steps * self.step_size
+        )
+        if self.tail == 0 and (is_dense or (isinstance(count, int) and count == 1)):
+            sums.add(count * steps, sums.chain_steps, self._emit_steps)
+        elif steps < MAX_UNROLLED_STEPS:
+            sums.add(count, max(1, sums.chain_steps // (steps + (self.tail > 0))), self._emit_taps)
+        else:
+            with loop(count) as tap:
+                sums.add(
+                    steps * k0 + self.tail,
+                    sums.chain_steps * k0,
+                    lambda first, channels, tile: self._emit_channels(tap, first, channels, tile),
+                )
+
+    def _emit_steps(self, first: Expr, count: Expr, tile: VectorTile) -> None:
+        with loop(count // self.block) as s:
+            self._emit_step(tile, 0, first + s * self.block, count=self.block)
+
+    def _emit_taps(self, first: Expr, count: Expr, tile: VectorTile) -> None:
+        with loop(count) as tap:
+            self._emit_channels(first + tap, 0, self.steps * self.dot.k0 + self.tail, tile)
+
+    def _emit_channels(self, tap: Expr, first: Expr, count: int, tile: VectorTile) -> None:
+        number, rest = divmod(count, self.dot.k0)
+        begin = materialize(first // self.dot.k0)
+        if number <= MAX_UNROLLED_STEPS:
+            for s in range(0, number, self.block):
+                self._emit_step(tile, tap, begin + s, count=self.block)
+        else:
+            with loop(number // self.block) as s:
+                self._emit_step(tile, tap, begin + s * self.block, count=self.block)
+        if rest:
+            self._emit_step(tile, tap, begin + number, rest)
+
+    def _emit_step(self, tile: VectorTile, tap: Expr, number: Expr, existing: int = 0, count: int = 1) -> None:
+        """Write `count` steps from step `number` of a tap on; only `existing` channels are data, 0: all."""
+        (data, weight), conv, dot, taps = self.start, self.conv, self.dot, self.taps
+        data = data + (taps.first + tap) * (self.window.dilation * self.pixel_stride)
+        data = data + number * (dot.k0 * self.channel_stride)
+        weight = weight + (taps.first + tap) * self.tap_stride + number * self.step_size
+        if self.prefetch is not None:
+            steps_before = (taps.first + tap) * ceil_div(conv.depth, dot.k0) + number
+            _prefetch(conv, self.prefetch.start + steps_before * self.prefetch.elements, self.prefetch.elements)
+        rows = range(taps.begin // dot.rows * dot.rows, taps.end, dot.rows)
         if count > 1:
-            pixels = range(run.begin, run.end)
-            index = {t: lane_indices(data + t * window.stride * pixel_stride, count * dot.k0) for t in pixels}
-            loads = {t: let(_widened_groups(dot, conv.data.data[index[t]], count)) for t in pixels}
-
-            def emit_lane(s: int) -> None:
-                at = weight + s * step_size
-
-                def lane(t: int) -> Expr:
-                    return lane_of(loads[t], s) if t in loads else lhs_group(dot, [zeros(conv.data.dtype, 1)] * dot.k0)
-
-                tile.step(lane, lambda j: _right_factors(conv, at, j), rows=rows)
-
-            for s in range(count):
-                emit_lane(s)
+            self._emit_lanes(tile, rows, data, weight, count)
             return
 
         def left(t: int) -> Expr:
             # A pixel without the tap adds zeros if a step multiplies it together with its neighbour.
-            channels = existing if run.begin <= t < run.end else 0
-            return lhs_group(dot, _left_factors(conv, data + t * window.stride * pixel_stride, channels))
+            channels = (existing or dot.k0) if taps.begin <= t < taps.end else 0
+            return lhs_group(dot, _left_factors(conv, data + t * self.window.stride * self.pixel_stride, channels))
 
         tile.step(left, lambda j: _right_factors(conv, weight, j), rows=rows)
 
-    is_dense = pixel_stride * window.dilation == steps * dot.k0 * channel_stride and tap_stride == steps * step_size
-    if tail == 0 and (is_dense or (isinstance(run.count, int) and run.count == 1)):
+    def _emit_lanes(self, tile: VectorTile, rows: range, data: Expr, weight: Expr, count: int) -> None:
+        """Write `count` steps, each of which multiplies by another lane of one load of a pixel."""
+        conv, dot = self.conv, self.dot
+        pixels = range(self.taps.begin, self.taps.end)
+        stride = self.window.stride * self.pixel_stride
+        index = {t: lane_indices(data + t * stride, count * dot.k0) for t in pixels}
+        loads = {t: let(_widened_groups(dot, conv.data.data[index[t]], count)) for t in pixels}
+        no_factors = [zeros(conv.data.dtype, 1)] * dot.k0
 
-        def emit_steps(first: Expr, count: Expr, tile: VectorTile) -> None:
-            # The channels of neighbouring taps are contiguous.
-            with loop(count // block) as s:
-                emit_step(tile, 0, first + s * block, count=block)
+        def emit_lane(s: int) -> None:
+            at = weight + s * self.step_size
+            tile.step(
+                lambda t: lane_of(loads[t], s) if t in loads else lhs_group(dot, no_factors),
+                lambda j: _right_factors(conv, at, j),
+                rows=rows,
+            )
 
-        sums.add(run.count * steps, sums.chain_steps, emit_steps)
-        return
-
-    def emit_channels(tap: Expr, first: Expr, count: int, tile: VectorTile) -> None:
-        number, rest = divmod(count, dot.k0)
-        begin = materialize(first // dot.k0)
-        if number <= MAX_UNROLLED_STEPS:
-            for s in range(0, number, block):
-                emit_step(tile, tap, begin + s, count=block)
-        else:
-            with loop(number // block) as s:
-                emit_step(tile, tap, begin + s * block, count=block)
-        if rest:
-            emit_step(tile, tap, begin + number, rest)
-
-    def emit_taps(first: Expr, count: Expr, tile: VectorTile) -> None:
-        with loop(count) as tap:
-            emit_channels(first + tap, 0, channels, tile)
-
-    channels = steps * dot.k0 + tail
-    if steps < MAX_UNROLLED_STEPS:
-        sums.add(run.count, max(1, sums.chain_steps // (steps + (tail > 0))), emit_taps)
-        return
-    with loop(run.count) as tap:
-        sums.add(channels, sums.chain_steps * dot.k0, lambda first, count, tile: emit_channels(tap, first, count, tile))
+        for s in range(count):
+            emit_lane(s)
 
 
 def _steps_per_load(conv: Convolution) -> int:

@@ -11,10 +11,10 @@ Each GPU has memory that the others write to (`artifact.peer_layout`). There are
   same block of the other GPU waits. The kernel of the product before may send the rows instead, in tiles with
   flags of their own (`send_tile`).
 
-An RMS norm of the rows, which follows most sums of language models, is a part of both: a row's threads have the whole
-row in registers. Long sums then send the norm's result; the sum itself stays where it was added, and the next long sum
-adds it there as its residual. If the result is float16, as the operands of the next products, so are the rows that are
-sent, each times a power of two, so that they cannot overflow.
+An RMS norm or a layer norm of the rows, which follow most sums of transformers, is a part of both: a row's threads have
+the whole row in registers. Long sums then send the norm's result; the sum itself stays where it was added, and the next
+long sum adds it there as its residual. If the result is float16, as the operands of the next products, so are the rows
+that are sent, each times a power of two, so that they cannot overflow.
 
 The epoch of a slot is the number of kernels that used it, so that nothing ever is reset. A slot may be written again
 when no GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the
@@ -50,11 +50,14 @@ _MAX_THREADS = 1024
 _LONG_BLOCKS = 128
 _TIMEOUT_SECONDS = 60
 
-_LL_BYTES = 512 << 10
+LL_BYTES = 512 << 10
 """Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
 _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
 """Threads of a row of long operands: those that share a row have a named barrier, of which there are 15."""
+
+_SHORTEST_SECONDS = 2.5e-6
+"""Time of the shortest all-reduce in a graph (`apps/bench/collectives.py`, two H200s)."""
 
 _MAX_LL_PAIRS = 8
 _MAX_VECTORS = 4
@@ -66,10 +69,10 @@ _SENT_ROWS = 32
 """Rows of a tile that a warp sends at a time, with a flag."""
 _SENT_BYTES = 16 << 10
 """Bytes of a slot for the flags of sent tiles."""
-_OPERANDS = 2 * _LL_BYTES + _SENT_BYTES
+_OPERANDS = 2 * LL_BYTES + _SENT_BYTES
 """Offset of long operands in a slot, after the lines of short ones and flags."""
 
-_SOURCE = (
+SOURCE = (
     f"""
 #ifndef RH_ALL_REDUCE
 #define RH_ALL_REDUCE
@@ -199,10 +202,15 @@ template <bool MAX> __device__ __forceinline__ float rh_reduce(float value, int 
   return value;
 }
 
+// Norms of rows.
+#define RH_NO_NORM 0
+#define RH_RMS_NORM 1
+#define RH_LAYER_NORM 2
+
 // Short operands. A line has eight bytes and, twice, the epoch.
-template <int PAIRS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM>
+template <int PAIRS, int RANK, int RANKS, int NORM, bool HALF, bool SUM>
 __device__ __forceinline__ void rh_all_reduce_short(
-    const float* x, const float*, const float* weight, void* out, float* sum, const void* bases,
+    const float* x, const float*, const float* weight, const float* bias, void* out, float* sum, const void* bases,
     long long data, long long slot_bytes, long long flags, long long state, int number, int pairs, int row, float eps) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
   unsigned now = ex.begin_epoch();
@@ -251,11 +259,21 @@ __device__ __forceinline__ void rh_all_reduce_short(
         total[p].y += other == RANK ? own[p].y : __uint_as_float(b[p]);
       }
     }
-    float inverse = 1.0f;
+    float inverse = 1.0f, mean = 0.0f;
+    if (NORM == RH_LAYER_NORM) {
+#pragma unroll
+      for (int p = 0; p < PAIRS; ++p) mean += total[p].x + total[p].y;  // 0 beyond the row
+      mean = rh_reduce<false>(mean, blockDim.x) / (2 * row);
+    }
     if (NORM) {
       float squares = 0.0f;
 #pragma unroll
-      for (int p = 0; p < PAIRS; ++p) squares += total[p].x * total[p].x + total[p].y * total[p].y;
+      for (int p = 0; p < PAIRS; ++p) {
+        int i = begin + threadIdx.x + p * blockDim.x;
+        if (i >= end) continue;
+        float a = total[p].x - mean, b = total[p].y - mean;
+        squares += a * a + b * b;
+      }
       inverse = rsqrtf(rh_reduce<false>(squares, blockDim.x) / (2 * row) + eps);
     }
 #pragma unroll
@@ -264,7 +282,11 @@ __device__ __forceinline__ void rh_all_reduce_short(
       if (i >= end) continue;
       if (SUM) ((float2*)sum)[i] = total[p];
       float2 v = total[p];
-      if (NORM) v = make_float2(v.x * inverse * scale[p].x, v.y * inverse * scale[p].y);
+      if (NORM) v = make_float2((v.x - mean) * inverse * scale[p].x, (v.y - mean) * inverse * scale[p].y);
+      if (NORM == RH_LAYER_NORM) {
+        float2 shift = ((const float2*)bias)[i - begin];
+        v = make_float2(v.x + shift.x, v.y + shift.y);
+      }
       rh_store<HALF>(out, i, v);
     }
   }
@@ -371,11 +393,11 @@ template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ vo
 
 // Long operands: GPU r adds part r, which the others send it (SENT: which kernels before have sent in tiles), and sends
 // them the result. Teams of THREADS threads have a row each, so that many rows of a block are in flight.
-template <int VECTORS, int THREADS, int RANK, int RANKS, bool NORM, bool HALF, bool SUM, bool RESIDUAL, bool SENT>
+template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM, bool RESIDUAL, bool SENT>
 __device__ __forceinline__ void rh_all_reduce_long(
-    const float* x, const float* residual, const float* weight, void* out, float* sum, const void* bases,
-    long long data, long long slot_bytes, long long flags, long long state, int number, int vectors, int row,
-    float eps) {
+    const float* x, const float* residual, const float* weight, const float* bias, void* out, float* sum,
+    const void* bases, long long data, long long slot_bytes, long long flags, long long state, int number, int vectors,
+    int row, float eps) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
   unsigned now = ex.begin_epoch();
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
@@ -408,12 +430,19 @@ __device__ __forceinline__ void rh_all_reduce_long(
         if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
       }
     }
-    float inverse = 1.0f;
+    float inverse = 1.0f, mean = 0.0f;
+    if (NORM == RH_LAYER_NORM) {
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) mean += total[u].x + total[u].y + total[u].z + total[u].w;  // 0 beyond the row
+      mean = rh_reduce<false>(mean, THREADS) / (4 * row);
+    }
     if (NORM) {
       float squares = 0.0f;
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u) {
-        float4 v = total[u];
+        int i = first + threadIdx.x % THREADS + u * THREADS;
+        if (i >= end) continue;
+        float4 v = make_float4(total[u].x - mean, total[u].y - mean, total[u].z - mean, total[u].w - mean);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
       }
       inverse = rsqrtf(rh_reduce<false>(squares, THREADS) / (4 * row) + eps);
@@ -426,8 +455,10 @@ __device__ __forceinline__ void rh_all_reduce_long(
       float4 v = total[u];
       if (NORM) {
         float4 w = ((const float4*)weight)[i - first];
-        v = make_float4(v.x * inverse * w.x, v.y * inverse * w.y, v.z * inverse * w.z, v.w * inverse * w.w);
+        v = make_float4((v.x - mean) * inverse * w.x, (v.y - mean) * inverse * w.y, (v.z - mean) * inverse * w.z,
+                        (v.w - mean) * inverse * w.w);
       }
+      if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - first]);
       rh_store<HALF>(out, (long long)RANK * part + i, v);
       for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
     }
@@ -452,7 +483,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
 
 @dataclass(frozen=True)
 class RowNorm:
-    """RMS norm of the rows of a sum, with a weight for each column.
+    """Norm of the rows of a sum, with a weight for each column: an RMS norm, or a layer norm, which adds a bias.
 
     Attributes
     ----------
@@ -460,10 +491,13 @@ class RowNorm:
         Number that is added to the mean of the squares.
     dtype : str
         Type of the result, float32 or float16.
+    is_centered : bool
+        True for a layer norm.
     """
 
     eps: float
     dtype: str
+    is_centered: bool = False
 
 
 @dataclass(frozen=True)
@@ -500,7 +534,7 @@ class AllReduce:
     @property
     def is_short(self) -> bool:
         """True if every GPU adds all; else each adds its part of the rows."""
-        return 4 * self.count <= _LL_BYTES
+        return is_short_sum(4 * self.count)
 
     @property
     def lanes(self) -> int:
@@ -521,7 +555,7 @@ class AllReduce:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that it needs for each GPU."""
-        return 2 * _LL_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
+        return 2 * LL_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
 
     @property
     def threads(self) -> int:
@@ -577,13 +611,16 @@ class RankReduce:
         True if there is a second result, the sum, beside that of the norm.
     slot, slot_bytes : int
         Slot of the GPUs' memory, see `slots_of`, and bytes of a slot for each GPU, at least `AllReduce.slot_bytes`.
+    why : str
+        Reason why NCCL sums; empty for kernels that write to the memory of other GPUs.
     """
 
     reduce: AllReduce
     rank: int
     keeps_sum: bool
-    slot: int
-    slot_bytes: int
+    slot: int = 0
+    slot_bytes: int = 0
+    why: str = ""
 
     @property
     def sent(self) -> SentTiles | None:
@@ -613,6 +650,24 @@ class RankReduce:
 def supports(count: int, dtype: str) -> bool:
     """Return whether the kernel reduces tensors of so many elements of a type."""
     return dtype == "float32" and count % 4 == 0 and 0 < count < 1 << 31
+
+
+def is_short_sum(nbytes: float) -> bool:
+    """Return whether every GPU adds all of an operand of so many bytes; else each adds its part of the rows."""
+    return nbytes <= LL_BYTES
+
+
+def all_reduce_seconds(ranks: int, link_seconds: float) -> float:
+    """Estimate of an all-reduce in a graph: each GPU writes its operand to every other one.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of GPUs.
+    link_seconds : float
+        Time of the operand's bytes over the link between two GPUs.
+    """
+    return _SHORTEST_SECONDS + (ranks - 1) * link_seconds
 
 
 def slots_of(count: int) -> list[int]:
@@ -652,7 +707,8 @@ def all_reduce_kernel(
     tirx.PrimFunc
         Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
         only orders kernels; the residual, if there is one; the norm's weight, (width,) of float32, if there is a norm;
-        and the results: that of the norm or the sum, then the sum of `AllReduce.sum_shape` if it is kept.
+        the bias of a layer norm; and the results: that of the norm or the sum, then the sum of `AllReduce.sum_shape` if
+        it is kept.
     """
     norm, shape = reduce.norm, list(reduce.shape)
     function = Function(f"all_reduce_{rank}", registers="local")
@@ -662,6 +718,8 @@ def all_reduce_kernel(
         function.argument("after", list(after[0]), after[1])
         residual = function.argument("residual", reduce.sum_shape, "float32") if reduce.has_residual else None
         weight = function.argument("weight", [reduce.width], "float32") if norm is not None else None
+        is_centered = norm is not None and norm.is_centered
+        bias = function.argument("bias", [reduce.width], "float32") if is_centered else None
         out = function.argument("out", shape, norm.dtype if norm is not None else "float32")
         total = function.argument("total", reduce.sum_shape, "float32") if keeps_sum else None
 
@@ -672,20 +730,21 @@ def all_reduce_kernel(
 
         # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
         data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else _OPERANDS)
-        kinds = (norm is not None, norm is not None and norm.dtype == "float16", keeps_sum)
+        norm_kind = "RH_NO_NORM" if norm is None else "RH_LAYER_NORM" if is_centered else "RH_RMS_NORM"
+        kinds = (norm_kind, *(str(each).lower() for each in (norm is not None and norm.dtype == "float16", keeps_sum)))
         per_thread, threads = ceil(reduce.row / reduce.row_threads), () if reduce.is_short else (reduce.row_threads,)
-        arguments = ", ".join(str(value).lower() for value in (per_thread, *threads, rank, reduce.ranks, *kinds))
+        arguments = ", ".join(map(str, (per_thread, *threads, rank, reduce.ranks, *kinds)))
         with function.body(), launch(reduce.blocks, reduce.threads):
             T.evaluate(
                 T.cuda.func_call(
                     f"rh_all_reduce_short<{arguments}>"
                     if reduce.is_short
                     else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}, {str(is_sent).lower()}>",
-                    *map(pointer, (x, residual, weight, out, total, bases)),
+                    *map(pointer, (x, residual, weight, bias, out, total, bases)),
                     *map(T.int64, (data, slot_bytes, flags_offset(slot, reduce.ranks), state_offset(reduce.ranks))),
                     *map(T.int32, (slot, reduce.count // reduce.lanes, reduce.row)),
                     T.float32(norm.eps if norm is not None else 0.0),
-                    source_code=_SOURCE,
+                    source_code=SOURCE,
                     return_type="void",
                 )
             )
@@ -719,7 +778,7 @@ def send_tile(
             *map(T.int64, (data, sent.slot_bytes, state_offset(sent.ranks))),
             *map(T.int32, (sent.slot, shape[0] // sent.ranks, shape[1])),
             *(T.Cast("int32", value) for value in origin),
-            source_code=_SOURCE,
+            source_code=SOURCE,
             return_type="void",
         )
     )

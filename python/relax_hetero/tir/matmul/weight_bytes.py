@@ -27,8 +27,8 @@ _LOOKUP = {
     "sse": "llvm.x86.ssse3.pshuf.b.128",
     "neon": "llvm.aarch64.neon.tbl1.v16i8",
 }
-"""Bytes of a table of 16, which each 128 bits have, by the low four bits of every byte (Intel SDM: PSHUFB; Arm ARM:
-TBL), by instruction set."""
+"""Look-up in a table of 16 bytes, repeated in each 128 bits, by the low four bits of every byte (Intel SDM: PSHUFB; Arm
+ARM: TBL); keys are instruction sets."""
 
 _OFFSET = 128
 """8-bit quants are stored as signed bytes, and multiplied as unsigned bytes."""

@@ -59,7 +59,7 @@ EXTRAS = {
     "llm": "GGUF files, tokenizers and chat templates: rh.llm, relax-hetero chat",
     "serve": "the endpoints of OpenAI: relax-hetero serve",
     "cluster": "several hosts: rh.cluster",
-    "nccl": "tensors from GPU to GPU between hosts",
+    "nccl": "sums over GPUs, and tensors from GPU to GPU between hosts",
     "compiler": "exporting libraries where there is no C compiler",
     "demo": "make demo and apps/sentence_similarity",
 }

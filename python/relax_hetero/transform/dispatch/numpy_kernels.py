@@ -64,7 +64,7 @@ def _is_boolean_of_known_shape(arg: relax.Expr) -> bool:
 
 # ``take`` of indices that are known to be in bounds, without a check and without a warning about that.
 #
-# Stock TVM warns at every compilation of one; importers use it for indices that they compute themselves.
+# Stock TVM warns at every compilation of such a ``take``; importers use it for indices that they compute themselves.
 
 _INJECTIVE = 2
 """TVM's number for the pattern of ops that FuseOps joins with elementwise ones; it cannot infer that of a gather."""
@@ -304,8 +304,8 @@ def _has_known_float_operands(call: relax.Call) -> bool:
 
 def _operand_indices(indices: tuple[tirx.Var, ...], x: te.Tensor) -> list[tirx.PrimExpr]:
     """Indices of an operand, which may broadcast, for an element of the result."""
-    own = indices[len(indices) - len(x.shape) :]
-    return [tirx.const(0, "int64") if is_one(extent) else i for i, extent in zip(own, x.shape, strict=True)]
+    trailing = indices[len(indices) - len(x.shape) :]
+    return [tirx.const(0, "int64") if is_one(extent) else i for i, extent in zip(trailing, x.shape, strict=True)]
 
 
 def _cast(builder: relax.BlockBuilder, call: relax.Call) -> relax.Expr:

@@ -61,6 +61,10 @@ class Block:
         users = self.users.get(var, [])
         return users[0] if len(users) == 1 and self.is_local(var) else None
 
+    def new_var(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        """Make a variable for a binding of the block."""
+        return (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+
     def is_local(self, var: relax.Var) -> bool:
         """Return whether nothing after the block uses `var`."""
         return var not in self.used_later and (not self.is_dataflow or isinstance(var, relax.DataflowVar))

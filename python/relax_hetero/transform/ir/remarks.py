@@ -15,7 +15,7 @@ import functools
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeAlias
 
 import tvm
@@ -214,6 +214,8 @@ class Remarks:
         Steps in which functions go through queues, by FormSchedules.
     checks : tuple of CheckSpec, optional
         Checks of values that kernels make, by number, by CheckValues.
+    shardings : dict of str to str, optional
+        ``function/variable`` of a product over a mesh to the reason of its sharding, by PartitionByMesh.
     origins : dict of str to str, optional
         Variable to the name of its node in the model's file, by the import.
     graph : ModelGraph, optional
@@ -230,13 +232,23 @@ class Remarks:
     single_calls: tuple[SingleCall, ...] | None = None
     schedules: tuple[Schedule, ...] | None = None
     checks: tuple[CheckSpec, ...] | None = None
+    shardings: dict[str, str] | None = None
     origins: dict[str, str] | None = None
     graph: ModelGraph | None = None
     aliases: Aliases | None = None
 
     def to_data(self) -> dict[str, Any]:
-        """JSON data by field."""
+        """JSON data by field; reasons of devices include those of shardings."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
+        if self.placement is not None and self.shardings:
+            names = [f"{each.function}/{each.variable.partition('@')[0]}" for each in self.placement.entries]
+            reasons = zip(self.placement.entries, map(self.shardings.get, names), strict=True)
+            values["placement"] = PlacementReport(
+                [
+                    replace(entry, reason=f"{entry.reason}; {reason}") if reason and entry.kind == "op" else entry
+                    for entry, reason in reasons
+                ]
+            )
         return {name: None if value is None else _FORMATS[name].write(value) for name, value in values.items()}
 
 
@@ -260,6 +272,7 @@ _FORMATS = {
     "checks": _Format(
         lambda checks: [vars(check) for check in checks], lambda data: tuple(CheckSpec(**d) for d in data)
     ),
+    "shardings": _Format(lambda reasons: reasons, lambda data: data),
     "origins": _Format(lambda names: names, lambda data: data),
     "graph": _Format(lambda graph: graph.to_json(), ModelGraph.from_json),
     "aliases": _Format(lambda names: names, lambda data: data),

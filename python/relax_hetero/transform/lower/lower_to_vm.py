@@ -45,6 +45,7 @@ from ..ir.rewriting import (
     with_functions,
 )
 from ..partition.written_arguments import annotate_written
+from ..shard.exchange_by_nccl import check_collectives_in_graphs
 from .annotate_memory import AnnotateMemory
 from .check_size_divisors import check_size_divisors
 from .lower_loop_rows import LowerLoopRows
@@ -63,10 +64,12 @@ def lower_to_vm(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     BuildError
-        When it runs: TVM's own planner has planned the memory of a module with several devices.
+        When it runs: TVM's own planner has planned the memory of a module with several devices, or NCCL's collectives
+        are outside of CUDA graphs.
     """
     if is_lowered(mod):
         return mod
+    check_collectives_in_graphs(mod)
     if len(vdevices_of(mod)) > 1:
         _refuse_planned(mod)
     named = {gv.name_hint: func for gv, func in mod.functions.items() if "global_symbol" in func.attrs}

@@ -39,6 +39,7 @@ from typing import Any
 import tvm
 from tvm import relax
 
+from ...artifact.nccl_layout import NCCL_MEMORY
 from ...artifact.peer_layout import PEER_MEMORY
 from ...artifact.schedule import Results, Schedule, Step
 from ...target.vdevice import vdevices_of
@@ -100,7 +101,7 @@ def _uses_peers(bindings: Sequence[relax.Binding]) -> bool:
     return any(
         op_name(binding.value) == "relax.call_pure_packed"
         and isinstance(binding.value.args[0], relax.ExternFunc)
-        and str(binding.value.args[0].global_symbol) == PEER_MEMORY
+        and str(binding.value.args[0].global_symbol) in (NCCL_MEMORY, PEER_MEMORY)
         for binding in bindings
     )
 

@@ -62,7 +62,8 @@ class _Section:
     def in_order(self) -> list[int | Run]:
         if self.run is None:
             return [*self.before]
-        is_small = len(self.run.calls) < MIN_RUN_CALLS
+        calls = self.run.calls.values()
+        is_small = len(calls) < MIN_RUN_CALLS and not any(call.needs_graph for call in calls)
         return [*self.before, *(self.run.members if is_small else [self.run])]
 
 

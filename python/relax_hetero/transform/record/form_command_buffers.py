@@ -47,7 +47,7 @@ from ..ir.remarks import with_remarks
 from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functions, typed
 from .command_regions import MAX_CALLS, Run, RunFinder, is_view
 from .donated import DonatedVariables
-from .kernel_calls import KernelCall, KernelCalls
+from .kernel_calls import KernelCall, KernelCalls, sizes_of_peers
 from .plan_arena import Lifetime, plan_arena
 from .region_attrs import kernel_specs, region_spec, with_kernel, with_region
 from .region_ir import OutlinedRegion, RegionStep, RegionValue
@@ -162,12 +162,21 @@ class RunOutliner:
         Kernel calls of the module.
     free : set of relax.Var
         Variables from outside of the block that it may overwrite after their last use.
+    sizes : sequence of tirx.Var
+        Parameters of the command buffer, if its kernels wait for those of other devices (`sizes_of_peers`).
     """
 
     def __init__(
-        self, block: Block, run: Run, outside: Set[relax.Var], kernels: KernelCalls, free: Set[relax.Var] = frozenset()
+        self,
+        block: Block,
+        run: Run,
+        outside: Set[relax.Var],
+        kernels: KernelCalls,
+        free: Set[relax.Var] = frozenset(),
+        sizes: Sequence[tirx.Var] = (),
     ) -> None:
         self._block, self._run, self._outside, self._kernels, self._free = block, run, outside, kernels, free
+        self._sizes = sizes
         self._members = set(run.members)
         self._results: dict[relax.Var, list[RegionValue]] = {}
         self._values: list[RegionValue] = []
@@ -188,7 +197,8 @@ class RunOutliner:
         arena = self._planned_arena()
         inputs, constants = list(self._inputs.values()), list(self._constants.values())
         results = [value for value in self._values if value.is_result and value.root not in set(inputs)]
-        outlined = OutlinedRegion(gv, function, self._run.vdevice, inputs, constants, results, [], arena, steps)
+        sizes = list(self._sizes) if any(self._kernels.has_peers(step.kernel) for step in steps) else []
+        outlined = OutlinedRegion(gv, function, self._run.vdevice, inputs, constants, results, sizes, arena, steps)
         extents = {e for v in (*inputs, *constants, *results) for e in v.shape if isinstance(e, tirx.Var)}
         outlined.numbers = [symbol for symbol in outlined.symbols() if symbol not in extents]
         return outlined, self._bindings(outlined)
@@ -409,7 +419,7 @@ class _Former:
 
     def in_function(self, name: str, func: relax.Function) -> Rewrite:
         """Rewrite for the blocks of the function `name`."""
-        variables = DonatedVariables(func)
+        variables, sizes = DonatedVariables(func), sizes_of_peers(func, self._finder.calls)
 
         def rewrite(block: Block) -> list[relax.Binding] | None:
             free = variables.of(block)
@@ -421,7 +431,7 @@ class _Former:
             bindings: list[relax.Binding] = []
             for item in order:
                 if isinstance(item, Run):
-                    outliner = RunOutliner(block, item, stay, self._finder.calls, free)
+                    outliner = RunOutliner(block, item, stay, self._finder.calls, free, sizes)
                     bindings += self._outlined(name, outliner, why_ended(block, item))
                 else:
                     bindings.append(block.bindings[item])

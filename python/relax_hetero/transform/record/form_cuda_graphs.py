@@ -73,6 +73,7 @@ from ...tir.commands.graph_functions import (
 )
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
 from ...tir.cuda.core.launch import LATE_WAIT, READS_EARLY
+from ...tir.cuda.nccl_kernels import AFTER_NCCL
 from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
@@ -167,7 +168,9 @@ class _Writer:
         if gpu_target_of(target).overlaps_launches:
             written: set[int] = set()
             for i, command in enumerate(commands):
-                if launches[i].fetching is None and (i > 0 or fetch is not None):
+                # NCCL's kernels complete before the launch after them, which does not begin early.
+                begins_early = launches[i].fetching is None and not launches[i].nccl
+                if begins_early and (i > 0 or fetch is not None):
                     if i > after_table and self._may_wait_late(command, commands[i - 1], launches[i - 1]):
                         launches[i] = self._late(launches[i])
                     else:
@@ -211,10 +214,11 @@ class _Writer:
         ]
         numbers = raw.params[len(arguments) :]
         arguments += [_number(value, p, values) for p, value in zip(numbers, command.scalars, strict=True)]
+        nccl = [int(number) for number in raw.attrs.get(AFTER_NCCL, ())]
         if not entries:
-            return Launch(kernel, arguments)
+            return Launch(kernel, arguments, nccl=nccl)
         variant = self._once((kernel.name_hint, entries), lambda _: table_kernel(raw, entries))
-        return Launch(variant, [(TABLE, 0, _POINTER), *arguments])
+        return Launch(variant, [(TABLE, 0, _POINTER), *arguments], nccl=nccl)
 
     def _written(self, command: Dispatch) -> set[int]:
         """The slots that a command writes."""

@@ -13,17 +13,20 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_map
+from tvm_ffi import structural_map, structural_walk
 
+from ...target.vdevice import same_vdevice
 from ...tir.commands.table_kernel import is_one_launch
 from ...tir.core.raw_kernel import RawSignature, has_temporaries, raw_signature
 from ...tir.core.ties import Tie, in_place, ties_of
+from ...tir.cuda.all_reduce import ALL_REDUCE
+from ...tir.cuda.nccl_kernels import AFTER_NCCL
 from ..ir.blocks import same_extent
 from ..ir.extents import known_extents
 from ..ir.kernels import call_vdevice
 from ..ir.module_attrs import COMMANDS
-from ..ir.op_names import CALL_TIR_INPLACE
-from ..ir.rewriting import fresh_global_var, is_tensor_constant, op_name
+from ..ir.op_names import CALL_TIR_INPLACE, CALL_TIR_OPS
+from ..ir.rewriting import fresh_global_var, is_tensor_constant, op_name, walk_bindings
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,8 @@ class KernelCall:
         Values of the scalars of the kernel's `RawSignature`.
     stored_over : tuple of (int, int)
         Index pairs of results (in `makes`) and operands (in `reads`) that share memory, for in-place kernels.
+    needs_graph : bool
+        True if only a CUDA graph can run it, as NCCL's sum precedes it.
     """
 
     kernel: tvm.ir.GlobalVar
@@ -51,6 +56,7 @@ class KernelCall:
     makes: tuple[relax.TensorType, ...]
     scalars: tuple[Any, ...]
     stored_over: tuple[tuple[int, int], ...] = ()
+    needs_graph: bool = False
 
 
 class KernelCalls:
@@ -77,6 +83,11 @@ class KernelCalls:
         self._in_place: dict[tuple[tvm.ir.GlobalVar, Tie], tvm.ir.GlobalVar] = {}
         self.used_names = {gv.name_hint for gv in mod.get_global_vars()}
         self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+
+    def has_peers(self, kernel: tvm.ir.GlobalVar) -> bool:
+        """Return whether a kernel waits for kernels of other devices."""
+        attrs = getattr(self._mod.functions.get(kernel), "attrs", None) or {}
+        return ALL_REDUCE in attrs or AFTER_NCCL in attrs
 
     def ties(self, kernel: tvm.ir.GlobalVar) -> list[Tie]:
         """Ties of a kernel; empty for kernels with scalars, where indices of parameters and tensors differ."""
@@ -146,7 +157,8 @@ class KernelCalls:
         types += [ty for ty, operand in zip(results, inplace_indices, strict=True) if operand < 0]
         scalars = _scalar_values(signature, types, dict(zip(signature.numbers, numbers, strict=True)))
         pairs = tuple((i, reads.index(arg)) for i, arg in in_place)
-        return None if scalars is None else KernelCall(kernel, vdevice, reads, results, scalars, pairs)
+        needs_graph = AFTER_NCCL in self._mod.functions[kernel].attrs
+        return None if scalars is None else KernelCall(kernel, vdevice, reads, results, scalars, pairs, needs_graph)
 
 
 def _results(ty: tvm.ir.Type) -> tuple[relax.TensorType, ...] | None:
@@ -203,3 +215,29 @@ def _cast_to(value: Any, dtype: str) -> Any:
         return value
     is_integer = all(name.startswith(("int", "uint")) for name in (own, dtype))
     return value.astype(dtype) if is_integer else None
+
+
+def sizes_of_peers(func: relax.Function, calls: KernelCalls) -> list[tirx.Var]:
+    """Sizes that select the graphs of devices whose kernels wait for each other: those that the work of any depends on.
+
+    A new size of one of them is so a new one of all, and none launches kernels while another one makes its graph. Only
+    sizes of the function's parameters are among them: all work may depend on these.
+    """
+    given: dict[tirx.Var, None] = {}
+    for param in func.params:
+        _add_sizes(param.ty, given)
+    if not given:
+        return []
+    works = [binding.value for binding in walk_bindings(func.body) if op_name(binding.value) in CALL_TIR_OPS]
+    devices = [call_vdevice(call) for call in works if calls.has_peers(call.args[0])]
+    used: dict[tirx.Var, None] = {}
+    for call in works:
+        device = call_vdevice(call) if devices else None
+        if device is not None and any(same_vdevice(device, each) for each in devices):
+            for node in (call.ty, call.args[1].ty, *call.args[2:]):
+                _add_sizes(node, used)
+    return [size for size in given if size in used]
+
+
+def _add_sizes(node: tvm.Object, sizes: dict[tirx.Var, None]) -> None:
+    structural_walk(node, (tirx.Var, lambda var: sizes.setdefault(var)))

@@ -117,7 +117,8 @@ class OutlinedRegion:
         Tensor parameters, in this order, with `numbers` before the results, and the arena after them. Results that
         take the memory of an input are not among them.
     numbers : list of tirx.Var
-        The symbols that the call passes as numbers, since they are not extents of a tensor.
+        The symbols that the call passes as numbers, since they are not extents of a tensor. Those that are given first
+        are parameters, even if nothing depends on them.
     arena : int or tirx.Expr
         Bytes of the arena; 0 for none.
     steps : list of RegionStep
@@ -147,7 +148,7 @@ class OutlinedRegion:
         return not (isinstance(self.arena, int) and self.arena == 0)
 
     def symbols(self) -> list[tirx.Var]:
-        """The symbols that its extents, scalars and offsets depend on."""
+        """The symbols that its extents, scalars and offsets depend on, and `numbers`."""
         symbols: dict[tirx.Var, None] = {}
         for expr in self._expressions():
             if isinstance(expr, tirx.Expr):
@@ -161,6 +162,7 @@ class OutlinedRegion:
             yield from step.scalars
             yield from (value.root.offset for value in step.operands)
         yield self.arena
+        yield from self.numbers
 
     def host_function(self, raw: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.PrimFunc:
         """The PrimFunc that runs the steps; it calls kernels by their raw names."""

@@ -1,4 +1,4 @@
-"""Sums over the GPUs of a mesh, by kernels that write to each other's memory, with the RMS norms that follow them.
+"""Sums over the GPUs of a mesh, by kernels that write to each other's memory, with the norms of rows that follow them.
 
 Before, on each GPU, where only the first one adds a residual::
 
@@ -34,8 +34,8 @@ from ..ir.kernels import opaque_kernel
 from ..ir.relax_expressions import scalar_of
 from ..ir.rewriting import is_tensor_constant, op_name
 
-Mesh: TypeAlias = "tuple[int, ...]"
-"""Positions of devices in the module's list; one for a value of a single device."""
+Group: TypeAlias = "tuple[int, ...]"
+"""Positions of devices in the module's list, which exchange values: those of a mesh, or along an axis of it."""
 
 
 @dataclass(frozen=True)
@@ -48,12 +48,12 @@ class Sum:
         The sum on each device.
     parts : list of relax.Expr
         Summand of each device.
-    mesh : tuple of int
+    group : tuple of int
     """
 
     results: list[relax.Var]
     parts: list[relax.Expr]
-    mesh: Mesh
+    group: Group
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -79,19 +79,19 @@ class Writer(Protocol):
 
 @dataclass(frozen=True)
 class _Norm:
-    """RMS norm of a variable.
+    """Norm of a variable's rows.
 
     Attributes
     ----------
     norm : RowNorm
-    weight : relax.Expr
-        Constant, (width,) of float32.
+    weights : list of relax.Expr
+        Constants, (width,) of float32: the weight, then the bias of a layer norm.
     bindings : list of relax.VarBinding
         Bindings that compute it, the result's last.
     """
 
     norm: RowNorm
-    weight: relax.Expr
+    weights: list[relax.Expr]
     bindings: list[relax.VarBinding]
 
     @property
@@ -127,8 +127,8 @@ class _Plan:
     rows: list[relax.Var] = field(default_factory=list)
 
 
-_NormPattern: TypeAlias = "tuple[float | None, relax.Expr, list[relax.VarBinding]]"
-"""Epsilon, weight and bindings of a norm."""
+_NormPattern: TypeAlias = "tuple[float | None, list[relax.Expr], list[relax.VarBinding]]"
+"""Epsilon, weights and bindings of a norm."""
 
 
 class GpuSums:
@@ -161,17 +161,17 @@ class GpuSums:
         self._users = _users_of(items)
         self._outputs = set(outputs)
         self.replaced: set[relax.Var] = set()
-        plain = {id(each): AllReduce(each.shape, len(each.mesh)) for each in sums}
+        plain = {id(each): AllReduce(each.shape, len(each.group)) for each in sums}
         self._plans = {id(each): _Plan(plain[id(each)], list(each.parts)) for each in sums}
         for each in sums:
             self._plan(each)
         # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
-        counts = Counter(each.mesh for each in sums)
-        self._slots = {mesh: iter(slots_of(max(2, count))) for mesh, count in counts.items()}
-        self._is_alone = {mesh: count == 1 for mesh, count in counts.items()}
+        counts = Counter(each.group for each in sums)
+        self._slots = {group: iter(slots_of(max(2, count))) for group, count in counts.items()}
+        self._is_alone = {group: count == 1 for group, count in counts.items()}
         reduces = [*plain.values(), *(plan.reduce for plan in self._plans.values())]
         self._slot_bytes = max((reduce.slot_bytes for reduce in reduces), default=0)
-        self._addresses: dict[tuple[Mesh, int], relax.Var] = {}
+        self._addresses: dict[tuple[Group, int], relax.Var] = {}
         self._last: dict[int, relax.Expr] = {}
 
     # -- plans
@@ -206,7 +206,7 @@ class GpuSums:
             return False
         after = users[0]
         operands = [arg for arg in reader.value.args if not any(arg.same_as(result) for result in item.results)]
-        if after.mesh != item.mesh or after.shape != item.shape or len(operands) != 1:
+        if after.group != item.group or after.shape != item.shape or len(operands) != 1:
             return False
         if not same_shape(shape_of(operands[0]) or (), item.shape):
             return False
@@ -225,43 +225,83 @@ class GpuSums:
         return [user for user in self._users.get(result, []) if isinstance(user, Sum) or user.var not in inside]
 
     def _norm_of(self, var: relax.Var) -> _Norm | None:
-        """The RMS norm of a variable over its last axis, with all of its bindings."""
+        """The norm of a variable over its last axis, with all of its bindings."""
         for user in self._users.get(var, []):
-            pattern = None if isinstance(user, Sum) else self._from_op(var, user) or self._from_squares(var, user)
+            if isinstance(user, Sum):
+                continue
+            pattern = self._from_op(var, user) or self._from_squares(var, user) or self._from_mean(var, user)
             if pattern is None:
                 continue
-            eps, weight, bindings = pattern
-            is_row = is_tensor_constant(weight) and same_shape(shape_of(weight) or (), (shape_of(var) or [0])[-1:])
-            if eps is None or not is_row or {str(weight.ty.dtype), str(bindings[-1].var.ty.dtype)} != {"float32"}:
+            eps, weights, bindings = pattern
+            row, dtypes = (shape_of(var) or [0])[-1:], {str(bindings[-1].var.ty.dtype)}
+            are_rows = all(is_tensor_constant(each) and same_shape(shape_of(each) or (), row) for each in weights)
+            if eps is None or not are_rows or dtypes.union(str(each.ty.dtype) for each in weights) != {"float32"}:
                 continue
             narrow = self._sole_user(bindings[-1], "relax.astype")
             if narrow is not None and str(narrow.var.ty.dtype) == "float16":
                 bindings.append(narrow)
-            return _Norm(RowNorm(float(eps), str(bindings[-1].var.ty.dtype)), weight, bindings)
+            dtype = str(bindings[-1].var.ty.dtype)
+            return _Norm(RowNorm(float(eps), dtype, is_centered=len(weights) > 1), weights, bindings)
         return None
 
     def _from_op(self, var: relax.Var, user: relax.VarBinding) -> _NormPattern | None:
         call, rank = user.value, len(shape_of(var) or [])
-        if op_name(call) != "relax.nn.rms_norm" or [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
+        name = op_name(call)
+        if name not in ("relax.nn.rms_norm", "relax.nn.layer_norm") or not call.args[0].same_as(var):
             return None
-        return float(call.attrs.epsilon), call.args[1], [user]
+        if [int(axis) % rank for axis in call.attrs.axes] != [rank - 1]:
+            return None
+        if name == "relax.nn.layer_norm" and not (call.attrs.center and call.attrs.scale):
+            return None
+        return float(call.attrs.epsilon), list(call.args[1:]), [user]
 
     def _from_squares(self, var: relax.Var, squares: relax.VarBinding) -> _NormPattern | None:
-        if op_name(squares.value) != "relax.multiply" or not all(arg.same_as(var) for arg in squares.value.args):
+        scaled = self._scaled(var, squares)
+        if scaled is None:
             return None
-        mean = self._sole_user(squares, "relax.mean")
+        eps, bindings = scaled
+        result = self._sole_user(bindings[-1], "relax.multiply")
+        if result is None:
+            return None
+        return eps, [_other(result, bindings[-1].var)], [*bindings, result]
+
+    def _from_mean(self, var: relax.Var, mean: relax.VarBinding) -> _NormPattern | None:
+        """A layer norm of several ops, as exporters write it."""
+        centered = self._sole_user(mean, "relax.subtract") if _is_row_mean(mean, var) else None
+        if centered is None or not centered.value.args[0].same_as(var) or centered.var in self._outputs:
+            return None
+        users = self._users.get(centered.var, [])
+        for squares in users:
+            scaled = None if isinstance(squares, Sum) else self._scaled(centered.var, squares)
+            if scaled is None:
+                continue
+            eps, bindings = scaled
+            weighted = self._sole_user(bindings[-1], "relax.multiply")
+            result = self._sole_user(weighted, "relax.add")
+            if weighted is not None and result is not None and len(users) == 2:
+                weights = [_other(weighted, bindings[-1].var), _other(result, weighted.var)]
+                return eps, weights, [mean, centered, *bindings, weighted, result]
+        return None
+
+    def _scaled(self, var: relax.Var, squares: relax.VarBinding) -> tuple[float | None, list[relax.VarBinding]] | None:
+        """Epsilon and bindings of a variable divided by the root of the mean of its squares."""
+        value = squares.value
+        is_product = op_name(value) == "relax.multiply" and all(arg.same_as(var) for arg in value.args)
+        is_power = op_name(value) == "relax.power" and value.args[0].same_as(var) and scalar_of(value.args[1]) == 2.0
+        mean = self._sole_user(squares, "relax.mean") if is_product or is_power else None
         shifted = self._sole_user(mean, "relax.add")
-        inverse = self._sole_user(shifted, "relax.rsqrt")
-        normal = self._sole_user(inverse, "relax.multiply")
-        result = self._sole_user(normal, "relax.multiply")
-        if mean is None or shifted is None or inverse is None or normal is None or result is None:
+        root = self._sole_user(shifted, "relax.rsqrt")
+        normal = self._sole_user(root, "relax.multiply")
+        if root is None:
+            root = self._sole_user(shifted, "relax.sqrt")
+            normal = self._sole_user(root, "relax.divide")
+        if mean is None or shifted is None or root is None or normal is None or not _is_row_mean(mean, squares.var):
             return None
-        rank, attrs = len(shape_of(var) or []), mean.value.attrs
-        axes = [int(axis) % rank for axis in attrs.axis or range(rank)]
-        if axes != [rank - 1] or not attrs.keepdims or not _other(normal, inverse.var).same_as(var):
+        if not normal.value.args[0].same_as(var) and op_name(normal.value) == "relax.divide":
             return None
-        bindings = [squares, mean, shifted, inverse, normal, result]
-        return scalar_of(_other(shifted, mean.var)), _other(result, normal.var), bindings
+        if not _other(normal, root.var).same_as(var):
+            return None
+        return scalar_of(_other(shifted, mean.var)), [squares, mean, shifted, root, normal]
 
     def _sole_user(self, binding: relax.VarBinding | None, name: str) -> relax.VarBinding | None:
         """The only use of a variable, if it is a call of an op."""
@@ -275,22 +315,22 @@ class GpuSums:
     def add(self, item: Sum) -> None:
         """Add the kernels of a sum, one for each device."""
         plan = self._plans[id(item)]
-        if self._is_alone[item.mesh]:
+        if self._is_alone[item.group]:
             first = [self._writer.new_local(f"{var.name}_first", var.ty) for var in item.results]
-            self._add_pass(item, _Plan(AllReduce(item.shape, len(item.mesh)), plan.parts), first)
+            self._add_pass(item, _Plan(AllReduce(item.shape, len(item.group)), plan.parts), first)
         self._add_pass(item, plan, item.results)
 
     def _add_pass(self, item: Sum, plan: _Plan, results: Sequence[relax.Var]) -> None:
-        slot, reduce = next(self._slots[item.mesh]), plan.reduce
-        for rank, (device, part) in enumerate(zip(item.mesh, plan.parts, strict=True)):
+        slot, reduce = next(self._slots[item.group]), plan.reduce
+        for rank, (device, part) in enumerate(zip(item.group, plan.parts, strict=True)):
             after = self._last.get(device, part)
             keeps_sum = bool(plan.norms) and plan.keeps_sum[rank]
             before = tuple(int(extent) for extent in shape_of(after) or ()), str(after.ty.dtype)
             kernel = all_reduce_kernel(reduce, rank, slot, self._slot_bytes, before, keeps_sum)
             function = self._writer.add_kernel(opaque_kernel(kernel), f"all_reduce_{rank}_of_{reduce.ranks}")
-            operands = [part, self._addresses_of(item.mesh, device), after]
+            operands = [part, self._addresses_of(item.group, device), after]
             operands += [plan.residuals[rank]] if plan.residuals else []
-            operands += [plan.norms[rank].weight] if plan.norms else []
+            operands += plan.norms[rank].weights if plan.norms else []
             out = plan.norms[rank].result if plan.norms else results[rank]
             outputs = [out, plan.rows[rank] if plan.rows else results[rank]] if keeps_sum else [out]
             types = [var.ty for var in outputs]
@@ -304,12 +344,12 @@ class GpuSums:
                 self._writer.add_binding(out, call)
             self._last[device] = out
 
-    def _addresses_of(self, mesh: Mesh, device: int) -> relax.Var:
+    def _addresses_of(self, group: Group, device: int) -> relax.Var:
         """Addresses of the memory that the GPUs of a mesh write to."""
-        key = mesh, device
+        key = group, device
         if key not in self._addresses:
-            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *mesh)]
-            self._addresses[key] = self._writer.new_addresses(PEER_MEMORY, numbers, len(mesh), device)
+            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *group)]
+            self._addresses[key] = self._writer.new_addresses(PEER_MEMORY, numbers, len(group), device)
         return self._addresses[key]
 
 
@@ -326,6 +366,14 @@ def _other(binding: relax.VarBinding, operand: relax.Var) -> relax.Expr:
     """The other operand of a call of two."""
     first, second = binding.value.args
     return second if first.same_as(operand) else first
+
+
+def _is_row_mean(binding: relax.VarBinding, var: relax.Var) -> bool:
+    """Return whether a value is the mean of a variable's rows."""
+    if op_name(binding.value) != "relax.mean" or not binding.value.args[0].same_as(var):
+        return False
+    rank, attrs = len(shape_of(var) or []), binding.value.attrs
+    return bool(attrs.keepdims) and [int(axis) % rank for axis in attrs.axis or range(rank)] == [rank - 1]
 
 
 def _tensor(shape: Sequence[int], dtype: str, like: relax.Var) -> relax.TensorType:

@@ -1,10 +1,14 @@
-"""`Sharding`: the part of a tensor that each device of a mesh has, in the terms of GSPMD (arXiv:2105.04663)."""
+"""`Sharding`: the part of a tensor that each device along an axis of a mesh has, in GSPMD's terms (arXiv:2105.04663).
+
+A value has a sharding for each axis of its mesh, `Shardings`. Those of later axes are within the parts of earlier ones:
+along an axis of the mesh, rules and exchanges see a tensor of a *local shape*, which earlier axes have made smaller.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from tvm import tirx
@@ -12,7 +16,7 @@ from tvm import tirx
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the devices of a mesh share a tensor.
+    """How the devices along an axis of a mesh share a tensor.
 
     Attributes
     ----------
@@ -86,9 +90,28 @@ class Sharding:
         return np.ascontiguousarray(parts[0]) if len(parts) == 1 else np.concatenate(parts, axis=self.axis)
 
 
+Shardings: TypeAlias = "tuple[Sharding, ...]"
+"""Sharding of a value along each axis of its mesh."""
+
 REPLICATED, PARTIAL = Sharding(), Sharding(is_partial=True)
 
 
 def known(extent: Any) -> int | None:
     """An extent as an int; None if it is symbolic."""
     return int(extent) if isinstance(extent, (int, tirx.IntImm)) else None
+
+
+def divide(shardings: Sequence[Sharding], shape: Sequence[Any], counts: Sequence[int]) -> bool:
+    """Return whether the devices of a mesh, `counts` along its axes, can have equal parts of a shape."""
+    for sharding, count in zip(shardings, counts, strict=True):
+        if not sharding.divides(shape, count):
+            return False
+        shape = sharding.local_shape(shape, count)
+    return True
+
+
+def local_shape(shardings: Sequence[Sharding], shape: Sequence[Any], counts: Sequence[int]) -> list[Any]:
+    """Shape of a device's part, of a mesh with `counts` devices along its axes."""
+    for sharding, count in zip(shardings, counts, strict=True):
+        shape = sharding.local_shape(shape, count)
+    return list(shape)

@@ -3,6 +3,8 @@
 A rule takes an `OpCall` and returns an `OpPlan`. Ops without a rule, and calls that a rule does not cover, compute the
 whole result on every device from whole operands, which is always right.
 
+Where both a split and the whole are possible, estimates of their times decide (`sharding_costs`).
+
 Weights (values that follow from constants) do not have a sharding of their own: rules choose it, and the compiler cuts
 them. A product of a whole operand with a weight splits the weight's columns; if its operand is split along the depth,
 it splits the weight's rows, and the result is a sum over devices. In a network of such products, each second one ends
@@ -11,7 +13,7 @@ with an all-reduce (Megatron-LM, arXiv:1909.08053), which here follows from the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -22,7 +24,7 @@ from tvm import relax, tirx
 from ...encoding.block_formats import block_format
 from ...op.cached_attention import CACHED_ATTENTION, cached_attention, optional_operands
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, dequantize_blocks
-from ...op.traits import ELEMENTWISE, TRAITS
+from ...op.traits import ELEMENTWISE, TRAITS, traits_of
 from ..ir.axes import dimension_groups, permutation
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 
@@ -69,6 +71,10 @@ class OpCall:
         Segments along the result's last axis that its readers would like; () for any.
     is_read_by_products : bool
         True if a split of the result's last axis serves a reader: a product, attention, or the caller.
+    columns_pay : callable
+        Test of whether a split of a weight's columns, or output channels, is faster than the whole on each device.
+    rows_pay : callable
+        Test of whether a split of a weight's rows, given a split operand, is faster than a whole operand.
     """
 
     call: relax.Call
@@ -77,6 +83,8 @@ class OpCall:
     shapes: list[list[Any]]
     segments: tuple[int, ...]
     is_read_by_products: bool
+    columns_pay: Callable[[], bool] = lambda: True
+    rows_pay: Callable[[Operand], bool] = lambda _: True
 
     def first_split(self) -> tuple[int, Sharding] | None:
         """Index and sharding of the first operand that is split."""
@@ -146,7 +154,7 @@ def _matmul(op: OpCall) -> OpPlan | None:
         return None
     found = op.first_split()
     if found is None:
-        return _columns(op) if op.is_read_by_products else None
+        return _columns(op)
     index, state = found
     source = op.operands[index]
     from_end = state.axis - len(source.shape)  # type: ignore[operator]
@@ -156,7 +164,8 @@ def _matmul(op: OpCall) -> OpPlan | None:
         return OpPlan(operands, [result])
     if (index, from_end) in ((0, -1), (1, -2)):  # along the depth
         operands = [state.moved_to(len(x.shape) - 1), state.moved_to(len(w.shape) - 2)]
-        if not all(each.can(sharding) for each, sharding in zip(op.operands, operands, strict=True)):
+        is_possible = all(each.can(sharding) for each, sharding in zip(op.operands, operands, strict=True))
+        if not is_possible or (w.sharding is None and not op.rows_pay(source)):
             return _columns(op)
         return OpPlan(operands, [PARTIAL])
     result = state.moved_to(rank + from_end)
@@ -164,12 +173,14 @@ def _matmul(op: OpCall) -> OpPlan | None:
 
 
 def _columns(op: OpCall) -> OpPlan | None:
-    """Split the columns of a weight."""
+    """Split the columns of a weight, if that serves a reader and takes less time."""
     w, rank = op.operands[1], len(op.shapes[0])
     if w.sharding is not None or op.operands[0].sharding is None:
         return None
     columns = Sharding(len(w.shape) - 1, op.segments)
     if not columns.divides(w.shape, op.count) or not w.can(columns):
+        return None
+    if not op.is_read_by_products or not op.columns_pay():
         return None
     return OpPlan([REPLICATED, columns], [columns.moved_to(rank - 1)])
 
@@ -320,9 +331,10 @@ def _conv(op: OpCall) -> OpPlan | None:
     if state.axis == batch:
         return OpPlan([state, REPLICATED], [state.moved_to(out_layout.index("N"))])
     if groups == 1:
-        if state.axis == channel and not state.segments and w.can(inputs):
+        if state.axis == channel and not state.segments and w.can(inputs) and op.rows_pay(x):
             return OpPlan([state, inputs], [PARTIAL])
-        if state.axis is None and not state.is_partial and op.is_read_by_products and w.can(outputs):
+        is_whole = state.axis is None and not state.is_partial
+        if is_whole and op.is_read_by_products and w.can(outputs) and op.columns_pay():
             return OpPlan([REPLICATED, outputs], [result])
         return None
     if state.axis != channel or state.segments or groups % op.count or not w.can(outputs):
@@ -446,6 +458,34 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
         return relax.op.strided_slice(args[0], [state.axis], [begin // count], [end // count])
 
     return OpPlan([state], [Sharding(state.axis, tuple(kept) if len(kept) > 1 else ())], of_segments)
+
+
+def columns_axis(call: relax.Call) -> int:
+    """Axis of a product's result that is split if its weight's columns, or output channels, are."""
+    if traits_of(call.op.name).kind == "conv":
+        return (str(call.attrs.out_layout) or str(call.attrs.data_layout)).index("C")
+    return len(call.ty.shape.values) - 1
+
+
+def last_axis_slice(call: relax.Call) -> tuple[int, int] | None:
+    """Begin and end of a slice of the last axis; None for other calls."""
+    if not isinstance(call.op, tvm.ir.Op) or call.op.name != "relax.strided_slice":
+        return None
+    shape = call.args[0].ty.shape
+    numbers = [_numbers(arg) for arg in call.args[1:]]
+    if not isinstance(shape, relax.ShapeExpr) or any(each is None or len(each) != 1 for each in numbers):
+        return None
+    (axis,), (begin,), (end,) = numbers[0] or (0,), numbers[1] or (0,), numbers[2] or (0,)
+    is_plain = len(numbers) < 4 or numbers[3] == [1]
+    return (begin, end) if is_plain and axis % len(shape.values) == len(shape.values) - 1 else None
+
+
+def consecutive(pieces: Mapping[int, int], extent: int | None) -> tuple[int, ...]:
+    """Sizes of several pieces, given the end of each by its begin, that make up an axis; () if they do not."""
+    begins = sorted(pieces)
+    ends = [*begins[1:], extent]
+    is_whole = len(begins) > 1 and begins[0] == 0 and all(pieces[a] == b for a, b in zip(begins, ends, strict=True))
+    return tuple(pieces[begin] - begin for begin in begins) if is_whole else ()
 
 
 def _numbers(expr: relax.Expr) -> list[int] | None:
@@ -624,3 +664,8 @@ _RULES: dict[str, Callable[[OpCall], OpPlan | None]] = {
     "relax.strided_slice": _strided_slice,
     CACHED_ATTENTION: _cached_attention,
 }
+
+
+def has_rule(call: relax.Call) -> bool:
+    """Return whether an op may be split by a rule of its own."""
+    return isinstance(call.op, tvm.ir.Op) and call.op.name in _RULES

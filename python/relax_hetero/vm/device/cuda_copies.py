@@ -199,13 +199,26 @@ def has_peer_access(gpu: int, peer: int) -> bool:
     return library is not None and _enable_peer(library, gpu, peer)
 
 
+def can_access_peer(gpu: int, peer: int) -> bool | None:
+    """Return whether a GPU of this machine can access the memory of another one; None without these GPUs."""
+    library = cuda_library()
+    try:
+        return None if library is None else _can_access(library, gpu, peer)
+    except CudaError:
+        return None
+
+
+def _can_access(library: CudaLibrary, gpu: int, peer: int) -> bool:
+    can_access = ctypes.c_int(0)
+    library.call("cuDeviceCanAccessPeer", ctypes.byref(can_access), gpu, peer)
+    return bool(can_access.value)
+
+
 @functools.cache
 def _enable_peer(library: CudaLibrary, gpu: int, peer: int) -> bool:
     """Let `gpu` access memory of `peer`, once per process; returns whether it can."""
-    can_access = ctypes.c_int(0)
     try:
-        library.call("cuDeviceCanAccessPeer", ctypes.byref(can_access), gpu, peer)
-        if not can_access.value:
+        if not _can_access(library, gpu, peer):
             return False
         library.call("cuCtxPushCurrent_v2", library.context(gpu))
         try:

@@ -18,6 +18,7 @@ from .cuda_driver import CudaError
 CUDA = 2  # kDLCUDA
 CUDA_HOST = 3  # kDLCUDAHost, pinned memory of the host
 NOT_READY = 600  # CUDA_ERROR_NOT_READY
+_NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 
 _PORTABLE, _DEVICEMAP = 1, 2  # CU_MEMHOSTALLOC_*
 _MEMORY_TYPE, _HOST = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
@@ -57,6 +58,19 @@ _ARGUMENTS = {
     "cuMemsetD2D32Async": (_ADDRESS, c_size_t, c_uint, c_size_t, c_size_t, c_void_p),
     "cuMemcpyPeerAsync": (_ADDRESS, c_void_p, _ADDRESS, c_void_p, c_size_t, c_void_p),
 }
+
+_GRAPH_ARGUMENTS = {
+    "cuStreamBeginCapture_v2": (c_void_p, c_int),
+    "cuStreamEndCapture": (c_void_p, POINTER(c_void_p)),
+    "cuStreamGetCaptureInfo_v2": (
+        *(c_void_p, POINTER(c_int), POINTER(c_uint64), POINTER(c_void_p), POINTER(c_void_p)),
+        POINTER(c_size_t),
+    ),
+    "cuStreamUpdateCaptureDependencies": (c_void_p, POINTER(c_void_p), c_size_t, c_uint),
+    "cuGraphAddChildGraphNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, c_void_p),
+    "cuGraphDestroy": (c_void_p,),
+}
+"""Functions that only collectives of NCCL need: a driver may lack them."""
 
 
 class CudaLibrary:
@@ -131,7 +145,10 @@ class CudaLibrary:
 
 def _typed(library: Any) -> dict[str, Any]:
     functions: dict[str, Any] = {}
-    for name, arguments in _ARGUMENTS.items():
+    for name, arguments in {**_ARGUMENTS, **_GRAPH_ARGUMENTS}.items():
+        if name in _GRAPH_ARGUMENTS and not hasattr(library, name):
+            functions[name] = lambda *_: _NOT_SUPPORTED
+            continue
         functions[name] = function = getattr(library, name)
         function.argtypes, function.restype = arguments, c_int
     return functions

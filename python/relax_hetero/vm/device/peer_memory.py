@@ -114,33 +114,44 @@ class _PeerMemory:
     """
 
     def __init__(self, devices: list[runtime.Device], slot_bytes: int) -> None:
-        if len({device.index for device in devices}) < len(devices):
-            raise HeteroError(f"a mesh runs on {', '.join(map(str, devices))}, expected different GPUs")
+        different_gpus(devices)
         enable_peer_access(devices)
         for device in devices:
             for peer in devices:
                 if device.index != peer.index and not has_peer_access(device.index, peer.index):
                     raise HeteroError(
-                        f"{device} cannot access the memory of {peer}, which GPUs of a mesh need; expected GPUs with "
-                        "NVLink, or PCIe peer access"
+                        f"{device} cannot access the memory of {peer}, which this code for GPUs of a mesh needs; "
+                        "expected GPUs with NVLink or PCIe peer access, or code that was compiled with "
+                        'allreduce_strategy="nccl"'
                     )
         nbytes = memory_bytes(len(devices), slot_bytes)
         self.memory = [empty((nbytes,), "uint8", device) for device in devices]
         zeros = from_array(np.zeros(nbytes, "uint8"))
         for tensor in self.memory:
             copy_into(zeros, tensor)
-        bases = np.array([tensor.data_ptr() for tensor in self.memory], "int64")
-        self.addresses = {device.index: empty((len(devices),), "int64", device) for device in devices}
-        for addresses in self.addresses.values():
-            copy_into(from_array(bases), addresses)
+        self.addresses = addresses_on(devices, self.memory)
 
 
-@tvm_ffi.register_global_func(PEER_MEMORY, override=True)
-def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
-    """Addresses of the memory of a mesh's devices, on the device of manifest entry `index`."""
+def different_gpus(devices: Sequence[runtime.Device]) -> None:
+    """Require that the devices of a mesh are different GPUs; HeteroError otherwise."""
+    if len({device.index for device in devices}) < len(devices):
+        raise HeteroError(f"a mesh runs on {', '.join(map(str, devices))}, expected different GPUs")
+
+
+def addresses_on(devices: Sequence[runtime.Device], tensors: Sequence[runtime.Tensor]) -> dict[int, runtime.Tensor]:
+    """For each GPU a tensor there with the addresses of all tensors."""
+    bases = np.array([tensor.data_ptr() for tensor in tensors], "int64")
+    addresses = {device.index: empty((len(devices),), "int64", device) for device in devices}
+    for target in addresses.values():
+        copy_into(from_array(bases), target)
+    return addresses
+
+
+def devices_of_call() -> Sequence[runtime.Device]:
+    """Devices of the machine that runs on this thread, whose kernels now wait for those of other GPUs."""
     current = current_machine.devices_and_scopes
     if current is None:
-        raise HeteroError("peer_memory is called outside of a machine")
+        raise HeteroError("memory of a mesh is asked for outside of a machine")
     if peer_call.waits:
         raise HeteroError(
             "this function's kernels wait for those of other GPUs, so that their times cannot be measured one by one; "
@@ -149,7 +160,14 @@ def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
     if not peer_call.uses_peers:
         _launching.acquire()
         peer_call.uses_peers = peer_call.has_lock = True
-    devices, key = current[0], (id(current[0]), slot_bytes, mesh)
+    return current[0]
+
+
+@tvm_ffi.register_global_func(PEER_MEMORY, override=True)
+def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
+    """Addresses of the memory of a mesh's devices, on the device of manifest entry `index`."""
+    devices = devices_of_call()
+    key = (id(devices), slot_bytes, mesh)
     with _lock:
         memory = _memories.get(key)
         if memory is None:

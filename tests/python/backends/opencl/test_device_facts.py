@@ -146,7 +146,7 @@ def test_a_device_with_small_groups_is_left_out():
     class Device:
         svm_capabilities, max_work_group_size = 1, 128
 
-    assert opencl._why_unusable(pyopencl, Device()) == "has groups of 128 work-items, expected 256"
+    assert opencl._unsupported_reason(pyopencl, Device()) == "has groups of 128 work-items, expected 256"
 
 
 def test_measured_figures_are_kept_by_device_and_driver(monkeypatch):

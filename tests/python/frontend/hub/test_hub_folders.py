@@ -49,8 +49,14 @@ def test_tensors_and_numbers_of_architectures(name, tmp_path):
     assert_same_model(folder, path)
 
 
+@pytest.fixture
+def compile_cache(tmp_path, monkeypatch):
+    """A folder and a file that become the same module are compiled once."""
+    monkeypatch.setenv("RELAX_HETERO_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.mark.parametrize("name", slow_but_for(["gemma3", "mixtral", "deepseek2"], ["gemma3"]))
-def test_logits(name, tmp_path):
+def test_logits(name, tmp_path, compile_cache):
     path, folder = write_folder(name, tmp_path)
     np.testing.assert_array_equal(run(folder, TOKENS, 3), run(path, TOKENS, 3))
 
@@ -128,7 +134,7 @@ def greedy(model, tokenizer):
         return engine.submit([5, 20, 30, 40], SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)).result(60)
 
 
-def test_load_and_save(tmp_path, caplog):
+def test_load_and_save(tmp_path, compile_cache):
     path, folder = write_folder("llama", tmp_path)
     save_tokenizer(folder)
     options = {"batches": (1,), "chunks": (32,), "slots": 1, "context": 64}

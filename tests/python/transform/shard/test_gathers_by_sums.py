@@ -7,7 +7,7 @@ import pytest
 from tvm.script import relax as R
 
 from modules import calls_of, ir_module, ops_of
-from relax_hetero.transform.shard import partition_by_mesh as subject
+from relax_hetero.transform.shard.exchanges import Exchanges
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 from seeds import fresh_rng
 from transform.interpreting import run
@@ -54,7 +54,7 @@ def test_other_values_are_copied(columns, dtype):
 @pytest.mark.parametrize("devices", [2, 4])
 def test_sums_of_parts_among_zeros_are_the_whole(devices, monkeypatch):
     """One segment of the axis, and three."""
-    monkeypatch.setattr(subject._FunctionPartition, "_sums_gather", lambda self, value: True)
+    monkeypatch.setattr(Exchanges, "_sums_gather", lambda self, group: True)
     values = fresh_rng().standard_normal((4, 24)).astype("float32")
     values[1, 5] = np.nan
 

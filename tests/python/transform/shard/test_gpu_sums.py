@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from tvm.script import relax as R
 
+import relax_hetero as rh
 from modules import calls_of, ir_module, ops_of
 from relax_hetero.tir.cuda.all_reduce import AllReduce, RowNorm
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
@@ -11,6 +12,7 @@ from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
 WIDTH = 64
+pytestmark = pytest.mark.usefixtures("free_exchanges")
 UP = np.random.default_rng(0).standard_normal((WIDTH, 8)).astype("float32")
 DOWN = np.random.default_rng(1).standard_normal((8, WIDTH)).astype("float32")
 SCALE = np.random.default_rng(2).uniform(0.5, 2, WIDTH).astype("float32")
@@ -72,6 +74,51 @@ def test_long_sums_share_rows_and_keep_residuals():
     assert ops_of(after).count("relax.add") == 1  # the first residual
 
 
+def layer_norms(rows, form):
+    """Sums with layer norms after them, as BERT has: an op, or those of older exporters."""
+    shape, bias = (rows, WIDTH), np.float32(0.1) * SCALE
+
+    @ir_module(*GPUS)
+    def op(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.add(x, R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN)))
+            b = R.nn.layer_norm(a, R.const(SCALE), R.const(bias), axes=[-1])
+            c = R.matmul(b, R.const(UP))
+            R.output(c)
+        return c
+
+    @ir_module(*GPUS)
+    def ops(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.add(x, R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN)))
+            centered = R.subtract(a, R.mean(a, axis=[-1], keepdims=True))
+            variance = R.mean(R.power(centered, R.const(2.0, "float32")), axis=[-1], keepdims=True)
+            normal = R.divide(centered, R.sqrt(R.add(variance, R.const(1e-5, "float32"))))
+            b = R.add(R.multiply(normal, R.const(SCALE)), R.const(bias))
+            c = R.matmul(b, R.const(UP))
+            R.output(c)
+        return c
+
+    return {"op": op, "ops": ops}[form]
+
+
+@pytest.mark.parametrize("form", ["op", "ops"])
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_layer_norms_become_parts_of_sums(rows, form):
+    first, second, after = kernels_of(layer_norms(rows, form))
+    for calls in (first, second):
+        plain, with_norm = calls  # the only sum of a function is computed twice
+        assert len(with_norm.args[1].fields) == len(plain.args[1].fields) + 2  # weight and bias
+        assert shapes_of(with_norm) == [([rows, 64], "float32")]
+    assert not {"relax.nn.layer_norm", "relax.mean", "relax.sqrt", "relax.subtract"}.intersection(ops_of(after))
+
+
+@pytest.mark.parametrize("rows", [4, 4096])
+def test_kernels_of_layer_norms_compile(rows):
+    regions = rh.compile(layer_norms(rows, "op")).metadata.regions
+    assert all(any("all_reduce" in kernel for kernel in region.kernels) for region in regions)
+
+
 def test_rows_that_gpus_cannot_share_keep_their_norm():
     first, _, after = kernels_of(layers(4097))
     assert [shapes_of(call) for call in first] == [[([4097, 64], "float32")]] * 2
@@ -129,3 +176,19 @@ def test_a_slot_holds_the_first_pass_of_a_lone_sum():
     (slot_bytes,) = {int(call.args[2]) for call in calls_of("relax.call_pure_packed", after)}
     plain, with_norm = AllReduce(shape, 2), AllReduce(shape, 2, RowNorm(1e-5, "float32"))
     assert slot_bytes >= plain.slot_bytes > with_norm.slot_bytes
+
+
+def test_graphs_of_gpus_are_selected_by_the_same_sizes():
+    """The second GPU's work does not depend on the size: but it must not launch while the first one makes a graph."""
+
+    @ir_module(*GPUS)
+    def module(x: R.Tensor((4, WIDTH), "float32", "cuda[0:2]"), y: R.Tensor(("n", 8), "float32", "cuda:0")):
+        with R.dataflow():
+            a = R.nn.softmax(R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN)))
+            b = R.matmul(a, R.const(UP))
+            z = R.nn.relu(y)
+            R.output(b, z)
+        return b, z
+
+    regions = rh.compile(module).metadata.regions
+    assert [(region.device, region.parameters) for region in regions] == [(0, ("n",)), (1, ("n",))]

@@ -5,6 +5,7 @@ import pytest
 from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
+import relax_hetero as rh
 from modules import ir_module
 from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE, AllReduce, RankReduce, RowNorm
 from relax_hetero.transform.encode.encoding_kernels import EncodingKernels
@@ -34,6 +35,7 @@ def before_products(follows):
             R.output(e)
         return e
 
+    module = rh.transform.PartitionByMesh(by_cost=False)(module)
     for step in pipeline_steps():
         if step.name == "MaterializeEncodings":
             return step, module
@@ -69,7 +71,7 @@ def test_products_send_the_tiles_of_all_but_the_first_sum(following):
         assert addresses.same_as(call.args[1].fields[1])
         assert len(call.args[1].fields) == len(unsent.args[1].fields)
         source = after[call.args[0]].script()
-        assert f"rh_all_reduce_long<4, 256, {rank}, 2, true, true, false, true, true>" in source
+        assert f"rh_all_reduce_long<4, 256, {rank}, 2, RH_RMS_NORM, true, false, true, true>" in source
         assert f"rh_send_tile<{rank}, 2>" in after[product.args[0]].script()
 
 

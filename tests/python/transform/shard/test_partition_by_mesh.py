@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,11 +12,13 @@ import tvm
 from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
+from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import calls_of, check_pass, ir_module, ops_of
 from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
 from relax_hetero.tir.cuda.all_reduce import slots_of
+from relax_hetero.transform.ir.remarks import with_remarks
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 from relax_hetero.transform.shard.sharding import Sharding
 from seeds import fresh_rng
@@ -23,6 +27,7 @@ from transform.interpreting import run
 W = np.random.default_rng(0).standard_normal((8, 16)).astype("float32")
 V = np.random.default_rng(1).standard_normal((16, 8)).astype("float32")
 CORE = {"kind": "llvm", "num-cores": 1}
+pytestmark = pytest.mark.usefixtures("free_exchanges")
 
 
 def test_products_split_columns_then_rows():
@@ -52,7 +57,7 @@ def test_products_split_columns_then_rows():
             R.output(total)
         return total
 
-    check_pass(partition_by_mesh, before, expected)
+    check_pass(lambda mod: with_remarks(partition_by_mesh(mod), shardings=None), before, expected)
 
 
 def test_all_reduce_all_gather_and_reduce_scatter():
@@ -202,12 +207,24 @@ def test_parameters_in_parts():
         ("llvm[1:1]", "expected a range"),
         ("llvm[0-2]", "a mesh 'kind"),
         ("vdevice[0:3]", "equal targets"),
+        ("llvm[0:2](2, 2)", "2 devices and the shape .* which has 4"),
+        ("llvm[0:2](2 2)", "a mesh 'kind"),
     ],
 )
 def test_names_of_meshes(name, message):
     devices = parse_vdevices(["llvm", "llvm", {"kind": "llvm", "mcpu": "x86-64-v2"}][: 3 if "vdevice" in name else 2])
     with pytest.raises(rh.VDeviceError, match=message):
         rh.target.vdevice.lookup(name, devices)
+
+
+@pytest.mark.parametrize("name", ["llvm[1:3]", "llvm[0:4](2, 2)"])
+def test_printed_meshes_are_read_again(name):
+    @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
+    def module(x: R.Tensor((4, 8), "float32", name)):
+        y = R.nn.relu(x)
+        return y
+
+    tvm.ir.assert_structural_equal(tvm.script.from_source(module.script(show_meta=True)), module)
 
 
 def test_shardings_that_cannot_be():
@@ -234,24 +251,91 @@ def test_placements_are_checked():
             rh.op.shard(relax.Var("x", R.Tensor((4,), "float32")), text)
 
 
-def test_control_flow_and_calls_are_refused():
+def test_functions_over_meshes_are_inlined():
     @I.ir_module
     class Calls:
         I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
 
-        @R.function
-        def inner(x: R.Tensor((4,), "float32", "llvm[0:2]")):
-            y = R.nn.relu(x)
+        @R.function(private=True)
+        def layer(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+            with R.dataflow():
+                h: R.Tensor((4, 16), "float32", "llvm[0:2]") = R.matmul(x, R.const(W))
+                y: R.Tensor((4, 8), "float32", "llvm[0:2]") = R.matmul(h, R.const(V))
+                R.output(y)
             return y
 
         @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm[0:2]")):
+        def main(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
             cls = Calls
-            y = cls.inner(x)
+            with R.dataflow():
+                y: R.Tensor((4, 8), "float32", "llvm[0:2]") = cls.layer(x)
+                z: R.Tensor((4, 8), "float32", "llvm[0:2]") = cls.layer(y)
+                R.output(z)
+            return z
+
+    after = partition_by_mesh(Calls)
+    assert [gv.name_hint for gv in after.functions] == ["main"]
+    assert ops_of(after).count("relax.matmul") == 8  # two products in two calls on two devices
+    x = np.random.default_rng(2).standard_normal((4, 8)).astype("float32")
+    np.testing.assert_allclose(run(after, x), x @ W @ V @ W @ V, rtol=1e-3, atol=1e-3)
+
+
+def test_inlined_functions_keep_devices_and_take_sizes_of_arguments():
+    """Types of the callee are on devices, sizes are those of the caller; one function calls another one."""
+
+    @I.ir_module
+    class Calls:
+        I.module_global_infos({"vdevice": [I.vdevice(CORE, 0), I.vdevice(CORE, 1)]})
+
+        @R.function(private=True)
+        def inner(x: R.Tensor(("n", 8), "float32")) -> R.Tensor(("n", 16), "float32", "llvm[0:2]"):
+            n = T.int64()
+            with R.dataflow():
+                h: R.Tensor((n, 16), "float32", "llvm[0:2]") = R.matmul(x, R.const(W))
+                R.output(h)
+            return h
+
+        @R.function(private=True)
+        def layer(x: R.Tensor(("n", 8), "float32")) -> R.Tensor(("n", 8), "float32", "llvm[0:2]"):
+            n = T.int64()
+            cls = Calls
+            with R.dataflow():
+                h: R.Tensor((n, 16), "float32", "llvm[0:2]") = cls.inner(x)
+                y: R.Tensor((n, 8), "float32", "llvm[0:2]") = R.matmul(h, R.const(V))
+                R.output(y)
             return y
 
-    with pytest.raises(rh.PlacementError, match="'main' calls 'inner', which has values over a mesh"):
-        partition_by_mesh(Calls)
+        @R.function
+        def main(x: R.Tensor((4, 8), "float32"), z: R.Tensor(("m", 8), "float32")):
+            m = T.int64()
+            cls = Calls
+            with R.dataflow():
+                y: R.Tensor((4, 8), "float32", "llvm[0:2]") = cls.layer(x)
+                w: R.Tensor((m, 8), "float32", "llvm[0:2]") = cls.layer(z)
+                R.output(y, w)
+            return y, w
+
+    after = partition_by_mesh(Calls)
+    assert [gv.name_hint for gv in after.functions] == ["main"]
+    assert ops_of(after).count("relax.matmul") == 8
+    x, z = (np.random.default_rng(2).standard_normal((rows, 8)).astype("float32") for rows in (4, 3))
+    for actual, given in zip(rh.vm.VirtualMachine(rh.compile(Calls))["main"](x, z), (x, z), strict=True):
+        np.testing.assert_allclose(actual.numpy(), given @ W @ V, rtol=1e-4, atol=1e-4)
+
+
+def test_control_flow_and_recursion_are_refused():
+    @I.ir_module
+    class Recursive:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "llvm[0:2]")) -> R.Tensor((4,), "float32", "llvm[0:2]"):
+            cls = Recursive
+            y: R.Tensor((4,), "float32", "llvm[0:2]") = cls.main(x)
+            return y
+
+    with pytest.raises(rh.PlacementError, match="'main' has values over a mesh, .* calls itself"):
+        partition_by_mesh(Recursive)
 
     @ir_module("llvm", "llvm:1")
     def branches(x: R.Tensor((4,), "float32", "llvm[0:2]"), c: R.Tensor((), "bool")):
@@ -261,17 +345,41 @@ def test_control_flow_and_calls_are_refused():
             y = R.negative(x)
         return y
 
-    with pytest.raises(rh.PlacementError, match="neither control flow nor match_cast"):
+    with pytest.raises(rh.PlacementError, match="no control flow besides meshes"):
         partition_by_mesh(branches)
+
+
+def test_sizes_of_match_casts_are_known_on_each_device():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor(("m", 8), "float32", "llvm[0:2]"), mask: R.Tensor((8,), "bool")):
+        n = T.int64()
+        s = R.hetero.shard(x, "S[1]")
+        y = R.match_cast(s, R.Tensor((n, 8), "float32", "llvm[0:2]"))
+        k = T.int64()
+        weight = R.match_cast(R.const(W), R.Tensor((8, k), "float32"))
+        z: R.Tensor((n, 8), "float32", "llvm[0:2]") = R.nn.relu(y)
+        w = R.matmul(z, weight)
+        return w
+
+    after = partition_by_mesh(module)
+    casts = [binding for block in after["main"].body.blocks for binding in block.bindings]
+    casts = [binding for binding in casts if isinstance(binding, relax.MatchCast)]
+    assert [int(cast.ty.shape.values[1]) for cast in casts[:2]] == [4, 4]
+    vm = rh.vm.VirtualMachine(rh.compile(module))
+    x = np.random.default_rng(2).standard_normal((3, 8)).astype("float32")
+    np.testing.assert_allclose(np.asarray(vm["main"](x, np.ones(8, bool))), np.maximum(x, 0) @ W, rtol=1e-4, atol=1e-4)
 
 
 class RandomGraph:
     """A random function over a mesh, whose values have random shardings."""
 
-    def __init__(self, generator: np.random.Generator, devices: int, ops: int) -> None:
-        self.generator, self.devices = generator, devices
-        self.vdevices = parse_vdevices([CORE] * devices)
-        self.mesh = rh.target.vdevice.lookup(f"llvm[0:{devices}]", self.vdevices)
+    def __init__(
+        self, generator: np.random.Generator, mesh_shape: tuple[int, ...], ops: int, target: Any = None
+    ) -> None:
+        self.generator, self.mesh_shape = generator, mesh_shape
+        self.vdevices = parse_vdevices([target or CORE] * math.prod(mesh_shape))
+        kind, shape = self.vdevices[0].target.kind.name, ", ".join(map(str, mesh_shape))
+        self.mesh = lookup(f"{kind}[0:{len(self.vdevices)}]({shape})", self.vdevices)
         self.bindings: list[relax.Binding] = []
         self.builder = relax.BlockBuilder()
         self.params = [relax.Var(f"x{i}", relax.TensorType([4, 8, 12], "float32")) for i in range(2)]
@@ -318,10 +426,15 @@ class RandomGraph:
             if extent > 1:
                 parts = self.emit(op.split(y, [extent // 2], axis))
                 y = self.emit(relax.TupleGetItem(parts, int(pick.integers(2))))
-        axes = [i for i, extent in enumerate(y.ty.shape.values) if int(extent) % self.devices == 0]
         if pick.random() < 0.5:
-            placement = f"S[{pick.choice(axes)}]" if axes and pick.random() < 0.8 else "R"
-            y = self.emit(rh.op.shard(y, placement))
+            left, placements = [int(extent) for extent in y.ty.shape.values], []
+            for count in self.mesh_shape:
+                axes = [axis for axis, extent in enumerate(left) if extent % count == 0]
+                is_split = bool(axes) and pick.random() < 0.8
+                axis = int(pick.choice(axes)) if is_split else 0
+                placements.append(f"S[{axis}]" if is_split else "R")
+                left[axis] //= count if is_split else 1
+            y = self.emit(rh.op.shard(y, ", ".join(placements)))
         self.values.append(y)
 
     def module(self):
@@ -359,12 +472,12 @@ def _with_variables(expr, names):
     return names.get(expr, expr) if isinstance(expr, relax.Var) else expr
 
 
-@pytest.mark.parametrize("devices", [2, 3, 4])
-def test_any_sharding_of_a_random_graph_gives_the_same_numbers(devices):
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2), (2, 3), (2, 1, 2)])
+def test_any_sharding_of_a_random_graph_gives_the_same_numbers(mesh_shape):
     generator = fresh_rng()
     partitioned = 0
     for _ in range(12):
-        mod = RandomGraph(generator, devices, 8).module()
+        mod = RandomGraph(generator, mesh_shape, 8).module()
         after = partition_by_mesh(mod)
         assert relax.analysis.check_well_formed(after)
         arguments = [generator.standard_normal((4, 8, 12)).astype("float32") for _ in range(2)]
@@ -376,7 +489,7 @@ def test_any_sharding_of_a_random_graph_gives_the_same_numbers(devices):
 
 
 def test_compiled_graphs_run_on_all_devices():
-    mod = RandomGraph(np.random.default_rng(5), 2, 12).module()
+    mod = RandomGraph(np.random.default_rng(5), (2,), 12).module()
     exe = rh.compile(mod)
     x = np.random.default_rng(6).standard_normal((2, 4, 8, 12)).astype("float32")
     for actual, expected in zip(rh.vm.VirtualMachine(exe)["main"](*x), run(mod, *x), strict=True):
@@ -391,6 +504,74 @@ def test_parts_of_segments():
     assert sharding.part(array, 1, 2).tolist() == [4, 5, 6, 7, 10, 11]
     assert not Sharding(0, (8, 3)).divides([11], 2)
     assert not Sharding(0, (8, 4)).divides([13], 2)
+
+
+def test_slices_of_a_product_split_its_segments():
+    """Queries, keys and values of one product, as ONNX's Split is imported: each device has heads of all three."""
+    weight = np.random.default_rng(3).standard_normal((8, 24)).astype("float32")
+
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            joined = R.nn.relu(R.matmul(x, R.const(weight)))
+            q = R.strided_slice(joined, [1], [0], [8])
+            k = R.strided_slice(joined, [1], [8], [16])
+            v = R.strided_slice(joined, [1], [16], [24])
+            y = R.matmul(R.add(R.multiply(q, k), v), R.const(V[:8]))
+            R.output(y)
+        return y
+
+    after = partition_by_mesh(module)
+    assert "relax.concat" not in ops_of(after)
+    assert {int(call.ty.shape.values[1]) for call in calls_of("relax.strided_slice", after)} == {4}
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    np.testing.assert_allclose(run(after, x), run(module, x), rtol=1e-4, atol=1e-4)
+
+
+def gpus_of_a_mesh():
+    """A module over 2 x 2 GPUs, batches along the first axis, and its partition."""
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+
+    @ir_module(gpu, (gpu, 1), (gpu, 2), (gpu, 3))
+    def module(x: R.Tensor((4, 8), "float32", "cuda[0:4](2, 2)")):
+        with R.dataflow():
+            rows = R.hetero.shard(x, "S[0], R")
+            a = R.nn.softmax(R.matmul(R.nn.relu(R.matmul(rows, R.const(W))), R.const(V)))
+            b = R.nn.softmax(R.matmul(R.nn.relu(R.matmul(a, R.const(W))), R.const(V)))
+            c = R.matmul(b, R.const(W))
+            R.output(c)
+        return c
+
+    return partition_by_mesh(module)
+
+
+def test_sums_are_within_groups_of_an_axis():
+    """Pairs of GPUs add their products; the batch crosses between pairs only at the ends."""
+    after = gpus_of_a_mesh()
+    kernels = [call for call in calls_of("relax.call_tir", after) if "all_reduce" in call.args[0].name_hint]
+    assert len(kernels) == 2 * 4
+    assert {tuple(map(int, call.ty.shape.values)) for call in kernels} == {(2, 8)}
+    memories = [[int(arg) for arg in call.args[1:]] for call in calls_of("relax.call_pure_packed", after)]
+    assert [(device, *group) for device, _, *group in memories] == [(0, 0, 1), (1, 0, 1), (2, 2, 3), (3, 2, 3)]
+    assert ops_of(after).count("relax.to_vdevice") == 3 + 3  # the argument; parts of the result
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ("S[0]", "a placement for each of its 2 axes"),
+        ("S[0], S[0], R", "a placement for each of its 2 axes"),
+        ("S[1], S[1]", "whose extent they divide"),
+    ],
+)
+def test_placements_of_a_mesh_of_two_axes(placement, message):
+    @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
+    def module(x: R.Tensor((4, 6), "float32", "llvm[0:4](2, 2)")):
+        y = R.hetero.shard(x, placement)
+        return y
+
+    with pytest.raises(rh.PlacementError, match=message):
+        partition_by_mesh(module)
 
 
 def test_tuples_numbers_and_merged_axes():

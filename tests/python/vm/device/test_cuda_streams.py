@@ -16,7 +16,7 @@ from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
 from relax_hetero.vm.device.tensors import alias, copy_into, copy_to, from_numpy
 from seeds import fresh_rng
-from vm.fake_cuda import LOST, FakeCuda, FakeLibrary, staging_loop
+from vm.fake_cuda import INVALID, LOST, FakeCuda, FakeLibrary, staging_loop
 
 STAGED_BYTES = 50_000
 
@@ -233,6 +233,15 @@ def test_peer_access_is_asked_for_once_in_each_direction(cuda, library):
     assert sorted(cuda.copies) == [("peer access", 100), ("peer access", 101)]
     cuda_copies.enable_peer_access(devices[:2])
     assert len(cuda.copies) == 2
+
+
+def test_access_without_contexts(cuda, library, monkeypatch):
+    assert cuda_copies.can_access_peer(0, 1) is True
+    cuda.failing["cuDeviceCanAccessPeer"] = INVALID  # a GPU that is not there
+    assert cuda_copies.can_access_peer(0, 7) is None
+    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: None)
+    assert cuda_copies.can_access_peer(0, 1) is None
+    assert not cuda.copies
 
 
 def test_few_cores_leave_copies_to_the_driver(cuda, library, monkeypatch):

@@ -100,12 +100,12 @@ def test_machines_leave_nothing_behind(no_collections):
     exe = rh.compile(Pipeline)
     use_machines(exe, 20)
     before = len(gc.get_objects())
-    references = use_machines(exe, 150)
+    references = use_machines(exe, 60)
     assert not any(reference() for reference in references)
     del references
     gc.collect()
-    # A leak of one object per machine, or per call, would be 150 of them.
-    assert len(gc.get_objects()) - before < 100
+    # A leak of one object per machine, or per call, would be 60 of them.
+    assert len(gc.get_objects()) - before < 40
 
 
 @pytest.mark.timing

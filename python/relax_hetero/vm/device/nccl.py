@@ -1,4 +1,4 @@
-"""NCCL, by CuPy's binding, as Ray uses it.
+"""NCCL, by CuPy's binding, as Ray uses it: links of a cluster, and exchanges of the GPUs of a mesh.
 
 Importing CuPy takes 0.2 s, so it is imported only on hosts with a GPU.
 """
@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-from ..errors import HostError, pip_install
+from ...errors import HostError, pip_install
 
 
 @dataclass(frozen=True)
 class Nccl:
-    """Functions of NCCL that links use.
+    """Functions and numbers of NCCL.
 
     Attributes
     ----------
@@ -24,17 +24,26 @@ class Nccl:
         Creates the identifier of a communicator; this process must live until it is connected.
     communicator : callable
         Function of the number of ranks, an id and a rank; returns once all ranks have called it.
+    communicators : callable
+        Function of a list of GPUs, that returns a communicator of each for this process.
     start, end : callable
         Begin and end a group of operations, which run as one.
     byte : int
         NCCL's number of the data type uint8.
+    float32 : int
+        NCCL's number of float32.
+    sum : int
+        NCCL's number of the reduction.
     """
 
     create_id: Callable[[], Any]
     communicator: Callable[[int, Any, int], Any]
+    communicators: Callable[[list[int]], list[Any]]
     start: Callable[[], None]
     end: Callable[[], None]
     byte: int
+    float32: int
+    sum: int
 
 
 @cache
@@ -49,8 +58,15 @@ def load_nccl() -> Nccl | str:
     if not nccl.available:
         return f"NCCL's library is not found: {pip_install('nccl')}"
     return Nccl(
-        nccl.get_unique_id, nccl.NcclCommunicator, nccl.groupStart, nccl.groupEnd, int(nccl.NCCL_UINT8)
-    )  # fmt: skip
+        create_id=nccl.get_unique_id,
+        communicator=nccl.NcclCommunicator,
+        communicators=nccl.NcclCommunicator.initAll,
+        start=nccl.groupStart,
+        end=nccl.groupEnd,
+        byte=int(nccl.NCCL_UINT8),
+        float32=int(nccl.NCCL_FLOAT32),
+        sum=int(nccl.NCCL_SUM),
+    )
 
 
 def require_nccl() -> Nccl:

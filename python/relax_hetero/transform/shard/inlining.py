@@ -1,0 +1,116 @@
+"""Inlining of functions with values over a mesh, so that shardings spread through calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import tvm
+from tvm import relax, tirx
+from tvm_ffi import structural_map, structural_walk
+
+from ...errors import PlacementError
+from ...target.mesh import mesh_positions
+from ..ir.blocks import shape_of
+from ..ir.rewriting import copy_module, relax_functions, typed, walk_bindings, with_body
+
+
+def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
+    """A module in which no function calls one with values over a mesh: these are inlined, so that shardings spread.
+
+    Raises
+    ------
+    PlacementError
+        If such a function calls itself.
+    """
+    functions = dict(relax_functions(mod))
+    called = {gv: _callees(func, functions) for gv, func in functions.items()}
+    while wider := {  # callees of callees
+        gv: callees | more
+        for gv, callees in called.items()
+        if not (more := {each for callee in callees for each in called[callee]}) <= callees
+    }:
+        called |= wider
+    meshes = {gv for gv, func in functions.items() if has_mesh(func)}
+    inlined = {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
+    for gv in inlined:
+        if gv in called[gv]:
+            raise PlacementError(
+                f"function {gv.name_hint!r} has values over a mesh, or calls a function that has, and calls itself; "
+                "expected no recursion besides meshes"
+            )
+    callers = [gv for gv, callees in called.items() if callees & inlined]
+    if not callers:
+        return mod
+    bodies = {gv: functions[gv] for gv in inlined}
+    changed: dict[tvm.ir.GlobalVar, relax.Function] = {}
+    for gv in sorted(callers, key=lambda gv: len(called[gv])):  # callees first: they call fewer functions
+        changed[gv] = _inlined(functions[gv], bodies)
+        if gv in bodies:
+            bodies[gv] = changed[gv]
+    unused = {
+        gv for gv in inlined & frozenset().union(*called.values()) if "global_symbol" not in (functions[gv].attrs or {})
+    }
+    return copy_module(mod, {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused})
+
+
+def _inlined(func: relax.Function, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.Function:
+    """A function with the bindings of those that it calls. They keep their devices, which TVM's inlining loses."""
+    blocks = []
+    for block in func.body.blocks:
+        bindings: list[relax.Binding] = []
+        for binding in block.bindings:
+            callee = bodies.get(binding.value.op) if isinstance(binding.value, relax.Call) else None
+            if callee is None:
+                bindings.append(binding)
+                continue
+            copies, result = _copied(callee, binding.value.args, isinstance(block, relax.DataflowBlock))
+            bindings += [*copies, relax.VarBinding(binding.var, result)]
+        blocks.append(type(block)(bindings))
+    return with_body(func, typed(relax.SeqExpr(blocks, func.body.body), func.body.ty))
+
+
+def _copied(
+    callee: relax.Function, args: Sequence[relax.Expr], is_dataflow: bool
+) -> tuple[list[relax.Binding], relax.Expr]:
+    """The bindings of a function with new variables, given arguments, and its result."""
+    names: dict[tvm.ir.Var, tvm.Object] = {}
+
+    def copy(node: Any) -> Any:
+        return structural_map(node, (tvm.ir.Var, lambda var: names.get(var, var)))
+
+    for param, arg in zip(callee.params, args, strict=True):
+        names[param] = arg
+        for size, extent in zip(shape_of(param) or (), shape_of(arg) or (), strict=False):
+            if isinstance(size, tirx.Var):
+                names.setdefault(size, extent)
+    bindings: list[relax.Binding] = []
+    for binding in (each for block in callee.body.blocks for each in block.bindings):
+        if isinstance(binding, relax.MatchCast):
+            structural_walk(binding.ty, (tirx.Var, lambda size: names.setdefault(size, tirx.Var(size.name, size.ty))))
+        value = copy(binding.value)
+        var = (relax.DataflowVar if is_dataflow else relax.Var)(binding.var.name, copy(binding.var.ty))
+        names[binding.var] = var
+        is_cast = isinstance(binding, relax.MatchCast)
+        bindings.append(relax.MatchCast(var, value, copy(binding.ty)) if is_cast else relax.VarBinding(var, value))
+    return bindings, copy(callee.body.body)
+
+
+def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> frozenset[tvm.ir.GlobalVar]:
+    """The Relax functions that a function calls."""
+    calls = [binding.value for binding in walk_bindings(func.body) if isinstance(binding.value, relax.Call)]
+    return frozenset(call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar) and call.op in functions)
+
+
+def has_mesh(func: relax.Function) -> bool:
+    """Return whether a function has values over a mesh."""
+    types = [param.ty for param in func.params] + [binding.var.ty for binding in walk_bindings(func.body)]
+    return any(mesh_positions(vdevice_in(ty)) for ty in types)
+
+
+def vdevice_in(ty: tvm.ir.Type) -> relax.VDevice | None:
+    """The device of the first tensor in a type that has one."""
+    if isinstance(ty, relax.TensorType):
+        return ty.vdevice
+    fields = ty.fields if isinstance(ty, tvm.ir.TupleType) else ()
+    return next((found for field in fields if (found := vdevice_in(field)) is not None), None)

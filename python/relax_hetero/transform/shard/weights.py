@@ -1,0 +1,145 @@
+"""`Weights`: values that follow from constants, whose parts are cut when an op over a mesh asks for them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+import tvm
+from tvm import relax
+
+from ...target.mesh import Mesh
+from ...vm.device.tensor_arrays import host_array
+from ...vm.device.tensors import share_or_copy
+from ..ir.blocks import shape_of
+from ..ir.rewriting import is_tensor_constant
+from .local_bindings import LocalBindings, numbered
+from .local_calls import CallPlan, LocalCall
+from .sharding import REPLICATED, Sharding, Shardings, divide
+from .sharding_rules import Local, weight_operands
+
+Cuts: TypeAlias = "dict[tuple[relax.Expr, tuple[tuple[Sharding, int, int], ...]], relax.Expr]"
+"""Parts of constants, by the sharding, number and count of devices along each axis that splits them."""
+
+
+class Weights:
+    """Weights of a function.
+
+    Parameters
+    ----------
+    bindings : LocalBindings
+    cuts : Cuts
+        Parts of constants, which functions share.
+
+    Attributes
+    ----------
+    values : dict of relax.Var to relax.Expr
+        Constants, and calls of constants and other weights.
+    """
+
+    def __init__(self, bindings: LocalBindings, cuts: Cuts) -> None:
+        self.values: dict[relax.Var, relax.Expr] = {}
+        self._bindings, self._cuts = bindings, cuts
+        self._cut_elsewhere = {constant for constant, _ in cuts}
+        self._parts: dict[tuple[relax.Expr, Mesh, Shardings], list[relax.Expr]] = {}
+
+    def __contains__(self, expr: relax.Expr) -> bool:
+        return is_tensor_constant(expr) or expr in self.values
+
+    def nbytes(self, expr: relax.Expr) -> float | None:
+        """Bytes of the constants that a weight follows from; None for other values."""
+        if expr not in self:
+            return None
+        return sum(
+            float(math.prod(constant.value.shape) * np.dtype(str(constant.ty.dtype)).itemsize)
+            for constant in self._constants(expr)
+        )
+
+    def is_cut_elsewhere(self, expr: relax.Expr) -> bool:
+        """Return whether another function has cut constants that a weight follows from."""
+        return expr in self and any(constant in self._cut_elsewhere for constant in self._constants(expr))
+
+    def _constants(self, expr: relax.Expr) -> list[relax.Expr]:
+        value = self.values.get(expr, expr)
+        if is_tensor_constant(value):
+            return [value]
+        operands = [value] if isinstance(value, relax.Var) else filter(_is_tensor, value.args)
+        return [constant for operand in operands for constant in self._constants(operand)]
+
+    def can_cut(self, expr: relax.Expr, shardings: Shardings, counts: Sequence[int]) -> bool:
+        """Return whether the devices of a mesh, `counts` along its first axes, can have parts of a weight."""
+        value = self.values.get(expr, expr)
+        if is_tensor_constant(value):
+            return divide(shardings, shape_of(value) or [], counts)
+        if isinstance(value, relax.Var):
+            return self.can_cut(value, shardings, counts)
+        plan = self._plan(value, shardings, counts)
+        tensors = filter(_is_tensor, value.args)
+        return plan is not None and all(
+            self.can_cut(tensor, each, counts) for tensor, each in zip(tensors, plan.operands, strict=True)
+        )
+
+    def parts(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
+        """The part of each device of a mesh."""
+        key = expr, mesh, shardings
+        if key not in self._parts:
+            self._parts[key] = self._made_parts(expr, mesh, shardings)
+        return self._parts[key]
+
+    def _made_parts(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
+        value = self.values.get(expr, expr)
+        if is_tensor_constant(value):
+            return [self._cut(value, mesh, shardings, number) for number in range(len(mesh))]
+        if isinstance(value, relax.Var):
+            return self.parts(value, mesh, shardings)
+        plan = self._plan(value, shardings, mesh.shape)
+        assert plan is not None, "plans ask `can_cut` first"
+        tensors = filter(_is_tensor, value.args)
+        by_operand = [self.parts(arg, mesh, each) for arg, each in zip(tensors, plan.operands, strict=True)]
+        by_device = list(zip(*by_operand, strict=True))
+        return [
+            self._bindings.emit(plan.make, list(by_device[number]), device, numbered(expr.name, number))
+            for number, device in enumerate(mesh)
+        ]
+
+    def _plan(self, call: relax.Call, shardings: Shardings, counts: Sequence[int]) -> CallPlan | None:
+        """Plan of a call of weights that gives its result a sharding; None if there is none."""
+        tensors = list(filter(_is_tensor, call.args))
+        local = LocalCall(call, tensors, _rebuilt, self._bindings.normalized)
+        operands: list[Shardings] = [()] * len(tensors)
+        for sharding, count in zip(shardings, counts, strict=True):
+            found: tuple[list[Sharding], Local | None] | None = [REPLICATED] * len(tensors), None
+            if sharding.is_split:
+                found = weight_operands(local.call, local.shapes, sharding, count)
+            if found is None:
+                return None
+            operands = [(*earlier, each) for earlier, each in zip(operands, found[0], strict=True)]
+            local.split(*found, count)
+        return CallPlan(operands, [shardings], local.make)
+
+    def _cut(self, constant: relax.Expr, mesh: Mesh, shardings: Shardings, number: int) -> relax.Expr:
+        """A device's part of a constant."""
+        along = zip(shardings, mesh.coordinates(number), mesh.shape, strict=True)
+        cuts = tuple((sharding, index, count) for sharding, index, count in along if sharding.is_split)
+        if not cuts:
+            return constant
+        if (constant, cuts) not in self._cuts:
+            part = host_array(constant.value)
+            for sharding, index, count in cuts:
+                part = sharding.part(part, index, count)
+            ty = relax.TensorType(list(part.shape), constant.ty.dtype)
+            self._cuts[constant, cuts] = tvm.ir.GenericConst(share_or_copy(part), ty)
+        return self._cuts[constant, cuts]
+
+
+def _is_tensor(expr: relax.Expr) -> bool:
+    return is_tensor_constant(expr) or (isinstance(expr, relax.Var) and isinstance(expr.ty, relax.TensorType))
+
+
+def _rebuilt(call: relax.Call, tensors: Sequence[relax.Expr]) -> relax.Call:
+    """The call of other tensors."""
+    rest = iter(tensors)
+    args = [next(rest) if _is_tensor(arg) else arg for arg in call.args]
+    return relax.Call(call.op, args, call.attrs, call.ty_args, call.span)

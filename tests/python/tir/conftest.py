@@ -1,0 +1,17 @@
+"""Kernels are compiled with the passes that the driver uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import tvm
+
+from relax_hetero.driver.link.parallel_codegen import COMPACTION
+
+
+@pytest.fixture(scope="module", autouse=True)
+def passes_of_driver() -> Iterator[None]:
+    """``tvm.compile`` leaves out TVM's compaction of temporaries, which takes most of its time for unrolled kernels."""
+    with tvm.transform.PassContext(disabled_pass=[COMPACTION]):
+        yield

@@ -1,0 +1,200 @@
+"""Sums by NCCL without GPUs: what they ask of NCCL and of CUDA, who has communicators, and errors."""
+
+from __future__ import annotations
+
+import ctypes
+from collections import defaultdict
+
+import pytest
+import tvm
+
+import relax_hetero as rh
+from relax_hetero.vm.device import nccl_memory, peer_memory
+from relax_hetero.vm.device.builtins import running_on
+from relax_hetero.vm.device.cuda_driver import CudaError
+from relax_hetero.vm.device.cuda_streams import Stream
+from relax_hetero.vm.device.nccl import Nccl
+from relax_hetero.vm.device.nccl_memory import NcclMemory, add_child_graph, captured
+from relax_hetero.vm.device.peer_memory import peer_call
+from vm.fake_cuda import INVALID, FakeCuda, FakeLibrary
+
+GPUS = [tvm.runtime.device("cpu", index) for index in range(2)]  # memory of GPUs is memory of the host
+
+
+class FakeCommunicator:
+    def __init__(self, gpu, notes, cuda):
+        self.gpu, self._notes, self._cuda = gpu, notes, cuda
+
+    def allReduce(self, source, target, count, dtype, op, stream):
+        assert source == target and (dtype, op) == (7, 0)
+        ctypes.memset(source, 0, 4 * count)  # it is memory of so many numbers
+        self._notes.append(("sum", self.gpu, count, len(self._cuda.captures)))
+
+    def send(self, address, nbytes, dtype, peer, stream):
+        assert dtype == 1
+        self._notes.append(("send", self.gpu, peer, address, nbytes))
+
+    def recv(self, address, nbytes, dtype, peer, stream):
+        assert dtype == 1
+        self._notes.append(("recv", self.gpu, peer, address, nbytes))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    monkeypatch.setattr(nccl_memory, "_unused", defaultdict(list))
+    monkeypatch.setattr(nccl_memory, "_communicators", {})
+    return FakeCuda()
+
+
+@pytest.fixture
+def library(cuda):
+    return FakeLibrary(cuda)
+
+
+@pytest.fixture
+def notes():
+    return []
+
+
+def fake_nccl(notes, cuda):
+    """NCCL with a note of each sum, and of the number of streams that capture."""
+
+    def communicators(gpus):
+        notes.append(("communicators", *gpus))
+        return [FakeCommunicator(gpu, notes, cuda) for gpu in gpus]
+
+    return Nccl(None, None, communicators, lambda: None, lambda: None, byte=1, float32=7, sum=0)
+
+
+def memory_of(collectives, notes, cuda, library):
+    nccl = fake_nccl(notes, cuda)
+    communicators = nccl.communicators([0, 1])
+    notes.clear()
+    return NcclMemory(GPUS, collectives, communicators, nccl, library)
+
+
+def capturing(library, gpu):
+    """Let the current stream of a GPU capture."""
+    stream = Stream.current(library, GPUS[gpu])
+    library.call("cuStreamBeginCapture_v2", stream.handle, 2)
+    return stream
+
+
+def test_sums_of_all_gpus_are_captured_together(cuda, library, notes):
+    memory = memory_of(((8,), (1024,)), notes, cuda, library)
+    sums = [("sum", gpu, count, is_captured) for count in (8, 1024) for is_captured in (0, 2) for gpu in (0, 1)]
+    assert notes == sums  # at once, which connects GPUs, and then by both captures
+    assert {index: list(tensor.numpy()) for index, tensor in memory.addresses.items()} == dict.fromkeys(
+        (0, 1), [buffer.data_ptr() for buffer in memory._buffers]
+    )
+    stream = capturing(library, 1)
+    memory.add(0, 1)
+    memory.add(1, 1)
+    parent = cuda.captures[stream.handle]
+    assert cuda.children == [(parent, memory._graphs[0][1]), (parent, memory._graphs[1][1])]
+
+
+def test_tensors_cross_by_places_in_the_buffers(cuda, library, notes):
+    exchange = (0, 1, 100, 1, 0, 300, 0, 1, 8)
+    memory = memory_of((exchange,), notes, cuda, library)
+    first, second = (buffer.data_ptr() for buffer in memory._buffers)
+    assert [buffer.shape[0] for buffer in memory._buffers] == [256 + 512 + 8] * 2
+    pairs = [(0, 1, 0, 100), (1, 0, 256, 300), (0, 1, 768, 8)]
+    bases = {0: first, 1: second}
+    expected = [
+        note
+        for source, target, offset, nbytes in pairs
+        for note in (
+            ("send", source, target, bases[source] + offset, nbytes),
+            ("recv", target, source, bases[target] + offset, nbytes),
+        )
+    ]
+    assert notes == expected * 2
+
+
+def test_captures_end_if_a_launch_fails(cuda, library):
+    streams = [Stream(library, gpu) for gpu in (0, 1)]
+
+    def launch():
+        assert len(cuda.captures) == 2
+        raise CudaError("no")
+
+    with pytest.raises(CudaError, match="no"):
+        captured(library, streams, launch)
+    assert not cuda.captures
+
+
+def test_a_driver_without_graphs_copies_all_the_same(cuda):
+    del cuda.library.cuGraphAddChildGraphNode
+    library = FakeLibrary(cuda)
+    with pytest.raises(CudaError, match="cuGraphAddChildGraphNode failed: 801"):
+        add_child_graph(library, capturing(library, 0), 3)
+    library.call("cuStreamSynchronize", 0)
+
+
+def test_a_failed_capture_is_an_error(cuda, library, notes):
+    cuda.failing["cuStreamEndCapture"] = INVALID
+    with pytest.raises(CudaError, match="capturing a collective of NCCL failed: CUDA_ERROR_INVALID_VALUE"):
+        memory_of(((8,),), notes, cuda, library)
+
+
+def test_a_launch_without_a_graph_is_an_error(library):
+    with pytest.raises(rh.HeteroError, match="outside of a CUDA graph"):
+        add_child_graph(library, Stream(library, 0), 3)
+
+
+@pytest.fixture
+def machine(monkeypatch, library):
+    """The devices of a machine whose function runs."""
+    monkeypatch.setattr(nccl_memory, "cuda_library", lambda: library)
+    devices = (*GPUS, tvm.cpu())
+    with running_on(devices, ("global",) * 3):
+        yield devices
+    peer_memory._launching.release()
+    peer_call.uses_peers = peer_call.has_lock = False
+
+
+def test_memory_is_made_once_for_each_machine_and_function(cuda, library, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    first, again = (nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8) for _ in range(2))
+    other = nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8, 1, 16)
+    assert first.same_as(again) and not other.same_as(first)
+    capturing(library, 1)
+    nccl_memory.nccl_collective(1, 1, 0, 1)  # of the function that asked last
+    with pytest.raises(KeyError):
+        nccl_memory.nccl_collective(0, 1, 0, 2)  # of a mesh that it does not have
+    assert peer_call.uses_peers and len(cuda.graphs) == 6
+    assert notes.count(("communicators", 0, 1)) == 1
+    nccl_memory.free_nccl_memory(id(machine))
+    assert not cuda.graphs
+
+
+def test_a_machine_leaves_its_communicators_to_the_next_one(cuda, library, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    machines = [machine, (*GPUS, tvm.cpu()), (*GPUS, tvm.cpu())]
+    for devices in machines[:2]:
+        with running_on(devices, ("global",) * 3):
+            nccl_memory.nccl_memory(0, 2, 0, 1, 1, 8)
+    assert notes.count(("communicators", 0, 1)) == 2  # each has its own
+    nccl_memory.free_nccl_memory(id(machines[0]))
+    with running_on(machines[2], ("global",) * 3):
+        nccl_memory.nccl_memory(0, 2, 0, 1, 1, 8)
+    assert notes.count(("communicators", 0, 1)) == 2
+    for devices in machines[1:]:
+        nccl_memory.free_nccl_memory(id(devices))
+
+
+def test_one_gpu_twice_is_no_mesh(cuda, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    with (
+        running_on((GPUS[0], GPUS[0]), ("global",) * 2),
+        pytest.raises(rh.HeteroError, match="expected different GPUs"),
+    ):
+        nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+
+
+@pytest.mark.usefixtures("machine")
+def test_without_nccl_the_first_call_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: "the package cupy-cuda13x cannot be imported: pip install x")
+    with pytest.raises(rh.HeteroError, match=r"need NCCL.*pip install"):
+        nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
