@@ -31,9 +31,10 @@ from rich.table import Table  # noqa: E402
 from smoke import smoke  # noqa: E402
 from turns import take_turns  # noqa: E402
 
-from llm_bench.loaded_model import STEPS, Call, LoadedModel  # noqa: E402
+from llm_bench.loaded_model import Call, LoadedModel  # noqa: E402
 from llm_bench.random_gguf import LLAMA_8B, SCALES, Sizes, shapes, write_gguf  # noqa: E402
 from llm_bench.torch_llama import TorchLlama  # noqa: E402
+from relax_hetero.llm.calibrate import STEPS  # noqa: E402
 
 BANDWIDTH_BARS, PEAK_BAR = {True: 0.60, False: 0.80}, 0.70
 """Minimum shares of the bandwidth, for block-quantized and other weights, and of the peak."""

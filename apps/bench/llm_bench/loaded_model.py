@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 
 import relax_hetero as rh
+from relax_hetero.llm.calibrate import decode_steps, prompt
 
 Call = Callable[[], object]
 
-STEPS = 16
-"""Decode steps of a turn, whose tokens stay on the device from one to the next."""
-
 
 class LoadedModel:
-    """A loaded model with as many sequences as the largest batch, of different tokens.
+    """A loaded model with as many sequences as slots, by default the largest batch, of different tokens.
 
     Parameters
     ----------
@@ -48,8 +46,8 @@ class LoadedModel:
         options |= {"batches": batches, "chunks": chunks, "context": max(context, *chunks) + 64}
         self.model, _ = rh.llm.load(path, vdevices, placement, background=False, **options)
         self.seconds = time.perf_counter() - begin
-        tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, (max(batches), context))
-        self.tokens = tokens.astype("int32")
+        shape = options.get("slots", max(batches)), context
+        self.tokens = np.random.default_rng(0).integers(3, self.model.vocabulary, shape).astype("int32")
         self.slots = [self.model.cache.add() for _ in self.tokens]
         for slot, text in zip(self.slots, self.tokens, strict=True):
             for first in range(0, context - 1, max(chunks)):
@@ -57,26 +55,9 @@ class LoadedModel:
 
     def step(self, batch: int) -> Call:
         """`STEPS` greedy decode steps of `batch` sequences, one ahead of the tokens that are read."""
-        slots, tokens = self.slots[:batch], self.tokens[:batch]
-
-        def work() -> object:
-            for slot in slots:
-                self.model.cache.truncate(slot, tokens.shape[1] - 1)
-            step = self.model.begin_decode(slots, tokens[:, -1].tolist())
-            for _ in range(STEPS - 1):
-                ahead = self.model.begin_decode(slots, step)
-                step.tokens()
-                step = ahead
-            return step.tokens()
-
-        return work
+        tokens = self.tokens[:batch]
+        return decode_steps(self.model, self.slots[:batch], tokens[:, -1].tolist(), tokens.shape[1] - 1)
 
     def prefill(self, rows: int) -> Call:
         """A prefill of an empty sequence, to logits in the host's memory."""
-        slot, tokens = self.slots[0], np.resize(self.tokens, rows)
-
-        def work() -> object:
-            self.model.cache.truncate(slot, 0)
-            return self.model.prefill(slot, tokens)
-
-        return work
+        return prompt(self.model, self.slots[0], np.resize(self.tokens, rows))

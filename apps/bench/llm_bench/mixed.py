@@ -40,8 +40,9 @@ from bars import Check, verdict  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 from llm_bench.contestant import memory  # noqa: E402
-from llm_bench.loaded_model import STEPS, LoadedModel  # noqa: E402
+from llm_bench.loaded_model import LoadedModel  # noqa: E402
 from llm_bench.random_gguf import MIXTURE, Sizes, write_gguf  # noqa: E402
+from relax_hetero.llm.calibrate import STEPS  # noqa: E402
 
 DEPTH = 128
 """Tokens of a text before the timed decode steps."""

@@ -1,7 +1,8 @@
 """Language models with random weights as GGUF files, in the form that llama.cpp's converter writes.
 
 python apps/bench/llm_bench/random_gguf.py tinyllama.gguf      # 1.1 billion parameters in 4 bits
-python apps/bench/llm_bench/random_gguf.py mixture.gguf --mixture    # 64 experts, 8 for each token
+python apps/bench/llm_bench/random_gguf.py mixture.gguf --shape mixture    # 64 experts, 8 for each token
+python apps/bench/llm_bench/random_gguf.py model.gguf --shape 30b-a3b --sparse    # 17 GB, of which no disk has any
 
 Keys and tensors have the names that llama.cpp reads, rows of llama's queries and keys are in pairs for its rotary
 embedding, and norms of Gemma include the 1 that its authors' code adds. Block-quantized weights are random bits with
@@ -152,6 +153,7 @@ MIXTURE = Sizes(
 )  # fmt: skip
 # In 4 bits, it has 17 GB.
 QWEN3_30B = replace(MIXTURE, layers=48, vocabulary=151936, context=40960, experts=128)
+SHAPES = {"tiny": Sizes(), "1b": TINYLLAMA, "8b": LLAMA_8B, "mixture": MIXTURE, "30b-a3b": QWEN3_30B}
 # Types of llama.cpp's Q4_K_M, without the layers with more bits.
 FOUR_BITS = {"output.weight": "Q6_K", "*attn_v.weight": "Q6_K", "*": "Q4_K"}
 
@@ -435,11 +437,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("path", help="the file to write")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mixture", action="store_true", help="a mixture of experts: 1.4 billion parameters")
+    parser.add_argument("--shape", choices=sorted(SHAPES), default="1b", help="sizes of the model; the default is 1b")
+    parser.add_argument("--sparse", action="store_true", help="no weights: a hole, for plans that read none")
     parser.add_argument("--smoke", action="store_true", help="a model of a megabyte: does the command work?")
     options = parser.parse_args()
-    sizes = Sizes() if options.smoke else MIXTURE if options.mixture else TINYLLAMA
-    print(write_gguf(options.path, sizes, FOUR_BITS, options.seed))
+    sizes = SHAPES["tiny" if options.smoke else options.shape]
+    print(write_gguf(options.path, sizes, FOUR_BITS, options.seed, sparse=options.sparse))
 
 
 if __name__ == "__main__":

@@ -26,14 +26,9 @@ from smoke import smoke  # noqa: E402
 from turns import take_turns  # noqa: E402
 
 from llm_bench import random_gguf  # noqa: E402
-from llm_bench.loaded_model import STEPS, LoadedModel  # noqa: E402
+from llm_bench.loaded_model import LoadedModel  # noqa: E402
 from llm_bench.random_gguf import LLAMA_8B, QWEN3_30B, Sizes, write_gguf  # noqa: E402
-from relax_hetero.frontend import CostModel, PagedCache  # noqa: E402
-from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of  # noqa: E402
-from relax_hetero.frontend.gguf.place_layers import LayerProblem  # noqa: E402
-from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline  # noqa: E402
-from relax_hetero.frontend.language_model_files import read_language_model  # noqa: E402
-from relax_hetero.target.make_vdevice import parse_vdevices  # noqa: E402
+from relax_hetero.llm.calibrate import STEPS  # noqa: E402
 
 BARS = {"decode 1": 1.6, "decode 32": 1.75, "prefill": 1.8}
 """Minimum speeds over one GPU; those of a mixture of experts are `MIXTURE_BAR`."""
@@ -96,36 +91,6 @@ def main(
                 print(f"{name}: {ratio:.3f} of one device")
             else:
                 print(f"{verdict(Check(f'{name}: speed over one device', ratio, bar))}: {name}: {ratio:.3f}, bar {bar}")
-        if vdevice != "llvm":
-            _show_simulated(times, devices, path, vdevice, counts, chunk, context)
-
-
-def _show_simulated(
-    times: dict[int, dict[str, float]],
-    devices: int,
-    path: Path,
-    vdevice: str,
-    batches: tuple[int, ...],
-    chunk: int,
-    context: int,
-) -> None:
-    """Compare what `relax-hetero scale` expects of the mesh, given the times of one device, with the measured times."""
-    vdevices = parse_vdevices([vdevice] * 2)
-    costs = CostModel.measured(vdevices, "throughput")
-    file = read_language_model(path)
-    model = hyperparameters_of(file)
-    simulated: dict[int, dict[str, float]] = {}
-    for count in (1, devices):
-        fleet = Fleet(1, count, costs.links[0, 1], costs.links[0, 1])
-        cache = PagedCache(batches, (chunk,), max(batches), max(context, chunk) + 64)
-        problem = LayerProblem(file, model, cache, vdevices[:1], costs, {})
-        pipeline = Pipeline(problem.search.parts, model, costs, fleet, count, 1)
-        simulated[count] = {f"decode {batch}": pipeline.decode(batch, context)[0] * 1e3 for batch in batches}
-        simulated[count]["prefill"] = pipeline.prefill(chunk, chunk) * 1e3
-    for name, ms in times[devices].items():
-        alone = simulated[1][name] / times[1][name]
-        expected = simulated[devices][name] / alone / ms
-        print(f"simulated: {name}: one device {alone:.3f} of its time, {devices} from that {expected:.3f} of theirs")
 
 
 if __name__ == "__main__":

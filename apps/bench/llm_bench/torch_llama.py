@@ -8,8 +8,8 @@ from typing import Any
 from gpu_bench.device_time import Clock, torch_on_gpu
 from gpu_bench.torch_peers import captured
 
-from llm_bench.loaded_model import STEPS
 from llm_bench.random_gguf import Sizes
+from relax_hetero.llm.calibrate import STEPS
 
 Tensor = Any
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import tvm
 
@@ -16,14 +16,13 @@ from ..transform.ir.remarks import with_remarks
 from .auto.auto_placement import memory_limits
 from .auto.cost_model import CostModel
 from .gguf.activation_types import ActivationTypes, check_activations, trained_type
+from .gguf.choose_rules import ChosenRules, choose_rules
 from .gguf.encoder_graph import encoder_module
-from .gguf.expert_rules import split_rules
+from .gguf.expert_rules import SplitRules, split_rules
 from .gguf.file import GgufFile
 from .gguf.hyperparameters import hyperparameters_of
 from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
-from .gguf.place_layers import place_layers
-from .gguf.scaling import shared_layers
 from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
 from .gguf.tensor_parallel import dealt_rules, split_caches, with_split_parameters
 from .gguf.weights import Weights
@@ -73,9 +72,10 @@ def from_gguf(
         Glob patterns over names of the file's tensors (``blk.3.ffn_down``, ``blk.[0-8].*``, ``output``), in order.
         The cache of a layer is on the device of its ``blk.N.attn``. A list that ends a pattern selects experts:
         ``blk.*.ffn_*_exps[0-31]``, ``[3,7,12-15]``. ``"auto"`` chooses devices for attention, experts and the rest of
-        each layer, for the least time per token within `memory_limit`, which also covers activations and a GPU's
-        context (`gguf.place_layers`). A mesh, ``"cuda[0:2]"``, shares the work of each layer: heads of attention with
-        their part of the cache, columns and rows of feed-forward networks, logits, and whole experts.
+        each layer, or groups of equal GPUs that share layers, for the least time per token within `memory_limit`,
+        which also covers activations and a GPU's context (`gguf.choose_rules`). A mesh, ``"cuda[0:2]"``, shares the
+        work of each layer: heads of attention with their part of the cache, columns and rows of feed-forward networks,
+        logits, and whole experts.
     batches : sequence of int
         Rows of the functions ``decode_B``: one token of each of B sequences.
     chunks : sequence of int
@@ -168,42 +168,47 @@ def from_gguf(
         verify_rows,
         masks_tokens,
     )
-    reasons: dict[str, str] = {}
-    estimate: dict[str, Any] | None = None
     if isinstance(placement, str):
         assert devices is not None, "check_placement refuses placement without devices"
         costs, limits = cost_model or CostModel.measured(devices), memory_limits(memory_limit, devices)
         costs.check(len(devices))
         counts = read_expert_counts(expert_counts, model)
-        shared = None if count_experts else shared_layers(file, model, cache, devices, costs, limits)
-        if shared is None:
-            placement, reasons, estimate = place_layers(file, model, cache, devices, costs, limits, counts)
-        else:
-            placement, reasons, estimate = shared.rules, shared.reasons, shared.estimate
+        placement = choose_rules(file, model, cache, devices, costs, limits, counts, may_share=not count_experts)
     elif expert_counts is not None:
         raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
-    has_mesh = devices is not None and any(
-        mesh_positions(lookup(device, devices)) for _, device in rule_pairs(placement or {})
-    )
-    if has_mesh and count_experts:
+    meshes = [mesh_positions(lookup(device, devices)) for _, device in rule_pairs(placement or {}) if devices]
+    if any(meshes) and count_experts:
         raise FrontendError("found count_experts and a mesh of devices in placement, expected one of them")
     split, streams = split_rules(dealt_rules(placement or {}, model, devices), model, devices), ExpertStreams()
     types_of = partial(ActivationTypes, activations, trained_type(file, model), vdevices=devices or ())
-    if devices is not None and not has_mesh:
+    if devices is not None and not any(meshes):
         streams = plan_streams(
             file, model, cache, types_of(split.rules), split.groups, devices, stream_experts,
             lambda: cost_model or CostModel.measured(devices, may_measure=False),
         )  # fmt: skip
-    rules = [*streams.rules, *split.rules]
-    weights = Weights(file, model)
-    mod = language_module(model, weights, cache, activation_bits, types_of(rules), split.groups, streams, count_experts)
+    types, weights = types_of([*streams.rules, *split.rules]), Weights(file, model)
+    mod = language_module(model, weights, cache, activation_bits, types, split.groups, streams, count_experts)
     weights.check_all_read()
-    if devices is not None:
-        if has_mesh:
-            split_caches(model, rules, devices)  # checks heads
-            mod = with_split_parameters(mod, model, types_of(rules), devices)
-        mod = with_rule_reasons(place(mod, rules, devices), {**split.reasons(reasons), **dict(streams.reasons)})
-    return mod if estimate is None else with_remarks(mod, placement_estimate=estimate)
+    if devices is None:
+        return mod
+    if any(meshes):
+        split_caches(model, split.rules, devices)  # checks heads
+        mod = with_split_parameters(mod, model, types, devices)
+    return _placed(mod, devices, placement or {}, split, streams)
+
+
+def _placed(
+    mod: tvm.IRModule,
+    devices: list[tvm.relax.VDevice],
+    placement: PlacementRules,
+    split: SplitRules,
+    streams: ExpertStreams,
+) -> tvm.IRModule:
+    """Place a module by rules, and give it the reasons of the generated ones."""
+    chosen = placement if isinstance(placement, ChosenRules) else None
+    reasons = {**split.reasons(chosen.reasons if chosen else {}), **dict(streams.reasons)}
+    mod = with_rule_reasons(place(mod, [*streams.rules, *split.rules], devices), reasons)
+    return mod if chosen is None else with_remarks(mod, placement_estimate=chosen.estimate)
 
 
 def encoder_from_gguf(

@@ -27,6 +27,7 @@ from ..garbage_collection import paused_garbage_collection
 from ..system import release_freed_memory
 from ..target.amx_instructions import amx_instruction_for
 from ..target.cpu_target import cpu_target_of
+from ..target.hosts import hosts_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
 from ..vm.device.threads import choose_threads
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from ..driver.cached_executables import FileRequest, FileState
     from ..driver.link.parallel_codegen import Progress
     from ..frontend.auto.auto_placement import MemoryLimit
+    from ..frontend.gguf.choose_rules import ChosenRules
     from ..frontend.gguf.file import GgufFile
     from ..frontend.gguf.hyperparameters import Hyperparameters
     from ..frontend.gguf.place_experts import ExpertCountsSource
@@ -234,62 +236,81 @@ def load(
         "stream_experts": stream_experts,
         "verify_drafts": bool(verify_drafts),
     }
-    if not isinstance(draft, (str, os.PathLike, tuple, NoneType)):
-        raise BuildError(
-            f"rh.llm.load: draft: {describe_value(draft)}; expected the path of a smaller model, or the pair that "
-            "rh.llm.load returned for it"
-        )
+    own_threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
+    draft_devices = vdevices if draft_vdevices is None else draft_vdevices
+    loading: dict[str, Any] = {"background": background, "progress": progress, **own_threads}
     if draft is None and (draft_vdevices, draft_placement) != (None, None):
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
-    own_threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
-    if isinstance(draft, (str, os.PathLike)):  # first, as it is the smaller one
-        devices = vdevices if draft_vdevices is None else draft_vdevices
-        sizes: dict[str, Any] = {name: options[name] for name in _DRAFT_OPTIONS}
-        try:
-            drafted: Loaded | None = load(
-                draft, devices, draft_placement, **sizes, background=background, **own_threads, progress=progress
-            )
-        except EncoderError as error:  # not what callers know of `path`
-            raise BuildError(f"draft: {error}") from error
-    else:
-        drafted = draft
+    drafted = _load_draft(draft, draft_devices, draft_placement, options, loading)  # first, as it is the smaller one
     load_kind = _LOADERS.get(folder_kind(path)) if Path(path).is_dir() else _load_file
-    if tensor_parallel != 1 and load_kind is not _load_file:
-        raise BuildError(
-            f"{Path(path)}: tensor_parallel={tensor_parallel!r} applies to GGUF files and folders of Hugging Face only"
-        )
-    if allreduce_strategy != "auto" and load_kind is not _load_file:
-        raise BuildError(
-            f"{Path(path)}: allreduce_strategy={allreduce_strategy!r} applies to GGUF files and folders of Hugging "
-            "Face only"
-        )
+    for name, value, default in (
+        ("tensor_parallel", tensor_parallel, 1),
+        ("allreduce_strategy", allreduce_strategy, "auto"),
+    ):
+        if value != default and load_kind is not _load_file:
+            raise BuildError(f"{Path(path)}: {name}={value!r} applies to GGUF files and folders of Hugging Face only")
     if tensor_parallel != 1:
         from ..frontend.parallel_devices import parallel_devices
 
         vdevices, placement = parallel_devices(vdevices, placement, tensor_parallel=tensor_parallel)
     if verify_drafts is None:
         options["verify_drafts"] = draft is not None and load_kind is _load_file
-    if load_kind is not None:
+    if load_kind is None:
+        given = (vdevices, placement, batch_invariant, {**options, "count_experts": False})
+        has_options = given != (None, None, False, _DEFAULTS)
+        loaded = _load_compiled(Path(path), has_options, count_experts, drafted, own_threads)
+    else:
         arguments = _Arguments(
             Path(path), vdevices, placement, options, batch_invariant, background, drafted, allreduce_strategy,
             progress, own_threads,
         )  # fmt: skip
+        if hosts := hosts_of(arguments.devices):
+            raise BuildError(
+                f"{Path(path)}: vdevices are on hosts {', '.join(map(repr, hosts))}, expected devices of this host: a "
+                "language model is on one host; each host can serve replicas of its own"
+            )
         # Before the model is compiled, which may take minutes.
         choose_threads([DeviceSpec(str(device.target)) for device in arguments.devices], **own_threads)
-        return _with_draft(_warn_of_long_context(*load_kind(arguments)), drafted)
-    is_saved = (Path(path) / _DESCRIPTION).exists()
-    given = vdevices, placement, batch_invariant, {**options, "count_experts": False}
-    if is_saved and given != (None, None, False, _DEFAULTS):
+        loaded = load_kind(arguments)
+    return _with_draft(_warn_of_long_context(*loaded), drafted)
+
+
+def _load_draft(
+    draft: str | os.PathLike[str] | Loaded | None,
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: PlacementRules | Literal["auto"] | None,
+    options: dict[str, Any],
+    loading: dict[str, Any],
+) -> Loaded | None:
+    """The draft model, loaded if it is a path; `options` are those of its model."""
+    if not isinstance(draft, (str, os.PathLike, tuple, NoneType)):
+        raise BuildError(
+            f"rh.llm.load: draft: {describe_value(draft)}; expected the path of a smaller model, or the pair that "
+            "rh.llm.load returned for it"
+        )
+    if not isinstance(draft, (str, os.PathLike)):
+        return draft
+    try:
+        return load(draft, vdevices, placement, **{name: options[name] for name in _DRAFT_OPTIONS}, **loading)
+    except EncoderError as error:  # not what callers know of the model's path
+        raise BuildError(f"draft: {error}") from error
+
+
+def _load_compiled(
+    folder: Path, has_options: bool, count_experts: bool, drafted: Loaded | None, threads: dict[str, Any]
+) -> Loaded:
+    """Load a folder that `save` wrote."""
+    if has_options and (folder / _DESCRIPTION).exists():
         names = "vdevices, placement, context, slots and other options"
-        raise BuildError(f"{Path(path)}: is compiled already; {names} apply only to files with weights")
-    model, tokenizer = _load_saved(Path(path), own_threads)
+        raise BuildError(f"{folder}: is compiled already; {names} apply only to files with weights")
+    model, tokenizer = _load_saved(folder, threads)
     _check_draft_tokens(tokenizer, drafted)
     if count_experts and not model.expert_counts.tensors:
         raise BuildError(
-            f"{Path(path)}: its functions do not count experts; load the GGUF file of a mixture with "
+            f"{folder}: its functions do not count experts; load the GGUF file of a mixture with "
             "count_experts=True, and save it again"
         )
-    return _with_draft(_warn_of_long_context(model, tokenizer), drafted)
+    return model, tokenizer
 
 
 def _load_file(arguments: _Arguments) -> Loaded:
@@ -307,16 +328,17 @@ def _load_file(arguments: _Arguments) -> Loaded:
     _check_draft_tokens(tokenizer, arguments.drafted)
     _check_draft_layers(path, model, arguments.drafted)
     context = min(model.context, CONTEXT) if arguments.options["context"] is None else arguments.options["context"]
-    options = _resolve_options(arguments, model, devices, context)
-    rules = arguments.placement
+    options, rules = _resolve_options(arguments, model, devices, context), arguments.placement
     if isinstance(rules, str):
-        rules = _shared_rules(file, model, devices, options)
+        rules, options = _chosen_rules(file, model, devices, options)
     caches, parts = split_caches(model, rules or {}, devices)
     donated = [f"pages_{index}" for index in range(len(caches))]
     if options["count_experts"]:
         donated += [f"{EXPERT_COUNTS}{layer}" for layer in range(model.dense_layers, model.layers)]
+    is_mixed = 0 < sum(map(is_cpu, devices)) < len(devices)
+    is_measured = arguments.placement == "auto" or (model.experts > 0 and is_mixed)
     compilation = _Compilation(
-        file, states, model.experts > 0, devices, arguments.placement, options, donated, arguments.allreduce_strategy
+        file, states, is_measured, devices, rules, options, donated, arguments.allreduce_strategy
     )
     is_invariant = all(is_batch_invariant(device.target) for device in devices)
     executable, rest = compilation.load(), None
@@ -326,8 +348,22 @@ def _load_file(arguments: _Arguments) -> Loaded:
         rest = BackgroundTask(partial(compilation.compile_rest, first, PassContext.current()))
     elif executable is None:
         executable = compilation.compile(arguments.progress)
-    description = ModelDescription(
-        name=str(file.fields.get("general.name", path.stem)),
+    description = _description(file, model, options, context, caches, parts, is_invariant)
+    all_rows = max(options["batches"]), max(options["chunks"])
+    return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
+
+
+def _description(
+    file: GgufFile,
+    model: Hyperparameters,
+    options: dict[str, Any],
+    context: int,
+    caches: tuple[LayerCache, ...],
+    parts: tuple[int, ...],
+    is_invariant: bool,
+) -> ModelDescription:
+    return ModelDescription(
+        name=str(file.fields.get("general.name", file.path.stem)),
         vocabulary=model.vocabulary,
         context=context,
         slots=options["slots"],
@@ -339,25 +375,52 @@ def _load_file(arguments: _Arguments) -> Loaded:
         trained_context=model.context,
         decodes_like_prefill=is_invariant,
     )
-    all_rows = max(options["batches"]), max(options["chunks"])
-    return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
 
 
-def _shared_rules(
+def compile_layers(
+    file: GgufFile, vdevice: VDevice, layers: int, batches: Sequence[int], chunks: Sequence[int], context: int
+) -> CompiledModel:
+    """Compile the first layers of a model for one device, to measure it.
+
+    Parameters
+    ----------
+    file : GgufFile
+    vdevice : VDevice
+    layers : int
+        Number of layers.
+    batches, chunks, context
+        As for `load`.
+    """
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
+
+    file = file.first_layers(layers)
+    model, is_invariant = hyperparameters_of(file), is_batch_invariant(vdevice.target)
+    options = {"batches": tuple(batches), "chunks": tuple(chunks), "slots": max(batches), "page_type": "float16"}
+    options |= {"context": model.compiled_context(context), "verify_rows": 0}
+    donated = [f"pages_{index}" for index in range(len(model.caches))]
+    executable = _Compilation(file, (), True, [vdevice], None, options, donated, "auto").compile(None)
+    caches = tuple(model.caches)
+    return CompiledModel(executable, _description(file, model, options, context, caches, (), is_invariant))
+
+
+def _chosen_rules(
     file: GgufFile, model: Hyperparameters, devices: list[VDevice], options: dict[str, Any]
-) -> PlacementRules | None:
-    """Rules of ``placement="auto"`` if GPUs share all layers, so that caches are in parts."""
+) -> tuple[ChosenRules, dict[str, Any]]:
+    """Rules of ``placement="auto"``, and the options without those that it reads."""
     from ..frontend import CostModel, PagedCache
     from ..frontend.auto.auto_placement import memory_limits
-    from ..frontend.gguf.scaling import shared_layers
+    from ..frontend.gguf.choose_rules import choose_rules
+    from ..frontend.gguf.place_experts import read_expert_counts
 
-    if len(devices) < 2 or any(map(is_cpu, devices)) or options["count_experts"]:
-        return None
     names = ("batches", "chunks", "slots", "context", "page_type", "verify_rows", "masks_tokens")
-    cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)  # that of `from_gguf`
-    limits, costs = memory_limits(options["memory_limit"], devices), CostModel.measured(devices)
-    shared = shared_layers(file, model, cache, devices, costs, limits)
-    return None if shared is None else shared.rules
+    cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)
+    limits, counts = (
+        memory_limits(options["memory_limit"], devices),
+        read_expert_counts(options["expert_counts"], model),
+    )
+    may_share = not options["count_experts"]
+    rules = choose_rules(file, model, cache, devices, CostModel.measured(devices), limits, counts, may_share)
+    return rules, {**options, "memory_limit": None, "expert_counts": None}
 
 
 def _resolve_options(
@@ -397,8 +460,8 @@ class _Compilation:
         File that has been read.
     states : tuple of FileState
         Its files, before they were opened.
-    has_experts : bool
-        Whether the model is a mixture of experts.
+    is_measured : bool
+        Whether the result depends on measurements of the devices.
     options : dict of str to object
         Options of `rh.from_gguf`.
     donated : list of str
@@ -409,9 +472,9 @@ class _Compilation:
 
     file: GgufFile
     states: tuple[FileState, ...]
-    has_experts: bool
+    is_measured: bool
     devices: list[VDevice]
-    placement: PlacementRules | Literal["auto"] | None
+    placement: PlacementRules | None
     options: dict[str, Any]
     donated: list[str]
     allreduce_strategy: str
@@ -431,8 +494,7 @@ class _Compilation:
         from ..driver.cached_executables import FileRequest
         from ..transform.shard.exchange_by_nccl import unreachable
 
-        is_mixed = 0 < sum(map(is_cpu, self.devices)) < len(self.devices)
-        if isinstance(self.placement, str) or (self.has_experts and is_mixed):
+        if self.is_measured:
             return None
         rules: list[tuple[str, str]] = []
         if self.placement:
@@ -484,7 +546,7 @@ class _Compilation:
 def _is_split(arguments: _Arguments, model: Hyperparameters, compilation: _Compilation) -> bool:
     """Return whether the functions that one text needs are compiled before the others."""
     request, options = compilation.request, compilation.options
-    if not arguments.background or options["memory_limit"] is not None or len(options["batches"]) == 1:
+    if not arguments.background or arguments.options["memory_limit"] is not None or len(options["batches"]) == 1:
         return False
     if request is None or not request.is_cacheable or Target.current(allow_none=True) is not None:
         return False

@@ -49,6 +49,8 @@ class LanguageModelOptions:
         As for `relax_hetero.llm.load`.
     template : Path or None
         File with a chat template; None for the model's own.
+    max_batch : int or None
+        Maximum texts of a decode call: those of further ones follow through the stages of a model; None for all.
     """
 
     path: Path
@@ -64,6 +66,7 @@ class LanguageModelOptions:
     draft: Path | None = None
     draft_vdevices: list[Any] | None = None
     draft_placement: Literal["auto"] | dict[str, str] | None = None
+    max_batch: int | None = None
 
     @property
     def name(self) -> str:
@@ -87,11 +90,13 @@ class LanguageModelOptions:
 
         from ..llm.model_loader import BATCHES
 
-        large = tuple(rows for rows in _LARGE_BATCHES if rows <= (self.slots or 0))
+        batches = (*BATCHES, *(rows for rows in _LARGE_BATCHES if rows <= (self.slots or 0)))
+        if self.max_batch is not None:
+            batches = (*(rows for rows in batches if rows < self.max_batch), self.max_batch)
         options: dict[str, Any] = {
             "context": self.context,
             "slots": self.slots,
-            "batches": (*BATCHES, *large) if large else None,
+            "batches": None if batches == BATCHES else batches,
             "batch_invariant": self.batch_invariant or None,
             "memory_limit": self.memory_limit,
             "expert_counts": self.expert_counts,

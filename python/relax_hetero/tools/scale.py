@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,10 @@ from .models import has_weights
 from .placement_options import VDeviceParam
 
 if TYPE_CHECKING:
+    import tvm
+
     from ..frontend.auto.cost_model import CostModel, LinkCost
-    from ..frontend.gguf.scaling import Arrangement, Fleet
+    from ..frontend.gguf.scaling import Arrangement, Calibration, Fleet
 
 _SHOWN = 12
 """Arrangements in the table; --json has all."""
@@ -44,6 +47,12 @@ _SHOWN = 12
     metavar="GB/S MICROSECONDS",
     help="Rate and latency between hosts; default 10 Gb/s Ethernet, 1.25 and 1000.",
 )
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Compile some layers of MODEL, and time them on the device first, which must be in this machine; estimates "
+    "follow from these times. It takes a minute or more.",
+)
 @json_option
 def scale_command(
     model: Path,
@@ -54,57 +63,76 @@ def scale_command(
     context: int | None,
     memory_limit: str | None,
     network: tuple[float, float] | None,
+    measure: bool,
     as_json: bool,
 ) -> None:
     """Simulate MODEL, a GGUF file or a folder of Hugging Face, on HOSTS times DEVICES equal devices.
 
-    Arrangements are replicas of pipelines of tensor-parallel groups. Nothing is compiled. Rates are measured if the
-    device, and for those between devices another one, is in this machine.
+    Arrangements are replicas of pipelines of tensor-parallel groups. Nothing is compiled without --measure. Rates are
+    measured if the device, and for those between devices another one, is in this machine.
 
     \b
-    relax-hetero scale model.gguf --vdevice cuda --devices 8 --texts 256
+    relax-hetero scale model.gguf --vdevice cuda --devices 8 --texts 256 --measure
     relax-hetero scale model.gguf --vdevice cuda --devices 8 --hosts 16 --texts 4096 --network 50 10
     """
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.auto.cost_model import LinkCost
     from ..frontend.gguf.hyperparameters import hyperparameters_of
-    from ..frontend.gguf.scaling import Fleet, arrangements
+    from ..frontend.gguf.scaling import arrangements
     from ..frontend.language_model_files import read_language_model
     from ..frontend.paged_cache import PagedCache
     from ..llm.model_loader import BATCHES, CONTEXT, default_chunks
     from ..target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
-    from ..target.make_vdevice import parse_vdevices
 
     if not has_weights(model):
         raise click.UsageError(f"{model} is no language model; expected a GGUF file or a folder of Hugging Face")
-    vdevices = parse_vdevices([vdevice])
     file = read_language_model(model)
     sizes = hyperparameters_of(file)
     context = context or min(sizes.context, CONTEXT)
-    cache = PagedCache(BATCHES, default_chunks(sizes, vdevices, context), texts, context)
-    with console(stderr=True).status("Measuring the devices"):
-        costs, link = costs_of(vdevice)
     rate, latency = network or (NETWORK_BYTES_PER_SECOND / 1e9, NETWORK_LATENCY_SECONDS * 1e6)
-    fleet = Fleet(hosts, devices, link, LinkCost(rate * 1e9, latency * 1e-6))
-    limit = memory_limits(memory_limit, vdevices).get(0)
-    fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit)
+    with console(stderr=True).status("Measuring the devices"):
+        vdevices, costs, fleet = fleet_of(vdevice, hosts, devices, LinkCost(rate * 1e9, latency * 1e-6), measure)
+    cache = PagedCache(BATCHES, default_chunks(sizes, vdevices[:1], context), texts, context)
+    calibration = None
+    if measure:
+        from ..llm.calibrate import calibrate
+
+        with console(stderr=True).status(f"Measuring layers of {model.name}"):
+            calibration = calibrate(file, cache, vdevices[0], costs, texts)
+    limit = memory_limits(memory_limit, vdevices[:1]).get(0)
+    fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit, calibration)
     if as_json:
-        print_json({"figures": costs.figures, "arrangements": [each.to_json() for each in fitting]})
+        measured = None if calibration is None else asdict(calibration)
+        rows = [each.to_json() for each in fitting]
+        print_json({"figures": costs.figures, "measured_over_expected": measured, "arrangements": rows})
     else:
-        show(_tables(fitting, model.name, costs, fleet))
+        show(_tables(fitting, model.name, costs, fleet, calibration))
 
 
-def costs_of(vdevice: str | dict[str, Any]) -> tuple[CostModel, LinkCost]:
-    """Costs of a device, and of the link to another one like it; measured if they are in this machine."""
+def fleet_of(
+    vdevice: str | dict[str, Any], hosts: int, devices: int, network: LinkCost, measure: bool = False
+) -> tuple[list[tvm.relax.VDevice], CostModel, Fleet]:
+    """Devices of a host like one, of which there are at least two, their costs, and the fleet.
+
+    Rates are measured if they are in this machine; `measure` also measures CPU devices that share its cores.
+    """
     from ..frontend.auto.cost_model import CostModel
+    from ..frontend.auto.measure_devices import sharing_figures_of
+    from ..frontend.gguf.scaling import Fleet
     from ..target.make_vdevice import parse_vdevices
+    from ..target.vdevice import is_cpu
 
     kind = vdevice.partition(":")[0] if isinstance(vdevice, str) else vdevice  # two devices, not one twice
-    costs = CostModel.measured(parse_vdevices([kind] * 2), "throughput")
-    return costs, costs.links[0, 1]
+    pair = parse_vdevices([kind] * 2)
+    costs = CostModel.measured(pair, "throughput")
+    sharing = sharing_figures_of(pair[0]) if measure and is_cpu(pair[0]) else None
+    fleet = Fleet.of_vdevices(pair, costs, hosts, network, sharing)
+    return pair, costs, replace(fleet, devices=devices)
 
 
-def _tables(fitting: list[Arrangement], name: str, costs: CostModel, fleet: Fleet) -> Any:
+def _tables(
+    fitting: list[Arrangement], name: str, costs: CostModel, fleet: Fleet, calibration: Calibration | None
+) -> Any:
     columns = ["tensor", "stages", "replicas", "tokens/s", "a token", "prompt", "memory", "busy", "exchanges of a step"]
     rows = [
         [
@@ -134,4 +162,13 @@ def _tables(fitting: list[Arrangement], name: str, costs: CostModel, fleet: Flee
     if len(fitting) > _SHOWN:
         yield f"{plural(len(fitting) - _SHOWN, 'slower arrangement')} not shown; --json has all."
     source = "were measured on this machine" if costs.figures != "tables" else "are assumed (tables), not measured"
-    yield f"Rates {source}; that of sums, and waits, are simulated. Nothing was compiled."
+    yield f"Rates {source}; that of sums, and waits, are simulated."
+    if calibration is None:
+        yield "Nothing was compiled; --measure corrects the estimates by the times of some layers on this machine."
+    else:
+        ratios = [f"of {plural(texts, 'text')} {ratio:.2f}" for texts, ratio in calibration.decode.items()]
+        yield (
+            f"Estimates are corrected by layers that were measured: decode steps {', '.join(ratios)}, "
+            f"those of cached tokens {calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are "
+            "expected of their parts."
+        )

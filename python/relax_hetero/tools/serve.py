@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -15,10 +15,22 @@ from ..errors import EncoderError, HeteroError, pip_install
 from ..llm.server.limits import Limits
 from .command import command
 from .language_model import AUTO, LanguageModelOptions, language_model_options
+from .models import has_weights
 from .placement_options import BytesParam
 
 if TYPE_CHECKING:
     from ..llm import ChatTemplate, JsonTokenizer, Tokenizer
+
+
+class _ReplicasParam(click.ParamType):
+    """A number of replicas, or ``auto``."""
+
+    name = "replicas"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
+        """Return the number, or `AUTO`."""
+        return AUTO if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
+
 
 _SECONDS = click.FloatRange(min=1)
 _LANGUAGE_MODEL_OPTIONS = {
@@ -163,7 +175,12 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     help="Sampling of requests that state none: as the model's files recommend, or temperature 1 without filters.",
 )
 @click.option(
-    "--replicas", type=click.IntRange(min=1), help="Run this many processes with a model each, using Ray Serve."
+    "--replicas",
+    type=_ReplicasParam(),
+    metavar="N",
+    help="Run this many processes with a model each, using Ray Serve; with --vdevice cuda, each on GPUs of its own. "
+    "The word auto chooses between replicas, and GPUs that share layers or have some each, for --slots texts of all "
+    "replicas together, by default 8 for each GPU.",
 )
 def serve_command(
     model_options: LanguageModelOptions,
@@ -177,7 +194,7 @@ def serve_command(
     tool_format: str | None,
     embedding_model: Path | None,
     generation_config: str,
-    replicas: int | None,
+    replicas: int | Literal["auto"] | None,
     **limit_values: Any,
 ) -> None:
     """Serve MODEL, a GGUF file or a folder, with OpenAI's endpoints.
@@ -201,16 +218,23 @@ def serve_command(
     def on_ready(url: str) -> None:
         stderr.print(f"{settings.name}: {url}/v1 (health: {url}/health, metrics: {url}/metrics)", markup=False)
 
+    if replicas is not None and count_experts is not None:
+        raise click.UsageError("--count-experts counts in one process; expected it without --replicas")
+    gpus = 0.0
+    if replicas == AUTO:
+        model_options, replicas, reason = _chosen_replicas(model_options)
+        stderr.print(f"{settings.name}: {reason}", markup=False, soft_wrap=True)
+        replicas = replicas if replicas > 1 else None
+    if replicas is not None:
+        gpus = _gpus_of_replica(model_options.vdevices or [], replicas)
     uses_defaults = generation_config == "auto"
     loader = _Loader(model_options, limits.in_flight, prefixes, count_experts, embedding_model, uses_defaults)
     if replicas is not None:
         if port == 0:
             raise click.UsageError("--replicas needs a --port other than 0")
-        if count_experts is not None:
-            raise click.UsageError("--count-experts counts in one process; expected it without --replicas")
         from ..llm.server.replicas import run_replicas
 
-        run_replicas(loader, settings, replicas, host, port, on_ready)
+        run_replicas(loader, settings, replicas, host, port, on_ready, gpus)
         return
     from ..llm.server.serve import serve
 
@@ -222,6 +246,72 @@ def serve_command(
     finally:
         if count_experts is not None:
             model["counts"].write()
+
+
+def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOptions, int, str]:
+    """Options of each replica on all GPUs of a kind, the number of replicas, and the reason."""
+    from ..frontend import CostModel, PagedCache
+    from ..frontend.auto.auto_placement import memory_limits
+    from ..frontend.gguf.choose_rules import choose_replicas
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
+    from ..frontend.language_model_files import read_language_model
+    from ..llm.model_loader import BATCHES, CONTEXT, default_chunks
+    from ..target.backend import backend_of
+    from ..target.make_vdevice import parse_vdevices
+
+    kind = _gpu_kind(options.vdevices or [])
+    if kind is None:
+        raise click.UsageError(
+            f"--replicas auto chooses among all GPUs of a kind, found --vdevice {options.vdevices or 'llvm'}; expected "
+            "--vdevice cuda, or a number of replicas"
+        )
+    if isinstance(options.placement, dict) or options.expert_counts is not None:
+        raise click.UsageError("--replicas auto chooses the placement: it excludes rules and --expert-counts")
+    if not has_weights(options.path):
+        raise click.UsageError(f"--replicas auto needs a GGUF file or a folder of Hugging Face, found {options.path}")
+    if not (count := backend_of(kind).count()):
+        reason = backend_of(kind).why_absent()
+        raise HeteroError(f"--replicas auto: found no {kind} device, expected one or more: {reason}")
+    vdevices = parse_vdevices([f"{kind}:{index}" for index in range(count)])
+    file = read_language_model(options.path)
+    model = hyperparameters_of(file)
+    if not model.is_causal:
+        raise click.UsageError(f"--replicas auto is for models that generate texts; {options.path} encodes them")
+    context, texts = options.context or min(model.context, CONTEXT), options.slots or max(BATCHES) * len(vdevices)
+    cache = PagedCache(BATCHES, default_chunks(model, vdevices, context), texts, context)
+    limits = memory_limits(options.memory_limit, vdevices)
+    limit = min(limits.values(), default=None)
+    chosen = choose_replicas(file, model, cache, vdevices, CostModel.measured(vdevices), limit, texts)
+    own = replace(
+        options,
+        vdevices=[kind] * chosen.devices if chosen.replicas > 1 else list(vdevices[: chosen.devices]),
+        placement=chosen.rules,
+        memory_limit=None,
+        slots=chosen.slots,
+        max_batch=chosen.batch,
+    )
+    return own, chosen.replicas, chosen.reason
+
+
+def _gpu_kind(vdevices: Sequence[Any]) -> str | None:
+    """The kind of GPUs without a number that all devices are; None if there is none."""
+    from ..target.backend import backend_of
+
+    kinds = set(map(str, vdevices))
+    if len(kinds) != 1 or not (kind := kinds.pop()).isidentifier():
+        return None
+    return kind if backend_of(kind).is_gpu else None
+
+
+def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:
+    """GPUs of each replica: as many as it names without numbers, or a share of one if there are too few."""
+    from ..target.backend import backend_of
+
+    kind = _gpu_kind(vdevices)
+    if kind is None:
+        return 0
+    count = backend_of(kind).count() / replicas
+    return float(len(vdevices)) if count >= len(vdevices) else count if count < 1 else int(count)
 
 
 class _Loader:

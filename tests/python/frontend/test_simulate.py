@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hetero.frontend.auto.simulate import Task, simulate
+from relax_hetero.frontend.auto.simulate import Task, simulate, simulate_calls
 
 
 def test_a_pipeline_of_two_stages():
@@ -25,6 +25,17 @@ def test_a_large_task_is_not_overtaken_for_ever():
     small = [Task(1, (number - 2,) if number > 1 else (), {"cores": 1}) for number in range(8)]
     ends = simulate([*small, Task(1, (), {"cores": 2})], {"cores": 2})
     assert ends[-1] == 2
+
+
+def test_calls_of_a_network():
+    """One at a time; as many as there are stages; limited by cores; limited by calls under way."""
+    stages, transfers = [4.0, 4.0], [1.0, 1.0, 1.0]
+    assert simulate_calls(stages, transfers, 3) == 3 * 11
+    assert simulate_calls(stages, transfers, 10, 10) == 1 + 4 * 10 + 1 + 4 + 1
+    assert simulate_calls(stages, transfers, 10, 10, cores=1) == 10 * 11
+    assert simulate_calls(stages, transfers, 10, 2) == 5 * (11 + 0) + 4
+    with pytest.raises(ValueError, match="found 2 transfers, expected 3"):
+        simulate_calls(stages, transfers[:2], 1)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,10 @@ from modules import ir_module
 from relax_hetero.artifact.commands import GRAPH
 from relax_hetero.artifact.graph_layout import SUBMITTED
 from relax_hetero.encoding.token_masks import pack_mask
+from relax_hetero.frontend import LinkCost, PagedCache
+from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.llm.calibrate import calibrate
+from relax_hetero.tools.scale import fleet_of
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS
 from relax_hetero.vm.device.nccl import load_nccl
 from seeds import fresh_rng
@@ -322,6 +326,35 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
             row.append(token)
         texts.append(rows)
     assert all(rows == texts[0] for rows in texts)
+
+
+def test_calls_of_stages_follow_each_other(tmp_path):
+    """A step of four texts in two calls of two: the second one begins while the first is on the other GPU."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
+    options = {"batches": (2,), "chunks": (16,), "slots": 4, "context": 64, "background": False}
+    stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "last_row*": "cuda:1", "*": "cuda:0"}
+    texts = []
+    for devices, placement in ("cuda", None), (["cuda:0", "cuda:1"], stages):
+        model, _ = rh.llm.load(path, devices, placement, **options)
+        slots = [model.cache.add() for _ in range(4)]
+        for slot in slots:
+            model.prefill(slot, TOKENS[slot : slot + 9])
+        step = model.begin_decode(slots, TOKENS[9:13].tolist())
+        assert len(step.calls) == 2
+        rows = [step.tokens()]
+        for _ in range(4):
+            step = model.begin_decode(slots, step)
+            rows.append(step.tokens())
+        texts.append(rows)
+    assert texts[0] == texts[1]
+
+
+def test_layers_are_measured(tmp_path):
+    """On one GPU, for each number of texts, with rates that were measured."""
+    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
+    vdevices, costs, _ = fleet_of("cuda", 1, 2, LinkCost(1e9, 1e-3), measure=True)
+    measured = calibrate(read_gguf(path), PagedCache((4,), (32,), 4, 64), vdevices[0], costs, 4)
+    assert set(measured.decode) == {1, 2, 4} and measured.prefill > 0 and costs.figures != "tables"
 
 
 def test_both_gpus_gather_a_small_value():

@@ -169,3 +169,10 @@ def test_a_task_that_fails_is_logged(caplog):
         assert BackgroundTask(lambda _: 1 / 0).result() is None
     assert "division by zero" in caplog.text
     assert BackgroundTask(lambda _: 3).result() == 3
+
+
+def test_devices_of_other_hosts_are_refused_before_the_file_is_read(tmp_path):
+    path = tmp_path / "model.gguf"
+    path.touch()
+    with pytest.raises(rh.BuildError, match="vdevices are on hosts 'a', 'b', expected devices of this host"):
+        rh.llm.load(path, ["a/llvm", "b/llvm"], "auto")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from importlib import import_module
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,6 +15,7 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
 from modules import calls_of
+from relax_hetero.frontend.gguf.choose_rules import ChosenRules
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.tensor_parallel import dealt_rules
@@ -23,6 +23,7 @@ from relax_hetero.frontend.parallel_devices import parallel_devices
 from relax_hetero.llm.description import ModelDescription
 from relax_hetero.op.cached_attention import CACHED_ATTENTION
 from relax_hetero.target.vdevice import parse_vdevices
+from relax_hetero.transform.ir.remarks import remarks_of
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 70)
 CORE = {"kind": "llvm", "num-cores": 1}
@@ -169,20 +170,30 @@ def test_errors(name, arguments, message, tmp_path):
 
 
 @pytest.mark.parametrize("verifies", [False, True])
-def test_a_loader_and_the_import_choose_from_the_same_facts(verifies, tmp_path, monkeypatch):
-    """Both decide whether GPUs share layers: one for the caches, the other for the functions."""
-    calls = []
-    scaling, importing = (import_module(f"relax_hetero.frontend.{name}") for name in ("gguf.scaling", "from_gguf"))
-    for module in (scaling, importing):
-        monkeypatch.setattr(module, "shared_layers", lambda *arguments: calls.append(arguments))
-    monkeypatch.setattr(importing, "place_layers", Mock(side_effect=rh.PlacementError("chosen")))
-    path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
+def test_a_loader_chooses_once(verifies, models, monkeypatch):
+    """The rules decide for the caches and for the functions."""
+    calls, compiled = [], []
+
+    def choose(*arguments):
+        calls.append(arguments)
+        return ChosenRules({"*": "vdevice[0:2]"}, {"*": "chosen"}, {"seconds": 1.0}, None)
+
+    def stop(mod, donate, **_options):
+        compiled.append((mod, donate))
+        raise rh.BuildError("stopped")
+
+    monkeypatch.setattr(import_module("relax_hetero.frontend.gguf.choose_rules"), "choose_rules", choose)
+    monkeypatch.setattr(import_module("relax_hetero.driver.compile"), "compile", stop)
     gpu = {"kind": "cuda", "arch": "sm_90a"}
-    with pytest.raises(rh.PlacementError, match="chosen"):
-        rh.llm.load(path, [gpu, gpu], "auto", context=64, memory_limit="8GiB", verify_drafts=verifies)
-    loader, importer = (arguments[2:] for arguments in calls)
-    assert loader == importer
-    assert (loader[0].verify_rows > 0) == verifies
+    with pytest.raises(rh.BuildError, match="stopped"):
+        rh.llm.load(models[0], [gpu, gpu], "auto", context=64, memory_limit="8GiB", verify_drafts=verifies)
+    ((_, model, cache, devices, *_, limits, _, may_share),) = calls
+    assert (limits, may_share, len(devices)) == ({0: 8 << 30, 1: 8 << 30}, True, 2)
+    assert (cache.verify_rows > 0) == verifies
+    ((mod, donate),) = compiled
+    assert donate["decode_1"] == [f"pages_{index}" for index in range(2 * model.layers)]
+    assert remarks_of(mod).placement_estimate == {"seconds": 1.0}
+    assert "chosen" in {entry.reason for entry in remarks_of(mod).placement.entries}
 
 
 def test_devices_of_a_number():

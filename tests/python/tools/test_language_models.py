@@ -12,12 +12,15 @@ import pytest
 from click.testing import CliRunner
 
 import relax_hetero.llm as llm
+from llm.gguf_files import MODELS, write_gguf
 from llm.toy_model import ToyCodec, ToyModel, alone
 from relax_hetero.display.console import console
 from relax_hetero.errors import EncoderError
+from relax_hetero.frontend.gguf.choose_rules import ChosenReplicas
 from relax_hetero.llm import ChatTemplate, TokenizerError
 from relax_hetero.llm.expert_counts import ExpertCounts
 from relax_hetero.report.page import data_of
+from relax_hetero.target.backend import backend_of
 from relax_hetero.target.cpu_cores import num_threads
 from relax_hetero.tools.cli import cli
 from relax_hetero.tools.loading_parts import LoadingParts
@@ -318,3 +321,77 @@ def test_packages_that_are_not_installed(loaded, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     result = invoke("serve", loaded[0])
     assert result.exit_code == 1 and "pip install 'relax-hetero[llm,serve]'" in result.stderr
+
+
+@pytest.fixture
+def two_gpus(tmp_path, monkeypatch):
+    """A small model, and two GPUs that are not there; options of a served model, and arguments of replicas."""
+    import relax_hetero.llm.server.replicas as replicas
+    import relax_hetero.llm.server.serve as run
+
+    path, served = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16", sparse=True), []
+    monkeypatch.setattr(type(backend_of("cuda")), "count", lambda self: 2)
+    monkeypatch.setattr(replicas, "run_replicas", lambda loader, *given: served.append((loader._model_options, *given)))
+    monkeypatch.setattr("relax_hetero.tools.serve._Loader.__call__", lambda self: _served(self, served))
+    monkeypatch.setattr(run, "serve", lambda *given: None)
+    return path, served
+
+
+def _served(loader, served):
+    served.append((loader._model_options,))
+    return {"engine": None, "template": None, "encoder": None, "sampling_defaults": {}}
+
+
+def test_replicas_are_chosen(two_gpus, monkeypatch):
+    """Two GPUs of a small model have a replica each; where shared layers are faster, there is one process."""
+    path, served = two_gpus
+    arguments = ["serve", path, "--vdevice", "cuda", "--replicas", "auto", "--slots", 10]
+    result = invoke(*arguments, "--memory-limit", "cuda=20GiB")
+    assert result.exit_code == 0, result.output
+    assert "2 replicas of 1 device, about " in result.stderr and "of 10 texts at the same time" in result.stderr
+    options, _, count, *_, gpus = served.pop()
+    assert (count, gpus, options.vdevices, options.placement, options.slots) == (2, 1.0, ["cuda"], None, 5)
+    assert options.memory_limit is None
+    chosen = ChosenReplicas(1, 2, 10, 5, {"*": "vdevice[0:2]"}, "shared")
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.choose_replicas", lambda *_: chosen)
+    assert invoke(*arguments).exit_code == 0
+    ((options,),) = served
+    assert [str(vdevice.target.kind.name) for vdevice in options.vdevices] == ["cuda", "cuda"]
+    assert options.placement == {"*": "vdevice[0:2]"} and (options.slots, options.max_batch) == (10, 5)
+    loads = []
+    monkeypatch.setattr(llm, "load", lambda path, **given: loads.append(given))
+    options.load()
+    assert loads[0]["batches"] == (1, 2, 4, 5)
+
+
+@pytest.mark.parametrize(
+    ("devices", "replicas", "gpus"),
+    [(["cuda"], 2, 1.0), (["cuda"], 4, 0.5), (["cuda", "cuda"], 1, 2.0), (["cuda:1"], 2, 0), (["llvm"], 2, 0)],
+)
+def test_gpus_of_replicas(devices, replicas, gpus, two_gpus):
+    """Ray hides other GPUs from a replica, whose first one is cuda:0."""
+    path, served = two_gpus
+    named = [part for device in devices for part in ("--vdevice", device)]
+    assert invoke("serve", path, *named, "--replicas", replicas).exit_code == 0
+    assert served[0][-1] == gpus
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ([], "chooses among all GPUs of a kind, found --vdevice llvm"),
+        (["--vdevice", "cuda:0"], "found --vdevice ['cuda:0']"),
+        (["--vdevice", "cuda", "--placement", "*=cuda"], "it excludes rules"),
+        (["--vdevice", "cuda", "--count-experts", "counts.json"], "expected it without --replicas"),
+        (["--vdevice", "cuda", "--memory-limit", "cuda=1000"], "found a limit of 1,000 bytes for a device"),
+    ],
+)
+def test_errors_of_replicas(options, message, two_gpus):
+    result = invoke("serve", two_gpus[0], "--replicas", "auto", *options)
+    assert result.exit_code in (1, 2) and message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_replicas_without_a_gpu(two_gpus, monkeypatch):
+    monkeypatch.setattr(type(backend_of("cuda")), "count", lambda self: 0)
+    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--replicas", "auto")
+    assert result.exit_code == 1 and "found no cuda device, expected one or more" in result.stderr

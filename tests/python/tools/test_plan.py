@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.display.console import show
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
+from relax_hetero.frontend.auto.cost_model import IMPLICIT_HOST
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.model_plan import ModelPlan, plan_model
@@ -94,12 +96,14 @@ def test_a_plan_has_each_part_and_all_bytes(planned, large: Path):
 ON_GPUS = CostModel([COSTS.devices[1]] * 2, {(0, 1): LinkCost(400e9, 5e-6), (1, 0): LinkCost(400e9, 5e-6)})
 
 
-def planned_on_gpus(path: Path, placement, limit: int | None = None) -> ModelPlan:
+def planned_on_gpus(path: Path, placement, limit: int | None = None, count: int = 2) -> ModelPlan:
     file = read_gguf(path)
-    vdevices = parse_vdevices([GPU, GPU])
-    limits = {} if limit is None else dict.fromkeys(range(2), limit)
+    vdevices = parse_vdevices([GPU] * count)
+    limits = {} if limit is None else dict.fromkeys(range(count), limit)
     cache = PagedCache((1, 8), (256,), None, 4096)
-    return plan_model(file, hyperparameters_of(file), cache, vdevices, placement, ON_GPUS, limits)
+    links = dict.fromkeys(itertools.permutations((*range(count), IMPLICIT_HOST), 2), ON_GPUS.links[0, 1])
+    costs = CostModel([ON_GPUS.devices[0]] * count, links, IMPLICIT_HOST)
+    return plan_model(file, hyperparameters_of(file), cache, vdevices, placement, costs, limits)
 
 
 def test_a_mesh_has_a_plan(large: Path):
@@ -122,13 +126,43 @@ def test_a_mesh_has_a_plan(large: Path):
 def test_layers_are_shared_where_gpus_reach_each_other(large: Path, monkeypatch: pytest.MonkeyPatch):
     alone = planned_on_gpus(large, "auto")
     assert {part.device for part in alone.parts} == {"cuda:0"}
-    monkeypatch.setattr("relax_hetero.frontend.gguf.scaling.has_peer_access", lambda gpu, peer: True)
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
     shared = planned_on_gpus(large, "auto")
     assert {part.device for part in shared.parts} == {"cuda[0:2]"}
-    assert shared.parts[1].reason.startswith("auto, sharing each layer is fastest")
+    assert re.fullmatch(
+        "auto, fastest are layers shared by 2 devices: .* a token; layers on single devices take .*",
+        shared.parts[1].reason,
+    )
     assert shared.speeds[0].seconds < 0.9 * alone.speeds[0].seconds
     with pytest.raises(rh.PlacementError):
         planned_on_gpus(large, "auto", GIB)
+
+
+def test_limits_decide_how_many_stages_share_layers(large: Path, monkeypatch: pytest.MonkeyPatch):
+    """Four GPUs share all layers of Qwen 3, which has as many heads of keys; a limit takes stages."""
+    monkeypatch.setattr(
+        "relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: abs(gpu - peer) < 4
+    )
+    four = planned_on_gpus(large, "auto", count=4)
+    assert {part.device for part in four.parts} == {"cuda[0:4]"}
+    assert "; layers shared by 2 devices take " in four.parts[1].reason
+    eight = planned_on_gpus(large, "auto", count=8)
+    assert [use.weights > 0 for use in eight.devices] == [True] * 4 + [False] * 4  # further stages save no time
+    needed = four.devices[0].weights + four.devices[0].cache + four.devices[0].working
+    limited = planned_on_gpus(large, "auto", needed * 3 // 4, count=8)
+    layers = [part.device for part in limited.parts if part.name == "attn"]
+    assert layers == sorted(layers) and 20 < layers.count("cuda[0:4]") < 28 and layers[-1] == "cuda[4:8]"
+    assert all(0 <= use.left for use in limited.devices)
+    assert "layers shared by 4 devices, in 2 stages" in limited.parts[1].reason
+
+
+def test_reasons_of_single_devices_name_the_next_best(large: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
+    slow = LinkCost(1e8, 1e-3)
+    monkeypatch.setitem(globals(), "ON_GPUS", CostModel(ON_GPUS.devices, {(0, 1): slow, (1, 0): slow}))
+    alone = planned_on_gpus(large, "auto")
+    assert {part.device for part in alone.parts} == {"cuda:0"}
+    assert re.search("; layers shared by 2 devices take .* a token, this plan ", alone.parts[1].reason)
 
 
 @pytest.mark.slow

@@ -15,8 +15,8 @@ import math
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import cache
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache, partial
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
@@ -36,6 +36,7 @@ from ...target.backend import backend_of
 from ...target.cpu_cores import CpuWatch, num_cores
 from ...target.element_types import numpy_dtype
 from ...target.hosts import host_of
+from ...target.native_target import with_hardware
 from ...target.product_rates import QUANTIZED
 from ...target.vdevice import is_cpu
 from ...vm.device.memory_limit import clear_pools
@@ -61,6 +62,7 @@ _CPU_STREAM_BYTES, _STREAM_BYTES = 64 << 20, 512 << 20
 _LINK_BYTES = 64 << 20
 _MAX_MEMORY_SHARE = 1 / 8  # of a device's memory, that one tensor takes
 _WEIGHTS = "q4_k"  # format of quantized weights
+_SHARING_CALLS = 8  # of one device, and of several at the same time
 _MIN_MEASURE_SECONDS = 0.06  # per figure, unless one call takes longer
 _MAX_OTHER_WORK_SHARE = 0.15  # fraction of the CPUs, beyond which figures are not stored
 _REMEASURE_SECONDS = 300.0  # lifetime of figures of a busy machine
@@ -98,6 +100,29 @@ class LinkFigures:
 
     bandwidth: float
     latency: float
+    crossing: float
+
+
+@dataclass(frozen=True)
+class SharingFigures:
+    """Measurements of equal CPU devices of this machine that work at the same time.
+
+    Attributes
+    ----------
+    devices : int
+        Number of devices, which together have the cores that this process may use.
+    memory, products : float
+        Time of an addition of large tensors, and of a matrix product, on each of them over that on one alone; times are
+        those of their threads.
+    handover, crossing : float
+        Seconds from a step to the next one on another device, in a call that goes through queues, and in one that runs
+        all steps in its thread.
+    """
+
+    devices: int
+    memory: float
+    products: float
+    handover: float
     crossing: float
 
 
@@ -152,6 +177,27 @@ def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") 
     for failure in figures.failures.values():
         _log.warning("the devices cannot be measured, so that placement uses tables: %s", failure)
     return None
+
+
+def sharing_figures_of(vdevice: relax.VDevice) -> SharingFigures | None:
+    """Load or take the measurements of CPU devices that share this machine's cores.
+
+    Parameters
+    ----------
+    vdevice : relax.VDevice
+        A CPU device of this machine.
+
+    Returns
+    -------
+    SharingFigures
+        None if the device takes more than half of the cores, or is not the native CPU.
+    """
+    vdevice = with_hardware(vdevice)
+    count = num_cores() // int(vdevice.target.attrs.get("num-cores", 1))
+    if count < 2 or not are_present([vdevice]):
+        return None
+    vdevices = [relax.VDevice(vdevice.target, index, "global") for index in range(count)]
+    return _measured_or_cached(_SHARING, vdevices, "missing", [])
 
 
 def known_figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures:
@@ -391,14 +437,7 @@ def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFig
             with builder.dataflow():
                 result = builder.emit_output(relax.op.to_vdevice(x, endpoints[1 - source]))
             builder.emit_func_output(result)
-    x = relax.Var("x", relax.TensorType((16,), "float32", first))
-    with builder.function("cross", [x]):
-        with builder.dataflow():
-            value: relax.Expr = x
-            for number in range(_CROSSINGS_PER_CALL):
-                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), endpoints[1 - number % 2]))
-            result = builder.emit_output(relax.op.negative(value))
-        builder.emit_func_output(result)
+    _add_crossings(builder, endpoints)
     vm = _machine(builder, endpoints)
 
     def seconds(name: str, length: int, end: int) -> float:
@@ -413,6 +452,63 @@ def _measure_links(first: relax.VDevice, second: relax.VDevice) -> tuple[LinkFig
         total = seconds(name, elements, end)
         links.append(LinkFigures(4 * elements / max(total - latency, 1e-9), latency, crossing))
     return links[0], links[1]
+
+
+def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -> None:
+    """Add a function that alternates between two devices."""
+    x = relax.Var("x", relax.TensorType((16,), "float32", ends[0]))
+    with builder.function("cross", [x]):
+        with builder.dataflow():
+            value: relax.Expr = x
+            for number in range(_CROSSINGS_PER_CALL):
+                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), ends[1 - number % 2]))
+            result = builder.emit_output(relax.op.negative(value))
+        builder.emit_func_output(result)
+
+
+def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
+    """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
+    count, slowdown = len(vdevices), dict[str, float]()
+    shapes = {"memory": (_CPU_STREAM_BYTES // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
+    builder = relax.BlockBuilder()
+    for kind, shape in shapes.items():
+        for number in (1, count):
+            params = [
+                relax.Var(f"x{index}", relax.TensorType(shape, "float32", vdevices[index])) for index in range(number)
+            ]
+            with builder.function(f"{kind}_{number}", params):
+                with builder.dataflow():
+                    combine = relax.op.add if kind == "memory" else relax.op.matmul
+                    results = [builder.emit(combine(x, x)) for x in params]
+                    result = builder.emit_output(relax.Tuple(results))
+                builder.emit_func_output(result)
+    _add_crossings(builder, vdevices[:2])
+    vm = _machine(builder, vdevices)
+    for kind, shape in shapes.items():
+        arrays = [tvm.runtime.tensor(_random_array(shape, "float32"), device) for device in vm.devices]
+        alone, together = (
+            _processor_time(partial(_submitted, vm, f"{kind}_{number}", arrays[:number])) for number in (1, count)
+        )
+        slowdown[kind] = max(1.0, together / (count * alone))
+    row = _random_array((16,), "float32")
+    handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
+    crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
+    return SharingFigures(count, slowdown["memory"], slowdown["products"], handover, crossing)
+
+
+def _processor_time(call: Callable[[], Any]) -> float:
+    """Median time that this process computes for a call: that of its threads, which other programs do not add to."""
+    call()
+    times = []
+    for _ in range(_SHARING_CALLS):
+        begin = time.process_time()
+        call()
+        times.append(time.process_time() - begin)
+    return sorted(times)[len(times) // 2]
+
+
+def _submitted(vm: VirtualMachine, name: str, arguments: Sequence[Any]) -> Any:
+    return vm.submit(name, *arguments).result()
 
 
 def _machine(builder: relax.BlockBuilder, vdevices: Sequence[relax.VDevice]) -> VirtualMachine:
@@ -458,6 +554,12 @@ def _read_links(data: Any) -> tuple[LinkFigures, LinkFigures]:
     return forward, backward
 
 
+def _read_sharing(data: Any) -> SharingFigures:
+    figures = SharingFigures(**data)
+    _check_positive([float(figures.devices), *[getattr(figures, each.name) for each in fields(figures)[1:]]])
+    return figures
+
+
 def _check_positive(numbers: Sequence[Any]) -> None:
     if not all(isinstance(number, float) and 0 < number < float("inf") for number in numbers):
         raise ValueError("expected positive numbers")
@@ -465,3 +567,4 @@ def _check_positive(numbers: Sequence[Any]) -> None:
 
 _DEVICE = _FigureKind("device", _measure_device, _read_device)
 _LINKS = _FigureKind("links", _measure_links, _read_links)
+_SHARING = _FigureKind("sharing", _measure_sharing, _read_sharing)

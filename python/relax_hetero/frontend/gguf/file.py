@@ -17,7 +17,7 @@ import struct
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, overload
@@ -304,6 +304,18 @@ class GgufFile:
     fields: dict[str, Any]
     tensors: dict[str, FileTensor]
     mapped: tuple[mmap.mmap, ...]
+
+    def first_layers(self, count: int) -> GgufFile:
+        """The model without the layers after the first `count`."""
+        key = f"{self.fields['general.architecture']}.block_count"
+        layers = self.fields[key]
+        fields = {
+            name: value[:count] if isinstance(value, list) and len(value) == layers else value
+            for name, value in self.fields.items()
+        }
+        removed = tuple(f"blk.{layer}." for layer in range(count, layers))
+        tensors = {name: tensor for name, tensor in self.tensors.items() if not name.startswith(removed)}
+        return replace(self, fields={**fields, key: count}, tensors=tensors)
 
     def release_pages(self) -> None:
         """Let the system take back the memory of the file's bytes, which it reads again if they are used."""

@@ -21,10 +21,11 @@ from ..auto.cost_model import CostModel
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
 from ..paged_cache import PagedCache
 from .activation_types import ActivationTypes, names_of
+from .choose_rules import ChosenRules, choose_rules, mesh_of
 from .expert_rules import split_rules
 from .part_costs import first_streamed_rows, prefill_steps, step_seconds, streamed_seconds, streamed_step_seconds
 from .place_layers import LayerProblem, bytes_on
-from .scaling import Pipeline, shared_layers
+from .scaling import Fleet, Pipeline
 
 if TYPE_CHECKING:
     from .file import GgufFile
@@ -253,24 +254,14 @@ def plan_model(
         If a device of a rule is not in the list.
     """
     is_auto = isinstance(placement, str)
-    shared = shared_layers(file, model, cache, vdevices, costs, limits) if is_auto else None
-    pairs = shared.rules if shared is not None else [] if isinstance(placement, str) else rule_pairs(placement)
     problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
-    meshes = [mesh_positions(lookup(device, vdevices)) for _, device in pairs]
-    if any(meshes):
-        if [pattern for pattern, _ in pairs] != ["*"] or meshes[0] != tuple(range(len(vdevices))):
-            raise FrontendError(
-                f"placement has the rules {dict(pairs)}: plans of meshes are for all layers and all of the "
-                f"{len(vdevices)} devices, expected {{'*': 'vdevice[0:{len(vdevices)}]'}}, or single devices"
-            )
-        reason = "rule '*'" if shared is None else shared.reasons["*"]
-        return _shared_plan(file, problem, model, cache, reason, is_auto)
     if isinstance(placement, str):
-        rules = problem.rules(problem.best())
-        reasons = {pattern: reason for pattern, _, reason in rules}
-        layout = _layout(problem, model, vdevices, [rule[:2] for rule in rules], reasons)
-    else:
-        layout = _layout(problem, model, vdevices, placement, {})
+        placement = choose_rules(file, model, cache, vdevices, costs, limits, expert_counts)
+    groups = _groups_of(problem, model, vdevices, placement)
+    reasons = placement.reasons if isinstance(placement, ChosenRules) else {}
+    if groups is not None:
+        return _shared_plan(file, problem, model, cache, groups, reasons.get("*", "rule '*'"), is_auto)
+    layout = _layout(problem, model, vdevices, placement, reasons)
     # More memory brings the same on each of several equal devices.
     kinds = {(repr(costs.devices[device]), limit): device for device, limit in reversed(limits.items())}
     limited = sorted(kinds.values()) if is_auto else []
@@ -333,24 +324,53 @@ def _plan(
     )
 
 
+def _groups_of(
+    problem: LayerProblem, model: Hyperparameters, vdevices: list[tvm.relax.VDevice], placement: PlacementRules
+) -> Pipeline | None:
+    """Groups of devices that share layers by some rules; None if each rule names one device."""
+    if isinstance(placement, ChosenRules):
+        return placement.groups
+    pairs, count = rule_pairs(placement), len(vdevices)
+    meshes = [mesh_positions(lookup(device, vdevices)) for _, device in pairs]
+    if not any(meshes):
+        return None
+    if [pattern for pattern, _ in pairs] != ["*"] or meshes[0] != tuple(range(count)):
+        raise FrontendError(
+            f"placement has the rules {dict(pairs)}: plans of meshes are for all layers and all of the "
+            f"{count} devices, expected {{'*': 'vdevice[0:{count}]'}}, \"auto\", or single devices"
+        )
+    costs = problem.search.costs
+    return Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices(vdevices, costs), count, 1)
+
+
 def _shared_plan(
-    file: GgufFile, problem: LayerProblem, model: Hyperparameters, cache: PagedCache, reason: str, is_auto: bool
+    file: GgufFile,
+    problem: LayerProblem,
+    model: Hyperparameters,
+    cache: PagedCache,
+    groups: Pipeline,
+    reason: str,
+    is_auto: bool,
 ) -> ModelPlan:
-    """The plan of a model whose layers all devices share; bytes are those of one device."""
-    search, count = problem.search, len(problem.names)
-    group, step = Pipeline.of_mesh(problem, model, count), search.step
-    placed = []
-    for part in search.parts:
-        share = 1 if part.name == "embd" else count
-        weights, cached = (part.resident_bytes[0] - part.resident_cache) / share, part.resident_cache / share
-        seconds = group.seconds([part], 1, step.rows, step.cached)
-        name = f"{problem.names[0].partition(':')[0]}[0:{count}]"
-        placed.append(PlacedPart(part.name, part.layer, name, round(weights), round(cached), seconds, reason))
-    devices = [_device_use(problem, placed, index, group.device_bytes) for index in range(count)]
+    """The plan of a model whose layers are on groups of devices that share each; bytes are those of one device."""
+    step, placed, devices = problem.search.step, list[PlacedPart](), list[DeviceUse]()
+    for stage, parts in enumerate(groups.stages):
+        name = mesh_of(groups, stage).replace("vdevice", problem.names[0].partition(":")[0])
+        own = []
+        for part in parts:
+            share = 1 if part.name == "embd" else groups.tensor
+            weights, cached = (part.resident_bytes[0] - part.resident_cache) / share, part.resident_cache / share
+            seconds = groups.seconds([part], 1, step.rows, step.cached)
+            layer = None if part.name in ("embd", "inputs", "output") else part.layer
+            own.append(PlacedPart(part.name, layer, name, round(weights), round(cached), seconds, reason))
+        placed += own
+        for _ in range(groups.tensor):
+            devices.append(_device_use(problem, own, len(devices), groups.stage_bytes[stage]))
+    devices += [_device_use(problem, [], index, 0.0) for index in range(len(devices), len(problem.names))]
     longest = max(cache.chunks)
-    speeds = [Speed("decode", 1, 1, devices[0].seconds)]
+    speeds = [Speed("decode", 1, 1, groups.decode(1, step.cached)[0])]
     speeds += [
-        Speed("prefill", tokens, min(longest, tokens), group.prefill(tokens, longest))
+        Speed("prefill", tokens, min(longest, tokens), groups.prefill(tokens, longest))
         for tokens in PROMPTS
         if tokens <= cache.context
     ]

@@ -262,52 +262,6 @@ class LayerProblem:
         return choice("staying saves transfers of activations", seconds, device, names)
 
 
-def place_layers(
-    file: GgufFile,
-    model: Hyperparameters,
-    cache: PagedCache,
-    vdevices: Sequence[tvm.relax.VDevice],
-    costs: CostModel,
-    limits: Mapping[int, int],
-    expert_counts: Mapping[int, Sequence[float]],
-) -> tuple[list[tuple[str, str]], dict[str, str], dict[str, Any]]:
-    """Find the plan with the least time per token; return its rules, their reasons and the estimate.
-
-    Parameters
-    ----------
-    file, model, cache : GgufFile, Hyperparameters, PagedCache
-    vdevices : list of VDevice
-    costs : CostModel
-        Cost model of these devices.
-    limits : mapping from int to int
-        Index of a device -> maximum of resident bytes; other devices have no limit.
-    expert_counts : mapping from int to sequence of float
-        Layer -> counts of its experts (`place_experts.read_expert_counts`).
-
-    Returns
-    -------
-    tuple of list, dict and dict
-        Pairs of a pattern and a device; pattern -> reason; estimate of a decoded token in the form of
-        `AutoPlacement.to_json`.
-
-    Raises
-    ------
-    PlacementError
-        If the model does not fit; the text has the required bytes.
-    """
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
-    plan = problem.best()
-    if isinstance(plan, ExpertPlan):
-        busy = dict(zip(problem.names, plan.busy_seconds, strict=True))
-    else:
-        busy = dict.fromkeys(problem.names, 0.0)
-        for part, device in zip(problem.search.parts, plan.devices, strict=True):
-            busy[problem.names[device]] += part.seconds(device, costs, problem.search.step)
-    rules = problem.rules(plan)
-    reasons = {pattern: reason for pattern, _, reason in rules}
-    return [(pattern, name) for pattern, name, _ in rules], reasons, problem.estimate(plan.seconds, busy)
-
-
 def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
     """Patterns that match the names of a part's variables, none of them unused, and their ranks among all patterns."""
     prefix = f"blk.{part.layer}."

@@ -15,20 +15,18 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from itertools import accumulate, groupby, pairwise, permutations
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
 import tvm
 
-from ...artifact.messages import AUTO
-from ...display.text import time_text
 from ...errors import PlacementError
-from ...target.backend import backend_of
-from ...target.hosts import hosts_of
+from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
+from ...target.vdevice import is_cpu
 from ...tir.cuda.all_reduce import all_reduce_seconds
-from ...vm.device.cuda_copies import has_peer_access
 from ..auto.cost_model import CostModel, LinkCost
+from ..auto.measure_devices import SharingFigures
 from ..auto.simulate import Task, simulate
 from ..paged_cache import PagedCache
 from .file import GgufFile
@@ -41,9 +39,6 @@ _STEPS = 6
 
 MAX_STAGES = 32
 
-_MAX_SHARED_TIME = 0.9
-"""Maximum time of a step of GPUs that share all layers, as a fraction of that of layers on single devices."""
-
 
 @dataclass(frozen=True)
 class Fleet:
@@ -55,12 +50,86 @@ class Fleet:
         Numbers of hosts, and of devices of each.
     link, network : LinkCost
         Between devices of a host, and between hosts.
+    handover : float or None
+        Seconds until a CPU device's thread begins a step that waits for another device; None for GPUs, which sum by
+        kernels.
+    overlaps : bool
+        Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
+    workers : int
+        Maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all.
+    slowdown : tuple of float
+        Time that so many devices take at the same time for reading memory, and for products, over that of one alone.
     """
 
     hosts: int
     devices: int
     link: LinkCost
     network: LinkCost
+    handover: float | None = None
+    overlaps: bool = True
+    workers: int = 0
+    slowdown: tuple[float, float] = (1.0, 1.0)
+
+    @classmethod
+    def of_vdevices(
+        cls,
+        vdevices: Sequence[tvm.relax.VDevice],
+        costs: CostModel,
+        hosts: int = 1,
+        network: LinkCost | None = None,
+        sharing: SharingFigures | None = None,
+    ) -> Fleet:
+        """Hosts of equal devices, of which there are at least two; `sharing` are measurements of CPU devices."""
+        link, count = costs.links[0, 1], len(vdevices)
+        network = network or LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
+        if not is_cpu(vdevices[0]):
+            return cls(hosts, count, link, network)
+        if sharing is None:
+            return cls(hosts, count, link, network, link.latency, overlaps=False)
+        slowdown, handover = (sharing.memory, sharing.products), sharing.handover
+        link = replace(link, latency=sharing.crossing)
+        return cls(hosts, count, link, network, handover, False, sharing.devices, slowdown)
+
+    def at_work(self, costs: CostModel, count: int, group: int) -> CostModel:
+        """Costs of a device while `count` devices of its host work, of which each `group` are called together.
+
+        More devices of a group than workers take turns in one thread; devices of different groups share the workers.
+        """
+        turns = group if self.workers and group > self.workers else 1
+        count //= turns
+        workers = min(count, self.workers or count)
+        share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
+        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in self.slowdown)
+        if memory == products == 1:
+            return costs
+        first = costs.devices[0]
+        rates = {kind: rate / products for kind, rate in first.products.items()}
+        slower = replace(first, flops=first.flops / products, bandwidth=first.bandwidth / memory, products=rates)
+        return replace(costs, devices=[slower, *costs.devices[1:]])
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measured times of some layers of a model on one device over those that their parts are expected to take.
+
+    Attributes
+    ----------
+    decode : mapping from int to float
+        Number of texts of a call -> ratio of decode steps with few cached tokens.
+    cached : float
+        Ratio of the time that more cached tokens add to a decode step.
+    prefill : float
+        Ratio of prefills.
+    """
+
+    decode: Mapping[int, float]
+    cached: float
+    prefill: float
+
+    def decode_ratio(self, texts: int) -> float:
+        """Ratio of a call, between those of the nearest measured numbers of texts."""
+        counts = sorted(self.decode)
+        return float(np.interp(np.log2(texts), np.log2(counts), [self.decode[count] for count in counts]))
 
 
 @dataclass(frozen=True)
@@ -135,6 +204,7 @@ def arrangements(
     fleet: Fleet,
     texts: int,
     limit: int | None = None,
+    calibration: Calibration | None = None,
 ) -> list[Arrangement]:
     """All arrangements of a model on a fleet that fit, the one with the most tokens per second first.
 
@@ -153,6 +223,8 @@ def arrangements(
         Texts that are generated at the same time.
     limit : int, optional
         Maximum bytes of a device.
+    calibration : Calibration, optional
+        Measurements of the device with the model.
 
     Raises
     ------
@@ -162,14 +234,14 @@ def arrangements(
     fitting, least = [], math.inf
     for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
-        own_cache = replace(cache, batches=(math.ceil(own / stages),), slots=own)  # as `Pipeline.decode` calls
-        problem = LayerProblem(file, model, own_cache, [vdevice], costs, {})
-        pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages)
-        device_bytes = pipeline.device_bytes + problem.working[0]
+        batch = math.ceil(own / stages) if fleet.overlaps else own
+        problem = LayerProblem(file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {})
+        pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages, replicas, calibration)
+        device_bytes = max(pipeline.stage_bytes) + problem.working[0]
         least = min(least, device_bytes)
         if limit is not None and device_bytes > limit:
             continue
-        token_seconds, busy = pipeline.decode(own, cache.context // 2)
+        token_seconds, busy = pipeline.decode(own, cache.context // 2, batch)
         prompt = min(cache.context, 4096)
         fitting.append(
             Arrangement(
@@ -182,8 +254,8 @@ def arrangements(
                 pipeline.prefill(prompt, max(cache.chunks)),
                 prompt,
                 device_bytes,
-                busy,
-                tuple(pipeline.exchanges(own)),
+                busy * min(1.0, texts / replicas),
+                tuple(pipeline.exchanges(own, batch)),
             )
         )
     if not fitting:
@@ -195,83 +267,25 @@ def arrangements(
     return sorted(fitting, key=lambda each: (-each.tokens_per_second, each.token_seconds))
 
 
-@dataclass(frozen=True)
-class SharedLayers:
-    """Placement of a model whose layers equal GPUs share (`tensor_parallel`), for ``placement="auto"``.
-
-    Attributes
-    ----------
-    rules : list of (str, str)
-        Patterns and devices.
-    reasons : dict from str to str
-        Pattern -> reason.
-    estimate : dict
-        Estimate of a decoded token, in the form of `AutoPlacement.to_json`.
-    """
-
-    rules: list[tuple[str, str]]
-    reasons: dict[str, str]
-    estimate: dict[str, Any]
-
-
-def shared_layers(
-    file: GgufFile,
-    model: Hyperparameters,
-    cache: PagedCache,
-    vdevices: Sequence[tvm.relax.VDevice],
-    costs: CostModel,
-    limits: Mapping[int, int],
-) -> SharedLayers | None:
-    """Share all layers among the devices, if these are GPUs that can, the model fits, and that is faster.
-
-    Parameters
-    ----------
-    file, model, cache, vdevices, costs, limits
-        As for `place_layers`.
-
-    Returns
-    -------
-    SharedLayers or None
-        None if layers, or parts of them, are on single devices.
-    """
-    count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
-    is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
-    if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):
-        return None
-    if not _can_share(model, count):
-        return None
-    if not all(has_peer_access(a, b) for a, b in permutations(indices, 2)):
-        return None
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits)
-    group = Pipeline.of_mesh(problem, model, count)
-    if any(group.device_bytes + problem.working[device] > limit for device, limit in limits.items()):
-        return None
-    seconds, _ = group.decode(1, problem.search.step.cached)
-    try:
-        alone = problem.best().seconds
-    except PlacementError:
-        alone = math.inf
-    if seconds > _MAX_SHARED_TIME * alone:
-        return None
-    other = "no layers on single devices fit" if math.isinf(alone) else f"{time_text(alone)} on single devices"
-    estimate = problem.estimate(seconds, dict.fromkeys(problem.names, seconds))
-    reason = f"{AUTO}sharing each layer is fastest: {time_text(seconds)} a token, {other}"
-    return SharedLayers([("*", f"vdevice[0:{count}]")], {"*": reason}, estimate)
-
-
-def _can_share(model: Hyperparameters, count: int) -> bool:
+def can_share(model: Hyperparameters, count: int) -> bool:
     """Return whether devices can share each layer, as `tensor_parallel.split_caches` and dealt experts demand."""
     heads = math.gcd(model.heads, *(own.kv_heads for own in model.caches))
     return not (heads % count or any(own.state or own.shared for own in model.caches) or 0 < model.experts < count)
+
+
+def max_stages(model: Hyperparameters) -> int:
+    """Maximum number of stages: 1 if layers read the caches of others."""
+    has_common_caches = any(model.cache_index(layer) != layer for layer in range(model.layers))
+    return 1 if has_common_caches else min(model.layers, MAX_STAGES)
 
 
 def group_shapes(model: Hyperparameters, fleet: Fleet) -> Iterator[tuple[int, int, int]]:
     """Devices of a group, stages and replicas of each arrangement."""
     total = fleet.hosts * fleet.devices
     for tensor in range(1, fleet.devices + 1):
-        if fleet.devices % tensor or (tensor > 1 and not _can_share(model, tensor)):
+        if fleet.devices % tensor or (tensor > 1 and not can_share(model, tensor)):
             continue
-        for stages in range(1, min(model.layers, MAX_STAGES, total // tensor) + 1):
+        for stages in range(1, min(max_stages(model), total // tensor) + 1):
             if total % (tensor * stages) == 0:
                 yield tensor, stages, total // (tensor * stages)
 
@@ -286,8 +300,16 @@ class Pipeline:
     model : Hyperparameters
     costs : CostModel
     fleet : Fleet
-    tensor, stages : int
-        Devices of a group, and groups.
+    tensor, stages, replicas : int
+        Devices of a group, groups of a pipeline, and pipelines.
+    calibration : Calibration, optional
+
+    Attributes
+    ----------
+    tensor : int
+        Devices of a group.
+    stages : list of list of Part
+        Parts of each stage.
     """
 
     def __init__(
@@ -298,44 +320,45 @@ class Pipeline:
         fleet: Fleet,
         tensor: int,
         stages: int,
+        replicas: int = 1,
+        calibration: Calibration | None = None,
     ) -> None:
-        self._model, self._costs, self._fleet, self._tensor = model, costs, fleet, tensor
+        self._model, self._fleet, self.tensor, self._calibration = model, fleet, tensor, calibration
         self._row_bytes = model.hidden_size * 4
-        self._stages = self._balanced(parts, stages)
-
-    @classmethod
-    def of_mesh(cls, problem: LayerProblem, model: Hyperparameters, count: int) -> Pipeline:
-        """All layers on the first `count` devices of a problem, which are equal, and share them."""
-        costs = problem.search.costs
-        return cls(problem.search.parts, model, costs, Fleet(1, count, costs.links[0, 1], costs.links[0, 1]), count, 1)
+        own = tensor * (stages if fleet.overlaps else 1)
+        neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
+        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices), tensor)
+        self.stages = self._balanced(parts, stages)
 
     @property
-    def device_bytes(self) -> int:
-        """Bytes of weights and cache on a device of the largest stage; embeddings are whole on each device."""
+    def stage_bytes(self) -> list[int]:
+        """Bytes of weights and cache on a device of each stage; embeddings are whole on each of theirs."""
         sizes = []
-        for stage in self._stages:
-            sizes.append(sum(part.resident_bytes[0] / (1 if part.name == "embd" else self._tensor) for part in stage))
-        if len(self._stages) == 1 and any(part.shared and part.shared[0] for part in self._stages[0]):
-            sizes[0] -= self._stages[0][0].resident_bytes[0]  # the output reads the embeddings
-        return round(max(sizes))
+        for stage in self.stages:
+            sizes.append(sum(part.resident_bytes[0] / (1 if part.name == "embd" else self.tensor) for part in stage))
+        if len(self.stages) == 1 and any(part.shared and part.shared[0] for part in self.stages[0]):
+            sizes[0] -= self.stages[0][0].resident_bytes[0]  # the output reads the embeddings
+        return list(map(round, sizes))
 
-    def decode(self, texts: int, cached: int) -> tuple[float, float]:
-        """Time between two tokens of each of `texts` texts, and the fraction of it that stages work."""
-        stages = len(self._stages)
-        groups = min(stages, texts)
-        sizes = [texts // groups + (group < texts % groups) for group in range(groups)]
+    def decode(self, texts: int, cached: int, batch: int | None = None) -> tuple[float, float]:
+        """Time between two tokens of each of `texts` texts, and the fraction of it that stages work.
+
+        Calls are for at most `batch` texts, by default all.
+        """
+        stages, sizes = len(self.stages), _call_sizes(texts, batch)
         tasks: list[Task] = []
         last: dict[int, int] = {}
         for _ in range(_STEPS):
-            for group, size in enumerate(sizes):
+            for call, size in enumerate(sizes):
+                before = call if self._fleet.overlaps else 0  # else a call waits for the last one
                 for stage in range(stages):
                     seconds = self.stage_seconds(stage, size, 1, cached)
-                    after = [last[group]] if group in last else []
+                    after = [last[before]] if before in last else []
                     tasks.append(Task(seconds, after, {str(stage): 1}))
                     if stages > 1:  # to the next stage; from the last one, tokens to the first
                         sent = self._row_bytes * size if stage < stages - 1 else 8 * size
                         tasks.append(Task(self._sent_seconds(stage, sent), [len(tasks) - 1]))
-                    last[group] = len(tasks) - 1
+                    last[before] = len(tasks) - 1
         ends = simulate(tasks)
         per_step = len(tasks) // _STEPS
         half = _STEPS // 2
@@ -344,71 +367,77 @@ class Pipeline:
         return seconds, work / (seconds * stages)
 
     def prefill(self, tokens: int, chunk: int) -> float:
-        """Time of a prompt, whose chunks follow each other through the stages."""
-        tasks: list[Task] = []
+        """Time of a prompt, whose chunks follow each other, as each returns logits to the host."""
+        seconds = 0.0
         for begin in range(0, tokens, chunk):
             rows = min(chunk, tokens - begin)
-            for stage in range(len(self._stages)):
-                after = [len(tasks) - 1] if stage else []
-                tasks.append(Task(self.stage_seconds(stage, 1, rows, begin), after, {str(stage): 1}))
-                if stage < len(self._stages) - 1:
-                    tasks.append(Task(self._sent_seconds(stage, self._row_bytes * rows), [len(tasks) - 1]))
-        return max(simulate(tasks))
+            seconds += sum(self.stage_seconds(stage, 1, rows, begin) for stage in range(len(self.stages)))
+            seconds += sum(self._sent_seconds(stage, self._row_bytes * rows) for stage in range(len(self.stages) - 1))
+        return seconds
 
-    def exchanges(self, texts: int) -> Iterator[Exchange]:
+    def exchanges(self, texts: int, batch: int | None = None) -> Iterator[Exchange]:
         """Exchanges between devices in a decode step."""
-        stages, size = len(self._stages), math.ceil(texts / min(len(self._stages), texts))
-        groups = min(stages, texts)
-        if self._tensor > 1:
-            sums = sum(self._sums(stage) for stage in self._stages) * groups
+        stages, sizes = len(self.stages), _call_sizes(texts, batch)
+        calls, size = len(sizes), max(sizes)
+        if self.tensor > 1:
+            sums = sum(self._sums(stage) for stage in self.stages) * calls
             nbytes = self._row_bytes * size
             yield Exchange("all-reduce", sums, nbytes, sums * self.sum_seconds(nbytes))
-            nbytes = 4 * size * self._model.vocabulary // self._tensor
-            yield Exchange("gather of logits", groups, nbytes, groups * self._gather_seconds(size))
+            kind, nbytes = self._gathered(size)
+            yield Exchange(f"gather of {kind}", calls, nbytes, calls * self.sum_seconds(nbytes))
         if stages > 1:
-            nbytes, count = self._row_bytes * size, (stages - 1) * groups
-            seconds = groups * sum(self._sent_seconds(stage, nbytes) for stage in range(stages - 1))
+            nbytes, count = self._row_bytes * size, (stages - 1) * calls
+            seconds = calls * sum(self._sent_seconds(stage, nbytes) for stage in range(stages - 1))
             yield Exchange("to the next stage", count, nbytes, seconds)
 
     def stage_seconds(self, stage: int, texts: int, rows: int, cached: int) -> float:
         """Time of a stage for `rows` tokens of each of `texts` texts."""
-        return self.seconds(self._stages[stage], texts, rows, cached)
+        return self.seconds(self.stages[stage], texts, rows, cached)
 
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Time of some parts on a group, with their sums."""
         seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
-        if self._tensor == 1:
+        if self._calibration is not None and rows > 1:
+            seconds *= self._calibration.prefill
+        elif self._calibration is not None:
+            short = sum(self._part_seconds(part, texts, 1, 0) for part in parts)
+            seconds = short * self._calibration.decode_ratio(texts) + (seconds - short) * self._calibration.cached
+        if self.tensor == 1:
             return seconds
         seconds += self._sums(parts) * self.sum_seconds(self._row_bytes * texts * rows)
-        return seconds + any(part.name == "output" for part in parts) * self._gather_seconds(texts)
+        return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
     def sum_seconds(self, nbytes: float) -> float:
         """Time of an all-reduce in a group: each device writes its part to every other one."""
-        return all_reduce_seconds(self._tensor, nbytes / self._fleet.link.bandwidth)
+        seconds = nbytes / self._fleet.link.bandwidth
+        if self._fleet.handover is not None:
+            return self._fleet.handover + (self.tensor - 1) * seconds
+        return all_reduce_seconds(self.tensor, seconds)
 
-    def _gather_seconds(self, texts: int) -> float:
-        link = self._fleet.link
-        nbytes = 4 * texts * self._model.vocabulary / self._tensor
-        return link.latency + (self._tensor - 1) * nbytes / link.bandwidth
+    def _gathered(self, texts: int) -> tuple[str, int]:
+        """Values that devices exchange to find greedy tokens, and their bytes: the largest logit of each device."""
+        if self._model.vocabulary % self.tensor:
+            return "logits", 4 * texts * self._model.vocabulary // self.tensor
+        return "greedy tokens", 8 * texts
 
     def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
         work = part.work_seconds(0, self._costs, Step(rows, cached, texts))
         launches = KERNELS[part.name] * self._costs.devices[0].launch
-        return work * self._imbalance(part, texts * rows) / self._tensor + launches
+        return work * self._imbalance(part, texts * rows) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
         """Expected work of the device with the most chosen experts over the mean."""
-        if part.name != "experts" or self._tensor == 1:
+        if part.name != "experts" or self.tensor == 1:
             return 1.0
-        return _imbalance(self._model.experts, self._model.experts_used, self._tensor, min(rows, 64))
+        return _imbalance(self._model.experts, self._model.experts_used, self.tensor, min(rows, 64))
 
     def _sums(self, parts: Sequence[Part]) -> int:
         return sum(part.name in ("attn", "ffn", "experts") for part in parts)
 
     def _sent_seconds(self, stage: int, nbytes: float) -> float:
         """Time of a transfer from a stage to the next one."""
-        begin, fleet = stage * self._tensor, self._fleet
-        following = (stage + 1) % len(self._stages) * self._tensor
+        begin, fleet = stage * self.tensor, self._fleet
+        following = (stage + 1) % len(self.stages) * self.tensor
         link = fleet.link if begin // fleet.devices == following // fleet.devices else fleet.network
         return link.latency + nbytes / link.bandwidth
 
@@ -427,6 +456,12 @@ class Pipeline:
             cuts.append(min(max(nearest, cuts[-1] + 1), len(units) - (stages - number)))
         cuts.append(len(units))
         return [[part for unit in units[begin:end] for part in unit] for begin, end in pairwise(cuts)]
+
+
+def _call_sizes(texts: int, batch: int | None) -> list[int]:
+    """Texts of each call of a decode step, of at most `batch` each."""
+    batch = batch or texts
+    return [min(batch, texts - begin) for begin in range(0, texts, batch)]
 
 
 @lru_cache(maxsize=256)

@@ -23,6 +23,7 @@ def run_replicas(
     host: str,
     port: int,
     on_ready: Callable[[str], None] | None = None,
+    gpus: float = 0,
 ) -> None:
     """Serve with several replicas until Ctrl-C.
 
@@ -41,6 +42,8 @@ def run_replicas(
         Address that Ray Serve listens on.
     on_ready : callable, optional
         Called with the URL once all replicas are ready.
+    gpus : float
+        GPUs of each replica, which sees no others; a fraction is a share of one.
 
     Raises
     ------
@@ -58,7 +61,7 @@ def run_replicas(
         name=NAME,
         num_replicas=replicas,
         max_ongoing_requests=settings.limits.in_flight,
-        ray_actor_options={"num_cpus": 1, "runtime_env": _runtime_environment()},
+        ray_actor_options={"num_cpus": 1, "num_gpus": gpus, "runtime_env": _runtime_environment()},
         logging_config={"enable_access_log": False},
     )
     http = {"host": host, "port": port, "request_timeout_s": settings.limits.seconds + 5}

@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
+import shlex
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 import relax_hetero as rh
-from llm.gguf_files import FOUR_BITS, QWEN3_30B, write_gguf
+from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
+from relax_hetero.display.text import bytes_text, time_text
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
+from relax_hetero.frontend.gguf.choose_rules import choose_replicas
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
-from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, arrangements, group_shapes
+from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.target.make_vdevice import parse_vdevices
-from relax_hetero.tools.scale import costs_of
+from relax_hetero.tools.scale import fleet_of
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
 COSTS = CostModel([DeviceCost(40e12, 2e12, 2e-6, {"quantized": 400e12, "float16": 400e12})], {})
@@ -57,7 +64,7 @@ def test_one_device_has_the_time_of_its_plan(large):
 def test_a_full_pipeline_is_as_fast_as_its_slowest_stage(large):
     _, four = pipeline(large, 1, 4)
     slowest = max(four.stage_seconds(stage, 8, 1, 2048) for stage in range(4))
-    seconds, busy = four.decode(32, 2048)
+    seconds, busy = four.decode(32, 2048, 8)
     assert seconds >= 4 * slowest
     assert seconds == pytest.approx(4 * slowest + FAST.latency, rel=0.1)
     assert 0.8 < busy <= 1
@@ -74,7 +81,7 @@ def test_groups_share_weights_and_add_sums(large):
     sums = next(iter(pair.exchanges(1)))
     assert (sums.kind, sums.count, sums.bytes) == ("all-reduce", 2 * 48, 4 * 2048)
     # Embeddings are whole on both.
-    assert alone.device_bytes / 2 < pair.device_bytes < alone.device_bytes / 2 + 700e6
+    assert alone.stage_bytes[0] / 2 < pair.stage_bytes[0] < alone.stage_bytes[0] / 2 + 700e6
 
 
 def test_arrangements_are_sorted_and_fit(large):
@@ -113,20 +120,63 @@ def test_a_slow_network_is_crossed_seldom(large):
     assert seconds(SLOW) > seconds(FAST) + 1e-3
 
 
-def test_the_command(large, runner):
-    path = large[0]
-    arguments = ["scale", str(path), "--vdevice", json.dumps(GPU), "--devices", "4", "--memory-limit", "64GiB"]
+def test_the_commands_of_the_document(large, runner, tmp_path, monkeypatch):
+    """The file's metadata is that of the commands, and the table has what they show."""
+    text = (Path(__file__).parents[4] / "docs/explanation/scaling.md").read_text()
+    writing, scaling = (shlex.split(line) for line in text.split("```sh\n")[2].partition("```")[0].splitlines())
+    monkeypatch.setattr(sys, "argv", [*writing[1:2], str(tmp_path / "model.gguf"), *writing[3:]])
+    sys.modules["random_gguf"].main()
+    assert (tmp_path / "model.gguf").stat().st_blocks * 512 < 1e8 < 17e9 < (tmp_path / "model.gguf").stat().st_size
+    arguments = [*scaling[1:2], str(tmp_path / "model.gguf"), *scaling[3:]]
+    found = json.loads(runner(*arguments, "--json"))
+    assert found["figures"] == "tables" and found["measured_over_expected"] is None
+    shown = {
+        (each["tensor"], each["stages"], each["replicas"]): [
+            f"{each['tokens_per_second']:,.0f}",
+            time_text(each["token_seconds"]),
+            time_text(each["prefill_seconds"]),
+            bytes_text(each["device_bytes"]),
+            f"{each['busy']:.0%}",
+        ]
+        for each in found["arrangements"]
+    }
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| (\d+) \| (.*) \|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    for tensor, stages, replicas, cells in rows:
+        assert shown[int(tensor), int(stages), int(replicas)] == cells.split(" | ")
+    arguments = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "4", "--memory-limit", "64GiB"]
     shown = runner(*arguments)
-    assert "Arrangements" in shown and "on 1 host of 4 devices, 32 texts" in shown
-    found = json.loads(runner(*arguments, "--json"))["arrangements"]
-    assert {each["tensor"] * each["stages"] * each["replicas"] for each in found} == {4}
+    assert "Arrangements" in shown and "on 1 host of 4 devices, 32 texts" in shown and "Nothing was compiled" in shown
+
+
+def test_layers_are_measured(runner, tmp_path, monkeypatch):
+    """Ratios of decode steps and of a prompt, on a CPU device of one core; two work at the same time."""
+    path = write_gguf(tmp_path / "model.gguf", replace(MODELS["llama"], layers=4), "F16")
+    core, sizes = json.dumps({"kind": "llvm", "num-cores": 1}), ["--devices", "2", "--texts", "2", "--context", "64"]
+    monkeypatch.setattr("relax_hetero.llm.calibrate._MIN_SECONDS", 0)
+    found = json.loads(runner("scale", str(path), "--vdevice", core, *sizes, "--measure", "--json"))
+    ratios = found["measured_over_expected"]
+    assert set(ratios["decode"]) == {"1", "2"} and min(*ratios["decode"].values(), ratios["prefill"]) > 0
+    assert {(each["tensor"], each["stages"], each["replicas"]) for each in found["arrangements"]} == {
+        *((1, 1, 2), (1, 2, 1), (2, 1, 1))
+    }
+
+
+def test_first_layers_are_a_model(large):
+    _, file, *_ = large
+    part = file.first_layers(2)
+    assert hyperparameters_of(part).layers == 2
+    layers = {int(name.split(".")[1]) for name in part.tensors if name.startswith("blk.")}
+    assert layers == {0, 1} and "output.weight" in part.tensors
+    listed = replace(file, fields={**file.fields, "qwen3moe.attention.head_count_kv": [4] * 48})
+    assert hyperparameters_of(listed.first_layers(3)).kv_heads == (4, 4, 4)
 
 
 def test_a_device_with_a_number_stands_for_its_kind():
     """The link is between two devices: that of one to itself would cost nothing."""
-    costs, link = costs_of("cuda:1")
-    assert link == costs_of("cuda")[1]
-    assert link.bandwidth < math.inf and len(costs.devices) == 2
+    _, costs, fleet = fleet_of("cuda:1", 1, 8, SLOW)
+    assert fleet == fleet_of("cuda", 1, 8, SLOW)[2]
+    assert fleet.link.bandwidth < math.inf and len(costs.devices) == 2 and fleet.devices == 8
 
 
 @pytest.fixture
@@ -141,3 +191,72 @@ def runner():
         return result.stdout
 
     return run
+
+
+def chosen(large, count, texts, link=FAST, limit=None):
+    _, file, model, _ = large
+    costs = CostModel(list(COSTS.devices) * count, dict.fromkeys(itertools.permutations(range(count), 2), link))
+    return choose_replicas(file, model, CACHE, parse_vdevices([GPU] * count), costs, limit, texts)
+
+
+@pytest.fixture
+def peers(monkeypatch):
+    monkeypatch.setattr("relax_hetero.frontend.gguf.choose_rules.has_peer_access", lambda gpu, peer: True)
+
+
+@pytest.mark.usefixtures("peers")
+def test_replicas_are_chosen_by_rates_and_limits(large):
+    """Slow links are for replicas; many texts share weights; limits are for stages."""
+    few = chosen(large, 4, 8, SLOW)
+    assert (few.replicas, few.devices, few.slots, few.rules) == (4, 1, 2, None)
+    assert chosen(large, 4, 64, SLOW).replicas == 4
+    many = chosen(large, 4, 256)
+    assert (many.replicas, many.devices, many.slots, many.rules) == (1, 4, 256, {"*": "vdevice[0:4]"})
+    assert "1 replica of 4 devices that share each layer, about " in many.reason and "next best: " in many.reason
+    alone = on(large, 1, 1, 2)[0].device_bytes
+    limited = chosen(large, 4, 8, SLOW, alone * 3 // 4)
+    assert (limited.replicas, limited.devices, limited.slots, limited.batch) == (2, 2, 4, 2)
+    assert limited.rules["blk.47.*"] == "vdevice:1" and limited.rules["*"] == "vdevice:0"
+    with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes"):
+        chosen(large, 4, 8, limit=1000)
+    assert chosen(large, 1, 8).replicas == 1
+
+
+def test_replicas_where_gpus_do_not_reach_each_other(large):
+    assert chosen(large, 4, 256).rules is None or "[" not in str(chosen(large, 4, 256).rules)
+
+
+def test_replicas_without_texts_are_idle(large):
+    (replicas,) = (each for each in on(large, 1, 4, 2) if each.replicas == 4)
+    assert replicas.busy == pytest.approx(0.5)
+
+
+def test_devices_of_a_host_share_its_cores_and_memory(large):
+    """Figures of CPU devices: one alone, then as many as work at the same time, then more, which take turns."""
+    _, file, model, vdevices = large
+    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, (1.5, 1.25))
+    parts = LayerProblem(file, model, CACHE, vdevices, COSTS, {}).search.parts
+    attention = [part for part in parts if part.name == "attn"]
+    costs = CostModel([replace(COSTS.devices[0], launch=0.0, flops=1e9, products={})], {})  # products decide
+
+    def seconds(tensor, stages, replicas=1):
+        return Pipeline(parts, model, costs, fleet, tensor, stages, replicas).seconds(attention, 1, 1, 0)
+
+    alone, sums = seconds(1, 1), 48 * 1e-5
+    assert seconds(1, 4) == pytest.approx(alone)  # one stage works at a time
+    assert seconds(1, 1, 2) == pytest.approx(alone * 1.25)
+    assert seconds(1, 1, 4) == pytest.approx(alone * 1.25 * 2)
+    assert seconds(2, 1) == pytest.approx(alone * 1.25 / 2 + sums, rel=1e-4)
+    assert seconds(4, 1) == pytest.approx(alone + sums, rel=1e-4)
+
+
+def test_measurements_of_layers_correct_estimates(large):
+    _, alone = pipeline(large, 1, 1)
+    _, file, model, _ = large
+    measured = Calibration({1: 2.0, 4: 1.0}, 5.0, 3.0)
+    corrected = Pipeline(alone.stages[0], model, COSTS, Fleet(1, 8, FAST, SLOW), 1, 1, 1, measured)
+    for texts, ratio in (1, 2.0), (2, 1.5), (4, 1.0), (64, 1.0):
+        short, long = (alone.decode(texts, cached)[0] for cached in (0, 2000))
+        assert corrected.decode(texts, 0)[0] == pytest.approx(ratio * short)
+        assert corrected.decode(texts, 2000)[0] == pytest.approx(ratio * short + 5 * (long - short))
+    assert corrected.prefill(512, 256) == pytest.approx(3 * alone.prefill(512, 256))

@@ -1,0 +1,183 @@
+"""Arrangements of a random llama on the devices of this machine: simulated times against measured ones.
+
+python apps/bench/llm_bench/scaling_validation.py                                    # CPU devices of one core
+python apps/bench/llm_bench/scaling_validation.py --vdevice cuda --shape 8b --layers 6 --batches 1,32 --chunk 2048
+
+`relax-hetero scale --measure` simulates: some layers are timed on one device, all other times follow from them. Each
+arrangement is loaded by `rh.llm.load`, and called as an engine calls it. All are timed in turns.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bars import Check, verdict  # noqa: E402
+from smoke import smoke  # noqa: E402
+from turns import take_turns  # noqa: E402
+
+from llm_bench import random_gguf  # noqa: E402
+from llm_bench.loaded_model import LoadedModel  # noqa: E402
+from llm_bench.random_gguf import SHAPES, write_gguf  # noqa: E402
+from relax_hetero.frontend import LinkCost, PagedCache  # noqa: E402
+from relax_hetero.frontend.gguf.choose_rules import rules_of  # noqa: E402
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of  # noqa: E402
+from relax_hetero.frontend.gguf.place_layers import LayerProblem  # noqa: E402
+from relax_hetero.frontend.gguf.scaling import Pipeline, can_share  # noqa: E402
+from relax_hetero.frontend.language_model_files import read_language_model  # noqa: E402
+from relax_hetero.llm.calibrate import STEPS, calibrate  # noqa: E402
+from relax_hetero.tools.scale import fleet_of  # noqa: E402
+
+BAR = 0.15
+"""Maximum difference of a simulated time from the measured one."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """An arrangement: devices of a group, stages, replicas, and calls of a decode step that follow each other."""
+
+    tensor: int = 1
+    stages: int = 1
+    replicas: int = 1
+    calls: int = 1
+
+    def __str__(self) -> str:
+        texts = [f"{self.tensor} in a group"] * (self.tensor > 1) + [f"{self.stages} stages"] * (self.stages > 1)
+        texts += [f"{self.replicas} replicas"] * (self.replicas > 1)
+        return " x ".join(texts or ["one device"]) + f", {self.calls} calls" * (self.calls > 1)
+
+
+def cases(devices: int, is_gpu: bool) -> Iterator[Case]:
+    """Arrangements of at most so many devices."""
+    yield Case()
+    yield Case(tensor=devices)
+    yield Case(stages=devices)
+    yield Case(replicas=devices)
+    if is_gpu:
+        yield Case(stages=devices, calls=devices)
+    else:  # one of them works at a time
+        yield Case(stages=2 * devices)
+
+
+@click.command(help=__doc__)
+@click.option("--vdevice", default="llvm", show_default=True)
+@click.option("--devices", default=2, show_default=True)
+@click.option("--shape", type=click.Choice(sorted(SHAPES)), default="1b", show_default=True)
+@click.option("--layers", default=8, show_default=True)
+@click.option("--kind", default="F16", show_default=True, help="Type of the matrices.")
+@click.option("--batches", default="1,8", show_default=True, help="Texts of each replica in decode steps, a list.")
+@click.option("--chunk", default=256, show_default=True, help="Tokens of a prefill.")
+@click.option("--context", default=256, show_default=True, help="Tokens of a sequence in a decode step.")
+@click.option("--rounds", default=7, show_default=True)
+@click.option("--only", multiple=True, help="Arrangements whose names have this text, such as 'group'. Repeatable.")
+@smoke(shape="tiny", layers=4, batches="2", chunk=32, context=32, rounds=1)
+def main(
+    vdevice: str,
+    devices: int,
+    shape: str,
+    layers: int,
+    kind: str,
+    batches: str,
+    chunk: int,
+    context: int,
+    rounds: int,
+    only: tuple[str, ...],
+) -> None:
+    """Simulate and measure each arrangement."""
+    random_gguf.RANDOM_ROWS = 1021
+    is_gpu, counts = vdevice != "llvm", tuple(map(int, batches.split(",")))
+    device: Any = vdevice if is_gpu else {"kind": vdevice, "num-cores": 1}
+    checks: list[Check] = []
+    with tempfile.TemporaryDirectory() as folder:
+        path = write_gguf(Path(folder, "model.gguf"), replace(SHAPES[shape], layers=layers), kind, 0)
+        file = read_language_model(path)
+        sizes = hyperparameters_of(file)
+        vdevices, costs, fleet = fleet_of(device, 1, 2 * devices, LinkCost(1e9, 1e-3), measure=True)
+        cache = PagedCache(counts, (chunk,), max(counts), max(context, chunk) + 64)
+        calibration = calibrate(file, cache, vdevices[0], costs, max(counts))
+        problem = LayerProblem(file, sizes, cache, vdevices[:1], costs, {})
+        print(f"{fleet}\n{calibration}", flush=True)
+        calls: dict[str, Callable[[], object]] = {}
+        expected: dict[str, float] = {}
+        for case in cases(devices, is_gpu):
+            if (case.tensor > 1 and not can_share(sizes, case.tensor)) or not any(
+                text in str(case) for text in only or ("",)
+            ):
+                continue
+            own_fleet = replace(fleet, devices=case.tensor * case.stages * case.replicas)
+            simulated = Pipeline(
+                problem.search.parts, sizes, costs, own_fleet, case.tensor, case.stages, case.replicas, calibration
+            )
+            loaded = _load(case, path, device, simulated, cache, counts, chunk, context)
+            for texts in counts:
+                if texts % case.calls:
+                    continue
+                name = f"{case}: decode {texts}"
+                calls[name] = _together([each.step(texts) for each in loaded])
+                expected[name] = simulated.decode(texts, context, texts // case.calls)[0] * STEPS
+            if case.calls == 1:
+                calls[f"{case}: prefill"] = _together([each.prefill(chunk) for each in loaded])
+                expected[f"{case}: prefill"] = simulated.prefill(chunk, chunk)
+            print(f"{case}: loaded in {max(each.seconds for each in loaded):.1f} s", flush=True)
+        for call in calls.values():
+            call()
+        timings = take_turns(calls, rounds)
+        for name, timing in timings.items():
+            steps = 1 if "prefill" in name else STEPS
+            ratio = expected[name] / timing.median
+            check = Check(f"{name}: difference of the simulated time", abs(ratio - 1), BAR, at_most=True)
+            print(
+                f"{verdict(check)}: {name}: measured {timing.median / steps * 1e3:.3f} ms, simulated "
+                f"{expected[name] / steps * 1e3:.3f} ms, {ratio:.2f}",
+                flush=True,
+            )
+            checks.append(check)
+        calls.clear()
+        gc.collect()
+    if not all(check.passed for check in checks):
+        raise SystemExit(1)
+
+
+def _load(
+    case: Case,
+    path: Path,
+    device: Any,
+    simulated: Pipeline,
+    cache: PagedCache,
+    counts: tuple[int, ...],
+    chunk: int,
+    context: int,
+) -> list[LoadedModel]:
+    """The replicas; stages have the layers of the simulated ones."""
+    batches = tuple(sorted({-(-texts // case.calls) for texts in counts}))
+    own: Any = [device] * (case.tensor * case.stages)
+    rules = rules_of(simulated, cache) if case.stages * case.tensor > 1 else None
+    loaded = []
+    for replica in range(case.replicas):
+        if case.replicas > 1 and isinstance(device, str):
+            own = [f"{device}:{replica}"]
+        options: dict[str, Any] = {} if case.calls == 1 else {"slots": max(counts)}
+        loaded.append(LoadedModel(path, own, rules, context, batches, (chunk,), **options))
+    return loaded
+
+
+def _together(calls: list[Callable[[], object]]) -> Callable[[], object]:
+    """A call of all at the same time."""
+    if len(calls) == 1:
+        return calls[0]
+    pool = ThreadPoolExecutor(len(calls))
+    return lambda: list(pool.map(lambda call: call(), calls))
+
+
+if __name__ == "__main__":
+    main()

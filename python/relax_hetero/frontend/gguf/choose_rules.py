@@ -1,0 +1,264 @@
+"""``placement="auto"`` of a language model: layers on single devices, or on groups of GPUs that share each layer.
+
+The rules with the least estimated time of a decoded token are chosen: those of `place_layers`, or those of one group of
+equal GPUs (`tensor_parallel`), or, if that exceeds their memory, of consecutive layers on several groups. A server may
+have several replicas, and many texts: for it, the arrangement with the most tokens per second is chosen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+import tvm
+
+from ...artifact.messages import AUTO
+from ...display.text import plural, time_text
+from ...errors import PlacementError
+from ...target.backend import backend_of
+from ...target.hosts import hosts_of
+from ...vm.device.cuda_copies import has_peer_access
+from ..auto.cost_model import CostModel
+from ..paged_cache import PagedCache
+from .file import GgufFile
+from .hyperparameters import Hyperparameters
+from .place_experts import ExpertPlan
+from .place_layers import LayerProblem
+from .plan_layers import LayerPlan
+from .scaling import Arrangement, Fleet, Pipeline, arrangements, can_share, max_stages
+
+_MAX_SHARED_TIME = 0.9
+"""Maximum time of a token of GPUs that share layers, as a fraction of that of layers on single devices."""
+
+
+class ChosenRules(dict[str, str]):
+    """Placement rules that were chosen by cost: patterns and devices, in order.
+
+    Attributes
+    ----------
+    reasons : dict from str to str
+        Pattern -> reason.
+    estimate : dict
+        Estimate of a decoded token, in the form of `AutoPlacement.to_json`.
+    groups : Pipeline or None
+        Groups of devices that share layers; None if each layer, or part of one, is on one device.
+    """
+
+    def __init__(
+        self, rules: Mapping[str, str], reasons: dict[str, str], estimate: dict[str, Any], groups: Pipeline | None
+    ) -> None:
+        super().__init__(rules)
+        self.reasons, self.estimate, self.groups = reasons, estimate, groups
+
+
+def choose_rules(
+    file: GgufFile,
+    model: Hyperparameters,
+    cache: PagedCache,
+    vdevices: Sequence[tvm.relax.VDevice],
+    costs: CostModel,
+    limits: Mapping[int, int],
+    expert_counts: Mapping[int, Sequence[float]] | None = None,
+    may_share: bool = True,
+) -> ChosenRules:
+    """Find the rules with the least time of a decoded token.
+
+    Parameters
+    ----------
+    file, model, cache : GgufFile, Hyperparameters, PagedCache
+    vdevices : sequence of VDevice
+    costs : CostModel
+        Cost model of these devices.
+    limits : mapping from int to int
+        Index of a device -> maximum of its memory; other devices have no limit.
+    expert_counts : mapping from int to sequence of float, optional
+        Layer -> counts of its experts (`place_experts.read_expert_counts`).
+    may_share : bool
+        False if no layer may be on several devices.
+
+    Raises
+    ------
+    PlacementError
+        If the model does not fit; the text has the required bytes.
+    """
+    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
+    possible = _groups(problem, model, vdevices) if may_share else ()
+    timed = [(groups.decode(1, problem.search.step.cached)[0], groups) for groups in possible]
+    shared = sorted(timed, key=lambda each: each[0])
+    try:
+        alone = problem.best()
+    except PlacementError:
+        if not shared:
+            raise
+        alone = None
+    if alone is not None and not (shared and shared[0][0] <= _MAX_SHARED_TIME * alone.seconds):
+        return _on_single_devices(problem, alone, shared)
+    seconds, groups = shared[0]
+    others = [f"{_text_of(other)} take {time_text(time)}" for time, other in shared[1:2]]
+    others.append("layers on single devices " + (f"take {time_text(alone.seconds)}" if alone else "do not fit"))
+    reason = f"{AUTO}fastest are {_text_of(groups)}: {time_text(seconds)} a token; {', '.join(others)}"
+    rules = rules_of(groups, cache)
+    used = groups.tensor * len(groups.stages)
+    busy = {name: seconds / len(groups.stages) * (index < used) for index, name in enumerate(problem.names)}
+    return ChosenRules(rules, dict.fromkeys(rules, reason), problem.estimate(seconds, busy), groups)
+
+
+def _on_single_devices(
+    problem: LayerProblem, plan: LayerPlan | ExpertPlan, shared: Sequence[tuple[float, Pipeline]]
+) -> ChosenRules:
+    """Rules of a plan without groups; the groups that are not faster are part of the reasons."""
+    costs, step = problem.search.costs, problem.search.step
+    if isinstance(plan, ExpertPlan):
+        busy = dict(zip(problem.names, plan.busy_seconds, strict=True))
+    else:
+        busy = dict.fromkeys(problem.names, 0.0)
+        for part, device in zip(problem.search.parts, plan.devices, strict=True):
+            busy[problem.names[device]] += part.seconds(device, costs, step)
+    rules = problem.rules(plan)
+    other = ""
+    if shared:
+        other = (
+            f"; {_text_of(shared[0][1])} take {time_text(shared[0][0])} a token, this plan {time_text(plan.seconds)}"
+        )
+    reasons = {pattern: reason + other for pattern, _, reason in rules}
+    chosen = {pattern: device for pattern, device, _ in rules}
+    return ChosenRules(chosen, reasons, problem.estimate(plan.seconds, busy), None)
+
+
+def _groups(problem: LayerProblem, model: Hyperparameters, vdevices: Sequence[tvm.relax.VDevice]) -> Iterator[Pipeline]:
+    """For each number of equal GPUs that can share a layer, as few groups of so many as fit."""
+    count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
+    is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
+    if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):
+        return
+    costs = problem.search.costs
+    fleet = Fleet.of_vdevices(vdevices, costs)
+    for tensor in range(2, count + 1):
+        if not can_share(model, tensor):
+            continue
+        for stages in range(1, min(count // tensor, max_stages(model)) + 1):
+            groups = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages)
+            used = range(tensor * stages)
+            needed = [groups.stage_bytes[device // tensor] + problem.working[device] for device in used]
+            if any(needed[device] > limit for device, limit in problem.limits.items() if device in used):
+                continue
+            if _have_peer_access(indices[: len(used)], tensor):
+                yield groups
+            break
+
+
+def _have_peer_access(indices: Sequence[int], tensor: int) -> bool:
+    """Return whether the GPUs of each group of consecutive ones reach each other's memory."""
+    groups = [indices[begin : begin + tensor] for begin in range(0, len(indices), tensor)]
+    return all(has_peer_access(a, b) for group in groups for a, b in permutations(group, 2))
+
+
+@dataclass(frozen=True)
+class ChosenReplicas:
+    """Replicas of a model on equal GPUs, for many texts at the same time.
+
+    Attributes
+    ----------
+    replicas, devices, slots : int
+        Number of replicas, and devices and sequences of each.
+    batch : int, optional
+        Texts of a decode call, so that calls of a step fill all stages; None for all texts.
+    rules : dict from str to str, optional
+        Placement rules of a replica; None for one device.
+    reason : str
+    """
+
+    replicas: int
+    devices: int
+    slots: int
+    batch: int | None
+    rules: dict[str, str] | None
+    reason: str
+
+
+def choose_replicas(
+    file: GgufFile,
+    model: Hyperparameters,
+    cache: PagedCache,
+    vdevices: Sequence[tvm.relax.VDevice],
+    costs: CostModel,
+    limit: int | None,
+    texts: int,
+) -> ChosenReplicas:
+    """Find the replicas, on GPUs that share layers or have some each, that generate the most tokens per second.
+
+    Parameters
+    ----------
+    file, model, cache : GgufFile, Hyperparameters, PagedCache
+    vdevices : sequence of VDevice
+        Equal GPUs of this machine.
+    costs : CostModel
+        Cost model of these devices.
+    limit : int, optional
+        Maximum bytes of a device.
+    texts : int
+        Texts that are generated at the same time, by all replicas together.
+
+    Raises
+    ------
+    PlacementError
+        If the model fits in no arrangement.
+    """
+    if len(vdevices) == 1:
+        return ChosenReplicas(1, 1, texts, None, None, "one device: 1 replica")
+    fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
+    fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)
+    possible = [each for each in fitting if _have_peer_access(indices, each.tensor)]
+    if not possible:
+        raise PlacementError(
+            f"{file.path}: fits only if devices share layers, and these GPUs do not reach each other's memory; "
+            "expected a higher memory limit, fewer slots or a smaller context"
+        )
+    best, *others = possible
+    slots = -(-texts // best.replicas)
+    problem = LayerProblem(file, model, replace(cache, batches=(slots,), slots=slots), vdevices[:1], costs, {})
+    groups = Pipeline(problem.search.parts, model, costs, fleet, best.tensor, best.stages, best.replicas)
+    devices = best.tensor * best.stages
+    reason = f"{_rate_of(best)} of {plural(texts, 'text')} at the same time"
+    reason += f"; next best: {_rate_of(others[0])}" if others else ""
+    batch, rules = -(-slots // best.stages), rules_of(groups, cache)
+    return ChosenReplicas(
+        best.replicas,
+        devices,
+        slots,
+        batch if best.stages > 1 else None,
+        rules if devices > 1 else None,
+        reason,
+    )
+
+
+def _rate_of(each: Arrangement) -> str:
+    devices = f"{each.tensor} devices that share each layer" if each.tensor > 1 else "1 device"
+    stages = f"{each.stages} stages of " if each.stages > 1 else ""
+    return f"{plural(each.replicas, 'replica')} of {stages}{devices}, about {each.tokens_per_second:,.0f} tokens/s"
+
+
+def rules_of(groups: Pipeline, cache: PagedCache) -> dict[str, str]:
+    """Rules that put the layers of each stage on its group."""
+    rules: dict[str, str] = {}
+    for stage, parts in enumerate(groups.stages[1:], 1):
+        mesh = mesh_of(groups, stage)
+        rules |= {f"blk.{part.layer}.*": mesh for part in parts if part.name != "output"}
+        if parts[-1].name == "output":
+            rules |= {"output*": mesh} | ({} if cache.all_logits else {"last_row*": mesh})
+    return {**rules, "*": mesh_of(groups, 0)}
+
+
+def mesh_of(groups: Pipeline, stage: int) -> str:
+    """The device of a stage, or those that share its layers."""
+    if groups.tensor == 1:
+        return f"vdevice:{stage}"
+    return f"vdevice[{stage * groups.tensor}:{(stage + 1) * groups.tensor}]"
+
+
+def _text_of(groups: Pipeline) -> str:
+    """Such as "layers shared by 2 devices, in 4 stages"."""
+    stages = f", in {len(groups.stages)} stages" if len(groups.stages) > 1 else ""
+    return f"layers shared by {groups.tensor} devices{stages}"

@@ -1,0 +1,140 @@
+"""Measurement of a language model on one device, as a correction of what its parts are expected to take.
+
+A few layers of the model are compiled, and called as an engine calls them: greedy decode steps of several numbers of
+texts, and a prompt. `frontend.gguf.scaling` applies the ratios to all layers, and to other arrangements of devices.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .compiled_model import CompiledModel
+from .model_loader import compile_layers
+
+if TYPE_CHECKING:
+    from tvm.relax import VDevice
+
+    from ..frontend.auto.cost_model import CostModel
+    from ..frontend.gguf.file import GgufFile
+    from ..frontend.gguf.scaling import Calibration
+    from ..frontend.paged_cache import PagedCache
+
+STEPS = 16
+"""Decode steps of a measured call, whose tokens stay on the device from one to the next."""
+_MAX_BYTES = 2 << 30
+"""Weights of measured layers."""
+_MIN_LAYERS = 2
+_BATCHES = (1, 2, 4, 8, 16, 32)
+_MIN_CACHED = 16
+"""Tokens of a text in the measured decode steps, besides those of a chunk."""
+_MIN_DIFFERENCE = 0.05
+"""Minimum time that a longer cache adds to a step, as a fraction of it; less is noise."""
+_MIN_SECONDS, _MAX_SECONDS, _MIN_CALLS = 0.5, 5.0, 3
+"""Time of the measured calls, unless one call takes longer; and their number, unless they take too long."""
+
+
+def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostModel, texts: int) -> Calibration:
+    """Measure a model on one device of this machine; takes a minute, or more for a large one.
+
+    Parameters
+    ----------
+    file : GgufFile
+    cache : PagedCache
+        For its chunks and context.
+    vdevice : VDevice
+    costs : CostModel
+        Cost model of the device, which the result corrects.
+    texts : int
+        Maximum number of texts of a decode step; more than 32 are not measured.
+
+    Raises
+    ------
+    HeteroError
+        If the device is not in this machine, or the layers cannot be compiled.
+    """
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
+    from ..frontend.gguf.place_layers import LayerProblem
+    from ..frontend.gguf.scaling import Calibration, Fleet, Pipeline
+
+    chunk = min(max(cache.chunks), cache.context)
+    short, long = min(_MIN_CACHED, chunk // 2), min(chunk - 1, cache.context // 2)
+    batches = tuple(rows for rows in _BATCHES if rows <= texts)
+    model = hyperparameters_of(file)
+    layers = _measured_layers(file, model.layers)
+    if any(model.cache_index(layer) != layer for layer in range(model.layers)):
+        layers = model.layers  # later ones read the cache of earlier ones
+    measured = compile_layers(file, vdevice, layers, batches, (chunk,), max(cache.context, chunk + STEPS))
+    # Texts differ, as they then choose different experts.
+    tokens = np.random.default_rng(0).integers(0, measured.vocabulary, (max(batches), chunk)).astype("int32")
+    slots = [measured.cache.add() for _ in tokens]
+    for slot, text in zip(slots, tokens, strict=True):
+        measured.prefill(slot, text[:long])
+
+    def step_seconds(rows: int, cached: int) -> float:
+        return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached)) / STEPS
+
+    part = file.first_layers(layers)
+    model = hyperparameters_of(part)
+    own_cache = replace(cache, batches=batches, chunks=(chunk,), slots=max(batches))
+    problem = LayerProblem(part, model, own_cache, [vdevice], costs, {})
+    alone = Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices([vdevice] * 2, costs), 1, 1)
+    longest = step_seconds(batches[-1], long)  # before shorter ones, as `truncate` removes tokens
+    steps = {rows: step_seconds(rows, short) for rows in batches}
+    expected, expected_longest = (alone.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
+    added, expected_added = longest - steps[batches[-1]], expected_longest - expected
+    ratio = steps[batches[-1]] / expected
+    if expected_added > 0 and max(added / longest, expected_added / expected) > _MIN_DIFFERENCE:
+        ratio = max(added, 0.0) / expected_added
+    decode = {rows: seconds / alone.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
+    prefill = _seconds(prompt(measured, slots[0], tokens[0])) / alone.prefill(chunk, chunk)
+    return Calibration(decode, ratio, prefill)
+
+
+def _measured_layers(file: GgufFile, layers: int) -> int:
+    """Number of layers that are measured."""
+    nbytes = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.startswith("blk."))
+    return min(layers, max(_MIN_LAYERS, int(_MAX_BYTES * layers / max(nbytes, 1))))
+
+
+def decode_steps(
+    model: CompiledModel, slots: Sequence[int], tokens: Sequence[int], cached: int
+) -> Callable[[], object]:
+    """A call of `STEPS` greedy decode steps after `cached` tokens, each begun before the last one's tokens are read."""
+
+    def work() -> object:
+        for slot in slots:
+            model.cache.truncate(slot, cached)
+        step = model.begin_decode(slots, tokens)
+        for _ in range(STEPS - 1):
+            ahead = model.begin_decode(slots, step)
+            step.tokens()
+            step = ahead
+        return step.tokens()
+
+    return work
+
+
+def prompt(model: CompiledModel, slot: int, tokens: Sequence[int] | np.ndarray) -> Callable[[], object]:
+    """A prefill of an empty sequence, to logits in the host's memory."""
+
+    def work() -> object:
+        model.cache.truncate(slot, 0)
+        return model.prefill(slot, tokens)
+
+    return work
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Time of the fastest of some calls, since disturbances only make calls slower."""
+    call()
+    times: list[float] = []
+    while not times or (sum(times) < _MAX_SECONDS and (len(times) < _MIN_CALLS or sum(times) < _MIN_SECONDS)):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
