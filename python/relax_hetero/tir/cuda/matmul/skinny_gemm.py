@@ -110,8 +110,8 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     steps = -(-k * element // SWIZZLED_BYTES)
     rows, split = _rows(problem), 1
     is_fewest = rows <= FEWEST_ROWS
-    most = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else MANY_ROWS_BLOCKS_PER_MULTIPROCESSOR)
-    while split < 8 and tiles * split * 2 <= most and steps >= split * 2 * 4:
+    max_blocks = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else MANY_ROWS_BLOCKS_PER_MULTIPROCESSOR)
+    while split < 8 and tiles * split * 2 <= max_blocks and steps >= split * 2 * 4:
         split *= 2
     is_short = steps <= split * (SHORT_STEPS if is_fewest else MANY_ROWS_SHORT_STEPS)
     if is_fewest and not is_short and split > DEEP_SPLIT and tiles * split > gpu.multiprocessors:
@@ -119,7 +119,7 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     is_alone = not is_short and tiles * split <= gpu.multiprocessors
     if is_fewest:
         stages = SHORT_STAGES if is_short else ALONE_STAGES if is_alone else LONG_STAGES
-        if stages == LONG_STAGES and split <= DEEP_SPLIT and tiles * split <= most:
+        if stages == LONG_STAGES and split <= DEEP_SPLIT and tiles * split <= max_blocks:
             stages = DEEP_STAGES
     elif rows <= MANY_ROWS:
         stages = MANY_ROWS_ALONE_STAGES if is_alone else MANY_ROWS_STAGES
