@@ -25,8 +25,8 @@ from relax_hetero.llm.compiled_model import CompiledModel
 from relax_hetero.llm.description import ModelDescription
 from relax_hetero.op.cached_attention import CACHED_ATTENTION
 from relax_hetero.target.vdevice import parse_vdevices
-from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.ir.remarks import remarks_of
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 70)
 CORE = {"kind": "llvm", "num-cores": 1}

@@ -65,7 +65,9 @@ def tensors_in(args: Sequence[relax.Expr]) -> list[relax.Expr]:
     """Tensors among arguments, those of tuples among them."""
     found: list[relax.Expr] = []
     for arg in args:
-        found += tensors_in(arg.fields) if isinstance(arg, relax.Tuple) else [arg] * isinstance(arg.ty, relax.TensorType)
+        found += (
+            tensors_in(arg.fields) if isinstance(arg, relax.Tuple) else [arg] * isinstance(arg.ty, relax.TensorType)
+        )
     return found
 
 

@@ -308,8 +308,8 @@ class _FunctionPartition:
         var, value = binding.var, binding.value
         if isinstance(binding.ty, tvm.ir.TupleType):
             raise PlacementError(
-                f"function {self._name!r} has values over a mesh and match_cast of a tuple at {var.name!r}; expected one "
-                "of each tensor"
+                f"function {self._name!r} has values over a mesh and match_cast of a tuple at {var.name!r}; expected "
+                "one of each tensor"
             )
         if not isinstance(binding.ty, relax.TensorType):  # a shape
             local = self._bindings.new_local(var.name, binding.ty)
