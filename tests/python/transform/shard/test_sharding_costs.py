@@ -55,6 +55,27 @@ def test_only_products_that_are_worth_an_exchange_are_split(devices, rows, width
     assert widths(module) == widths(module)
 
 
+def test_a_split_counts_what_later_products_save():
+    up, down = weight(8, 1024), weight(1024, 1024)
+
+    @ir_module(*CORES)
+    def alone(x: R.Tensor((128, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            y = R.matmul(x, R.const(up))
+            R.output(y)
+        return y
+
+    @ir_module(*CORES)
+    def both(x: R.Tensor((128, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            y = R.matmul(R.matmul(x, R.const(up)), R.const(down))
+            R.output(y)
+        return y
+
+    assert widths(alone) == [1024]
+    assert widths(both) == [512, 512, 1024, 1024]
+
+
 def test_all_products_are_split_without_estimates():
     after = partition_by_mesh(two_products(GPUS, 64, 64), by_cost=False)
     assert ops_of(after).count("relax.matmul") == 4
