@@ -269,9 +269,10 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
         raise click.UsageError("--replicas auto chooses the placement: it excludes rules and --expert-counts")
     if not has_weights(options.path):
         raise click.UsageError(f"--replicas auto needs a GGUF file or a folder of Hugging Face, found {options.path}")
-    vdevices = parse_vdevices([f"{kind}:{index}" for index in range(backend_of(kind).count())])
-    if not vdevices:
-        raise HeteroError(f"--replicas auto: found no device of {kind}: {backend_of(kind).why_absent()}")
+    if not (count := backend_of(kind).count()):
+        reason = backend_of(kind).why_absent()
+        raise HeteroError(f"--replicas auto: found no {kind} device, expected one or more: {reason}")
+    vdevices = parse_vdevices([f"{kind}:{index}" for index in range(count)])
     file = read_language_model(options.path)
     model = hyperparameters_of(file)
     if not model.is_causal:

@@ -389,3 +389,9 @@ def test_gpus_of_replicas(devices, replicas, gpus, two_gpus):
 def test_errors_of_replicas(options, message, two_gpus):
     result = invoke("serve", two_gpus[0], "--replicas", "auto", *options)
     assert result.exit_code in (1, 2) and message in " ".join(result.stderr.replace("│", " ").split())
+
+
+def test_replicas_without_a_gpu(two_gpus, monkeypatch):
+    monkeypatch.setattr(type(backend_of("cuda")), "count", lambda self: 0)
+    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--replicas", "auto")
+    assert result.exit_code == 1 and "found no cuda device, expected one or more" in result.stderr
