@@ -82,7 +82,7 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     model = hyperparameters_of(part)
     own_cache = replace(cache, batches=batches, chunks=(chunk,), slots=max(batches))
     problem = LayerProblem(part, model, own_cache, [vdevice], costs, {})
-    alone = Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices([vdevice] * 2, costs), 1, 1)
+    alone = Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices([vdevice], costs), 1, 1)
     longest = step_seconds(batches[-1], long)  # before shorter ones, as `truncate` removes tokens
     steps = {rows: step_seconds(rows, short) for rows in batches}
     expected, expected_longest = (alone.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))

@@ -206,8 +206,6 @@ def choose_replicas(
     PlacementError
         If the model fits in no arrangement.
     """
-    if len(vdevices) == 1:
-        return ChosenReplicas(1, 1, texts, None, None, "one device: 1 replica")
     fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
     fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)
     possible = [each for each in fitting if _have_peer_access(indices, each.tensor)]
@@ -216,7 +214,7 @@ def choose_replicas(
             f"{file.path}: fits only if devices share layers, and these GPUs do not reach each other's memory; "
             "expected a higher memory limit, fewer slots or a smaller context"
         )
-    best, *others = possible
+    best, *others = (replace(each, replicas=min(each.replicas, texts)) for each in possible)  # others would be idle
     slots = -(-texts // best.replicas)
     problem = LayerProblem(file, model, replace(cache, batches=(slots,), slots=slots), vdevices[:1], costs, {})
     groups = Pipeline(problem.search.parts, model, costs, fleet, best.tensor, best.stages, best.replicas)
