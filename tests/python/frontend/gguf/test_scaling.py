@@ -224,7 +224,8 @@ def test_replicas_are_chosen_by_rates_and_limits(large):
     with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes"):
         chosen(large, 1, 8, limit=1000)
     spare = chosen(large, 4, 2, SLOW)  # two of four replicas would have no text
-    assert (spare.replicas, spare.devices, spare.slots) == (2, 1, 1) and spare.reason.startswith("2 replicas of 1 device")
+    assert (spare.replicas, spare.devices, spare.slots) == (2, 1, 1)
+    assert spare.reason.startswith("2 replicas of 1 device")
 
 
 def test_replicas_where_gpus_do_not_reach_each_other(large):
