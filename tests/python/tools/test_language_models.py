@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -361,9 +362,10 @@ def test_replicas_are_chosen(two_gpus, monkeypatch):
     assert [str(vdevice.target.kind.name) for vdevice in options.vdevices] == ["cuda", "cuda"]
     assert options.placement == {"*": "vdevice[0:2]"} and (options.slots, options.max_batch) == (10, 5)
     loads = []
-    monkeypatch.setattr(llm, "load", lambda path, **given: loads.append(given))
-    options.load()
-    assert loads[0]["batches"] == (1, 2, 4, 5)
+    monkeypatch.setattr(llm, "load", lambda path, **given: loads.append(given.get("batches")))
+    for batch in (5, 8, 1, 100):
+        dataclasses.replace(options, max_batch=batch, slots=200).load()
+    assert loads == [(1, 2, 4, 5), None, (1,), (1, 2, 4, 8, 16, 32, 64, 100)]
 
 
 @pytest.mark.parametrize(

@@ -163,8 +163,8 @@ class ChosenReplicas:
     ----------
     replicas, devices, slots : int
         Number of replicas, and devices and sequences of each.
-    batch : int, optional
-        Texts of a decode call, so that calls of a step fill all stages; None for all texts.
+    batch : int
+        Texts of a decode call, so that calls of a step fill all stages.
     rules : dict from str to str, optional
         Placement rules of a replica; None for one device.
     reason : str
@@ -173,7 +173,7 @@ class ChosenReplicas:
     replicas: int
     devices: int
     slots: int
-    batch: int | None
+    batch: int
     rules: dict[str, str] | None
     reason: str
 
@@ -221,15 +221,8 @@ def choose_replicas(
     devices = best.tensor * best.stages
     reason = f"{_rate_of(best)} of {plural(texts, 'text')} at the same time"
     reason += f"; next best: {_rate_of(others[0])}" if others else ""
-    batch, rules = -(-slots // best.stages), rules_of(groups, cache)
-    return ChosenReplicas(
-        best.replicas,
-        devices,
-        slots,
-        batch if best.stages > 1 else None,
-        rules if devices > 1 else None,
-        reason,
-    )
+    batch, rules = -(-slots // best.stages), rules_of(groups, cache) if devices > 1 else None
+    return ChosenReplicas(best.replicas, devices, slots, batch, rules, reason)
 
 
 def _rate_of(each: Arrangement) -> str:
