@@ -85,7 +85,7 @@ def scale_command(
     from ..target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
 
     if not has_weights(model):
-        raise click.UsageError(f"{model} is no language model; expected a GGUF file or a folder of Hugging Face")
+        raise click.UsageError(f"{model} is not a language model; expected a GGUF file or a folder of Hugging Face")
     file = read_language_model(model)
     sizes = hyperparameters_of(file)
     context = context or min(sizes.context, CONTEXT)

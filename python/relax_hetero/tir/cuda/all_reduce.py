@@ -20,8 +20,19 @@ when no GPU reads it any more: consecutive kernels use different slots, and when
 one before it. `slots_of` numbers them so that this holds between calls, too. So each kernel ends the epoch of the one
 before it, which no block reads any more.
 
-Kernels of a program must begin in the same order on all GPUs. Each takes the last one's result as an operand that it
-does not read, so that passes keep their order. All blocks of a kernel must be resident at once.
+The product before a long sum may send the rows (`send_tile`), while it computes others: each tile as float16, a power
+of two for each row of it, then, for each 32 rows, a flag with the sum's epoch. The product begins when the last sum has
+ended on its GPU. So no GPU reads the slot any more, and the epoch of the slot's last use has ended: the product reads
+the epoch that the sum will have. The sum's blocks send results only; each waits for the flags of its rows. Flags of
+tiles are words of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and one
+more for results.
+
+Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum sends its operand before it waits
+for operands, and its results before it waits for results. So when sum n - 1 has ended on a GPU, all others have begun
+it, get what they wait for, end it, and begin sum n. This needs kernels of a program to begin in the same order on all
+GPUs, and all blocks of a kernel to be resident at once. Each kernel takes the last one's result as an operand that it
+does not read, so that passes keep their order. A thread that waits for a minute traps, as after an error on another
+GPU.
 """
 
 from __future__ import annotations

@@ -1,0 +1,207 @@
+"""Sums of GPUs as their CUDA source computes them, in programs of several kernels that take turns at random.
+
+`gpu_threads.hpp` runs the source on a CPU. Kernels are as those of GPUs, but blocks, and operands that are short, are
+smaller. GPUs may be several kernels apart, so that slots are written again while others still read other ones.
+"""
+
+import ctypes
+import re
+import shutil
+import subprocess
+import sys
+from itertools import product
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
+from tvm_ffi import structural_walk
+
+from relax_hetero.artifact import peer_layout
+from relax_hetero.tir.core.builder import Function, int64
+from relax_hetero.tir.cuda import all_reduce
+from relax_hetero.tir.cuda.all_reduce import SENT_TILE, AllReduce, RankReduce, RowNorm, all_reduce_kernel, send_tile
+from relax_hetero.tir.cuda.loops.launch import launch
+from seeds import fresh_seed
+
+pytestmark = [
+    pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="no g++ on Linux"),
+    pytest.mark.sampled(1),
+]
+
+SMALLER = {"_THREADS": 64, "_MAX_THREADS": 128, "_LONG_BLOCKS": 3, "LL_BYTES": 8192}
+HEADER = Path(__file__).with_name("gpu_threads.hpp")
+CALLS = 3
+HALF, FLOAT = RowNorm(1e-5, "float16"), RowNorm(1e-3, "float32")
+LAYER, HALF_LAYER = RowNorm(1e-5, "float32", is_centered=True), RowNorm(1e-3, "float16", is_centered=True)
+
+# Of each kernel: shape, norm, whether there is a residual, the sum is kept, and tiles are sent.
+PROGRAMS = {
+    "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((2, 5, 34), LAYER, 0, 0, 0)]),
+    "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF_LAYER, 0, 0, 0)]),
+    "sent": (2, [((512, 256), HALF, 1, 1, 1), ((14, 260), FLOAT, 0, 1, 0)] * 2),
+    "three": (3, [((7, 36), HALF, 0, 0, 0), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
+    "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), HALF, 0, 1, 0)]),
+}
+
+
+def senders(sent, shape):
+    """A kernel that sends all tiles, in any order."""
+    function = Function("send", registers="local")
+    with function:
+        pointers = function.argument("x", shape, "float32"), function.argument("bases", [sent.ranks], "int64")
+        with function.body(), launch(1, 64):
+            tiles = np.indices(np.floor_divide(shape, SENT_TILE)).reshape(2, -1).T * SENT_TILE
+            for origin in np.random.default_rng(sent.rank).permutation(tiles).tolist():
+                addresses = [T.address_of(each[(0,) * len(each.shape)]) for each in pointers]
+                send_tile(sent, shape, addresses, tuple(map(int64, origin)))
+    return function.result
+
+
+def launch_of(kernel, pointers):
+    """A `Launch` in C++, with pointers for the names of the kernel's operands."""
+    grid, calls = {}, []
+
+    def argument(value):
+        if isinstance(value, tvm.ir.Call):
+            return pointers[value.args[0].source.name]
+        return argument(value.value) if isinstance(value, tirx.Cast) else repr(value.value)
+
+    def call(node):
+        if node.op.name == "tirx.cuda.func_call":
+            calls.append(f"{node.args[0].value}({', '.join(map(argument, node.args[1:-1]))});")
+
+    def loop(node):
+        grid[node.thread_binding.thread_tag] = int(node.extent)
+
+    structural_walk(kernel.body, [(tvm.ir.Call, call), (tirx.For, loop)])
+    return f"{{{grid['blockIdx.x']}, {grid['threadIdx.x']}, [=] {{ {' '.join(calls)} }}}}"
+
+
+def on_cpu(source):
+    """CUDA C++ for `gpu_threads.hpp`: statements of PTX are calls of functions, and each block has shared memory."""
+
+    def call(statement):
+        name = re.search(r"[a-z]\w*(\.\w+)+", statement[0])[0]
+        operands = re.findall(r'"=?[a-z]"\(((?:[^()]|\([^()]*\))*)\)', statement[0])
+        return f"{name.replace('.', '_')}({', '.join(operands)});"
+
+    source = re.sub(r"asm(?: volatile)?\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);", call, source)
+    shared = r"static \1 all_\2[MAX_BLOCKS][\3]; \1* \2 = all_\2[current->block->number];"
+    return re.sub(r"__shared__ (\w+) (\w+)\[(\d+)\];", shared, source)
+
+
+class Program:
+    """Kernels of GPUs that are called in a row: a function in C++, and its operands by kernel and rank."""
+
+    def __init__(self, name, ranks, kernels):
+        self.reduces = [AllReduce(shape, ranks, norm, bool(residual)) for shape, norm, residual, *_ in kernels]
+        self.ranks, self.slot_bytes = ranks, max(reduce.slot_bytes for reduce in self.reduces)
+        self.operands, lines, slots = [], [], all_reduce.slots_of(len(kernels))
+        for number, (reduce, slot, (shape, *_, keeps, sends)) in enumerate(
+            zip(self.reduces, slots, kernels, strict=True)
+        ):
+            for rank in range(ranks):
+                own = RankReduce(reduce, rank, bool(keeps), slot, self.slot_bytes)
+                after = ((1,), "float32")
+                kernel = all_reduce_kernel(reduce, rank, slot, self.slot_bytes, after, own.keeps_sum, bool(sends))
+                pointers = {
+                    each.name: f"Pointer{{p[{len(self.operands) + i}]}}" for i, each in enumerate(kernel.params)
+                }
+                self.operands += [(number, rank, param) for param in kernel.params]
+                for each in [senders(own.sent, shape), kernel] if sends else [kernel]:
+                    lines.append(f"gpus[{rank}].push_back({launch_of(each, pointers)});")
+        head = f'extern "C" int run_{name}(void** p, int calls, int gpus_that_run, unsigned seed) {{'
+        loop = f"std::vector<std::vector<Launch>> gpus({ranks}); for (; calls--; p += {len(self.operands)}) {{"
+        self.text = "\n".join([head, loop, *lines, "} gpus.resize(gpus_that_run); return run(gpus, seed); }"])
+
+    def arrays(self, rng):
+        """Operands of a call, and poisoned results, by kernel, rank and name; None for the addresses."""
+        arrays = {}
+        scales = [10.0 ** rng.integers(-6, 12, prod(reduce.shape[:-1])) for reduce in self.reduces]
+        for number, rank, param in self.operands:
+            scale, shape = scales[number], [int(extent) for extent in param.shape]
+            values = None if param.name == "bases" else np.full(shape, np.nan, str(param.dtype))
+            if param.name in ("x", "residual"):
+                scale[1:3] = [0, 1e-36][: len(scale) - 1]  # no power of two scales these to 2^14
+                scale = np.split(scale, self.ranks)[rank] if param.name == "residual" else scale
+                values = (rng.normal(1, 1, (len(scale), shape[-1])) * scale[:, None]).reshape(shape)
+                values = values.astype("float32")
+            if param.name in ("weight", "bias"):
+                values = arrays.get((number, 0, param.name), rng.uniform(-2, 2, shape).astype("float32"))
+            arrays[number, rank, param.name] = values
+        return arrays
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    if subprocess.run(
+        ["g++", "-fsyntax-only", "-xc++", "-"], input=b"_Float16 x;", stderr=subprocess.DEVNULL
+    ).returncode:
+        pytest.skip("this g++ lacks _Float16")
+    folder = tmp_path_factory.mktemp("sums")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SMALLER.items():
+            patch.setattr(all_reduce, name, value)
+        patch.setattr(all_reduce, "_OPERANDS", 2 * SMALLER["LL_BYTES"] + all_reduce._SENT_BYTES)
+        made = {name: Program(name, *how) for name, how in PROGRAMS.items()}
+        texts = [f'#include "{HEADER}"', on_cpu(all_reduce.SOURCE), *(program.text for program in made.values())]
+        (folder / "sums.cpp").write_text("\n".join(texts))
+        options = "-std=c++17 -O1 -w -fPIC -shared".split()
+        subprocess.run(["g++", *options, folder / "sums.cpp", "-o", folder / "sums.so"], check=True)
+        yield made, ctypes.CDLL(str(folder / "sums.so"))
+
+
+def run(programs, name, gpus, seed):
+    """Call a program three times on GPUs whose memory is as at first; returns its end and the calls' arrays."""
+    program, rng = programs[0][name], np.random.default_rng(seed)
+    nbytes = peer_layout.memory_bytes(program.ranks, program.slot_bytes)
+    memory = [np.zeros(nbytes, "uint8") for _ in range(program.ranks)]
+    begin = peer_layout.data_offset(0, program.ranks, program.slot_bytes)
+    for each in memory:  # operands that are read before they are there are NaN
+        each[begin:].reshape(-1, program.slot_bytes)[:, all_reduce._OPERANDS :] = 0xFF
+    addresses = np.array([each.ctypes.data for each in memory], "int64")
+    calls = [program.arrays(rng) for _ in range(CALLS)]
+    pointers = [(addresses if each is None else each).ctypes.data for call in calls for each in call.values()]
+    end = programs[1][f"run_{name}"]((ctypes.c_void_p * len(pointers))(*pointers), CALLS, gpus, seed)
+    return end, calls
+
+
+@pytest.mark.parametrize("order", range(2))
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_numbers(programs, name, order):
+    ranks = range(PROGRAMS[name][0])
+    end, calls = run(programs, name, len(ranks), fresh_seed())
+    assert end == 0
+    for call, (number, reduce) in product(calls, enumerate(programs[0][name].reduces)):
+        parts = [call[number, rank, "x"].astype("float64").reshape(-1, reduce.width) for rank in ranks]
+        if reduce.has_residual:
+            parts.append(np.concatenate([call[number, rank, "residual"] for rank in ranks]).astype("float64"))
+        total, bound = sum(parts), sum(map(abs, parts))
+        bound += bound.max(-1, keepdims=True) * 1e-5  # parts that are below the smallest float16
+        norm = reduce.norm
+        rounding = 2.0**-10 if norm is not None and norm.dtype == "float16" else 2.0**-20
+        bound *= rounding
+        expected, limit = total, bound
+        if norm is not None:
+            bias = call.get((number, 0, "bias"), 0.0)
+            mean = total.mean(-1, keepdims=True) * norm.is_centered
+            factor = call[number, 0, "weight"] / np.sqrt(((total - mean) ** 2).mean(-1, keepdims=True) + norm.eps)
+            expected = (total - mean) * factor + bias
+            limit = (bound + bound.mean(-1, keepdims=True) * norm.is_centered) * abs(factor) + rounding * abs(bias)
+        for rank in ranks:
+            out = call[number, rank, "out"]
+            np.testing.assert_array_equal(out, call[number, 0, "out"])
+            assert (abs(out.reshape(total.shape) - expected) <= limit + 6e-8 * (out.dtype == "float16")).all(), rank
+            if (number, rank, "total") in call:
+                kept = call[number, rank, "total"].reshape(-1, reduce.width)
+                own = np.s_[: len(kept)] if reduce.is_short else np.s_[rank * len(kept) : (rank + 1) * len(kept)]
+                assert (abs(kept - total[own]) <= bound[own]).all(), (number, rank)
+
+
+def test_a_gpu_that_waits_for_a_minute_traps(programs):
+    """The other one does not begin."""
+    assert run(programs, "sent", 1, 3)[0] == run(programs, "long", 1, 3)[0] == 1
