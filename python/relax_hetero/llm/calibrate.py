@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import CacheError
 from .compiled_model import CompiledModel
 from .model_loader import compile_layers
 
@@ -76,7 +78,8 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
         measured.prefill(slot, text[:long])
 
     def step_seconds(rows: int, cached: int) -> float:
-        return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached)) / STEPS
+        rewind = partial(_rewind, measured, slots[:rows], tokens, cached)
+        return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached), rewind) / STEPS
 
     part = file.first_layers(layers)
     model = hyperparameters_of(part)
@@ -99,6 +102,16 @@ def _measured_layers(file: GgufFile, layers: int) -> int:
     """Number of layers that are measured."""
     nbytes = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.startswith("blk."))
     return min(layers, max(_MIN_LAYERS, int(_MAX_BYTES * layers / max(nbytes, 1))))
+
+
+def _rewind(model: CompiledModel, slots: Sequence[int], texts: np.ndarray, cached: int) -> None:
+    """Cut sequences to `cached` tokens; computed again where states or freed pages of windows forbid that."""
+    for slot, text in zip(slots, texts, strict=False):
+        try:
+            model.cache.truncate(slot, cached)
+        except CacheError:
+            model.cache.truncate(slot, 0)
+            model.prefill(slot, text[:cached])
 
 
 def decode_steps(
@@ -129,11 +142,13 @@ def prompt(model: CompiledModel, slot: int, tokens: Sequence[int] | np.ndarray) 
     return work
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Time of the fastest of some calls, since disturbances only make calls slower."""
+def _seconds(call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+    """Time of the fastest of some calls, since disturbances only make calls slower; that of `prepare` does not count."""
+    prepare()
     call()
     times: list[float] = []
     while not times or (sum(times) < _MAX_SECONDS and (len(times) < _MIN_CALLS or sum(times) < _MIN_SECONDS)):
+        prepare()
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)
