@@ -23,13 +23,14 @@ if TYPE_CHECKING:
 
     from ..frontend.auto.cost_model import CostModel
     from ..frontend.gguf.file import GgufFile
+    from ..frontend.gguf.hyperparameters import Hyperparameters
     from ..frontend.gguf.scaling import Calibration
     from ..frontend.paged_cache import PagedCache
 
 STEPS = 16
 """Decode steps of a measured call, whose tokens stay on the device from one to the next."""
 _MAX_BYTES = 2 << 30
-"""Weights of measured layers."""
+"""Weights of measured layers, unless those of each kind have more."""
 _MIN_LAYERS = 2
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _MIN_CACHED = 16
@@ -67,7 +68,7 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     short, long = min(_MIN_CACHED, chunk // 2), min(chunk - 1, cache.context // 2)
     batches = tuple(rows for rows in _BATCHES if rows <= texts)
     model = hyperparameters_of(file)
-    layers = _measured_layers(file, model.layers)
+    layers = _measured_layers(file, model)
     if any(model.cache_index(layer) != layer for layer in range(model.layers)):
         layers = model.layers  # later ones read the cache of earlier ones
     measured = compile_layers(file, vdevice, layers, batches, (chunk,), max(cache.context, chunk + STEPS))
@@ -98,10 +99,11 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     return Calibration(decode, ratio, prefill)
 
 
-def _measured_layers(file: GgufFile, layers: int) -> int:
-    """Number of layers that are measured."""
+def _measured_layers(file: GgufFile, model: Hyperparameters) -> int:
+    """Number of layers that are measured: some of each kind, such as those with experts after dense ones."""
     nbytes = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.startswith("blk."))
-    return min(layers, max(_MIN_LAYERS, int(_MAX_BYTES * layers / max(nbytes, 1))))
+    kinds = [_MIN_LAYERS, model.dense_layers + 1 if model.experts else 0, model.delta.period if model.delta else 0]
+    return min(model.layers, max(*kinds, int(_MAX_BYTES * model.layers / max(nbytes, 1))))
 
 
 def _rewind(model: CompiledModel, slots: Sequence[int], texts: np.ndarray, cached: int) -> None:
@@ -143,7 +145,7 @@ def prompt(model: CompiledModel, slot: int, tokens: Sequence[int] | np.ndarray) 
 
 
 def _seconds(call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-    """Time of the fastest of some calls, since disturbances only make calls slower; that of `prepare` does not count."""
+    """Time of the fastest of some calls, since disturbances only make calls slower; without that of `prepare`."""
     prepare()
     call()
     times: list[float] = []

@@ -1,8 +1,14 @@
 """Measured decode steps begin with as many cached tokens in every call."""
 
-import numpy as np
+from dataclasses import replace
 
+import numpy as np
+import pytest
+
+from llm.gguf_files import MODELS, write_gguf
 from relax_hetero.errors import CacheError
+from relax_hetero.frontend.gguf.file import read_gguf
+from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.llm import calibrate
 
 
@@ -35,3 +41,14 @@ def test_sequences_that_cannot_be_cut_are_computed_again(monkeypatch):
     calibrate._seconds(steps, lambda: calibrate._rewind(model, [0, 1], texts, 4))
     assert lengths == [{0: 4, 1: 4}] * 3  # one call is not timed
     assert model.prefilled == [(0, [0, 1, 2, 3]), (1, [10, 11, 12, 13])] * 3
+
+
+@pytest.mark.parametrize(("name", "expected"), [("deepseek2-lite", 3), ("llama", 2), ("qwen3moe", 2)])
+def test_layers_of_each_kind_are_measured(name, expected, tmp_path, monkeypatch):
+    """Experts come after dense layers."""
+    sizes = replace(MODELS[name], layers=6, **({"dense_layers": 2} if name == "deepseek2-lite" else {}))
+    file = read_gguf(write_gguf(tmp_path / "model.gguf", sizes, "F16", sparse=True))
+    monkeypatch.setattr(calibrate, "_MAX_BYTES", 1)
+    count = calibrate._measured_layers(file, hyperparameters_of(file))
+    part = hyperparameters_of(file.first_layers(count))
+    assert count == expected and (part.experts == 0 or part.dense_layers < count)
