@@ -63,7 +63,9 @@ def _parts(vocabulary: int, vdevice: relax.VDevice | None) -> int:
         count = 1
     if vdevice is None or is_cpu(vdevice):
         return count
-    return count * math.gcd(vocabulary // count, max(_GPU_PARTS // count, 1))
+    # A power of two for each device, as sizes of vocabularies are multiples of such.
+    max_parts = 1 << max(_GPU_PARTS // count, 1).bit_length() - 1
+    return count * math.gcd(vocabulary // count, max_parts)
 
 
 def masked_tokens(builder: relax.BlockBuilder, vocabulary: int, vdevice: relax.VDevice | None = None) -> relax.Function:

@@ -28,6 +28,11 @@ def importing_for(devices: Sequence[tvm.relax.VDevice] | None) -> Iterator[None]
         _DEVICES.reset(token)
 
 
+def default_device() -> tvm.relax.VDevice | None:
+    """The device of nodes that no placement rule matches; None is the native CPU."""
+    return next(iter(_DEVICES.get()), None)
+
+
 def gathers_experts() -> bool:
     """Return whether all devices have kernels that multiply rows by their chosen experts only."""
     return all(

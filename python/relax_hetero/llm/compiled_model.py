@@ -328,7 +328,9 @@ class CompiledModel:
         self._executable = executable
         self.chunk = self._chunks[-1]
         self._shares_steps = all(map(is_host, self.machine.devices))
-        self.masks_tokens = MASKED_TOKENS in names
+        # Placement rules may match the product of the logits, but not their masks: then it takes whole logits.
+        mask_inputs = executable.signature(MASKED_TOKENS).inputs if MASKED_TOKENS in names else []
+        self.masks_tokens = len(mask_inputs) == self._logit_parts + 1
         self._mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
 
     @property

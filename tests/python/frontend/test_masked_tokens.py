@@ -110,3 +110,12 @@ def test_masks_of_logits_in_parts():
     ]
     halves = [np.ascontiguousarray(half) for half in np.split(logits, 2, axis=1)]
     assert machine["masked_tokens"](*halves, masks).numpy().tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize(("vocabulary", "devices", "parts"), [(128_256, 3, 48), (128_256, 2, 64), (50_257, 2, 1)])
+def test_parts_of_a_vocabulary(vocabulary, devices, parts):
+    """As many for each GPU, if they divide the vocabulary."""
+    builder = relax.BlockBuilder()
+    mesh = lookup(f"cuda[0:{devices}]", parse_vdevices([{"kind": "cuda", "arch": "sm_90a"}] * devices))
+    (top,) = calls_of("relax.topk", masked_tokens(builder, vocabulary, mesh))
+    assert [int(extent) for extent in top.args[0].ty.shape.values[1:]] == [parts, vocabulary // parts]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import onnx
 import onnxruntime
@@ -38,7 +36,7 @@ def test_requests_that_run_together(tmp_path):
     (tmp_path / "genai_config.json").write_text('{"model": {"decoder": {"filename": "decoder.onnx"}}}')
     prompts = [np.random.default_rng(seed).integers(0, SHAPE.vocabulary, 20 * seed).tolist() for seed in (1, 2, 3)]
     compiled = rh.llm.load_onnx(tmp_path, batches=(2,), chunks=(32,), slots=3, context=128, page_type="float32")
-    assert dataclasses.asdict(compiled.description)["windows"] == (24,)
+    assert compiled.description.windows == (24,)
     with Engine(compiled, ToyCodec()) as engine:
         params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True)
         requests = [engine.submit(prompt, params) for prompt in prompts]

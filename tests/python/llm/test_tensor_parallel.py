@@ -15,11 +15,13 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
 from modules import calls_of
+from relax_hetero.encoding.token_masks import pack_mask
 from relax_hetero.frontend.gguf.choose_rules import ChosenRules
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.tensor_parallel import dealt_rules
 from relax_hetero.frontend.parallel_devices import parallel_devices
+from relax_hetero.llm.compiled_model import CompiledModel
 from relax_hetero.llm.description import ModelDescription
 from relax_hetero.op.cached_attention import CACHED_ATTENTION
 from relax_hetero.target.vdevice import parse_vdevices
@@ -96,6 +98,25 @@ def test_steps_ahead_of_a_mesh(models):
         model.cache.free(slot)
 
 
+@pytest.mark.slow  # two models are compiled
+@pytest.mark.parametrize(("placement", "masks"), [({"*": "llvm[0:2]"}, True), ({"matmul": "llvm[0:2]"}, False)])
+def test_masks_need_the_logits_as_steps_return_them(models, placement, masks):
+    """Rules may match the product of the logits only: then the host masks them."""
+    path, _, two = models
+    options = {"batches": (2,), "chunks": (16,), "context": 64, "masks_tokens": True}
+    module = rh.from_gguf(path, [CORE] * 2, {**placement, "*": placement.get("*", "llvm:0")}, **options)
+    donated = {name: [f"pages_{i}" for i in range(4)] for name in ("decode_2", "prefill_16")}
+    model = CompiledModel(rh.compile(module, donate=donated), two.description)
+    assert model.masks_tokens == masks
+    if masks:
+        slot, allowed = model.cache.add(), np.arange(320) % 7 == 3
+        model.prefill(slot, TOKENS[:5])
+        step = model.begin_decode([slot], [7])
+        logits = np.concatenate([part.numpy() for part in step.calls[0].logits], axis=1)[0]
+        token = np.flatnonzero(allowed)[logits[allowed].argmax()]
+        assert step.masked_tokens(pack_mask(allowed)[None]) == [token]
+
+
 def test_each_device_has_half_of_the_cache_and_of_the_work(models):
     _, one, two = models
     whole = one.cache.bytes["cpu:0"]
@@ -128,6 +149,15 @@ def test_gpus_take_copies_of_integers(models, free_exchanges):
     kernels = [call for call in calls_of("relax.call_tir", mod) if call.args[0].name_hint.startswith("all_reduce")]
     assert len(kernels) == 2 * (2 * 2 * 2 + 1)
     assert not calls_of("relax.to_vdevice", mod)
+
+
+def test_a_mesh_of_the_logits_only(models):
+    """Layers on one device take their parameters whole; three devices do not divide the vocabulary."""
+    for count, logits in ((2, ["logits", "logits@1"]), (3, ["logits"])):
+        mod = rh.from_gguf(models[0], [CORE] * count, {"output*": f"llvm[0:{count}]", "*": "llvm:0"}, context=64)
+        names = [str(param.name) for param in mod["decode_1"].params]
+        assert names == ["tokens", "positions", "sequences", "table_full", "pages_0", "pages_1"]
+        assert list(mod["decode_1"].attrs["output_names"]) == [*logits, "greedy_tokens", "pages_0", "pages_1"]
 
 
 def test_experts_are_dealt(tmp_path):

@@ -124,7 +124,7 @@ def with_split_parameters(
         placed = list(mesh) or [0 if device is None else vdevice_index(device, vdevices)]
         split[f"pages_{index}"] = {"placement": "S[1]" if mesh else "R", "names": names, "mesh": placed}
     used = sorted({device for mesh in parts for device in mesh})
-    on_gpus = not any(is_cpu(vdevices[device]) for device in used)
+    on_gpus = bool(used) and not any(is_cpu(vdevices[device]) for device in used)
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
         names = [str(param.name) for param in func.params] if isinstance(func, tvm.relax.Function) else []

@@ -22,6 +22,7 @@ from ...encoding.pages import TABLES, LayerCache
 from ...errors import FrontendError
 from ...op.cached_attention import cached_attention
 from ..greedy_tokens import greedy_tokens
+from ..import_devices import default_device
 from ..joined_sizes import Bounds
 from ..narrow_storage import with_narrow_storage
 from ..onnx.functions import function_table
@@ -402,7 +403,7 @@ class CachedImporter(GraphImporter):
                 rows = self.bb.emit(relax.op.take(rows, self._parameters["last"], axis=0, mode="clip"))
             results = [rows if str(rows.ty.dtype) == "float32" else self.bb.emit(relax.op.astype(rows, "float32"))]
             if self._kind == DECODE:
-                tokens = greedy_tokens(self.bb, results[0], lambda value, _: self.bb.emit(value))
+                tokens = greedy_tokens(self.bb, results[0], lambda value, _: self.bb.emit(value), default_device())
                 results.append(self.bb.emit(tokens))
         self.adopt(bindings, NodeInfo("logits_of_rows", (), "Reshape", "", ""))
         return results

@@ -237,7 +237,7 @@ class Exchanges:
     def _sums_gather(self, group: _Group) -> bool:
         """Return whether GPUs gather a small value as a sum of what they have, padded with zeros: by one kernel each.
 
-        That is exact, as all elements but one are zeros.
+        That is exact, as all summands but one are zeros; only -0 becomes 0.
         """
         shape = [known(extent) for extent in shape_of(group.parts[0]) or [None]]
         if None in shape or not all(map(self._records_graphs, group.devices)):

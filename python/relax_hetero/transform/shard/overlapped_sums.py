@@ -20,7 +20,7 @@ product must read something that follows from that sum. It also reads the addres
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import tvm
@@ -68,8 +68,9 @@ def overlap_sums(func: relax.Function, mod: tvm.IRModule, kernels: ProductKernel
             group.append(_RankSum(binding, gv, RankReduce.from_json(str(mod.functions[gv].attrs[ALL_REDUCE]))))
             if len(group) == group[0].own.reduce.ranks:
                 # All GPUs send tiles, or none does.
+                of_one_sum = [replace(group[0].own, rank=rank) for rank in range(len(group))]
                 parts = [writer.overlapped(item) for item in group]
-                for part in parts if all(parts) else ():
+                for part in parts if all(parts) and [item.own for item in group] == of_one_sum else ():
                     changed.update(part)
                 group = []
 

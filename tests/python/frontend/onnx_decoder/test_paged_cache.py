@@ -14,6 +14,7 @@ import tvm
 import relax_hetero as rh
 from frontend.onnx_decoder.decoder_graphs import GenAI, Shape
 from frontend.onnx_decoder.steps import zero_caches
+from modules import calls_of
 from seeds import fresh_rng
 
 CHUNK, SLOTS, CONTEXT = 32, 3, 128
@@ -172,6 +173,13 @@ def with_gemm(model: onnx.ModelProto) -> None:
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del model.graph.node[:]
     model.graph.node.extend(copies)
+
+
+def test_gpus_search_parts_of_the_vocabulary():
+    model = GenAI(shape=dataclasses.replace(SHAPE, layers=1, vocabulary=96)).model()
+    for device, parts in (("llvm", 1), ({"kind": "cuda", "arch": "sm_90a"}, 32)):
+        (top,) = calls_of("relax.topk", rh.from_onnx(model, [device], cache=rh.PagedCache((2,), (CHUNK,), 3, CONTEXT)))
+        assert [int(extent) for extent in top.args[0].ty.shape.values] == [2, parts, 96 // parts]
 
 
 @pytest.mark.slow

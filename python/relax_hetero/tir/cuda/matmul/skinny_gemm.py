@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from operator import getitem
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -48,34 +48,50 @@ _PITCH = PACKED_ROWS + 4
 """Floats between rows of accumulators, padded to avoid bank conflicts."""
 _THREADS = PRODUCERS + WARPGROUP
 
-# Stages of weights and of the left operand. With 1 to 8 rows, three or four blocks are resident on a multiprocessor,
-# including those of the next launch. Measured on an H200: splits of 16 k-steps (4,096 columns) take 10.3 us with 76 KB
-# of stages, 11.1 with 56 KB and 12.3 with 110 KB, which exclude the next launch; splits of 64 steps (14,336 columns)
-# 35.5, 28.6 and 28.9 us. By 4,096 x 6,144, 16 rows take 15.4 us with 8 and 8 stages, 18.8 with 11 and 5; 32 rows 13.6,
-# and 20.8 with 7 and 6.
-SHORT_STEPS = 16
-SHORT_STAGES = (7, 7)
-LONG_STAGES = (5, 5)
-# In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
-# by 4,096 x 6,144 with a split of two 13.0 and 16.9.
-DEEP_STAGES = (11, 5)
-DEEP_SPLIT = 2
-"""Maximum split of k with `DEEP_STAGES`, if all blocks are resident."""
+
+class _RowRange(NamedTuple):
+    """Numbers of rows with a common rule of plans; stages are those of weights and of the left operand.
+
+    Attributes
+    ----------
+    max_rows : int
+    blocks : float
+        Maximum blocks per multiprocessor up to which k is split.
+    short_steps : int
+        Maximum k-steps of a block for `short`.
+    short, long : tuple of int
+        Stages of blocks with few k-steps, and with more.
+    alone : tuple of int
+        Stages of long blocks if each has a multiprocessor of its own.
+    """
+
+    max_rows: int
+    blocks: float
+    short_steps: int
+    short: tuple[int, int]
+    long: tuple[int, int]
+    alone: tuple[int, int]
+
+
+# Measured on an H200. With 1 to 8 rows, three or four blocks are resident on a multiprocessor, including those of the
+# next launch: blocks of 16 k-steps (4,096 columns) take 10.3 us with 76 KB of stages, 11.1 with 56 KB and 12.3 with
+# 110 KB, which exclude the next launch; blocks of 64 steps (14,336 columns) 35.5, 28.6 and 28.9 us. By 4,096 x 6,144,
+# 16 rows take 15.4 us with 8 and 8 stages, 18.8 with 11 and 5; 32 rows 13.6, and 20.8 with 7 and 6.
+#
 # Blocks that begin early go where there is room. If there is room for two on some multiprocessors, as the last launch
 # has blocks on others only, those get twice the work. One block with so many stages that no second one fits has as many
 # bytes in flight: in a decode step, 14,336 x 4,096 takes 29.5 us for one row and 29.7 for 32, by 128 blocks; 44.9 and
-# 48.6 with 5 and 6 stages. Short splits take longer, since the next launch waits: 2,048 x 4,096 8.3 us in place of 7.9.
-ALONE_STAGES = (13, 5)
-MANY_ROWS_ALONE_STAGES = (16, 8)
-MOST_ROWS_ALONE_STAGES = (14, 6)
-MANY_ROWS_SHORT_STEPS = 32
-MANY_ROWS_STAGES = (8, 8)
-MOST_ROWS_STAGES = (6, 6)
-FEWEST_ROWS, MANY_ROWS = 8, 32
-"""Maximum rows for the stages of few rows, and of many; more have the stages of most rows."""
-BLOCKS_PER_MULTIPROCESSOR = 2
-MANY_ROWS_BLOCKS_PER_MULTIPROCESSOR = 1.75
-"""Maximum blocks per multiprocessor up to which k is split, with at most `FEWEST_ROWS` rows, and with more."""
+# 48.6 with 5 and 6 stages. Short blocks take longer, since the next launch waits: 2,048 x 4,096 8.3 us, 7.9 otherwise.
+_ROW_RANGES = (
+    _RowRange(8, 2, 16, short=(7, 7), long=(5, 5), alone=(13, 5)),
+    _RowRange(32, 1.75, 32, short=(8, 8), long=(8, 8), alone=(16, 8)),
+    _RowRange(MAX_ROWS, 1.75, 32, short=(6, 6), long=(6, 6), alone=(14, 6)),
+)
+# In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
+# by 4,096 x 6,144 with a split of two 13.0 and 16.9.
+_DEEP_STAGES = (11, 5)
+_DEEP_SPLIT = 2
+"""Maximum split of k with `_DEEP_STAGES`, for the fewest rows, if all blocks are resident."""
 
 
 @dataclass(frozen=True)
@@ -109,22 +125,17 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     tiles = -(-n // PACKED_ROWS) * prod(e for e in batches if isinstance(e, int))
     steps = -(-k * element // SWIZZLED_BYTES)
     rows, split = _rows(problem), 1
-    is_fewest = rows <= FEWEST_ROWS
-    most = gpu.multiprocessors * (BLOCKS_PER_MULTIPROCESSOR if is_fewest else MANY_ROWS_BLOCKS_PER_MULTIPROCESSOR)
-    while split < 8 and tiles * split * 2 <= most and steps >= split * 2 * 4:
+    rules = next((each for each in _ROW_RANGES if rows <= each.max_rows), _ROW_RANGES[-1])
+    has_fewest_rows = rules is _ROW_RANGES[0]
+    max_blocks = gpu.multiprocessors * rules.blocks
+    while split < 8 and tiles * split * 2 <= max_blocks and steps >= split * 2 * 4:
         split *= 2
-    is_short = steps <= split * (SHORT_STEPS if is_fewest else MANY_ROWS_SHORT_STEPS)
-    if is_fewest and not is_short and split > DEEP_SPLIT and tiles * split > gpu.multiprocessors:
+    is_short = steps <= split * rules.short_steps
+    if has_fewest_rows and not is_short and split > _DEEP_SPLIT and tiles * split > gpu.multiprocessors:
         split //= 2
-    is_alone = not is_short and tiles * split <= gpu.multiprocessors
-    if is_fewest:
-        stages = SHORT_STAGES if is_short else ALONE_STAGES if is_alone else LONG_STAGES
-        if stages == LONG_STAGES and split <= DEEP_SPLIT and tiles * split <= most:
-            stages = DEEP_STAGES
-    elif rows <= MANY_ROWS:
-        stages = MANY_ROWS_ALONE_STAGES if is_alone else MANY_ROWS_STAGES
-    else:
-        stages = MOST_ROWS_ALONE_STAGES if is_alone else MOST_ROWS_STAGES
+    stages = rules.short if is_short else rules.alone if tiles * split <= gpu.multiprocessors else rules.long
+    if has_fewest_rows and stages == rules.long and split <= _DEEP_SPLIT and tiles * split <= max_blocks:
+        stages = _DEEP_STAGES
     # If two such weights exceed L2, those of a model do, too, and are always read from memory: 2 to 4 % less time on
     # an H200 for eight weights of 4,096 x 4,096. Weights that fit L2 must not be evicted: 14 to 19 % more time for 33
     # to 38 MB of small ones.

@@ -41,7 +41,16 @@ from ..core.operand import GpuOperand
 from ..tile.batches import Batches
 from ..tile.cluster_reduction import ClusterReduction
 from ..tile.fragment_store import SWAPPED_COLUMNS, FragmentStore
-from ..tile.operand_tiles import PACKED_ROWS, PRODUCERS, OperandTile, Source, StageTile, arrive, source_of
+from ..tile.operand_tiles import (
+    MIN_LINE_ALIGNMENT,
+    PACKED_ROWS,
+    PRODUCERS,
+    OperandTile,
+    Source,
+    StageTile,
+    arrive,
+    source_of,
+)
 from ..tile.register_tile import WARP_ROWS, sums_dtype
 from ..tile.ring import Ring, RingPosition
 from .product_parameters import ProductParameters
@@ -123,6 +132,8 @@ def wgmma_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget, tiling: Tiling |
                 problem, gpu, sizes, list(batches.extents.values()), Source.GATHER in sources, may_swap
             )
             senders = Senders.of(parameters)
+            if senders and not _is_sent(tiling):
+                raise EncodingError(f"matmul on {gpu.arch}: found {tiling}, expected tiles of {SENT_TILE} to be sent")
             producers = PRODUCERS - _SENDERS if senders else PRODUCERS
             left = OperandTile.of(lhs, "m", tiling.rows, sizes[0], sizes[2], producers)
             right = OperandTile.of(rhs, "n", tiling.columns, sizes[1], sizes[2], producers)
@@ -141,16 +152,24 @@ def sends_tiles(problem: MatmulProblem, gpu: GpuTarget) -> bool:
     is_static = all(isinstance(size, int) for size in sizes)
     if not is_static or not rhs.layout.inner_dims or unsupported_reason(problem, gpu):
         return False
+    if sizes[2] * bytes_of(lhs.dtype) % MIN_LINE_ALIGNMENT:  # gathered operands have other tilings
+        return False
     tiling = choose_tiling(problem, gpu, sizes, [], False, True)
-    tile = tiling.rows, tiling.columns, tiling.swap_ab, tiling.cluster_split_k, tiling.blocks_per_sm
     tiles = ceil_div(sizes[0], tiling.rows) * ceil_div(sizes[1], tiling.columns)
-    return tile == (*SENT_TILE, False, 1, 1) and tiling.blocks < tiles
+    return _is_sent(tiling) and tiling.blocks < tiles
+
+
+def _is_sent(tiling: Tiling) -> bool:
+    """Return whether tiles are those that senders send."""
+    is_whole = not tiling.swap_ab and tiling.cluster_split_k == tiling.blocks_per_sm == 1
+    return is_whole and (tiling.rows, tiling.columns) == SENT_TILE
 
 
 class Senders:
     """Warps of the producer warpgroup that send tiles to other GPUs while the consumers compute the next ones.
 
-    The tiles of this GPU's own rows, which it adds itself, are the last ones.
+    The tiles of this GPU's own rows, which it adds itself, are the last ones, apart from those of a group of row tiles
+    (`RASTERIZATION_GROUP_M`) that has rows of both.
 
     Parameters
     ----------

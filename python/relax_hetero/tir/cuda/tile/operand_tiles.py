@@ -29,6 +29,8 @@ PACKED_ROWS = 64
 """Rows of a tile of a packed operand."""
 _CHUNKS = SWIZZLED_BYTES // CHUNK_BYTES
 _GATHERS_IN_FLIGHT = 4  # chunks that a thread loads before it stores them
+MIN_LINE_ALIGNMENT = 4
+"""Bytes of the smallest asynchronous copy: lines with less alignment are gathered."""
 
 
 class TileView(Protocol):
@@ -398,11 +400,11 @@ def source_of(view: TileView, row_dim: str) -> tuple[Source, int]:
         return Source.PACKED, CHUNK_BYTES
     if view.is_contiguous("k"):
         width = view.alignment("k", CHUNK_BYTES)
-        if width >= 4:
+        if width >= MIN_LINE_ALIGNMENT:
             return Source.LINES, width
     elif view.is_contiguous(row_dim) and bytes_of(view.nominal) == 2:
         width = view.alignment(row_dim, CHUNK_BYTES)
-        if width >= 4:
+        if width >= MIN_LINE_ALIGNMENT:
             return Source.COLUMNS, width
     return Source.GATHER, 0
 

@@ -23,7 +23,7 @@ from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.graph_functions import releases_after_wait, waiting_late
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import LATE_WAIT, READS_EARLY
-from relax_hetero.tir.cuda.matmul.wgmma_matmul import unsupported_reason, wgmma_matmul_kernel
+from relax_hetero.tir.cuda.matmul.wgmma_matmul import sends_tiles, unsupported_reason, wgmma_matmul_kernel
 from relax_hetero.tir.cuda.matmul.wgmma_tiling import choose_tiling, tiling_of
 from seeds import fresh_rng
 from tir.kernel_runs import in_double, poisoned
@@ -465,3 +465,29 @@ def test_tiles_of_other_gpus_are_sent_first(rank, monkeypatch):
     assert_equal(got, want, problem, sizes["k"])
     assert sorted(sent) == [(row, column) for row in range(0, 512, 128) for column in (0, 256)]
     assert [row // 256 for row, _ in sent] == [1 - rank] * 4 + [rank] * 4
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("sizes", "how", "is_sent"),
+    [
+        ((2048, 4096, 1024), {}, True),
+        ((3072, 4096, 514), {}, True),
+        ((2048, 4096, 1023), {}, False),  # gathered
+        ((2048, 2048, 1024), {}, False),  # one tile for each block
+        ((2304, 2048, 1024), {}, False),  # swapped tiles of 192 rows
+        ((2048, 4096, 1024), {"result": "float16"}, False),
+        ((2048, 4096, 1024), {"rhs": "kn"}, False),
+        ((2048, 4096, 1024), {"symbolic": "m"}, False),
+    ],
+)
+def test_products_that_can_send_tiles(sizes, how, is_sent):
+    problem = problem_of(dict(zip("mnk", sizes, strict=True)), **{"result": "float32", **how})
+    assert sends_tiles(problem, GPU) == is_sent
+
+
+def test_other_tiles_are_not_sent():
+    problem = problem_of({"m": 512, "n": 512, "k": 64}, result="float32")
+    tiling = tiling_of(problem, GPU, (512, 512, 64), [], (128, 128))
+    with pytest.raises(EncodingError, match=r"found Tiling\(rows=128, columns=128.*, expected tiles of \(128, 256\)"):
+        wgmma_matmul_kernel(dataclasses.replace(problem, sent=SentTiles(0, 2, 1, 1 << 20)), GPU, tiling)
