@@ -392,4 +392,9 @@ def _read_greeting(sock: socket.socket, token: bytes) -> tuple[int, SharedBlocks
         for descriptor in descriptors:
             os.close(descriptor)
         return -1, None
+    if sock.family == socket.AF_UNIX and not descriptors:  # the kernel drops those that the process may not open
+        raise HostError(
+            "the descriptor of shared memory did not arrive, as this process has too many open files; expected a "
+            "higher limit (ulimit -n)"
+        )
     return _INDEX.unpack(received[_TOKEN_BYTES:])[0], SharedBlocks(descriptors[0], 1) if descriptors else None

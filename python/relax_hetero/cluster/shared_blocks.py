@@ -54,12 +54,14 @@ class SharedBlocks:
     """
 
     def __init__(self, descriptor: int, end: int, copies: bool = False) -> None:
-        self._memory = memory = mmap.mmap(descriptor, _BYTES)
-        os.close(descriptor)
+        try:
+            self._memory = memory = mmap.mmap(descriptor, _BYTES)
+        finally:
+            os.close(descriptor)
         self._first, self._copies = end * BLOCKS, copies
         # References to blocks that this end reads, whose callbacks free them.
         self._in_use: dict[int, weakref.ref[np.ndarray]] = {}
-        self._free = [partial(_free, memory, index) for index in range(2 * BLOCKS)]
+        self._free = [partial(_free, memory, index, os.getpid()) for index in range(2 * BLOCKS)]
 
     def write(self, arrays: Sequence[memoryview]) -> int:
         """Copy the bytes of arrays to a free block.
@@ -123,6 +125,10 @@ def _padded(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _free(memory: mmap.mmap, index: int, _: Any = None) -> None:
-    """Let the sender write to a block; system calls, which both make in between, order this after the last read."""
-    memory[index] = 0
+def _free(memory: mmap.mmap, index: int, owner: int, _: Any = None) -> None:
+    """Let the sender write to a block; system calls, which both make in between, order this after the last read.
+
+    A process that `owner`, the reader, has forked drops copies of its arrays, whose memory the reader still uses.
+    """
+    if os.getpid() == owner:
+        memory[index] = 0

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..errors import CacheError
 from .compiled_model import CompiledModel
 from .model_loader import compile_layers
 
@@ -21,13 +23,14 @@ if TYPE_CHECKING:
 
     from ..frontend.auto.cost_model import CostModel
     from ..frontend.gguf.file import GgufFile
+    from ..frontend.gguf.hyperparameters import Hyperparameters
     from ..frontend.gguf.scaling import Calibration
     from ..frontend.paged_cache import PagedCache
 
 STEPS = 16
 """Decode steps of a measured call, whose tokens stay on the device from one to the next."""
 _MAX_BYTES = 2 << 30
-"""Weights of measured layers."""
+"""Weights of measured layers, unless those of each kind have more."""
 _MIN_LAYERS = 2
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _MIN_CACHED = 16
@@ -65,7 +68,7 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     short, long = min(_MIN_CACHED, chunk // 2), min(chunk - 1, cache.context // 2)
     batches = tuple(rows for rows in _BATCHES if rows <= texts)
     model = hyperparameters_of(file)
-    layers = _measured_layers(file, model.layers)
+    layers = _measured_layers(file, model)
     if any(model.cache_index(layer) != layer for layer in range(model.layers)):
         layers = model.layers  # later ones read the cache of earlier ones
     measured = compile_layers(file, vdevice, layers, batches, (chunk,), max(cache.context, chunk + STEPS))
@@ -76,13 +79,14 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
         measured.prefill(slot, text[:long])
 
     def step_seconds(rows: int, cached: int) -> float:
-        return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached)) / STEPS
+        rewind = partial(_rewind, measured, slots[:rows], tokens, cached)
+        return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached), rewind) / STEPS
 
     part = file.first_layers(layers)
     model = hyperparameters_of(part)
     own_cache = replace(cache, batches=batches, chunks=(chunk,), slots=max(batches))
     problem = LayerProblem(part, model, own_cache, [vdevice], costs, {})
-    alone = Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices([vdevice] * 2, costs), 1, 1)
+    alone = Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices([vdevice], costs), 1, 1)
     longest = step_seconds(batches[-1], long)  # before shorter ones, as `truncate` removes tokens
     steps = {rows: step_seconds(rows, short) for rows in batches}
     expected, expected_longest = (alone.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
@@ -95,10 +99,21 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     return Calibration(decode, ratio, prefill)
 
 
-def _measured_layers(file: GgufFile, layers: int) -> int:
-    """Number of layers that are measured."""
+def _measured_layers(file: GgufFile, model: Hyperparameters) -> int:
+    """Number of layers that are measured: some of each kind, such as those with experts after dense ones."""
     nbytes = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.startswith("blk."))
-    return min(layers, max(_MIN_LAYERS, int(_MAX_BYTES * layers / max(nbytes, 1))))
+    kinds = [_MIN_LAYERS, model.dense_layers + 1 if model.experts else 0, model.delta.period if model.delta else 0]
+    return min(model.layers, max(*kinds, int(_MAX_BYTES * model.layers / max(nbytes, 1))))
+
+
+def _rewind(model: CompiledModel, slots: Sequence[int], texts: np.ndarray, cached: int) -> None:
+    """Cut sequences to `cached` tokens; computed again where states or freed pages of windows forbid that."""
+    for slot, text in zip(slots, texts, strict=False):
+        try:
+            model.cache.truncate(slot, cached)
+        except CacheError:
+            model.cache.truncate(slot, 0)
+            model.prefill(slot, text[:cached])
 
 
 def decode_steps(
@@ -129,11 +144,13 @@ def prompt(model: CompiledModel, slot: int, tokens: Sequence[int] | np.ndarray) 
     return work
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Time of the fastest of some calls, since disturbances only make calls slower."""
+def _seconds(call: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
+    """Time of the fastest of some calls, since disturbances only make calls slower; without that of `prepare`."""
+    prepare()
     call()
     times: list[float] = []
     while not times or (sum(times) < _MAX_SECONDS and (len(times) < _MIN_CALLS or sum(times) < _MIN_SECONDS)):
+        prepare()
         begin = time.perf_counter()
         call()
         times.append(time.perf_counter() - begin)

@@ -50,7 +50,7 @@ class LanguageModelOptions:
     template : Path or None
         File with a chat template; None for the model's own.
     max_batch : int or None
-        Maximum texts of a decode call: those of further ones follow through the stages of a model; None for all.
+        Maximum texts of a decode call, also beyond 32: those of further ones follow through the stages of a model.
     """
 
     path: Path
@@ -92,7 +92,7 @@ class LanguageModelOptions:
 
         batches = (*BATCHES, *(rows for rows in _LARGE_BATCHES if rows <= (self.slots or 0)))
         if self.max_batch is not None:
-            batches = (*(rows for rows in batches if rows < self.max_batch), self.max_batch)
+            batches = (*(1 << power for power in range((self.max_batch - 1).bit_length())), self.max_batch)
         options: dict[str, Any] = {
             "context": self.context,
             "slots": self.slots,

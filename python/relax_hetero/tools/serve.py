@@ -32,6 +32,8 @@ class _ReplicasParam(click.ParamType):
         return AUTO if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
 
 
+_RAY_GPUS = {"cuda", "rocm"}
+"""Kinds of devices that Ray counts as GPUs, and hides from processes that do not have them."""
 _SECONDS = click.FloatRange(min=1)
 _LANGUAGE_MODEL_OPTIONS = {
     "context": "--context",
@@ -273,6 +275,12 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
         reason = backend_of(kind).why_absent()
         raise HeteroError(f"--replicas auto: found no {kind} device, expected one or more: {reason}")
     vdevices = parse_vdevices([f"{kind}:{index}" for index in range(count)])
+    targets = sorted({str(vdevice.target) for vdevice in vdevices})
+    if len(targets) > 1:
+        raise HeteroError(
+            f"--replicas auto: found GPUs of different kinds, {' and '.join(targets)}; expected equal ones: make the "
+            "others invisible (CUDA_VISIBLE_DEVICES), or give a number of replicas"
+        )
     file = read_language_model(options.path)
     model = hyperparameters_of(file)
     if not model.is_causal:
@@ -294,13 +302,9 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
 
 
 def _gpu_kind(vdevices: Sequence[Any]) -> str | None:
-    """The kind of GPUs without a number that all devices are; None if there is none."""
-    from ..target.backend import backend_of
-
+    """The kind of GPUs of Ray, without a number, that all devices are; None if there is none."""
     kinds = set(map(str, vdevices))
-    if len(kinds) != 1 or not (kind := kinds.pop()).isidentifier():
-        return None
-    return kind if backend_of(kind).is_gpu else None
+    return kinds.pop() if len(kinds) == 1 and kinds <= _RAY_GPUS else None
 
 
 def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:
@@ -308,10 +312,17 @@ def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:
     from ..target.backend import backend_of
 
     kind = _gpu_kind(vdevices)
-    if kind is None:
+    own, count = len(vdevices), 0 if kind is None else backend_of(kind).count()
+    if not count:
         return 0
-    count = backend_of(kind).count() / replicas
-    return float(len(vdevices)) if count >= len(vdevices) else count if count < 1 else int(count)
+    if own * replicas <= count:
+        return float(own)
+    if own > 1:  # Ray does not share several at once
+        raise click.UsageError(
+            f"--replicas {replicas} with {own} devices of {kind} each need {own * replicas}, found {count}; expected "
+            f"fewer replicas or devices, or --vdevice {kind} once to share GPUs"
+        )
+    return 1 / -(-replicas // count)  # the shares of a replica are on one GPU
 
 
 class _Loader:

@@ -120,6 +120,21 @@ def test_copies_leave_shared_memory_free() -> None:
         assert not copy.size or copy.__array_interface__["data"][0] % 64 == 0
 
 
+def test_a_process_that_the_reader_forked_frees_no_blocks() -> None:
+    ours, theirs = _pair()
+    held, shared = list[Message](), theirs._blocks
+    assert shared is not None
+    Peers({"b": ours}, True).send("b", _message(np.arange(20_000)))
+    held += _receive(Peers({"a": theirs}, True), 1)
+    child = os.fork()
+    if not child:
+        held.clear()
+        os._exit(len(held))
+    assert os.waitpid(child, 0)[1] == 0 and shared._memory[0] == 1
+    held.clear()
+    assert shared._memory[0] == 0
+
+
 def test_two_that_send_large_messages_to_each_other_do_not_wait_forever() -> None:
     ours, theirs = _pair(shares=False)
     message = _message(np.random.default_rng(0).integers(0, 255, MANY_BYTES, "uint8"))
@@ -193,6 +208,16 @@ def test_processes_connect_with_the_token_alone(node: str, monkeypatch: pytest.M
     assert len(os.listdir("/proc/self/fd")) - descriptors == (4 - 1 if node == "here" else 2 - 2)
     with pytest.raises(rh.HostError, match="host 'a' cannot be reached (on this node|at 127.0.0.1:)"):
         connect(listener.address, node, token, 1, "a")  # it listens no more
+
+
+def test_shared_memory_that_does_not_arrive_is_an_error() -> None:
+    token = new_token()
+    listener = Listener("here", None, token)
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(listener.address.unix)
+        sock.sendall(token + (1).to_bytes(4, "little"))  # the kernel has dropped the descriptor
+        with pytest.raises(rh.HostError, match="did not arrive, as this process has too many open files"):
+            listener.accept({1: "b"})
 
 
 def test_processes_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import threading
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
+import relax_hetero as rh
 import relax_hetero.llm as llm
 from llm.gguf_files import MODELS, write_gguf
 from llm.toy_model import ToyCodec, ToyModel, alone
@@ -330,7 +332,8 @@ def two_gpus(tmp_path, monkeypatch):
     import relax_hetero.llm.server.serve as run
 
     path, served = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16", sparse=True), []
-    monkeypatch.setattr(type(backend_of("cuda")), "count", lambda self: 2)
+    for kind in ("cuda", "opencl"):
+        monkeypatch.setattr(type(backend_of(kind)), "count", lambda self: 2)
     monkeypatch.setattr(replicas, "run_replicas", lambda loader, *given: served.append((loader._model_options, *given)))
     monkeypatch.setattr("relax_hetero.tools.serve._Loader.__call__", lambda self: _served(self, served))
     monkeypatch.setattr(run, "serve", lambda *given: None)
@@ -359,21 +362,41 @@ def test_replicas_are_chosen(two_gpus, monkeypatch):
     assert [str(vdevice.target.kind.name) for vdevice in options.vdevices] == ["cuda", "cuda"]
     assert options.placement == {"*": "vdevice[0:2]"} and (options.slots, options.max_batch) == (10, 5)
     loads = []
-    monkeypatch.setattr(llm, "load", lambda path, **given: loads.append(given))
-    options.load()
-    assert loads[0]["batches"] == (1, 2, 4, 5)
+    monkeypatch.setattr(llm, "load", lambda path, **given: loads.append(given.get("batches")))
+    for batch in (5, 8, 1, 100):
+        dataclasses.replace(options, max_batch=batch, slots=200).load()
+    assert loads == [(1, 2, 4, 5), None, (1,), (1, 2, 4, 8, 16, 32, 64, 100)]
 
 
 @pytest.mark.parametrize(
     ("devices", "replicas", "gpus"),
-    [(["cuda"], 2, 1.0), (["cuda"], 4, 0.5), (["cuda", "cuda"], 1, 2.0), (["cuda:1"], 2, 0), (["llvm"], 2, 0)],
+    [
+        *((["cuda"], 2, 1.0), (["cuda"], 3, 0.5), (["cuda"], 4, 0.5), (["cuda", "cuda"], 1, 2.0)),
+        *((["cuda:1"], 2, 0), (["opencl"], 2, 0), (["llvm"], 2, 0)),
+    ],
 )
 def test_gpus_of_replicas(devices, replicas, gpus, two_gpus):
-    """Ray hides other GPUs from a replica, whose first one is cuda:0."""
+    """Ray hides other GPUs from a replica, whose first one is cuda:0; three shares of 2/3 would not fit on two."""
     path, served = two_gpus
     named = [part for device in devices for part in ("--vdevice", device)]
     assert invoke("serve", path, *named, "--replicas", replicas).exit_code == 0
     assert served[0][-1] == gpus
+
+
+def test_replicas_that_need_more_gpus_than_there_are(two_gpus):
+    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--vdevice", "cuda", "--replicas", 2)
+    assert result.exit_code == 2 and not two_gpus[1]
+    shown = " ".join(result.stderr.replace("│", " ").split())
+    assert "--replicas 2 with 2 devices of cuda each need 4, found 2" in shown
+
+
+def test_replicas_are_chosen_for_equal_gpus(two_gpus, monkeypatch):
+    archs = {"cuda:0": "sm_90a", "cuda:1": "sm_80"}
+    parse = lambda names: [rh.VDevice({"kind": "cuda", "arch": archs[name]}, int(name[-1])) for name in names]  # noqa: E731
+    monkeypatch.setattr("relax_hetero.target.make_vdevice.parse_vdevices", parse)
+    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--replicas", "auto")
+    shown = " ".join(result.stderr.replace("│", " ").split())
+    assert result.exit_code == 1 and "found GPUs of different kinds" in shown and "sm_80" in shown, shown
 
 
 @pytest.mark.parametrize(

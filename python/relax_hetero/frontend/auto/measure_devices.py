@@ -39,6 +39,7 @@ from ...target.hosts import host_of
 from ...target.native_target import with_hardware
 from ...target.product_rates import QUANTIZED
 from ...target.vdevice import is_cpu
+from ...vm.device.host_memory import host_memory
 from ...vm.device.memory_limit import clear_pools
 from ...vm.machine import VirtualMachine
 
@@ -466,10 +467,15 @@ def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -
         builder.emit_func_output(result)
 
 
+def _shared_stream_bytes(count: int) -> int:
+    """Bytes of each of `count` large tensors, which together take a part of the memory; their sums take as many."""
+    return min(_CPU_STREAM_BYTES, int(host_memory() * _MAX_MEMORY_SHARE) // count)
+
+
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
     count, slowdown = len(vdevices), dict[str, float]()
-    shapes = {"memory": (_CPU_STREAM_BYTES // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
+    shapes = {"memory": (_shared_stream_bytes(count) // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
     builder = relax.BlockBuilder()
     for kind, shape in shapes.items():
         for number in (1, count):

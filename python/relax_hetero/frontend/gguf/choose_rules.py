@@ -163,8 +163,8 @@ class ChosenReplicas:
     ----------
     replicas, devices, slots : int
         Number of replicas, and devices and sequences of each.
-    batch : int, optional
-        Texts of a decode call, so that calls of a step fill all stages; None for all texts.
+    batch : int
+        Texts of a decode call, so that calls of a step fill all stages.
     rules : dict from str to str, optional
         Placement rules of a replica; None for one device.
     reason : str
@@ -173,7 +173,7 @@ class ChosenReplicas:
     replicas: int
     devices: int
     slots: int
-    batch: int | None
+    batch: int
     rules: dict[str, str] | None
     reason: str
 
@@ -206,8 +206,6 @@ def choose_replicas(
     PlacementError
         If the model fits in no arrangement.
     """
-    if len(vdevices) == 1:
-        return ChosenReplicas(1, 1, texts, None, None, "one device: 1 replica")
     fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
     fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)
     possible = [each for each in fitting if _have_peer_access(indices, each.tensor)]
@@ -216,22 +214,15 @@ def choose_replicas(
             f"{file.path}: fits only if devices share layers, and these GPUs do not reach each other's memory; "
             "expected a higher memory limit, fewer slots or a smaller context"
         )
-    best, *others = possible
+    best, *others = (replace(each, replicas=min(each.replicas, texts)) for each in possible)  # others would be idle
     slots = -(-texts // best.replicas)
     problem = LayerProblem(file, model, replace(cache, batches=(slots,), slots=slots), vdevices[:1], costs, {})
     groups = Pipeline(problem.search.parts, model, costs, fleet, best.tensor, best.stages, best.replicas)
     devices = best.tensor * best.stages
     reason = f"{_rate_of(best)} of {plural(texts, 'text')} at the same time"
     reason += f"; next best: {_rate_of(others[0])}" if others else ""
-    batch, rules = -(-slots // best.stages), rules_of(groups, cache)
-    return ChosenReplicas(
-        best.replicas,
-        devices,
-        slots,
-        batch if best.stages > 1 else None,
-        rules if devices > 1 else None,
-        reason,
-    )
+    batch, rules = -(-slots // best.stages), rules_of(groups, cache) if devices > 1 else None
+    return ChosenReplicas(best.replicas, devices, slots, batch, rules, reason)
 
 
 def _rate_of(each: Arrangement) -> str:

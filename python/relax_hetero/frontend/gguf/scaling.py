@@ -79,8 +79,9 @@ class Fleet:
         network: LinkCost | None = None,
         sharing: SharingFigures | None = None,
     ) -> Fleet:
-        """Hosts of equal devices, of which there are at least two; `sharing` are measurements of CPU devices."""
-        link, count = costs.links[0, 1], len(vdevices)
+        """Hosts of equal devices; `sharing` are measurements of CPU devices."""
+        count = len(vdevices)
+        link = costs.links[0, 1] if count > 1 else LinkCost(math.inf, 0.0)
         network = network or LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
         if not is_cpu(vdevices[0]):
             return cls(hosts, count, link, network)

@@ -212,3 +212,9 @@ def test_the_command_names_devices_that_fail_and_shows_the_others(counted, monke
     assert done.exit_code == 1 and data["devices"][2]["error"] == "CUDA_ERROR_NO_DEVICE"
     assert set(data["measured"]["devices"]) == {"llvm:0", "cuda:0"} and data["measured"]["links"] == []
     assert data["measured"]["failures"] == [{"devices": ["llvm:0", "cuda:0"], "error": "no kernel between them"}]
+
+
+def test_tensors_of_many_devices_fit_in_memory(monkeypatch):
+    monkeypatch.setattr(measure_devices, "host_memory", lambda: 32 << 30)
+    assert measure_devices._shared_stream_bytes(2) == measure_devices._CPU_STREAM_BYTES
+    assert 128 * measure_devices._shared_stream_bytes(128) <= 4 << 30

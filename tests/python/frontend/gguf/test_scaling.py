@@ -212,6 +212,7 @@ def test_replicas_are_chosen_by_rates_and_limits(large):
     assert chosen(large, 4, 64, SLOW).replicas == 4
     many = chosen(large, 4, 256)
     assert (many.replicas, many.devices, many.slots, many.rules) == (1, 4, 256, {"*": "vdevice[0:4]"})
+    assert many.batch == 256  # estimates are of steps that read all weights once
     assert "1 replica of 4 devices that share each layer, about " in many.reason and "next best: " in many.reason
     alone = on(large, 1, 1, 2)[0].device_bytes
     limited = chosen(large, 4, 8, SLOW, alone * 3 // 4)
@@ -219,7 +220,13 @@ def test_replicas_are_chosen_by_rates_and_limits(large):
     assert limited.rules["blk.47.*"] == "vdevice:1" and limited.rules["*"] == "vdevice:0"
     with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes"):
         chosen(large, 4, 8, limit=1000)
-    assert chosen(large, 1, 8).replicas == 1
+    one = chosen(large, 1, 8)
+    assert (one.replicas, one.devices, one.slots, one.batch, one.rules) == (1, 1, 8, 8, None)
+    with pytest.raises(rh.PlacementError, match="found a limit of 1,000 bytes"):
+        chosen(large, 1, 8, limit=1000)
+    spare = chosen(large, 4, 2, SLOW)  # two of four replicas would have no text
+    assert (spare.replicas, spare.devices, spare.slots) == (2, 1, 1)
+    assert spare.reason.startswith("2 replicas of 1 device")
 
 
 def test_replicas_where_gpus_do_not_reach_each_other(large):
