@@ -51,6 +51,8 @@ def session(model: onnx.ModelProto, inputs: dict[str, np.ndarray], **options: An
 @smoke(models=lambda models: models and [SMALL_MODEL], batch=2, rounds=1)
 def main(models: tuple[str, ...], vdevice: str, devices: int, batch: int, split: str, rounds: int) -> None:
     """Time one device and a mesh in turns."""
+    if split == "both" and devices % 2:
+        raise click.UsageError(f"--split both: found {devices} devices, expected an even number, as pairs share ops")
     checks = []
     for name in models:
         model = with_batch(onnx.load(str(model_path(name))), batch)

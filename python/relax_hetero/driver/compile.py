@@ -205,10 +205,8 @@ class _FunctionChecker:
                 self._check_binding(binding)
         result = func.body.body.ty
         if self._is_incompatible(func.ret_ty, result):
-            raise BuildError(
-                f"function {self._name!r} is declared to return {type_text(func.ret_ty)}, and its body gives "
-                f"{type_text(result)}"
-            )
+            declared, given = self._type_texts(func.ret_ty, result)
+            raise BuildError(f"function {self._name!r} is declared to return {declared}, and its body gives {given}")
 
     def _check_binding(self, binding: relax.VarBinding) -> None:
         value, ty = binding.value, None
@@ -225,7 +223,8 @@ class _FunctionChecker:
         if isinstance(ty, relax.TensorType) and ty.dtype is None and name is not None and not is_kept(name):
             raise self._error(binding, "lacks a known element type; expected R.match_cast to one before")
         if ty is not None and self._is_incompatible(binding.var.ty, ty):
-            raise self._error(binding, f"is declared as {type_text(binding.var.ty)}, and its value is {type_text(ty)}")
+            declared, given = self._type_texts(binding.var.ty, ty)
+            raise self._error(binding, f"is declared as {declared}, and its value is {given}")
 
     def _infer(self, binding: relax.VarBinding, call: relax.Call) -> tvm.ir.Type | None:
         infer = call.op.get_attr("FInferType")
@@ -307,6 +306,15 @@ class _FunctionChecker:
         if tvm.ir.Type in (type(declared), type(value)):  # not inferred yet
             return False
         return bool(type_base_check(declared, value) == BaseCheckResult.FAIL_L0)
+
+    def _type_texts(self, *types: tvm.ir.Type) -> list[str]:
+        """Texts of types, with their devices if these alone differ."""
+        texts, vdevices = [type_text(ty) for ty in types], vdevices_of(self._mod)
+        if len(set(texts)) == len(texts):
+            return texts
+        placed = [getattr(ty, "vdevice", None) for ty in types]
+        names = ["any device" if each is None else device_name(each, vdevices) for each in placed]
+        return [f"{text} on {name}" for text, name in zip(texts, names, strict=True)]
 
     def _error(self, binding: relax.Binding, what: str) -> BuildError:
         value = binding.value

@@ -11,6 +11,7 @@ from tvm.script import tirx as T
 import relax_hetero as rh
 from modules import ir_module
 from relax_hetero.driver.compile import check_module
+from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
 
 OF_TVM = ("Check failed", "InternalError", "TVMError", ".cc:", "metadata[", "ir.Op(", "T.int64")
 N = tirx.Var("n", "int64")
@@ -124,6 +125,15 @@ def test_two_devices_that_meet_are_left_to_placement():
 
     with pytest.raises(rh.PlacementError, match="llvm:1"):
         rh.compile(Mod)
+
+
+def test_devices_that_contradict_are_named():
+    devices = parse_vdevices(["llvm", "llvm"])
+    mesh = lookup("llvm[0:2]", devices)
+    placed = [relax.TensorType([2, 3], "float32", vdevice) for vdevice in (devices[1], mesh)]
+    mod = with_vdevices(main(relax.op.exp, *placed), devices)
+    with pytest.raises(rh.BuildError, match=r"float32\[2, 3\] on llvm:1, .* float32\[2, 3\] on llvm:0\+llvm:1"):
+        check_module(mod)
 
 
 def test_errors_of_a_pass_name_it():

@@ -26,6 +26,7 @@ from relax_hetero.llm.description import ModelDescription
 from relax_hetero.op.cached_attention import CACHED_ATTENTION
 from relax_hetero.target.vdevice import parse_vdevices
 from relax_hetero.transform.ir.remarks import remarks_of
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 70)
 CORE = {"kind": "llvm", "num-cores": 1}
@@ -136,6 +137,17 @@ def test_heads_of_each_device(models):
     calls = [call for call in calls_of(CACHED_ATTENTION, mod) if str(call.attrs.rows) == "decode"]
     assert [(int(call.attrs.heads), int(call.attrs.kv_heads)) for call in calls] == [(2, 1)] * 4
     assert [str(param.name) for param in mod["decode_1"].params][-4:] == [f"pages_{index}" for index in range(4)]
+    # Each device computes the queries, keys and values of its heads only, whatever estimates say of small products.
+    columns = {
+        str(binding.var.name): int(binding.var.ty.shape.values[-1])
+        for binding in walk_bindings(mod["decode_1"].body)
+        if op_name(binding.value) == "relax.matmul" and binding.var.name.startswith("blk.0.attn_")
+    }
+    assert columns == {
+        f"blk.0.attn_{name}{device}": count
+        for name, count in (("q", 128), ("k", 64), ("v", 64), ("output", 256))
+        for device in ("", "@1")
+    }
 
 
 def test_gpus_take_copies_of_integers(models, free_exchanges):

@@ -46,8 +46,8 @@ def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
         if isinstance(expr, tvm.ir.GenericConst):
             return expr.value.numpy()
         if isinstance(expr, relax.Call):
-            operands = [evaluate(arg) for arg in _tensors(expr.args)]
-            return _call(expr, operands, sizes)
+            operands = [evaluate(arg) for arg in tensors_in(expr.args)]
+            return run_call(expr, operands, sizes)
         if isinstance(expr, relax.TupleGetItem):
             return evaluate(expr.tuple_value)[expr.index]
         return values[expr]
@@ -61,15 +61,18 @@ def run(mod: tvm.IRModule, *arguments: np.ndarray) -> Any:
     return evaluate(func.body.body)
 
 
-def _tensors(args: Sequence[relax.Expr]) -> list[relax.Expr]:
+def tensors_in(args: Sequence[relax.Expr]) -> list[relax.Expr]:
     """Tensors among arguments, those of tuples among them."""
     found: list[relax.Expr] = []
     for arg in args:
-        found += _tensors(arg.fields) if isinstance(arg, relax.Tuple) else [arg] * isinstance(arg.ty, relax.TensorType)
+        found += (
+            tensors_in(arg.fields) if isinstance(arg, relax.Tuple) else [arg] * isinstance(arg.ty, relax.TensorType)
+        )
     return found
 
 
-def _call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np.ndarray:
+def run_call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) -> np.ndarray:
+    """Result of an op, given its operands and symbolic sizes."""
     name = op_name(call) or ""
     if name == "relax.split":
         sections = call.attrs.indices_or_sections

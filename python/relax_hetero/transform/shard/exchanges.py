@@ -271,7 +271,8 @@ class Exchanges:
             return None
         source, _ = self.repeatable[var]
         for mesh in (Mesh.of_device(device), value.mesh):
-            if whole := self._converted.get((source, mesh, whole_on(mesh))):
+            whole = self._converted.get((source, mesh, whole_on(mesh)))
+            if whole and device in mesh.positions:
                 return whole[mesh.positions.index(device)]
         return None
 
@@ -326,12 +327,12 @@ class Exchanges:
                 kept.append(item)
         order = kept[::-1]
         by_kernels = [item for item in order if isinstance(item, Sum) and self._has_kernel(item, used)]
-        bindings.items = []
+        bindings.restart()
         sums = GpuSums(bindings, order, by_kernels, results)
         for item in order:
             if not isinstance(item, Sum):
                 if item.var not in sums.replaced:
-                    bindings.items.append(item)
+                    bindings.keep(item)
             elif item in by_kernels:
                 sums.add(item)
             else:

@@ -11,7 +11,6 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...errors import PlacementError
 from ...target.mesh import mesh_positions
-from ..ir.blocks import shape_of
 from ..ir.rewriting import copy_module, relax_functions, typed, walk_bindings, with_body
 
 
@@ -21,7 +20,7 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     Raises
     ------
     PlacementError
-        If such a function calls itself.
+        If such a function calls itself, or is called in a branch or a local function.
     """
     functions = dict(relax_functions(mod))
     called = {gv: _callees(func, functions) for gv, func in functions.items()}
@@ -46,6 +45,11 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     changed: dict[tvm.ir.GlobalVar, relax.Function] = {}
     for gv in sorted(callers, key=lambda gv: len(called[gv])):  # callees first: they call fewer functions
         changed[gv] = _inlined(functions[gv], bodies)
+        if left := sorted(each.name_hint for each in _callees(changed[gv], functions) & inlined):
+            raise PlacementError(
+                f"function {gv.name_hint!r} calls {left[0]!r}, which has values over a mesh, in a branch or a local "
+                "function; expected no control flow besides meshes"
+            )
         if gv in bodies:
             bodies[gv] = changed[gv]
     unused = {
@@ -81,9 +85,7 @@ def _copied(
 
     for param, arg in zip(callee.params, args, strict=True):
         names[param] = arg
-        for size, extent in zip(shape_of(param) or (), shape_of(arg) or (), strict=False):
-            if isinstance(size, tirx.Var):
-                names.setdefault(size, extent)
+        _add_sizes(param.ty, arg.ty, names)
     bindings: list[relax.Binding] = []
     for binding in (each for block in callee.body.blocks for each in block.bindings):
         if isinstance(binding, relax.MatchCast):
@@ -94,6 +96,23 @@ def _copied(
         is_cast = isinstance(binding, relax.MatchCast)
         bindings.append(relax.MatchCast(var, value, copy(binding.ty)) if is_cast else relax.VarBinding(var, value))
     return bindings, copy(callee.body.body)
+
+
+def _add_sizes(ty: tvm.ir.Type, given: tvm.ir.Type, names: dict[tvm.ir.Var, tvm.Object]) -> None:
+    """Map symbolic sizes in the type of a parameter to those of the type that is given."""
+    if isinstance(ty, tvm.ir.TupleType):
+        for field, each in zip(ty.fields, given.fields, strict=True):
+            _add_sizes(field, each, names)
+        return
+    for size, extent in zip(_sizes(ty), _sizes(given), strict=False):
+        if isinstance(size, tirx.Var):
+            names.setdefault(size, extent)
+
+
+def _sizes(ty: tvm.ir.Type) -> Sequence[Any]:
+    """Sizes in the type of a tensor or shape; none if they are not known."""
+    shape = ty.shape if isinstance(ty, relax.TensorType) else ty
+    return getattr(shape, "values", None) or ()
 
 
 def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> frozenset[tvm.ir.GlobalVar]:

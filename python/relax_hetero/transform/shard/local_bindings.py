@@ -9,7 +9,8 @@ import tvm
 from tvm import relax, tirx
 
 from ...target.vdevice import vdevice_index
-from ..ir.rewriting import typed
+from ..ir.op_names import TRANSFER
+from ..ir.rewriting import op_name, typed
 from .gpu_sums import Sum
 
 Make: TypeAlias = "Callable[[Sequence[relax.Expr]], relax.Expr]"
@@ -71,6 +72,17 @@ class LocalBindings:
             self.add_binding(var, relax.op.to_vdevice(local, self.vdevices[device]))
             self._transferred[key] = var
         return self._transferred[key]
+
+    def restart(self) -> None:
+        """Write the function from its begin again: only transfers that are kept, or new, count."""
+        self.items, self._transferred = [], {}
+
+    def keep(self, binding: relax.Binding) -> None:
+        """Add a binding that was written before."""
+        self.items.append(binding)
+        if op_name(binding.value) == TRANSFER:
+            device = vdevice_index(binding.value.attrs.dst_vdevice, self.vdevices)
+            self._transferred.setdefault((binding.value.args[0], device), binding.var)
 
     def added(self, parts: Sequence[relax.Expr], device: int, name: str) -> relax.Expr:
         """The sum of values of a device."""

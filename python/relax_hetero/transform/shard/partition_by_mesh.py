@@ -63,7 +63,7 @@ from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
 from .sharding import PARTIAL, Sharding, Shardings, divide, known, local_shape
-from .sharding_costs import Readers, ShardingCosts, Splits, nbytes_of, readers_of
+from .sharding_costs import Readers, ShardingCosts, Splits, elements_of, nbytes_of, readers_of
 from .sharding_rules import (
     REDUCTIONS,
     RESHAPES,
@@ -124,10 +124,9 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
 
 
-def _elements(func: relax.Function) -> float:
-    """Elements of all values of known shape in a function."""
-    shapes = [_extents(binding.var.ty) or () for binding in walk_bindings(func.body)]
-    return sum(math.prod(known(extent) or 0 for extent in shape) for shape in shapes if shape)
+def _elements(func: relax.Function) -> int:
+    """Elements of all values in a function."""
+    return sum(elements_of(binding.var.ty) for binding in walk_bindings(func.body))
 
 
 class _FunctionPartition:
@@ -307,6 +306,11 @@ class _FunctionPartition:
     def _add_match_cast(self, binding: relax.MatchCast) -> None:
         """Check the type of what each device has, so that sizes that it defines are known on all."""
         var, value = binding.var, binding.value
+        if isinstance(binding.ty, tvm.ir.TupleType):
+            raise PlacementError(
+                f"function {self._name!r} has values over a mesh and match_cast of a tuple at {var.name!r}; expected "
+                "one of each tensor"
+            )
         if not isinstance(binding.ty, relax.TensorType):  # a shape
             local = self._bindings.new_local(var.name, binding.ty)
             source = self._get_plain(value) if isinstance(value, relax.Var) else value

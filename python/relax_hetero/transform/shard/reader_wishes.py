@@ -74,9 +74,17 @@ class ReaderWishes:
         elif op_name(call) == CACHED_ATTENTION:
             return [(operands[0], {(0, len(shape_of(operands[0]) or ()) - 1)})]
         else:
-            splits = self.asked.get(var, set()) if op_name(call) in ELEMENTWISE else set()
+            splits = self.asked.get(var, set()) if op_name(call) in ELEMENTWISE or self._joins(var, call) else set()
         rank = len(shape_of(var) or ())
         return [(operand, splits) for operand in operands if splits and len(shape_of(operand) or ()) == rank]
+
+    def _joins(self, var: relax.Var, call: relax.Call) -> bool:
+        """Return whether a call joins the segments that its reader would like, such as queries, keys and values."""
+        if op_name(call) != "relax.concat" or not isinstance(call.args[0], relax.Tuple):
+            return False
+        shapes = [shape_of(field) or [None] for field in call.args[0].fields]
+        is_last = int(call.attrs.axis or 0) in (-1, len(shapes[0]) - 1)
+        return is_last and tuple(known(shape[-1]) for shape in shapes) == self.segments.get(var)
 
     def _add_slice(self, call: relax.Call) -> None:
         """Take slices that make up an axis as its segments, such as queries, keys and values of one product."""

@@ -235,11 +235,18 @@ def _extents(ty: tvm.ir.Type) -> list[int]:
     return [known(extent) or _SYMBOLIC_EXTENT for extent in ty.shape.values]
 
 
+def elements_of(ty: tvm.ir.Type) -> int:
+    """Elements of all tensors in a type."""
+    if isinstance(ty, tvm.ir.TupleType):
+        return sum(map(elements_of, ty.fields))
+    return math.prod(_extents(ty)) if isinstance(ty, relax.TensorType) else 0
+
+
 def nbytes_of(ty: tvm.ir.Type) -> float:
     """Bytes of all tensors in a type."""
     if isinstance(ty, tvm.ir.TupleType):
         return sum(map(nbytes_of, ty.fields))
-    return math.prod(_extents(ty)) * _itemsize(ty) if isinstance(ty, relax.TensorType) else 0.0
+    return elements_of(ty) * _itemsize(ty) if isinstance(ty, relax.TensorType) else 0.0
 
 
 def _itemsize(ty: relax.TensorType) -> float:

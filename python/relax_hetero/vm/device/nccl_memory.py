@@ -179,6 +179,22 @@ _memories: dict[tuple[int, Mesh, tuple[Collective, ...]], NcclMemory] = {}
 _lock = threading.RLock()  # a garbage collection within may free memory
 
 
+def _new_memory(machine: int, gpus: list[runtime.Device], collectives: Sequence[Collective]) -> NcclMemory:
+    nccl, library = load_nccl(), cuda_library()
+    if isinstance(nccl, str) or library is None:
+        raise HeteroError(f"exchanges of a mesh's GPUs need NCCL: {nccl if library else 'CUDA does not work'}")
+    different_gpus(gpus)
+    try:
+        return NcclMemory(gpus, collectives, _communicators_of(machine, gpus, nccl), nccl, library)
+    except Exception as error:
+        _communicators.pop((machine, tuple(device.index for device in gpus)), None)  # they are of no use
+        if isinstance(error, HeteroError):
+            raise
+        raise HeteroError(
+            f"NCCL failed between {', '.join(map(str, gpus))}: {error}; NCCL_DEBUG=INFO in the environment shows why"
+        ) from error
+
+
 @tvm_ffi.register_global_func(NCCL_MEMORY, override=True)
 def nccl_memory(index: int, ranks: int, *numbers: int) -> Any:
     """Addresses of the memory of a mesh's devices, on the device of manifest entry `index`."""
@@ -187,13 +203,8 @@ def nccl_memory(index: int, ranks: int, *numbers: int) -> Any:
     with _lock:
         memory = _memories.get(key)
         if memory is None:
-            nccl, library = load_nccl(), cuda_library()
-            if isinstance(nccl, str) or library is None:
-                raise HeteroError(f"exchanges of a mesh's GPUs need NCCL: {nccl if library else 'CUDA does not work'}")
             gpus = [devices[position] for position in mesh]
-            different_gpus(gpus)
-            communicators = _communicators_of(id(devices), gpus, nccl)
-            memory = _memories[key] = NcclMemory(gpus, collectives, communicators, nccl, library)
+            memory = _memories[key] = _new_memory(id(devices), gpus, collectives)
     _call.memory[mesh] = memory
     return memory.addresses[devices[index].index]
 

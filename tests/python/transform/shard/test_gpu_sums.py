@@ -2,13 +2,18 @@
 
 import numpy as np
 import pytest
+import tvm
+from tvm import relax
 from tvm.script import relax as R
 
 import relax_hetero as rh
 from modules import calls_of, ir_module, ops_of
-from relax_hetero.tir.cuda.all_reduce import AllReduce, RowNorm
+from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE, AllReduce, RankReduce, RowNorm
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.shard.exchange_by_nccl import collectives_of
 from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
+from transform.interpreting import run, run_call, tensors_in
+from transform.shard.test_partition_by_mesh import RandomGraph
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
 WIDTH = 64
@@ -192,3 +197,93 @@ def test_graphs_of_gpus_are_selected_by_the_same_sizes():
 
     regions = rh.compile(module).metadata.regions
     assert [(region.device, region.parameters) for region in regions] == [(0, ("n",)), (1, ("n",))]
+
+
+def random_layers(pick, mesh_shape, rows):
+    """Three layers, most of them with a residual and a norm, some with results of their own."""
+    graph = RandomGraph(pick, mesh_shape, 0, GPUS[0])
+    graph.params, op, emit = [relax.Var("x", relax.TensorType([rows, WIDTH], "float32"))], relax.op, graph.emit
+    (x,), results = graph.params, []
+    scale, shift = relax.const(SCALE), graph.weight(WIDTH)
+
+    def norm():
+        form, centered = pick.integers(3), x
+        if form == 0:
+            return emit(op.nn.layer_norm(x, scale, shift, axes=[-1], epsilon=1e-5))
+        if form == 1:
+            centered = emit(op.subtract(x, emit(op.mean(x, [-1], keepdims=True))))
+        mean = emit(op.mean(emit(op.multiply(centered, centered)), [-1], keepdims=True))
+        root = emit(op.rsqrt(emit(op.add(mean, relax.const(1e-5, "float32")))))
+        y = emit(op.multiply(emit(op.multiply(centered, root)), scale))
+        return emit(op.add(y, shift)) if form == 1 else y
+
+    for _ in range(3):
+        h = emit(op.nn.relu(emit(op.matmul(norm(), graph.weight(WIDTH, 12)))))
+        y = emit(op.matmul(h, graph.weight(12, WIDTH)))
+        x = emit(op.add(y, x)) if pick.random() < 0.8 else y
+        if pick.random() < 0.3:
+            results.append(x if pick.random() < 0.5 else emit(op.negative(x)))
+    graph.values = [*results, emit(op.matmul(norm(), graph.weight(WIDTH, 12)))][-3:]
+    return graph.module()
+
+
+def run_sums(module, x):
+    """Results of a function with kernels that sum, in numpy."""
+    func = module["main"]
+    values, definitions, sums = {func.params[0]: x}, {}, {}
+    group = []
+    for binding in func.body.blocks[0].bindings:
+        definitions[binding.var] = binding.value
+        if op_name(binding.value) == "relax.call_tir":  # those of a sum follow each other, the first GPU's first
+            own = RankReduce.from_json(module[binding.value.args[0]].attrs[ALL_REDUCE])
+            group = [] if own.rank == 0 else group
+            group.append((binding, own))
+            sums[binding.var] = group
+
+    def evaluate(var):
+        if isinstance(var, tvm.ir.GenericConst):
+            return var.value.numpy()
+        if var not in values:
+            value = definitions[var]
+            if var in sums:
+                values.update(added(sums[var]))
+            elif isinstance(value, relax.TupleGetItem):
+                values[var] = evaluate(value.tuple_value)[value.index]
+            else:
+                values[var] = run_call(value, list(map(evaluate, tensors_in(value.args))), {})
+        return values[var]
+
+    def added(calls):
+        parts = [evaluate(call.value.args[1].fields[0]) for call, _ in calls]
+        total = np.sum(parts, 0, "float64")
+        share = len(total) // len(calls)
+        for number, (call, own) in enumerate(calls):
+            assert own.rank == number and parts[number].shape == own.reduce.shape
+            if own.reduce.has_residual:
+                total[number * share :][:share] += evaluate(call.value.args[1].fields[3])
+        for number, (call, own) in enumerate(calls):
+            weights = [evaluate(field) for field in call.value.args[1].fields[3 + own.reduce.has_residual :]]
+            result = total - total.mean(1, keepdims=True) if len(weights) > 1 else total
+            if weights:
+                root = np.sqrt((result**2).mean(1, keepdims=True) + own.reduce.norm.eps)
+                result = result / root * weights[0] + sum(weights[1:])
+            rows = total if own.reduce.is_short else total[number * share :][:share]
+            results = [array.astype("float32") for array in (result, rows)]
+            yield call.var, results if own.keeps_sum else results[0]
+
+    return list(map(evaluate, func.body.body.fields))
+
+
+@pytest.mark.parametrize("rows", [12, 3072])
+@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
+def test_sums_with_norms_and_residuals_give_the_same_numbers(mesh_shape, rows):
+    joined = set()
+    for seed in range(6):
+        pick = np.random.default_rng(seed)
+        before = random_layers(pick, mesh_shape, rows)
+        after, x = partition_by_mesh(before), pick.standard_normal((rows, WIDTH)).astype("float32")
+        for actual, expected in zip(run_sums(after, x), run(before, x), strict=True):
+            np.testing.assert_allclose(actual, expected, rtol=1e-3, atol=1e-3 * np.abs(expected).max())
+        joined |= {name for each in collectives_of(after) for name in each.joined}
+    keeps_rows = rows > 12 and len(mesh_shape) == 1  # parts of rows are the residual of a sum of the same GPUs
+    assert joined == ({"norm", "residual"} if keeps_rows else {"norm"})

@@ -19,6 +19,7 @@ from modules import calls_of, check_pass, ir_module, ops_of
 from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
 from relax_hetero.tir.cuda.all_reduce import slots_of
 from relax_hetero.transform.ir.remarks import with_remarks
+from relax_hetero.transform.shard.inlining import with_inlined_calls
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 from relax_hetero.transform.shard.sharding import Sharding
 from seeds import fresh_rng
@@ -273,6 +274,19 @@ def test_functions_over_meshes_are_inlined():
                 R.output(z)
             return z
 
+    @ir_module("llvm", "llvm:1")
+    def inlined(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            h = R.matmul(x, R.const(W))
+            y = R.matmul(h, R.const(V))
+            first = y
+            h1 = R.matmul(first, R.const(W))
+            y1 = R.matmul(h1, R.const(V))
+            second = y1
+            R.output(second)
+        return second
+
+    check_pass(with_inlined_calls, Calls, inlined)
     after = partition_by_mesh(Calls)
     assert [gv.name_hint for gv in after.functions] == ["main"]
     assert ops_of(after).count("relax.matmul") == 8  # two products in two calls on two devices
@@ -323,6 +337,57 @@ def test_inlined_functions_keep_devices_and_take_sizes_of_arguments():
         np.testing.assert_allclose(actual.numpy(), given @ W @ V, rtol=1e-4, atol=1e-4)
 
 
+def test_inlined_functions_take_sizes_from_tuples_and_shapes():
+    @I.ir_module
+    class Calls:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function(private=True)
+        def layer(pair: R.Tuple(R.Tensor(("n", 8), "float32"), R.Tensor(("n", 8), "float32")), size: R.Shape(["k"])):
+            n, k = T.int64(), T.int64()
+            with R.dataflow():
+                x = pair[1]
+                y: R.Tensor((n, 8), "float32", "llvm[0:2]") = R.nn.relu(x)
+                z: R.Tensor((n, k), "float32", "llvm[0:2]") = R.reshape(y, R.shape([n, k]))
+                R.output(z)
+            return z
+
+        @R.function
+        def main(x: R.Tensor(("m", 8), "float32")):
+            cls = Calls
+            with R.dataflow():
+                y = cls.layer((x, x), R.shape([8]))
+                R.output(y)
+            return y
+
+    after = partition_by_mesh(Calls)["main"]
+    (rows,) = (extent for extent in after.params[0].ty.shape.values if isinstance(extent, T.Var))
+    assert after.ret_ty.shape.values[0].same_as(rows) and int(after.ret_ty.shape.values[1]) == 8
+    x = fresh_rng().standard_normal((3, 8)).astype("float32")
+    np.testing.assert_array_equal(run(partition_by_mesh(Calls), x), np.maximum(x, 0))
+
+
+def test_a_sum_is_sent_before_it_is_added():
+    """A later reader on one device has transfers of the same parts, which the sum on all devices does not wait for."""
+
+    @ir_module("llvm", "llvm:1")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.matmul(R.nn.relu(R.matmul(x, R.const(W))), R.const(V))
+            b = R.nn.softmax(a)
+            c: R.Tensor((4, 8), "float32", "llvm:1") = R.to_vdevice(a, "llvm:1")
+            d: R.Tensor((4, 8), "float32", "llvm:1") = R.negative(c)
+            e = R.matmul(b, R.const(W))
+            R.output(d, e)
+        return d, e
+
+    after = partition_by_mesh(before)
+    assert relax.analysis.check_well_formed(after)
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    for actual, expected in zip(run(after, x), run(before, x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_control_flow_and_recursion_are_refused():
     @I.ir_module
     class Recursive:
@@ -348,6 +413,28 @@ def test_control_flow_and_recursion_are_refused():
     with pytest.raises(rh.PlacementError, match="no control flow besides meshes"):
         partition_by_mesh(branches)
 
+    @I.ir_module
+    class CallInBranch:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function(private=True)
+        def layer(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
+            y: R.Tensor((4,), "float32", "llvm[0:2]") = R.nn.relu(x)
+            z: R.Tensor((4,), "float32", "llvm:0") = R.to_vdevice(y, "llvm:0")
+            return z
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32"), c: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
+            cls = CallInBranch
+            if c:
+                y: R.Tensor((4,), "float32") = cls.layer(x)
+            else:
+                y: R.Tensor((4,), "float32") = R.negative(x)
+            return y
+
+    with pytest.raises(rh.PlacementError, match="'main' calls 'layer', .* in a branch"):
+        partition_by_mesh(CallInBranch)
+
 
 def test_sizes_of_match_casts_are_known_on_each_device():
     @ir_module("llvm", "llvm:1")
@@ -368,6 +455,18 @@ def test_sizes_of_match_casts_are_known_on_each_device():
     vm = rh.vm.VirtualMachine(rh.compile(module))
     x = np.random.default_rng(2).standard_normal((3, 8)).astype("float32")
     np.testing.assert_allclose(np.asarray(vm["main"](x, np.ones(8, bool))), np.maximum(x, 0) @ W, rtol=1e-4, atol=1e-4)
+
+
+def test_casts_of_tuples_are_refused():
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        n = T.int64()
+        pair = (x, x)
+        cast = R.match_cast(pair, R.Tuple(R.Tensor((n, 8), "float32"), R.Tensor((n, 8), "float32")))
+        return cast
+
+    with pytest.raises(rh.PlacementError, match="match_cast of a tuple at 'cast'; expected one of each"):
+        partition_by_mesh(module)
 
 
 class RandomGraph:
@@ -486,6 +585,20 @@ def test_any_sharding_of_a_random_graph_gives_the_same_numbers(mesh_shape):
         local = {str(var.name) for block in after["main"].body.blocks for var in (b.var for b in block.bindings)}
         partitioned += any("@1" in name for name in local)
     assert partitioned > 6, "most graphs have work for the second device"
+
+
+def test_any_sharding_becomes_any_other_one():
+    """Between all pairs of placements on a mesh of two axes, among them splits within splits."""
+    placements = [f"{first}, {second}" for first in ("R", "S[0]", "S[1]") for second in ("R", "S[0]", "S[1]")]
+    graph = RandomGraph(np.random.default_rng(0), (2, 2), 0)
+    for before in placements:
+        for after in placements:
+            split = graph.emit(rh.op.shard(graph.params[0], before))
+            graph.values.append(graph.emit(relax.op.nn.relu(graph.emit(rh.op.shard(split, after)))))
+    graph.values = [graph.emit(relax.op.concat(graph.values[2:], 2))]
+    mod = graph.module()
+    x = fresh_rng().standard_normal((2, 4, 8, 12)).astype("float32")
+    np.testing.assert_array_equal(run(partition_by_mesh(mod), *x)[0], run(mod, *x)[0])
 
 
 def test_compiled_graphs_run_on_all_devices():
@@ -640,6 +753,25 @@ def test_reshapes_and_reductions_of_what_was_gathered_are_not_gathered():
     assert ops_of(after).count("relax.to_vdevice") == 2  # of the argument and `a`
     x = fresh_rng().standard_normal((4, 8)).astype("float32")
     for actual, expected in zip(run(after, x), run(module, x), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_a_reshape_is_gathered_on_a_device_of_another_mesh():
+    """The operand of the reshape is whole on the mesh, but not there."""
+
+    @ir_module("llvm", "llvm:1", "llvm:2")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            a = R.nn.relu(R.hetero.shard(x, "S[1]"))
+            b = R.reshape(a, (1, 4, 8))
+            c = R.nn.softmax(a)
+            d: R.Tensor((1, 4, 8), "float32", "llvm:2") = R.to_vdevice(b, "llvm:2")
+            e = R.negative(d)
+            R.output(c, e)
+        return c, e
+
+    x = fresh_rng().standard_normal((4, 8)).astype("float32")
+    for actual, expected in zip(run(partition_by_mesh(before), x), run(before, x), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
 
 

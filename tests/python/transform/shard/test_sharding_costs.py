@@ -6,6 +6,8 @@ import json
 
 import numpy as np
 import pytest
+import tvm
+from tvm import relax
 from tvm.script import ir as I
 from tvm.script import relax as R
 
@@ -53,6 +55,27 @@ def test_only_products_that_are_worth_an_exchange_are_split(devices, rows, width
     assert widths(module) == widths(module)
 
 
+def test_a_split_counts_what_later_products_save():
+    up, down = weight(8, 1024), weight(1024, 1024)
+
+    @ir_module(*CORES)
+    def alone(x: R.Tensor((128, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            y = R.matmul(x, R.const(up))
+            R.output(y)
+        return y
+
+    @ir_module(*CORES)
+    def both(x: R.Tensor((128, 8), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            y = R.matmul(R.matmul(x, R.const(up)), R.const(down))
+            R.output(y)
+        return y
+
+    assert widths(alone) == [1024]
+    assert widths(both) == [512, 512, 1024, 1024]
+
+
 def test_all_products_are_split_without_estimates():
     after = partition_by_mesh(two_products(GPUS, 64, 64), by_cost=False)
     assert ops_of(after).count("relax.matmul") == 4
@@ -72,7 +95,7 @@ def test_rows_or_a_gathered_operand():
         return z
 
     products = calls_of("relax.matmul", partition_by_mesh(module))
-    assert [int(call.args[0].ty.shape.values[-1]) for call in products[2:]] == [64] * len(products[2:])
+    assert [int(call.args[0].ty.shape.values[-1]) for call in products] == [512, 512, 64]
 
 
 @pytest.mark.parametrize("asks", ["result", "operand"])
@@ -112,34 +135,35 @@ def test_reasons_are_explained(width, reasons):
     assert all(any(text.startswith(reason) for text in given) for reason in reasons), given
 
 
-def test_functions_follow_the_splits_of_those_with_more_work():
+@pytest.mark.parametrize("rows", [256, "n"])
+def test_functions_follow_the_splits_of_those_with_more_work(rows):
     """Otherwise the same weight would be stored whole for one, and in parts for the other."""
-    up, down = weight(1024, 1024), weight(1024, 1024)
+    up, down = relax.const(weight(384, 384)), relax.const(weight(384, 384))
 
     @I.ir_module
     class Module:
         I.module_global_infos({"vdevice": [I.vdevice(*CORES[0:1], 0), I.vdevice(*CORES[1])]})
 
         @R.function
-        def step(x: R.Tensor((1, 1024), "float32", "llvm[0:2]")):
+        def step(x: R.Tensor((1, 384), "float32", "llvm[0:2]")):
             with R.dataflow():
-                z = R.matmul(R.nn.relu(R.matmul(x, R.const(up))), R.const(down))
+                z = R.matmul(R.nn.relu(R.matmul(x, up)), down)
                 R.output(z)
             return z
 
         @R.function
-        def prefill(x: R.Tensor((256, 1024), "float32", "llvm[0:2]")):
+        def prefill(x: R.Tensor((rows, 384), "float32", "llvm[0:2]")):
             with R.dataflow():
-                z = R.matmul(R.nn.relu(R.matmul(x, R.const(up))), R.const(down))
+                z = R.matmul(R.nn.relu(R.matmul(x, up)), down)
                 R.output(z)
             return z
 
+    alone = partition_by_mesh(tvm.IRModule({"step": Module["step"]}, global_infos=Module.global_infos))
+    assert ops_of(alone).count("relax.matmul") == 2, "its own estimate is against the split"
     after = partition_by_mesh(Module)
     assert [gv.name_hint for gv in after.functions] == ["step", "prefill"]
-    assert {tuple(map(int, call.args[1].ty.shape.values)) for call in calls_of("relax.matmul", after)} == {
-        (1024, 512),
-        (512, 1024),
-    }
+    parts = [tuple(map(int, call.args[1].ty.shape.values)) for call in calls_of("relax.matmul", after)]
+    assert parts == [(384, 192), (384, 192), (192, 384), (192, 384)] * 2
 
 
 def test_a_result_that_the_caller_takes_in_parts_is_computed_in_parts():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections import defaultdict
+from dataclasses import replace
 
 import pytest
 import tvm
@@ -182,6 +183,21 @@ def test_a_machine_leaves_its_communicators_to_the_next_one(cuda, library, notes
     assert notes.count(("communicators", 0, 1)) == 2
     for devices in machines[1:]:
         nccl_memory.free_nccl_memory(id(devices))
+
+
+def test_errors_of_nccl_leave_their_communicators(cuda, notes, machine, monkeypatch):
+    nccl = fake_nccl(notes, cuda)
+
+    def fail():
+        raise RuntimeError("NCCL_ERROR_SYSTEM_ERROR")
+
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: replace(nccl, end=fail))
+    with pytest.raises(rh.HeteroError, match=r"NCCL failed between .*: NCCL_ERROR_SYSTEM_ERROR; NCCL_DEBUG"):
+        nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: nccl)
+    nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+    assert notes.count(("communicators", 0, 1)) == 2  # those that failed are not used again
+    nccl_memory.free_nccl_memory(id(machine))
 
 
 def test_one_gpu_twice_is_no_mesh(cuda, notes, machine, monkeypatch):
