@@ -42,6 +42,7 @@ class CudaBackend(GpuBackend):
     has_sorts = True
     pins_memory = True
     has_links = True
+    counted_by_ray = True
     needs_workers = True
     dlpack_stream = 1  # the legacy default stream, with which our streams synchronize
 
@@ -158,6 +159,12 @@ class CudaBackend(GpuBackend):
         from ..target.runtime_libraries import why_not_loaded
 
         return why_not_loaded(f"tvm_runtime_{self.type_name}")
+
+    def accesses_peer(self, index: int, peer: int) -> bool | None:
+        """See the base class."""
+        from ..vm.device.cuda_copies import can_access_peer
+
+        return can_access_peer(index, peer)
 
     def why_absent(self) -> str:
         """State of the driver, and the number of GPUs."""

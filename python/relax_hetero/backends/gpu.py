@@ -28,6 +28,8 @@ class GpuBackend(Backend):
 class RocmBackend(GpuBackend):
     """Back end of AMD GPUs."""
 
+    counted_by_ray = True
+
     def __init__(self) -> None:
         words = "amd amdgpu radeon hip gfx90a mi250 mi300 rocmexecutionprovider migraphx migraphxexecutionprovider"
         super().__init__("rocm", 10, "", "an AMD GPU", words)

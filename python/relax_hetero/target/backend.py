@@ -141,6 +141,8 @@ class Backend:
         Whether copies from and to pinned host memory are faster.
     has_links : bool
         Whether tensors can go to devices of other hosts without a copy to host memory.
+    counted_by_ray : bool
+        Whether Ray counts the devices as GPUs, and hides from a process those that it does not have.
     needs_workers : bool
         Whether copies use CPU worker threads.
     dlpack_stream : int, optional
@@ -155,6 +157,7 @@ class Backend:
     has_sorts = False
     pins_memory = False
     has_links = False
+    counted_by_ray = False
     needs_workers = False
     dlpack_stream: int | None = None
 
@@ -286,6 +289,10 @@ class Backend:
         import tvm
 
         return str(tvm.runtime.device(self.type_name, index).device_name)
+
+    def accesses_peer(self, index: int, peer: int) -> bool | None:
+        """Return whether a device can access the memory of another one of this kind; None if that is not known."""
+        return None
 
     def driver_version(self, index: int) -> str:
         """Version of a device's driver, on which measured figures depend; empty if unknown."""

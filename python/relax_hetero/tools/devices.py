@@ -77,7 +77,6 @@ def _describe_devices() -> tuple[dict[str, relax.VDevice], list[dict[str, Any]]]
     """Devices that work, by name, and descriptions of all."""
     from ..target.backend import backends
     from ..target.vdevice import parse_vdevices
-    from ..vm.device.cuda_copies import can_access_peer
 
     vdevices, described = {}, []
     for name in ("llvm:0", *(f"{kind.kind}:{index}" for kind in backends() for index in range(kind.count()))):
@@ -88,10 +87,14 @@ def _describe_devices() -> tuple[dict[str, relax.VDevice], list[dict[str, Any]]]
         except (HeteroError, RuntimeError) as error:  # a driver's error is a RuntimeError
             absent = {"target": "", "model": "", "cores": 0, "instructions": "", "memory": 0}
             described.append({"name": name, **absent, "error": str(error)})
-    gpus = {name: int(vdevice.vdevice_id) for name, vdevice in vdevices.items() if vdevice.target.kind.name == "cuda"}
+    indices = {name: (str(vdevice.target.kind.name), int(vdevice.vdevice_id)) for name, vdevice in vdevices.items()}
+    kinds = {kind.kind: kind for kind in backends()}
     for device in described:
-        if (own := gpus.get(device["name"])) is not None:
-            device["peers"] = [name for name, gpu in gpus.items() if gpu != own and can_access_peer(own, gpu)]
+        kind, index = indices.get(device["name"], ("", 0))
+        others = {name: other for name, (of, other) in indices.items() if of == kind and other != index}
+        access = {name: kinds[kind].accesses_peer(index, other) for name, other in others.items()}
+        if None not in access.values() and access:
+            device["peers"] = [name for name, can_access in access.items() if can_access]
     return vdevices, described
 
 

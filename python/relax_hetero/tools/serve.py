@@ -32,8 +32,6 @@ class _ReplicasParam(click.ParamType):
         return AUTO if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
 
 
-_RAY_GPUS = {"cuda", "rocm"}
-"""Kinds of devices that Ray counts as GPUs, and hides from processes that do not have them."""
 _SECONDS = click.FloatRange(min=1)
 _LANGUAGE_MODEL_OPTIONS = {
     "context": "--context",
@@ -303,8 +301,11 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
 
 def _gpu_kind(vdevices: Sequence[Any]) -> str | None:
     """The kind of GPUs of Ray, without a number, that all devices are; None if there is none."""
+    from ..target.backend import backends
+
     kinds = set(map(str, vdevices))
-    return kinds.pop() if len(kinds) == 1 and kinds <= _RAY_GPUS else None
+    counted = {backend.kind for backend in backends() if backend.counted_by_ray}
+    return kinds.pop() if len(kinds) == 1 and kinds <= counted else None
 
 
 def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:

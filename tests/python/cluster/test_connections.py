@@ -188,6 +188,7 @@ def test_processes_connect_with_the_token_alone(node: str, monkeypatch: pytest.M
     token = new_token()
     listener = Listener("here", "127.0.0.1" if node == "elsewhere" else None, token)
     assert (listener.address.tcp is None) == (node == "here")
+    gc.collect()  # descriptors of earlier tests
     descriptors = len(os.listdir("/proc/self/fd"))
     strangers = [connect(listener.address, node, wrong, 1, "a") for wrong in (new_token(), b"short")]
     unknown = connect(listener.address, node, token, 7, "a")  # an index that no process has
