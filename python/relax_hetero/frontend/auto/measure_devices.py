@@ -51,7 +51,7 @@ Measure = Literal["missing", "all", "nothing"]
 TYPES = ("float32", "float16", "bfloat16")
 """Element types of measured products."""
 
-_FORMAT_VERSION = 3  # of cached figures; change it with their meaning or the kernels
+_FORMAT_VERSION = 4  # of cached figures; change it with their meaning or the kernels
 _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
@@ -484,8 +484,9 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
             ]
             with builder.function(f"{kind}_{number}", params):
                 with builder.dataflow():
-                    combine = relax.op.add if kind == "memory" else relax.op.matmul
-                    results = [builder.emit(combine(x, x)) for x in params]
+                    # Weights are read, so that a sum, which writes nothing, stands for them.
+                    compute = relax.op.sum if kind == "memory" else lambda x: relax.op.matmul(x, x)
+                    results = [builder.emit(compute(x)) for x in params]
                     result = builder.emit_output(relax.Tuple(results))
                 builder.emit_func_output(result)
     _add_crossings(builder, vdevices[:2])
