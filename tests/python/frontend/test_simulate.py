@@ -21,6 +21,12 @@ def test_delays_take_nothing_and_cores_are_shared():
     assert simulate(tasks, {"cores": 4}) == [1, 1, 1, 5, 6]
 
 
+def test_what_waits_for_one_resource_leaves_the_others_free():
+    """A part that waits for its device takes no core, on which another device's part can run."""
+    tasks = [Task(2, (), {"cores": 1, "a": 1}), Task(2, (), {"cores": 1, "a": 1}), Task(2, (), {"cores": 1, "b": 1})]
+    assert simulate(tasks, {"cores": 2}) == [2, 4, 2]
+
+
 def test_a_large_task_is_not_overtaken_for_ever():
     small = [Task(1, (number - 2,) if number > 1 else (), {"cores": 1}) for number in range(8)]
     ends = simulate([*small, Task(1, (), {"cores": 2})], {"cores": 2})

@@ -51,7 +51,7 @@ Measure = Literal["missing", "all", "nothing"]
 TYPES = ("float32", "float16", "bfloat16")
 """Element types of measured products."""
 
-_FORMAT_VERSION = 4  # of cached figures; change it with their meaning or the kernels
+_FORMAT_VERSION = 5  # of cached figures; change it with their meaning or the kernels
 _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
@@ -112,9 +112,10 @@ class SharingFigures:
     ----------
     devices : int
         Number of devices, which together have the cores that this process may use.
-    memory, products : float
-        Time of an addition of large tensors, and of a matrix product, on each of them over that on one alone; times are
-        those of their threads.
+    memory : float
+        Bytes per second that each of them reads while all do, per second of its threads.
+    products : float
+        Time of a matrix product on each of them over that on one alone; times are those of their threads.
     handover, crossing : float
         Seconds from a step to the next one on another device, in a call that goes through queues, and in one that runs
         all steps in its thread.
@@ -474,7 +475,7 @@ def _shared_stream_bytes(count: int) -> int:
 
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
-    count, slowdown = len(vdevices), dict[str, float]()
+    count, seconds = len(vdevices), dict[str, tuple[float, float]]()
     shapes = {"memory": (_shared_stream_bytes(count) // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
     builder = relax.BlockBuilder()
     for kind, shape in shapes.items():
@@ -496,11 +497,13 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
         alone, together = (
             _processor_time(partial(_submitted, vm, f"{kind}_{number}", arrays[:number])) for number in (1, count)
         )
-        slowdown[kind] = max(1.0, together / (count * alone))
+        seconds[kind] = alone, together / count
     row = _random_array((16,), "float32")
     handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
     crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
-    return SharingFigures(count, slowdown["memory"], slowdown["products"], handover, crossing)
+    alone, together = seconds["products"]
+    memory = 4 * shapes["memory"][0] / max(seconds["memory"][1], 1e-9)
+    return SharingFigures(count, memory, max(1.0, together / alone), handover, crossing)
 
 
 def _processor_time(call: Callable[[], Any]) -> float:

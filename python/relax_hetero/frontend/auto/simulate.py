@@ -66,12 +66,13 @@ def simulate(tasks: Sequence[Task], resources: Mapping[str, int] | None = None) 
         left = []
         for since, number in sorted(ready):
             task = tasks[number]
-            if blocked.isdisjoint(task.units) and all(free[name] >= units for name, units in task.units.items()):
+            lacking = {name for name, units in task.units.items() if name in blocked or units > free[name]}
+            if not lacking:
                 for name, units in task.units.items():
                     free[name] -= units
                 heapq.heappush(running, (now + task.seconds, number))
             else:
-                blocked.update(task.units)
+                blocked |= lacking  # not the rest, of which others may take free units
                 left.append((since, number))
         ready = left
         now, _ = running[0]

@@ -87,7 +87,9 @@ class Fleet:
             return cls(hosts, count, link, network)
         if sharing is None:
             return cls(hosts, count, link, network, link.latency, overlaps=False)
-        slowdown, handover = (sharing.memory, sharing.products), sharing.handover
+        # A device alone may not read as fast as memory allows several: only what is above its share takes longer.
+        slowdown = max(1.0, costs.devices[0].bandwidth / sharing.memory), sharing.products
+        handover = sharing.handover
         link = replace(link, latency=sharing.crossing)
         return cls(hosts, count, link, network, handover, False, sharing.devices, slowdown)
 
