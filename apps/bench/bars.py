@@ -40,6 +40,19 @@ class Check:
         return f"{self.what}: {self.found:.3f}, at {'most' if self.at_most else 'least'} {self.bar:g}"
 
 
+SIMULATION_BAR = 0.15
+"""Maximum difference of a simulated time from the measured one."""
+
+
+def simulated_time(name: str, seconds: float, simulated: float) -> Check:
+    """Print the verdict on a simulated time beside the measured one of the same work, and return it."""
+    ratio = simulated / seconds
+    check = Check(f"{name}: difference of the simulated time", abs(ratio - 1), SIMULATION_BAR, at_most=True)
+    times = f"measured {seconds * 1e3:.3f} ms, simulated {simulated * 1e3:.3f} ms, {ratio:.2f}"
+    print(f"{verdict(check)}: {name}: {times}", flush=True)
+    return check
+
+
 def speed(row: dict[str, Any] | None) -> float | None:
     """Median Gop/s of a contestant's row, None if it has none."""
     return row.get("median_gops") if row else None

@@ -26,7 +26,7 @@ from onnx import TensorProto, helper, numpy_helper  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bars import Check, verdict  # noqa: E402
+from bars import Check, simulated_time  # noqa: E402
 from cluster_bench.cluster_models import one_core  # noqa: E402
 from smoke import smoke  # noqa: E402
 
@@ -36,8 +36,6 @@ from relax_hetero.frontend.auto.simulate import simulate_calls  # noqa: E402
 from relax_hetero.target.cpu_cores import num_cores  # noqa: E402
 from relax_hetero.target.make_vdevice import parse_vdevices  # noqa: E402
 
-BAR = 0.15
-"""Maximum difference of a simulated time from the measured one."""
 PRODUCTS = 6
 """Products of a part."""
 WIDTH = 1024
@@ -113,14 +111,7 @@ def main(hosts: int, rows: int, calls: int, rounds: int) -> None:
 
     def compare(name: str, network: Network, expected: float, count: int = 1) -> None:
         actual = median_seconds(lambda: network.calls(count), max(rounds // count, 3)) / count
-        ratio = expected / count / actual
-        check = Check(f"{name}: difference of the simulated time", abs(ratio - 1), BAR, at_most=True)
-        print(
-            f"{verdict(check)}: {name}: measured {actual * 1e3:.3f} ms a call, simulated "
-            f"{expected / count * 1e3:.3f} ms, {ratio:.2f}",
-            flush=True,
-        )
-        checks.append(check)
+        checks.append(simulated_time(name, actual, expected / count))
 
     try:
         alone, sharing = (

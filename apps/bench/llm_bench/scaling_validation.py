@@ -22,7 +22,7 @@ import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from bars import Check, verdict  # noqa: E402
+from bars import Check, simulated_time  # noqa: E402
 from smoke import smoke  # noqa: E402
 from turns import take_turns  # noqa: E402
 
@@ -37,9 +37,6 @@ from relax_hetero.frontend.gguf.scaling import Pipeline, can_share  # noqa: E402
 from relax_hetero.frontend.language_model_files import read_language_model  # noqa: E402
 from relax_hetero.llm.calibrate import STEPS, calibrate  # noqa: E402
 from relax_hetero.tools.scale import fleet_of  # noqa: E402
-
-BAR = 0.15
-"""Maximum difference of a simulated time from the measured one."""
 
 
 @dataclass(frozen=True)
@@ -134,14 +131,7 @@ def main(
         timings = take_turns(calls, rounds)
         for name, timing in timings.items():
             steps = 1 if "prefill" in name else STEPS
-            ratio = expected[name] / timing.median
-            check = Check(f"{name}: difference of the simulated time", abs(ratio - 1), BAR, at_most=True)
-            print(
-                f"{verdict(check)}: {name}: measured {timing.median / steps * 1e3:.3f} ms, simulated "
-                f"{expected[name] / steps * 1e3:.3f} ms, {ratio:.2f}",
-                flush=True,
-            )
-            checks.append(check)
+            checks.append(simulated_time(name, timing.median / steps, expected[name] / steps))
         calls.clear()
         gc.collect()
     if not all(check.passed for check in checks):

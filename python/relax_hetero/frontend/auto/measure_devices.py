@@ -475,35 +475,33 @@ def _shared_stream_bytes(count: int) -> int:
 
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
-    count, seconds = len(vdevices), dict[str, tuple[float, float]]()
-    shapes = {"memory": (_shared_stream_bytes(count) // 4,), "products": (_CPU_EXTENT, _CPU_EXTENT)}
+    count, elements = len(vdevices), _shared_stream_bytes(len(vdevices)) // 4
+    stream, square = (elements,), (_CPU_EXTENT, _CPU_EXTENT)
     builder = relax.BlockBuilder()
-    for kind, shape in shapes.items():
-        for number in (1, count):
-            params = [
-                relax.Var(f"x{index}", relax.TensorType(shape, "float32", vdevices[index])) for index in range(number)
-            ]
-            with builder.function(f"{kind}_{number}", params):
-                with builder.dataflow():
-                    # Weights are read, so that a sum, which writes nothing, stands for them.
-                    compute = relax.op.sum if kind == "memory" else lambda x: relax.op.matmul(x, x)
-                    results = [builder.emit(compute(x)) for x in params]
-                    result = builder.emit_output(relax.Tuple(results))
-                builder.emit_func_output(result)
+
+    def add(name: str, compute: Callable[[relax.Expr], relax.Expr], shape: tuple[int, ...], number: int) -> None:
+        params = [relax.Var(f"x{i}", relax.TensorType(shape, "float32", vdevices[i])) for i in range(number)]
+        with builder.function(name, params):
+            with builder.dataflow():
+                result = builder.emit_output(relax.Tuple([builder.emit(compute(x)) for x in params]))
+            builder.emit_func_output(result)
+
+    add("memory", relax.op.sum, stream, count)  # it only reads, as weights are
+    add("product", lambda x: relax.op.matmul(x, x), square, 1)
+    add("products", lambda x: relax.op.matmul(x, x), square, count)
     _add_crossings(builder, vdevices[:2])
     vm = _machine(builder, vdevices)
-    for kind, shape in shapes.items():
-        arrays = [tvm.runtime.tensor(_random_array(shape, "float32"), device) for device in vm.devices]
-        alone, together = (
-            _processor_time(partial(_submitted, vm, f"{kind}_{number}", arrays[:number])) for number in (1, count)
-        )
-        seconds[kind] = alone, together / count
+
+    def seconds(name: str, shape: tuple[int, ...], number: int) -> float:
+        arrays = [tvm.runtime.tensor(_random_array(shape, "float32"), device) for device in vm.devices[:number]]
+        return _processor_time(partial(_submitted, vm, name, arrays)) / number
+
+    memory = 4 * elements / max(seconds("memory", stream, count), 1e-9)
+    products = max(1.0, seconds("products", square, count) / seconds("product", square, 1))
     row = _random_array((16,), "float32")
     handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
     crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
-    alone, together = seconds["products"]
-    memory = 4 * shapes["memory"][0] / max(seconds["memory"][1], 1e-9)
-    return SharingFigures(count, memory, max(1.0, together / alone), handover, crossing)
+    return SharingFigures(count, memory, products, handover, crossing)
 
 
 def _processor_time(call: Callable[[], Any]) -> float:

@@ -128,7 +128,7 @@ def _on_single_devices(
 
 
 def _groups(problem: LayerProblem, model: Hyperparameters, vdevices: Sequence[tvm.relax.VDevice]) -> Iterator[Pipeline]:
-    """For each number of equal GPUs that can share a layer, as few groups of so many as fit."""
+    """Yield, for each number of equal GPUs that can share a layer, the fewest groups of that size that fit."""
     count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
     is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
     if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):

@@ -139,7 +139,7 @@ def different_gpus(devices: Sequence[runtime.Device]) -> None:
 
 
 def addresses_on(devices: Sequence[runtime.Device], tensors: Sequence[runtime.Tensor]) -> dict[int, runtime.Tensor]:
-    """For each GPU a tensor there with the addresses of all tensors."""
+    """Make a tensor on each GPU with the addresses of all tensors."""
     bases = np.array([tensor.data_ptr() for tensor in tensors], "int64")
     addresses = {device.index: empty((len(devices),), "int64", device) for device in devices}
     for target in addresses.values():

@@ -23,7 +23,7 @@ from relax_hetero.transform.shard import exchange_by_nccl as subject
 from relax_hetero.transform.shard.exchange_by_nccl import collectives_of, exchange_by_nccl
 from relax_hetero.transform.shard.exchanges import Exchanges
 from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
-from transform.shard.test_gpu_sums import DOWN, GPUS, SCALE, UP, WIDTH, layers, shapes_of
+from transform.shard.test_gpu_sums import DOWN, GPUS, UP, WIDTH, layers, lone_sum, shapes_of
 from transform.shard.test_partition_by_mesh import RandomGraph
 
 pytestmark = pytest.mark.usefixtures("free_exchanges")
@@ -88,18 +88,7 @@ def test_memory_is_for_all_sums_of_a_function(both):
 
 
 def test_a_lone_sum_is_computed_once():
-    shape = (4, WIDTH)
-
-    @ir_module(*GPUS)
-    def module(x: R.Tensor(shape, "float32", "cuda[0:2]")):
-        with R.dataflow():
-            a = R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN))
-            b = R.nn.rms_norm(a, R.const(SCALE), axes=[-1])
-            c = R.matmul(b, R.const(UP))
-            R.output(c)
-        return c
-
-    before = partition_by_mesh(module)
+    before = partition_by_mesh(lone_sum((4, WIDTH)))
     assert [len(calls) for calls in kernels_of(before, "all_reduce")] == [2, 2]
     first, _ = kernels_of(exchange_by_nccl(before), "all_reduce")
     assert [shapes_of(call) for call in first] == [[([4, WIDTH], "float32")]]

@@ -42,6 +42,21 @@ def layers(rows, eps=1e-5):
     return module
 
 
+def lone_sum(shape):
+    """A function with one sum, and its norm."""
+
+    @ir_module(*GPUS)
+    def module(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN))
+            b = R.nn.rms_norm(a, R.const(SCALE), axes=[-1])
+            c = R.matmul(b, R.const(UP))
+            R.output(c)
+        return c
+
+    return module
+
+
 def kernels_of(module):
     """Calls of sums by the rank of their GPU, and the module's ops."""
     after = partition_by_mesh(module)
@@ -166,17 +181,7 @@ def test_blocks_cover_all_rows_and_fit_the_gpu(shape, ranks):
 def test_a_slot_holds_the_first_pass_of_a_lone_sum():
     """A function's only sum is computed twice; the first pass has no norm, so that its parts are no whole rows."""
     shape = (4098, WIDTH)
-
-    @ir_module(*GPUS)
-    def module(x: R.Tensor(shape, "float32", "cuda[0:2]")):
-        with R.dataflow():
-            a = R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN))
-            b = R.nn.rms_norm(a, R.const(SCALE), axes=[-1])
-            c = R.matmul(b, R.const(UP))
-            R.output(c)
-        return c
-
-    first, _, after = kernels_of(module)
+    first, _, after = kernels_of(lone_sum(shape))
     assert len(first) == 2
     (slot_bytes,) = {int(call.args[2]) for call in calls_of("relax.call_pure_packed", after)}
     plain, with_norm = AllReduce(shape, 2), AllReduce(shape, 2, RowNorm(1e-5, "float32"))
