@@ -17,6 +17,7 @@ import relax_hetero as rh
 from llm.gguf_files import FOUR_BITS, MODELS, QWEN3_30B, write_gguf
 from relax_hetero.display.text import bytes_text, time_text
 from relax_hetero.frontend import CostModel, DeviceCost, LinkCost, PagedCache
+from relax_hetero.frontend.auto.measure_devices import SharingFigures
 from relax_hetero.frontend.gguf.choose_rules import choose_replicas
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
@@ -236,6 +237,15 @@ def test_replicas_where_gpus_do_not_reach_each_other(large):
 def test_replicas_without_texts_are_idle(large):
     (replicas,) = (each for each in on(large, 1, 4, 2) if each.replicas == 4)
     assert replicas.busy == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(("shared", "slowdown"), [(2.0, 1.0), (0.5, 2.0)])
+def test_memory_that_devices_share_slows_what_is_above_its_share(shared, slowdown):
+    """A device that alone reads less than its share of the memory's rate is not slower beside others."""
+    vdevices = parse_vdevices(["llvm"] * 2)
+    sharing = SharingFigures(2, shared * COSTS.devices[0].bandwidth, 1.25, 1e-5, 1e-6)
+    costs = CostModel(COSTS.devices, {(0, 1): FAST})
+    assert Fleet.of_vdevices(vdevices, costs, sharing=sharing).slowdown == (slowdown, 1.25)
 
 
 def test_devices_of_a_host_share_its_cores_and_memory(large):
