@@ -115,7 +115,7 @@ def _selection_merge(sums: Sequence[Sum]) -> Merge | None:
         value = with_loads(_replace_terms(value, terms, new), accumulator)
         if sources(value) or not _variables(value) <= {*own, *new}:
             return None
-        joined.append(value)
+        joined.append(_without_branches(value))
     starts = tuple(s.initial for s in sums)
     return Merge(tuple(sums), types, starts, tuple(terms), (None,) * len(types), own, new, tuple(joined))
 
@@ -148,6 +148,13 @@ def _narrow(value: Expr, dtype: str) -> Expr:
         return tirx.const(int(value), dtype)
     inner = value.value if isinstance(value, tirx.Cast) else value
     return inner if str(inner.ty.dtype) == dtype else tirx.Cast(dtype, inner)
+
+
+def _without_branches(value: Expr) -> Expr:
+    """Conditions of registers as bitwise operations: C would branch to skip the second operand."""
+    both = (tirx.And, lambda node: tirx.bitwise_and(node.a, node.b))
+    either = (tirx.Or, lambda node: tirx.bitwise_or(node.a, node.b))
+    return structural_map(value, [both, either])
 
 
 def _buffers(sums: Sequence[Sum]) -> list[tirx.Buffer]:
