@@ -18,11 +18,11 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
+from ...target.vdevice import physical
 from ..ir.blocks import Block, used_vars
 from ..ir.extents import known_extents
 from ..ir.op_names import CALL_TIR_INPLACE, RESHAPE, TRANSFERS
 from ..ir.rewriting import op_name
-from ...target.vdevice import physical
 from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
 
