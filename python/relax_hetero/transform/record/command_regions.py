@@ -67,7 +67,7 @@ class _Section:
         if self.run is None:
             return [*self.before]
         calls = self.run.calls.values()
-        is_small = len(calls) < MIN_RUN_CALLS and not any(call.needs_graph for call in calls)
+        is_small = len(calls) < MIN_RUN_CALLS and not any(call.has_peers for call in calls)
         return [*self.before, *(self.run.members if is_small else [self.run])]
 
 
@@ -100,7 +100,7 @@ class RunFinder:
         for index, binding in enumerate(block.bindings):
             call = self.calls.of(binding)
             if call is not None and split.may_work(index, call, parts[index]):
-                split.work(index, call, parts[index], self.calls.has_peers(call.kernel))
+                split.work(index, call, parts[index])
             elif not (is_view(binding) and split.view(index)):
                 split.other(index)
         return [item for section in split.sections for item in section.in_order()]
@@ -120,7 +120,7 @@ class _Split:
         self._sums: list[dict[tuple[int, int], int]] = []  # sections of each sum's kernels, by device
         self._last_transfer = 0
 
-    def work(self, index: int, call: KernelCall, part: int, has_peers: bool) -> None:
+    def work(self, index: int, call: KernelCall, part: int) -> None:
         """Add a kernel to the open run of its part, or to a new run if it reads a later result.
 
         Kernels that wait for those of other devices do not move before a transfer.
@@ -128,14 +128,14 @@ class _Split:
         number = self._open.get(part)
         run = None if number is None else self.sections[number].run
         is_full = run is not None and len(run.calls) >= MAX_CALLS
-        is_early = number is not None and has_peers and number < self._last_transfer
+        is_early = number is not None and call.has_peers and number < self._last_transfer
         if number is None or is_full or is_early or self._read(index) > 2 * number + 1:
             self._end(part, index)
             number = self._open[part] = len(self.sections) - 1
             self.sections[number].run = Run(call.vdevice)
             self.sections.append(_Section())
         self._join(number, index).calls[index] = call
-        if has_peers:
+        if call.has_peers:
             device = physical(call.vdevice)
             if not self._sums or device in self._sums[-1]:
                 self._sums.append({})

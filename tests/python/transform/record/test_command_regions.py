@@ -148,7 +148,7 @@ def test_no_transfer_comes_between_the_kernels_of_a_sum():
         return gv
 
     before = ["one", "one", "to_vdevice", "one", "to_vdevice"]
-    assert outline(with_sums(main)) == [*before, "main_commands: one two", "two"]
+    assert outline(with_sums(main)) == [*before, "main_commands: one two", "main_commands_1: two"]
 
 
 def test_no_transfer_moves_between_the_kernels_of_a_sum():
