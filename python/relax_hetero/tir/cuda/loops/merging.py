@@ -17,6 +17,7 @@ from ...core.builder import Expr
 from ...loops.nests import Sum
 from ...loops.reduce_box import combined
 from ...loops.stages import Load, node_count, replaced, sources, with_loads
+from ...math.extremes import is_nan
 from .arithmetic import accumulator_type
 
 
@@ -151,10 +152,17 @@ def _narrow(value: Expr, dtype: str) -> Expr:
 
 
 def _without_branches(value: Expr) -> Expr:
-    """Conditions of registers as bitwise operations: C would branch to skip the second operand."""
+    """Conditions of registers as bitwise operations, as C would branch to skip an operand; tests for NaN as one."""
+
+    def test(node: tirx.GT) -> Expr:
+        bits = node.a.a if isinstance(node.a, tirx.BitwiseAnd) else None
+        number = bits.args[0] if isinstance(bits, tvm.ir.Call) else None
+        is_test = number is not None and str(number.ty.dtype) == "float32" and structural_equal(node, is_nan(number))
+        return tirx.isnan(number) if is_test else node
+
     both = (tirx.And, lambda node: tirx.bitwise_and(node.a, node.b))
     either = (tirx.Or, lambda node: tirx.bitwise_or(node.a, node.b))
-    return structural_map(value, [both, either])
+    return structural_map(structural_map(value, (tirx.GT, test)), [both, either])
 
 
 def _buffers(sums: Sequence[Sum]) -> list[tirx.Buffer]:

@@ -55,6 +55,9 @@ _MAX_SERIAL_TERMS = 32
 _MAX_UNROLLED_TERMS = 9
 """Maximum terms of an unrolled reduction, such as that of a 3x3 pooling window."""
 
+_UNROLLED_SELECTIONS = 4
+"""Vectors that a thread loads before it selects among their elements."""
+
 _MIN_VECTORS_PER_THREAD = 4
 """Minimum vectors that a thread reads before partial results are merged, if there are enough threads."""
 
@@ -132,7 +135,8 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
     units = ceil_div(terms, vector)
     threads_per_result = 2
     while threads_per_result < _BLOCK_THREADS and _may_reach(units, threads_per_result * 2):
-        is_enough = isinstance(results, int) and results * threads_per_result >= target_threads
+        # Threads that select several values at once compute more for each load.
+        is_enough = isinstance(results, int) and results * threads_per_result * len(merge.types) >= target_threads
         if is_enough and not _may_reach(units, threads_per_result * _MIN_VECTORS_PER_THREAD * 2):
             break
         threads_per_result *= 2
@@ -181,6 +185,13 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
             else:
                 results = _reduce_in_order(lane_box, position)
             finish(lane_box, position, results)
+
+
+@contextmanager
+def _unrolled(count: int) -> Iterator[Expr]:
+    """Context of a loop that the compiler unrolls, so that its loads are in flight together."""
+    with T.attr(0, "pragma_unroll_explicit", False), T.unroll(int64(count)) as i:
+        yield i
 
 
 @contextmanager
@@ -391,9 +402,12 @@ class _BlockReduction:
 
         if isinstance(units, int):
             iterations = units // plan.threads_per_result
-            if iterations:
-                with T.serial(int64(iterations)) as i:
-                    accumulate_unit(i * plan.threads_per_result + rank)
+            # NVIDIA's compilers unroll sums themselves, but not the longer code of selections.
+            step = _UNROLLED_SELECTIONS if len(self.merge.types) > 1 else 1
+            with T.serial(int64(iterations // step)) as i, _unrolled(step) as j:
+                accumulate_unit((i * step + j) * plan.threads_per_result + rank)
+            with _unrolled(iterations % step) as j:
+                accumulate_unit((iterations // step * step + j) * plan.threads_per_result + rank)
             if units % plan.threads_per_result:
                 with T.If(rank < int64(units % plan.threads_per_result)), T.Then():
                     accumulate_unit(rank + iterations * plan.threads_per_result)

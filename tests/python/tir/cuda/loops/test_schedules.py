@@ -181,9 +181,9 @@ EXTREMES = {
 
 @pytest.mark.parametrize("name", EXTREMES)
 def test_threads_of_blocks_search_rows(name):
-    """Two rows, or one, or a part of one for each block; each thread has several vectors of four elements."""
-    last = 8 if name == "top_one" else 16  # indices of 64 bits are half as many for each thread
-    shapes = {(32, 64, 2004): [(1024, 256)], (64, 2004): [(64, 256)], (1, 128256): [(48, 256), (1, last)]}
+    """Some rows, or one, or a part of one for each block; vectors are of 16 bytes of the widest type, the indices'."""
+    many, last = (512, 8) if name == "top_one" else (1024, 16)
+    shapes = {(32, 64, 2004): [(many, 256)], (64, 2004): [(64, 256)], (1, 128256): [(48, 256), (1, last)]}
     assert {shape: launched(legalized(EXTREMES[name], *shape)[name]) for shape in shapes} == shapes
     body = str(legalized(EXTREMES[name], 64, 2004)[name])
     assert "shuffle" in body and "if_then_else" not in body
@@ -196,7 +196,7 @@ def test_blocks_share_the_logits_of_greedy_tokens():
     def tokens(builder, x):
         return greedy_tokens(builder, x, lambda value, _: builder.emit(value), gpu)
 
-    few, many = {"top_one": (64, 256), "greedy_tokens": (1, 16)}, {"top_one": (1024, 256), "greedy_tokens": (2, 256)}
+    few, many = {"top_one": (64, 256), "greedy_tokens": (1, 16)}, {"top_one": (512, 256), "greedy_tokens": (2, 256)}
     for rows, expected in ((1, few), (32, many)):
         kernels = legalized(tokens, rows, 128256)
         for name, extents in expected.items():
