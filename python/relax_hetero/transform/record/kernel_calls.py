@@ -47,8 +47,8 @@ class KernelCall:
     stored_over : tuple of (int, int)
         Index pairs of results (in `makes`) and operands (in `reads`) that share memory, for in-place kernels.
     has_peers : bool
-        True if it waits for kernels of other devices. Only CUDA graphs run such kernels: NCCL's sums precede them there,
-        and a call launches no graph before it has made all.
+        True if it waits for kernels of other devices. Only CUDA graphs run such kernels: NCCL's sums precede them
+        there, and a call launches no graph before it has made all.
     """
 
     kernel: tvm.ir.GlobalVar

@@ -39,6 +39,8 @@ class Merge:
         Variables for two partial results.
     joined : tuple of PrimExpr
         The combination of `own` and `new`.
+    selects : bool
+        Whether one partial result is selected, all its values together.
     """
 
     sums: tuple[Sum, ...]
@@ -49,6 +51,7 @@ class Merge:
     own: tuple[tirx.Var, ...]
     new: tuple[tirx.Var, ...]
     joined: tuple[Expr, ...]
+    selects: bool = False
 
     def join(self, one: Sequence[Expr], other: Sequence[Expr]) -> list[Expr]:
         """Combine two partial results."""
@@ -118,7 +121,8 @@ def _selection_merge(sums: Sequence[Sum]) -> Merge | None:
             return None
         joined.append(_without_branches(value))
     starts = tuple(s.initial for s in sums)
-    return Merge(tuple(sums), types, starts, tuple(terms), (None,) * len(types), own, new, tuple(joined))
+    finals = (None,) * len(types)
+    return Merge(tuple(sums), types, starts, tuple(terms), finals, own, new, tuple(joined), selects=True)
 
 
 def _with_narrow_comparisons(value: Expr, accumulators: Sequence[tirx.Buffer], terms: Sequence[Expr]) -> Expr:

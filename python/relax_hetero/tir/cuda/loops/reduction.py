@@ -109,7 +109,8 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
     is_short = isinstance(terms, int) and terms <= _MAX_SERIAL_TERMS
     if merge is None or (isinstance(terms, int) and terms < 2):
         return Plan(1, False, lanes, 1)
-    target_threads = gpu.multiprocessors * 1024
+    # Threads that select compute more for each load, and have several loads in flight.
+    target_threads = gpu.multiprocessors * (512 if merge.selects else 1024)
     along_results = last is not None and contiguous(last) and _may_reach(last.count, 4)
     if along_results or is_short:
         threads = results // lanes if isinstance(results, int) else None
@@ -135,8 +136,7 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
     units = ceil_div(terms, vector)
     threads_per_result = 2
     while threads_per_result < _BLOCK_THREADS and _may_reach(units, threads_per_result * 2):
-        # Threads that select several values at once compute more for each load.
-        is_enough = isinstance(results, int) and results * threads_per_result * len(merge.types) >= target_threads
+        is_enough = isinstance(results, int) and results * threads_per_result >= target_threads
         if is_enough and not _may_reach(units, threads_per_result * _MIN_VECTORS_PER_THREAD * 2):
             break
         threads_per_result *= 2
@@ -190,6 +190,9 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
 @contextmanager
 def _unrolled(count: int) -> Iterator[Expr]:
     """Context of a loop that the compiler unrolls, so that its loads are in flight together."""
+    if count == 1:
+        yield int64(0)
+        return
     with T.attr(0, "pragma_unroll_explicit", False), T.unroll(int64(count)) as i:
         yield i
 
@@ -403,11 +406,13 @@ class _BlockReduction:
         if isinstance(units, int):
             iterations = units // plan.threads_per_result
             # NVIDIA's compilers unroll sums themselves, but not the longer code of selections.
-            step = _UNROLLED_SELECTIONS if len(self.merge.types) > 1 else 1
-            with T.serial(int64(iterations // step)) as i, _unrolled(step) as j:
-                accumulate_unit((i * step + j) * plan.threads_per_result + rank)
-            with _unrolled(iterations % step) as j:
-                accumulate_unit((iterations // step * step + j) * plan.threads_per_result + rank)
+            step = _UNROLLED_SELECTIONS if self.merge.selects else 1
+            if whole := iterations // step:
+                with T.serial(int64(whole)) as i, _unrolled(step) as j:
+                    accumulate_unit((i * step + j) * plan.threads_per_result + rank)
+            if rest := iterations % step:
+                with _unrolled(rest) as j:
+                    accumulate_unit((whole * step + j) * plan.threads_per_result + rank)
             if units % plan.threads_per_result:
                 with T.If(rank < int64(units % plan.threads_per_result)), T.Then():
                     accumulate_unit(rank + iterations * plan.threads_per_result)

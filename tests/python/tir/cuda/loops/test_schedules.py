@@ -185,8 +185,7 @@ def test_threads_of_blocks_search_rows(name):
     many, last = (512, 8) if name == "top_one" else (1024, 16)
     shapes = {(32, 64, 2004): [(many, 256)], (64, 2004): [(64, 256)], (1, 128256): [(48, 256), (1, last)]}
     assert {shape: launched(legalized(EXTREMES[name], *shape)[name]) for shape in shapes} == shapes
-    body = str(legalized(EXTREMES[name], 64, 2004)[name])
-    assert "shuffle" in body and "if_then_else" not in body
+    assert "shuffle" in str(legalized(EXTREMES[name], 64, 2004)[name])
 
 
 def test_blocks_share_the_logits_of_greedy_tokens():
