@@ -2,11 +2,13 @@
 
 A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait
 for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
-until all its command buffers are graphs (`run_over_peers`).
+until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a machine that
+is freed waits for its GPUs.
 """
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -38,6 +40,8 @@ class _PeerCall(threading.local):
         Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
     has_lock : bool
         Whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`).
+    collects_later : bool
+        Whether Python collects garbage again after the call.
     """
 
     uses_peers = False
@@ -45,6 +49,7 @@ class _PeerCall(threading.local):
     missing = ""
     waits = False
     has_lock = False
+    collects_later = False
 
 
 peer_call = _PeerCall()
@@ -72,25 +77,28 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
     devices : sequence of runtime.Device
         Devices of the machine.
     """
-    outer = peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock  # of a call that this one is nested in
-    peer_call.uses_peers = peer_call.is_incomplete = peer_call.has_lock = False
+    call = peer_call
+    outer = call.uses_peers, call.is_incomplete, call.has_lock, call.collects_later  # of a call around this one
+    call.uses_peers = call.is_incomplete = call.has_lock = call.collects_later = False
     try:
         result = function(*values)
-        if peer_call.uses_peers and peer_call.is_incomplete:
-            peer_call.is_incomplete = False
+        if call.uses_peers and call.is_incomplete:
+            call.is_incomplete = False
             del result
             for device in devices:
                 device.sync()
             result = function(*values)
-            if peer_call.is_incomplete:
+            if call.is_incomplete:
                 raise HeteroError(
-                    f"command buffer {peer_call.missing} made its graph in a repeated call; expected the graphs of all "
+                    f"command buffer {call.missing} made its graph in a repeated call; expected the graphs of all "
                     "GPUs of the mesh after the first"
                 )
     finally:
-        if peer_call.has_lock:
+        if call.collects_later:
+            gc.enable()
+        if call.has_lock:
             _launching.release()
-        peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock = outer
+        call.uses_peers, call.is_incomplete, call.has_lock, call.collects_later = outer
     return result
 
 
@@ -160,6 +168,8 @@ def devices_of_call() -> Sequence[runtime.Device]:
     if not peer_call.uses_peers:
         _launching.acquire()
         peer_call.uses_peers = peer_call.has_lock = True
+        peer_call.collects_later = gc.isenabled()
+        gc.disable()
     return current[0]
 
 
