@@ -25,6 +25,7 @@ from ..errors import BindingError, CacheError, HeteroError
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
 from ..vm.device.host_copies import begin_copy_to_host, join_columns, joined_buffer
+from ..vm.device.nccl_memory import TIMEOUT_SECONDS
 from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
@@ -247,7 +248,7 @@ class CompiledModel:
         Task that compiles the same functions and more; calls after its end use these.
     all_rows : (int, int), optional
         Rows of the largest decode and prefill functions after its end; by default those of `executable`.
-    threads, cores, spin
+    threads, cores, spin, collective_timeout
         As for `rh.vm.VirtualMachine`.
 
     Attributes
@@ -287,8 +288,11 @@ class CompiledModel:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         spin: bool = True,
+        collective_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
-        self._threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
+        self._machine_options: dict[str, Any] = {
+            "threads": threads, "cores": cores, "spin": spin, "collective_timeout": collective_timeout
+        }  # fmt: skip
         self._use(executable)
         self._rest = rest
         if rest is not None:
@@ -323,7 +327,7 @@ class CompiledModel:
         outputs = executable.signature(f"decode_{self._batches[0]}").outputs
         is_logits = [isinstance(spec, TensorSpec) and _plain_name(spec.name) == "logits" for spec in outputs]
         self._logit_parts = sum(is_logits)
-        self.machine = VirtualMachine(executable, **self._threads)
+        self.machine = VirtualMachine(executable, **self._machine_options)
         executable.release_host_copies()
         self._executable = executable
         self.chunk = self._chunks[-1]

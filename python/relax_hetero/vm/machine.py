@@ -30,7 +30,7 @@ from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
-from .device.nccl_memory import free_nccl_memory
+from .device.nccl_memory import TIMEOUT_SECONDS, free_nccl_memory, limit_waits
 from .device.peer_memory import free_peer_memory, run_over_peers, waiting_for_kernels
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into, is_host
@@ -118,6 +118,10 @@ class VirtualMachine:
     spin : bool
         Whether waiting threads spin for a while before they sleep. Without it, other processes have the CPUs between
         kernels, and each parallel loop wakes its workers, which takes tens of microseconds.
+    collective_timeout : float
+        Seconds that the host waits for GPUs of a mesh that exchange values by NCCL. Then NCCL is aborted, and calls
+        raise HeteroError, which they also do as soon as NCCL or a GPU reports an error. TVM's own waits, such as
+        ``numpy()`` of a result, have no limit; those of fences do.
 
     Attributes
     ----------
@@ -147,6 +151,7 @@ class VirtualMachine:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         spin: bool = True,
+        collective_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(
@@ -156,6 +161,10 @@ class VirtualMachine:
         metadata = executable.metadata
         bound = bind_devices(metadata, devices)
         chosen_threads = choose_threads(metadata.devices, threads, cores, spin)
+        if not isinstance(collective_timeout, (int, float)) or not collective_timeout > 0:
+            raise BindingError(
+                f"VirtualMachine: collective_timeout is {collective_timeout!r}, expected a positive number of seconds"
+            )
         limits = None if memory_limit is None else MemoryLimits(metadata, memory_limit, max_in_flight)
         self.executable = executable
         self._devices = (*bound, host_device(metadata, bound))
@@ -167,6 +176,7 @@ class VirtualMachine:
         self._pool_watch = PoolWatch()
         self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._devices_and_scopes = (self._devices, self._scopes)
+        limit_waits(id(self._devices), collective_timeout)
         for free in (free_peer_memory, free_nccl_memory):
             weakref.finalize(self, free, id(self._devices)).atexit = False
         module = executable.runnable_module()

@@ -31,6 +31,7 @@ from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import CACHED_GRAPHS, RING_ROWS, Layout
 from ...artifact.metadata import Metadata
 from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver, free_after_use
+from ..device.cuda_streams import check_wait
 from ..device.peer_memory import peer_call
 from ..device.tensors import alias, copy_into, empty, from_array
 
@@ -150,9 +151,10 @@ class CudaGraph:
         self._captured.move_to_end(values)
         self._cache_graph(values, graph)
         stream = tvm_ffi.get_raw_stream(self._device)
-        ticket = int(words[graph_layout.SUBMITTED])
+        ticket, begin = int(words[graph_layout.SUBMITTED]), time.monotonic()
         while ticket - int(words[graph_layout.CONSUMED]) >= RING_ROWS:
             self._driver.is_done(stream)  # raises the error of a failed stream
+            check_wait(self._device.index, time.monotonic() - begin)
             time.sleep(_POLL_SECONDS)
         row = layout.ring + ticket % RING_ROWS * layout.slots
         words[row : row + layout.slots] = bindings
