@@ -24,6 +24,7 @@ from .args.call_cache import CachedCall, CallCache
 from .args.donated_arguments import argument_memory, arguments_for_run, memory_in_flight, retained_ranges
 from .args.results import check_out_buffers, fill_out_buffers, to_python
 from .device.builtins import current_machine
+from .device.cuda_library import cuda_library
 from .device.device_api import cause_of
 from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
@@ -38,13 +39,13 @@ from .device.threads import attach_threads, choose_threads, enter_call, leave_ca
 from .file.executable import Executable
 from .file.export import generate_machine_code
 from .file.versions import version_for_devices
-from .profile import BufferClock, Profile, ProfileRecorder
+from .profile import BufferClock, MeshRecorder, Profile, ProfileRecorder
 from .queue.fence import Fence, thread_state
 from .queue.queued_calls import MAX_IN_FLIGHT
 from .queue.queues import Queues
 from .queue.submitter import Submitter
 from .queue.trace import Trace
-from .region.cuda_graph import make_graphs
+from .region.cuda_graph import make_graphs, timing_kernels
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
 
@@ -501,6 +502,8 @@ class VirtualMachine:
         """Run function `name` once and measure every kernel and transfer; see `Profile`.
 
         Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
+        Kernels of GPUs of a mesh, which wait for each other, are measured by events in their CUDA graphs instead: the
+        time of a sum includes the wait for the other GPUs, and kernels do not overlap on a GPU.
 
         Parameters
         ----------
@@ -512,16 +515,20 @@ class VirtualMachine:
         signature = self.executable.signature(name)
         with self._submitter.when_idle():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
-            recorder = ProfileRecorder(
-                self.executable.metadata, self._devices, RegionCalls(self.executable, self._constants_and_graphs)
-            )
-            self._module["set_instrument"](recorder.instrument)
-            try:
-                with waiting_for_kernels():
+            metadata, library = self.executable.metadata, cuda_library()
+            if library is not None and any(each.function == name for each in metadata.collectives):
+                recorder: ProfileRecorder = MeshRecorder(metadata, self._devices, self.graphs, library)
+                context: AbstractContextManager[None] = timing_kernels(self.graphs)
+            else:
+                regions = RegionCalls(self.executable, self._constants_and_graphs)
+                recorder, context = ProfileRecorder(metadata, self._devices, regions), waiting_for_kernels()
+            with context:
+                self._module["set_instrument"](recorder.instrument)
+                try:
                     self._run(signature, bound, None)
-            finally:
-                self._module["set_instrument"](None)
-            return recorder.profile(name)
+                finally:
+                    self._module["set_instrument"](None)
+                return recorder.profile(name)
 
     @contextmanager
     def clock_buffers(self) -> Iterator[BufferClock]:

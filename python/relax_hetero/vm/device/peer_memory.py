@@ -36,6 +36,8 @@ class _PeerCall(threading.local):
         Command buffer that became a graph last, and its device.
     waits : bool
         Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
+    is_repeated : bool
+        Whether it is the second call of compiled code, after one that made graphs.
     has_lock : bool
         Whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`).
     """
@@ -44,6 +46,7 @@ class _PeerCall(threading.local):
     is_incomplete = False
     missing = ""
     waits = False
+    is_repeated = False
     has_lock = False
 
 
@@ -72,12 +75,13 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
     devices : sequence of runtime.Device
         Devices of the machine.
     """
-    outer = peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock  # of a call that this one is nested in
-    peer_call.uses_peers = peer_call.is_incomplete = peer_call.has_lock = False
+    call = peer_call
+    outer = call.uses_peers, call.is_incomplete, call.has_lock, call.is_repeated  # of a call that this one is nested in
+    call.uses_peers = call.is_incomplete = call.has_lock = call.is_repeated = False
     try:
         result = function(*values)
         if peer_call.uses_peers and peer_call.is_incomplete:
-            peer_call.is_incomplete = False
+            peer_call.is_incomplete, peer_call.is_repeated = False, True
             del result
             for device in devices:
                 device.sync()
@@ -90,7 +94,7 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
     finally:
         if peer_call.has_lock:
             _launching.release()
-        peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock = outer
+        peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock, peer_call.is_repeated = outer
     return result
 
 
