@@ -177,8 +177,10 @@ class CudaGraph:
         if self._timed is None:
             return []
         commands = [command for command in self.region.commands if isinstance(command, Dispatch)]
-        times = self._timed.microseconds()  # a kernel that fetches the bindings may come first
-        return list(zip(commands, times[len(times) - len(commands) :], strict=True))
+        times = self._timed.microseconds()
+        fetches = len(times) - len(commands)
+        assert fetches in (0, 1), "a kernel that fetches the bindings may come before one kernel for each command"
+        return list(zip(commands, times[fetches:], strict=True))
 
     def _submit_timed(self, bindings: np.ndarray, values: _ParameterValues) -> None:
         if peer_call.is_repeated:
