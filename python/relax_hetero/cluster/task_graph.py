@@ -49,6 +49,8 @@ class TaskGraph:
     ----------
     calls : dict
         Calls in flight by their keys, which the replica adds and removes.
+    socket_reasons : dict of str to str
+        For hosts on the caller's node that share no memory with it, the reason.
 
     Raises
     ------
@@ -80,6 +82,7 @@ class TaskGraph:
         waiting = len(addresses)
         while waiting:  # for the empty messages of `TaskLoop.run`
             waiting -= len(self._receive())
+        self.socket_reasons = {host: each.problem for host, each in connections.items() if each.problem}
 
     def new_key(self, function: str) -> tuple[int, int]:
         """Make the key of the next call: the index of its route, and its number among the route's calls."""
