@@ -158,7 +158,7 @@ class Replica:
             host: {"state": state.state, "starts": state.starts}
             | {name: state.info[name] for name in names if name in state.info}
             | ({"to_gpus": self._link_texts[host]} if host in self._link_texts else {})
-            | ({"to_caller": f"socket: {sockets[host]}"} if host in sockets else {})
+            | ({"through_sockets": sockets[host]} if host in sockets else {})
             for host, state in self._actors.states.items()
         }
 
