@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
 from modules import calls_of
+from relax_hetero.artifact.collectives import ALL_REDUCE_OP
 from relax_hetero.encoding.token_masks import pack_mask
 from relax_hetero.frontend.gguf.choose_rules import ChosenRules
 from relax_hetero.frontend.gguf.file import read_gguf
@@ -27,6 +29,7 @@ from relax_hetero.op.cached_attention import CACHED_ATTENTION
 from relax_hetero.target.vdevice import parse_vdevices
 from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.shard.exchange_by_nccl import collectives_of
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 70)
 CORE = {"kind": "llvm", "num-cores": 1}
@@ -227,6 +230,41 @@ def test_a_loader_chooses_once(verifies, models, monkeypatch):
     assert donate["decode_1"] == [f"pages_{index}" for index in range(2 * model.layers)]
     assert remarks_of(mod).placement_estimate == {"seconds": 1.0}
     assert "chosen" in {entry.reason for entry in remarks_of(mod).placement.entries}
+
+
+def test_gpus_without_links_sum_by_nccl(models, monkeypatch, caplog):
+    """From a placement on two GPUs of which neither accesses the other, to the model that `load` returns."""
+    names = ("transform.shard.exchange_by_nccl", "driver.compile", "llm.model_loader")
+    exchanges, compiler, loader = (import_module(f"relax_hetero.{name}") for name in names)
+    compiled = []
+    free_exchanges_in(monkeypatch)
+    monkeypatch.setattr(exchanges, "can_access_peer", lambda *_: False)
+    exchanges.unreachable.cache_clear()
+
+    def stop(mod, *_):
+        compiled.extend(collectives_of(mod))
+        raise rh.BuildError("stopped")
+
+    monkeypatch.setattr(compiler, "_compile", stop)
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+    try:
+        with pytest.raises(rh.BuildError, match="stopped"):
+            rh.llm.load(models[0], [gpu, gpu], {"*": "vdevice[0:2]"}, context=64)
+    finally:
+        exchanges.unreachable.cache_clear()
+    sums = [each for each in compiled if each.op == ALL_REDUCE_OP]
+    why = "GPU 0 cannot access the memory of GPU 1"
+    assert sums and {(each.algorithm, each.why) for each in sums} == {("NCCL", why)}
+    executable = SimpleNamespace(metadata=SimpleNamespace(collectives=compiled))
+    model = SimpleNamespace(machine=SimpleNamespace(executable=executable))
+    monkeypatch.setattr(loader, "load_nccl", lambda: None)
+    loader._check_sums("model.gguf", model, "nccl")
+    assert not caplog.records
+    loader._check_sums("model.gguf", model, "auto")
+    assert caplog.messages == [f"model.gguf: GPUs sum by NCCL, which takes longer than kernels do: {why}"]
+    monkeypatch.setattr(loader, "load_nccl", lambda: "NCCL's library is not found: pip install x")
+    with pytest.raises(rh.HeteroError, match=f"model.gguf: GPUs sum by NCCL, as {why}; .*pip install x"):
+        loader._check_sums("model.gguf", model, "nccl")
 
 
 def test_devices_of_a_number():
