@@ -534,15 +534,16 @@ class VirtualMachine:
     def clock_buffers(self) -> Iterator[BufferClock]:
         """Measure how much time plain calls in a ``with`` block spend in command buffers and other kernels.
 
-        A command buffer runs as a unit, as without the clock; `BufferClock.own` is the time of the clock itself.
+        A command buffer runs as a unit, as without the clock; `BufferClock.own` is the time of the clock itself. Calls
+        over GPUs of a mesh count as one, from the first to the last.
         """
         clock = BufferClock(self.executable.metadata, self._devices)
         self._module["set_instrument"](clock.instrument)
         try:
-            with waiting_for_kernels():
-                yield clock
+            yield clock
         finally:
             self._module["set_instrument"](None)
+        clock.stop()
 
     def _run_plain(self, name: str, call: CachedCall, tensors: Sequence[runtime.Tensor]) -> Any:
         """The most frequent case of `_run_cached`, in as few calls of Python functions as possible."""

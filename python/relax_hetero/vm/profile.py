@@ -14,7 +14,7 @@ from ..artifact.commands import Dispatch, RegionSpec
 from ..artifact.metadata import BODY_PREFIX, CPU, Metadata, device_names
 from ..display.html import Column, bar, device_html, folded, table, view
 from ..display.text import text_table
-from .device.cuda_library import CUDA, CudaLibrary
+from .device.cuda_library import CUDA, CudaLibrary, cuda_library
 from .device.cuda_streams import Event, Stream
 from .device.peer_memory import peer_call
 from .region.cuda_graph import CudaGraph
@@ -399,6 +399,8 @@ def _buffer_row(region: RegionSpec, metadata: Metadata) -> ProfileRow:
 class BufferClock:
     """Clock of the time that a machine's calls spend in command buffers, other kernels and transfers.
 
+    Calls over GPUs of a mesh are timed from their first command buffer to the end of the last one on any GPU.
+
     Parameters
     ----------
     metadata : Metadata
@@ -421,10 +423,16 @@ class BufferClock:
         self._is_open = False
         self._devices = [device for device in devices if device.dlpack_device_type() != CPU]
         self._begin = 0.0
+        self._gpu_spans: list[tuple[Stream, Event, Event]] = []  # a begin and an end on each GPU of a mesh
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
         entered = now = time.perf_counter()
+        if peer_call.uses_peers:  # then nothing may wait for a GPU
+            if symbol in self._timed:
+                self._record(before)
+                self.own += time.perf_counter() - entered
+            return _RUN
         is_timed = symbol in self._timed and not (self._is_open and (before or symbol not in self._waiting.on_cpu))
         if is_timed:
             self._is_open = before and symbol in self._waiting.on_gpu
@@ -438,3 +446,20 @@ class BufferClock:
             self.seconds += now - self._begin
         self.own += time.perf_counter() - now
         return _RUN
+
+    def _record(self, before: bool) -> None:
+        if before and not self._gpu_spans:
+            library = cuda_library()
+            assert library is not None, "a mesh of GPUs has a driver"
+            streams = [Stream.current(library, device) for device in self._devices]
+            self._gpu_spans = [(each, each.record(timed=True), each.record(timed=True)) for each in streams]
+        elif not before:
+            for stream, _, end in self._gpu_spans:
+                end.record(stream)
+
+    def stop(self) -> None:
+        """Wait for GPUs of a mesh, and add their time."""
+        for _, _, end in self._gpu_spans:
+            end.synchronize()
+        self.seconds += max((end.milliseconds_since(begin) for _, begin, end in self._gpu_spans), default=0.0) / 1e3
+        self._gpu_spans = []

@@ -158,8 +158,8 @@ def devices_of_call() -> Sequence[runtime.Device]:
         raise HeteroError("memory of a mesh is asked for outside of a machine")
     if peer_call.waits:
         raise HeteroError(
-            "this function's kernels wait for those of other GPUs, so that their times cannot be measured one by one; "
-            "expected a function over no mesh of GPUs"
+            "this function's kernels wait for those of other GPUs, so that they cannot be measured one by one; "
+            "expected a file of this version, whose profiles measure them by events: compile it again"
         )
     if not peer_call.uses_peers:
         _launching.acquire()
