@@ -22,11 +22,12 @@ from ..artifact.signature import TensorSpec
 from ..encoding.pages import EXPERT_COUNTS, TABLES
 from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, CacheError, HeteroError
+from ..target.backend import backend_of_device
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
 from ..vm.device.host_copies import begin_copy_to_host, join_columns, joined_buffer
 from ..vm.device.nccl_memory import TIMEOUT_SECONDS
-from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device
+from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device, small_copy
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .background import BackgroundTask
@@ -65,8 +66,9 @@ class IntegerInputs:
         self.arrays: dict[str, np.ndarray] = {}
         self.tables_version = -1
         self._slots: list[int] | None = None
-        self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
-        self._table_copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
+        self._copies: list[Callable[[], None]] = []
+        self._table_copies: list[Callable[[], None]] = []
+        self._memory: list[runtime.Tensor] = []  # of the copies
         self._sources: dict[tuple[str, ...], runtime.Tensor] = {}  # host memory by the names in it
         tensors: dict[str, runtime.Tensor] = {}
         for index in sorted({spec.device for spec in inputs}):
@@ -74,6 +76,7 @@ class IntegerInputs:
             tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
         self.tensors = [tensors[spec.name] for spec in inputs]
         self._tokens = [tensors[spec.name] for spec in inputs if _plain_name(spec.name) == "tokens"]
+        self._token_copies: list[tuple[int, Callable[[int, int], None] | None]] | None = None
 
     def _allocate(
         self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
@@ -95,6 +98,7 @@ class IntegerInputs:
                 self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         if source is not target:
             tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
+            self._memory += [source, target]
             self._copies += _small_copies(source, target, 0, tables)
             self._table_copies += _small_copies(source, target, tables, count)
         names = [(spec.name, _plain_name(spec.name)) for spec in inputs]
@@ -117,16 +121,22 @@ class IntegerInputs:
         for name in tables.keys() & self.arrays.keys():
             columns = tables[name].shape[1]  # others belong to positions after the context
             self.arrays[name][:, :columns] = tables[name]
-        for source, target in [*self._copies, *self._table_copies] if tables else self._copies:
-            copy_into(source, target, wait=False)
+        for copy in [*self._copies, *self._table_copies] if tables else self._copies:
+            copy()
 
     def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int) -> None:
         """Copy the first `count` tokens from devices that have them, in order with their work, after `send`.
 
-        Each device takes its own copy of the tokens, if it has one, else the first.
+        Each device takes its own copy of the tokens, if it has one, else the first. All calls have copies of the same
+        devices, those of the model's decode functions.
         """
-        for target in self._tokens:
-            source = next((copy for copy in copies if same_device(copy.device, target.device)), copies[0])
+        if self._token_copies is None:
+            self._token_copies = [_token_copy(copies, target) for target in self._tokens]
+        for target, (number, copy) in zip(self._tokens, self._token_copies, strict=True):
+            source = copies[number]
+            if copy is not None:
+                copy(source.data_ptr(), 4 * count)
+                continue
             if count < len(self.arrays["tokens"]):
                 source, target = (part_of(tensor, (count,), "int32", 0) for tensor in (source, target))
             copy_into(source, target, wait=False)
@@ -137,14 +147,22 @@ def _plain_name(name: str) -> str:
     return name.partition("@")[0]
 
 
-def _small_copies(
-    source: runtime.Tensor, target: runtime.Tensor, begin: int, end: int
-) -> list[tuple[runtime.Tensor, runtime.Tensor]]:
+def _token_copy(
+    copies: Sequence[runtime.Tensor], target: runtime.Tensor
+) -> tuple[int, Callable[[int, int], None] | None]:
+    """Index of the tokens that a device takes, and the function that copies them, if they are on the device."""
+    for number, copy in enumerate(copies):
+        if same_device(copy.device, target.device):
+            return number, backend_of_device(target.device).small_copies(target, from_host=False)
+    return 0, None
+
+
+def _small_copies(source: runtime.Tensor, target: runtime.Tensor, begin: int, end: int) -> list[Callable[[], None]]:
     """Copies of elements `begin` to `end`, none of which waits for the GPU."""
     step = SENT_BYTES // 4
     pieces = [(first, min(step, end - first)) for first in range(begin, end, step)]
     return [
-        (part_of(source, (count,), "int32", 4 * first), part_of(target, (count,), "int32", 4 * first))
+        small_copy(part_of(source, (count,), "int32", 4 * first), part_of(target, (count,), "int32", 4 * first))
         for first, count in pieces
     ]
 

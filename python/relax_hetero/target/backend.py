@@ -335,6 +335,23 @@ class Backend:
         """Copy between contiguous tensors as `vm.device.tensors.copy_into` does; False to let TVM copy."""
         return False
 
+    def small_copies(self, target: runtime.Tensor, from_host: bool) -> Callable[[int, int], None] | None:
+        """Function that copies small memory to `target` without waiting, with little work of the host.
+
+        Parameters
+        ----------
+        target : runtime.Tensor
+            Contiguous tensor on a device of this back end, kept alive by the caller.
+        from_host : bool
+            Whether sources are in pageable memory of the host; else on the target's device.
+
+        Returns
+        -------
+        callable or None
+            Function of the address and bytes of a source; None if there is only `copy`.
+        """
+        return None
+
     def stream(self, source: runtime.Tensor, target: runtime.Tensor, age: int) -> bool:
         """Copy a constant of the host as `vm.device.cuda_copies.stream_constant` does; False to copy in order."""
         return False

@@ -7,10 +7,11 @@ import functools
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
+import tvm_ffi
 from tvm import runtime
 
 from .cuda_driver import CudaError
@@ -97,6 +98,22 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
     if to_host:
         raise_reported(from_device.index)
     return True
+
+
+def small_copies(target: runtime.Tensor, from_host: bool) -> Callable[[int, int], None] | None:
+    """`Backend.small_copies` of CUDA; None if it does not work."""
+    library = cuda_library()
+    if library is None:
+        return None
+    device, address = target.device, target.data_ptr()
+    gpu, name = device.index, "cuMemcpyHtoDAsync_v2" if from_host else "cuMemcpyDtoDAsync_v2"
+    use, quick, stream_of = library.use, library.quick, tvm_ffi.get_raw_stream
+
+    def copy(source: int, nbytes: int) -> None:
+        use(gpu)
+        quick(name, address, source, nbytes, int(stream_of(device)))
+
+    return copy
 
 
 class _Streamed(threading.local):
