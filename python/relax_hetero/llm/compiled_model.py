@@ -7,6 +7,7 @@ belong to any sequence.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from tvm import runtime
 
+from ..artifact.collectives import ASKED_FOR
 from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
 from ..encoding.pages import EXPERT_COUNTS, TABLES
@@ -26,6 +28,7 @@ from ..target.backend import backend_of_device
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
 from ..vm.device.host_copies import begin_copy_to_host, join_columns, joined_buffer
+from ..vm.device.nccl import load_nccl
 from ..vm.device.nccl_memory import TIMEOUT_SECONDS
 from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device, small_copy
 from ..vm.file.executable import Executable
@@ -35,6 +38,8 @@ from .cache import KVCache
 from .description import ModelDescription
 from .expert_counts import ExpertCounts
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
+
+_log = logging.getLogger("relax_hetero")
 
 
 class IntegerInputs:
@@ -311,6 +316,7 @@ class CompiledModel:
         self._machine_options: dict[str, Any] = {
             "threads": threads, "cores": cores, "spin": spin, "collective_timeout": collective_timeout
         }  # fmt: skip
+        _check_sums(executable)
         self._use(executable)
         self._rest = rest
         if rest is not None:
@@ -730,6 +736,15 @@ class CompiledModel:
             buffer = self._logits[name] = tensor, np.from_dlpack(tensor)
         join_columns(logits, buffer[0], rows)
         return buffer[1]
+
+
+def _check_sums(executable: Executable) -> None:
+    """Require NCCL, if GPUs of the model sum by it, and say so, if the caller has not asked for it."""
+    why = next((each.why for each in executable.metadata.collectives if each.algorithm == "NCCL"), "")
+    if why and isinstance(reason := load_nccl(), str):
+        raise HeteroError(f"GPUs of this language model sum by NCCL ({why}), which is missing: {reason}")
+    if why and not why.startswith(ASKED_FOR):
+        _log.warning("GPUs of this language model sum by NCCL, which takes longer than kernels do: %s", why)
 
 
 def _row_counts(names: Sequence[str], prefix: str) -> list[int]:

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from tvm.ir.transform import PassContext
 from tvm.target import Target
 
-from ..artifact.collectives import AUTO, check_strategy
+from ..artifact.collectives import check_strategy
 from ..artifact.file_hints import describe_value, folder_kind, hint_of
 from ..artifact.metadata import CPU, DeviceSpec
 from ..artifact.regular_files import open_regular
 from ..encoding.pages import EXPERT_COUNTS, LayerCache
-from ..errors import BuildError, EncoderError, HeteroError
+from ..errors import BuildError, EncoderError
 from ..garbage_collection import paused_garbage_collection
 from ..system import release_freed_memory
 from ..target.amx_instructions import amx_instruction_for
@@ -30,7 +30,6 @@ from ..target.cpu_target import cpu_target_of
 from ..target.hosts import hosts_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
-from ..vm.device.nccl import load_nccl
 from ..vm.device.nccl_memory import TIMEOUT_SECONDS
 from ..vm.device.threads import choose_threads
 from .background import BackgroundTask, foreground
@@ -278,17 +277,7 @@ def load(
         # Before the model is compiled, which may take minutes.
         choose_threads([DeviceSpec(str(device.target)) for device in arguments.devices], **own_threads)
         loaded = load_kind(arguments)
-    _check_sums(Path(path), loaded[0], allreduce_strategy)
     return _with_draft(_warn_of_long_context(*loaded), drafted)
-
-
-def _check_sums(path: Path, model: CompiledModel, strategy: str) -> None:
-    """Require NCCL, if GPUs of the model sum by it, and say so, if the caller has not chosen it."""
-    why = next((each.why for each in model.machine.executable.metadata.collectives if each.algorithm == "NCCL"), "")
-    if why and isinstance(reason := load_nccl(), str):
-        raise HeteroError(f"{path}: GPUs sum by NCCL, as {why}; {reason}")
-    if why and strategy == AUTO:
-        _log.warning("%s: GPUs sum by NCCL, which takes longer than kernels do: %s", path, why)
 
 
 def _load_draft(

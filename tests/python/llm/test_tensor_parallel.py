@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from types import SimpleNamespace
 
@@ -16,7 +16,7 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
 from modules import calls_of
-from relax_hetero.artifact.collectives import ALL_REDUCE_OP
+from relax_hetero.artifact.collectives import ALL_REDUCE_OP, ASKED_FOR
 from relax_hetero.encoding.token_masks import pack_mask
 from relax_hetero.frontend.gguf.choose_rules import ChosenRules
 from relax_hetero.frontend.gguf.file import read_gguf
@@ -234,8 +234,8 @@ def test_a_loader_chooses_once(verifies, models, monkeypatch):
 
 def test_gpus_without_links_sum_by_nccl(models, monkeypatch, caplog):
     """From a placement on two GPUs of which neither accesses the other, to the model that `load` returns."""
-    names = ("transform.shard.exchange_by_nccl", "driver.compile", "llm.model_loader")
-    exchanges, compiler, loader = (import_module(f"relax_hetero.{name}") for name in names)
+    names = ("transform.shard.exchange_by_nccl", "driver.compile", "llm.compiled_model")
+    exchanges, compiler, subject = (import_module(f"relax_hetero.{name}") for name in names)
     compiled = []
     free_exchanges_in(monkeypatch)
     monkeypatch.setattr(exchanges, "can_access_peer", lambda *_: False)
@@ -256,15 +256,16 @@ def test_gpus_without_links_sum_by_nccl(models, monkeypatch, caplog):
     why = "GPU 0 cannot access the memory of GPU 1"
     assert sums and {(each.algorithm, each.why) for each in sums} == {("NCCL", why)}
     executable = SimpleNamespace(metadata=SimpleNamespace(collectives=compiled))
-    model = SimpleNamespace(machine=SimpleNamespace(executable=executable))
-    monkeypatch.setattr(loader, "load_nccl", lambda: None)
-    loader._check_sums("model.gguf", model, "nccl")
+    asked_for = [replace(each, why=f'{ASKED_FOR}"nccl"') for each in compiled]
+    monkeypatch.setattr(subject, "load_nccl", lambda: None)
+    subject._check_sums(SimpleNamespace(metadata=SimpleNamespace(collectives=asked_for)))
     assert not caplog.records
-    loader._check_sums("model.gguf", model, "auto")
-    assert caplog.messages == [f"model.gguf: GPUs sum by NCCL, which takes longer than kernels do: {why}"]
-    monkeypatch.setattr(loader, "load_nccl", lambda: "NCCL's library is not found: pip install x")
-    with pytest.raises(rh.HeteroError, match=f"model.gguf: GPUs sum by NCCL, as {why}; .*pip install x"):
-        loader._check_sums("model.gguf", model, "nccl")
+    subject._check_sums(executable)
+    assert [why in message for message in caplog.messages] == [True]
+    monkeypatch.setattr(subject, "load_nccl", lambda: "NCCL's library is not found: pip install x")
+    description = SimpleNamespace()
+    with pytest.raises(rh.HeteroError, match=rf"sum by NCCL \({why}\), which is missing: .*pip install x"):
+        CompiledModel(executable, description)  # before it makes a machine
 
 
 def test_devices_of_a_number():
