@@ -111,6 +111,10 @@ class Stream:
     def done(self) -> bool:
         """Return whether all its work has ended; CudaError if the GPU has failed."""
         self.library.use(self.gpu)
+        return self.has_ended()
+
+    def has_ended(self) -> bool:
+        """`done` of a stream that is not a default one; this thread's current GPU stays the same."""
         return _has_ended(self.library, "cuStreamQuery", self.handle)
 
     def synchronize(self) -> None:

@@ -103,7 +103,7 @@ class Communicators:
             return f"it has not ended after {self._limit:g} s (collective_timeout=)"
         try:
             for stream in self._streams:  # a lost GPU is an error of all its streams
-                stream.done()
+                stream.has_ended()
             for communicator in self.each:
                 communicator.check_async_error()
         except Exception as error:  # of NCCL or the driver
