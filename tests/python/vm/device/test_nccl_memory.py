@@ -254,8 +254,10 @@ def test_waits_for_a_lost_gpu_end(cuda, library, notes, machine, monkeypatch, fa
     (group,) = nccl_memory._communicators.values()
     (event, _), (_, other) = streams = hanging(library, 0), hanging(library, 1)
     message = f"NCCL's exchange between cuda:0, cuda:1 failed: .*{fail(group, cuda)}.*a new VirtualMachine"
+    library.use(0)
     with pytest.raises(rh.HeteroError, match=message):
         event.synchronize()
+    assert cuda.current.context == library.context(0)  # launches on default streams go there
     assert all(communicator.aborted.wait(10) for communicator in group.each)
     cuda.failing.clear()
     with pytest.raises(rh.HeteroError, match=message):  # what the others wait for may have ended with undefined data
