@@ -185,11 +185,10 @@ class NcclMemory:
         add_child_graph(self._library, Stream.current(self._library, self._devices[rank]), self._graphs[number][rank])
 
     def free(self) -> None:
-        """Destroy the graphs after all work of the GPUs; after a failure, which waits might not survive, do nothing."""
-        if self.communicators.problem:
-            return
-        for device in self._devices:
-            device.sync()
+        """Destroy the graphs after all work of the GPUs; after a failure, at once, so that aborts end."""
+        if not self.communicators.problem:
+            for device in self._devices:
+                device.sync()
         for graph in (graph for graphs in self._graphs for graph in graphs):
             self._library.call("cuGraphDestroy", graph)
 

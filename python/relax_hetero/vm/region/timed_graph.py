@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import weakref
 from collections.abc import Callable
+from graphlib import TopologicalSorter
 
 from ..device.cuda_library import CudaLibrary
 from ..device.cuda_streams import Event, Stream
@@ -23,7 +24,7 @@ class _EdgeData(ctypes.Structure):
 
 
 class TimedGraph:
-    """A graph of kernels in one order, captured from a stream, with events.
+    """A graph of kernels that follow each other, captured from a stream, with events.
 
     Parameters
     ----------
@@ -62,36 +63,37 @@ class TimedGraph:
         return [1e3 * end.milliseconds_since(begin) for begin, end in pairs]
 
     def _add_events(self, graph: int) -> list[Event]:
+        """Add an event before all nodes, and one after each kernel and before all that follow it."""
         nodes, edges = self._nodes(graph)
         events = [self._add_event(graph, None, nodes[:1])]
-        for index, node in enumerate(nodes):
+        for node in nodes:
             kind = ctypes.c_int()
             self._library.call("cuGraphNodeGetType", node, ctypes.byref(kind))
             if kind.value != _KERNEL:
                 continue
-            following = nodes[index + 1 : index + 2]
-            if following:
-                pair = _handles([node]), _handles(following)
-                self._library.call("cuGraphRemoveDependencies_v2", graph, *pair, ctypes.byref(edges[node]), 1)
+            following = [target for source, target, _ in edges if source == node]
+            for source, target, data in edges:
+                if source == node:
+                    pair = _handles([source]), _handles([target])
+                    self._library.call("cuGraphRemoveDependencies_v2", graph, *pair, ctypes.byref(data), 1)
             events.append(self._add_event(graph, node, following))
         return events
 
-    def _nodes(self, graph: int) -> tuple[list[int], dict[int, _EdgeData]]:
-        """The nodes in order, and the data of the edge after each."""
+    def _nodes(self, graph: int) -> tuple[list[int], list[tuple[int, int, _EdgeData]]]:
+        """The nodes in order, and the edges: sources, targets and data."""
         count = ctypes.c_size_t()
-        self._library.call("cuGraphGetRootNodes", graph, None, ctypes.byref(count))
-        roots = (ctypes.c_void_p * count.value)()
-        self._library.call("cuGraphGetRootNodes", graph, roots, ctypes.byref(count))
+        self._library.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
+        handles = (ctypes.c_void_p * count.value)()
+        self._library.call("cuGraphGetNodes", graph, handles, ctypes.byref(count))
         self._library.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
         sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
         data = (_EdgeData * count.value)()
         self._library.call("cuGraphGetEdges_v2", graph, sources, targets, data, ctypes.byref(count))
-        after = dict(zip(sources, targets, strict=True))
-        assert len(roots) == 1 and len(after) == count.value, "a stream launches one kernel after the other"
-        nodes = [int(roots[0] or 0)]
-        while nodes[-1] in after:
-            nodes.append(int(after[nodes[-1]] or 0))
-        return nodes, {int(source or 0): each for source, each in zip(sources, data, strict=True)}
+        edges = [(int(a or 0), int(b or 0), each) for a, b, each in zip(sources, targets, data, strict=True)]
+        before: dict[int, set[int]] = {int(node or 0): set() for node in handles}
+        for source, target, _ in edges:
+            before[target].add(source)
+        return list(TopologicalSorter(before).static_order()), edges
 
     def _add_event(self, graph: int, after: int | None, before: list[int]) -> Event:
         """Add an event to the graph, after a node or at first, and before another one, if there is any."""
@@ -99,8 +101,8 @@ class TimedGraph:
         dependencies = _handles([] if after is None else [after])
         arguments = graph, dependencies, len(dependencies), event.handle
         self._library.call("cuGraphAddEventRecordNode", ctypes.byref(node), *arguments)
-        if before:
-            pair = _handles([node.value or 0]), _handles(before)
+        for following in before:
+            pair = _handles([node.value or 0]), _handles([following])
             self._library.call("cuGraphAddDependencies_v2", graph, *pair, None, 1)
         return event
 

@@ -57,6 +57,27 @@ def test_an_event_follows_each_kernel(cuda, kinds):
     assert not cuda.executables
 
 
+def test_a_kernel_with_two_followers_ends_before_both(cuda):
+    def launch(stream):
+        graph = cuda.captures[stream.handle]
+        first = cuda.add_node(graph, KERNEL, [])
+        second = cuda.add_node(graph, KERNEL, [first], EARLY)
+        cuda.add_node(graph, KERNEL, [first, second])
+
+    graph = TimedGraph(FakeLibrary(cuda), 0, launch)
+    (edges,) = cuda.edges.values()
+    (kinds,) = cuda.nodes.values()
+    handles = [("event", event.handle) for event in graph._events]
+    (begin, after_first, after_second, _), kernels = (
+        [node for kind in wanted for node in kinds if kinds[node] == kind] for wanted in (handles, [KERNEL])
+    )
+    assert not any(map(any, edges.values()))
+    assert {(begin, kernels[0]), (after_first, kernels[1]), (after_first, kernels[2]), (after_second, kernels[2])} <= {
+        *edges
+    }
+    assert len(edges) == 7
+
+
 @pytest.mark.parametrize("function", ["cuGraphGetEdges_v2", "cuGraphAddEventRecordNode", "cuGraphInstantiateWithFlags"])
 def test_a_driver_that_cannot_edit_graphs_is_an_error(cuda, function):
     cuda.failing[function] = INVALID
