@@ -62,6 +62,7 @@ class Communicators:
         Indices of the GPUs.
     each : list of object
         NCCL's communicator of each GPU.
+    nccl : Nccl
     library : CudaLibrary
     limit : float
         Seconds that a thread waits for the GPUs.
@@ -72,8 +73,10 @@ class Communicators:
         Error after which the communicators were aborted; empty while they work.
     """
 
-    def __init__(self, gpus: Mesh, each: list[Any], library: CudaLibrary, limit: float = TIMEOUT_SECONDS) -> None:
-        self.gpus, self.each, self.library, self.problem = gpus, each, library, ""
+    def __init__(
+        self, gpus: Mesh, each: list[Any], nccl: Nccl, library: CudaLibrary, limit: float = TIMEOUT_SECONDS
+    ) -> None:
+        self.gpus, self.each, self.nccl, self.library, self.problem = gpus, each, nccl, library, ""
         self._limit, self._lock = limit, threading.Lock()
         self._streams = [Stream(library, gpu) for gpu in gpus]
 
@@ -92,10 +95,16 @@ class Communicators:
             names = ", ".join(f"cuda:{gpu}" for gpu in self.gpus)
             self.problem = (
                 f"NCCL's exchange between {names} failed: {reason}; its results are lost, and so is this machine: "
-                "expected GPUs that nvidia-smi lists without errors, and then a new VirtualMachine"
+                "expected GPUs that nvidia-smi lists without errors, and a new VirtualMachine after this one is deleted"
             )
-        for communicator in self.each:  # at once; an abort may wait until nothing has NCCL's kernels any more
-            threading.Thread(target=_abort, args=(communicator,), name="relax_hetero abort", daemon=True).start()
+        for communicator in self.each:  # at once; the last abort waits until no graph has NCCL's kernels any more
+            threading.Thread(target=self._abort, args=(communicator,), name="relax_hetero abort", daemon=True).start()
+
+    def _abort(self, communicator: Any) -> None:
+        try:
+            self.nccl.abort(communicator)
+        except Exception:  # of NCCL
+            _log.debug("a communicator was not aborted", exc_info=True)
 
     def _failure(self, seconds: float) -> str:
         """The reason why exchanges will not end; empty if they may."""
@@ -111,13 +120,6 @@ class Communicators:
         return ""
 
 
-def _abort(communicator: Any) -> None:
-    try:
-        communicator.abort()
-    except Exception:  # of NCCL
-        _log.debug("a communicator was not aborted", exc_info=True)
-
-
 class NcclMemory:
     """Memory on which NCCL works for a function, one buffer on each GPU, and graphs of its collectives.
 
@@ -129,7 +131,6 @@ class NcclMemory:
         Collectives of the function (`nccl_layout`).
     communicators : Communicators
         NCCL's, which nothing else uses now.
-    nccl : Nccl
 
     Attributes
     ----------
@@ -147,9 +148,8 @@ class NcclMemory:
         devices: list[runtime.Device],
         collectives: Sequence[Collective],
         communicators: Communicators,
-        nccl: Nccl,
     ) -> None:
-        self._devices, self.communicators, self._nccl = devices, communicators, nccl
+        self._devices, self.communicators, self._nccl = devices, communicators, communicators.nccl
         self._library = library = communicators.library
         self._buffers = [empty((buffer_bytes(collectives),), "uint8", device) for device in devices]
         self.addresses = addresses_on(devices, self._buffers)
@@ -251,7 +251,7 @@ def _communicators_of(
             for communicator in _unused[gpus][0]:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
         limit = _limits.get(machine, TIMEOUT_SECONDS)
-        _communicators[machine, gpus] = Communicators(gpus, _unused[gpus].pop(), library, limit)
+        _communicators[machine, gpus] = Communicators(gpus, _unused[gpus].pop(), nccl, library, limit)
         for gpu in gpus:
             wait_checks[gpu] = partial(_check, gpu)
     return _communicators[machine, gpus]
@@ -291,7 +291,7 @@ def _new_memory(machine: int, gpus: list[runtime.Device], collectives: Sequence[
         raise HeteroError(f"exchanges of a mesh's GPUs need NCCL: {nccl if library else 'CUDA does not work'}")
     different_gpus(gpus)
     try:
-        return NcclMemory(gpus, collectives, _communicators_of(machine, gpus, nccl, library), nccl)
+        return NcclMemory(gpus, collectives, _communicators_of(machine, gpus, nccl, library))
     except Exception as error:
         _remove(machine, tuple(device.index for device in gpus))  # they are of no use
         if isinstance(error, HeteroError):

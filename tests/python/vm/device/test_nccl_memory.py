@@ -74,14 +74,15 @@ def fake_nccl(notes, cuda):
         notes.append(("communicators", *gpus))
         return [FakeCommunicator(gpu, notes, cuda) for gpu in gpus]
 
-    return Nccl(None, None, communicators, lambda: None, lambda: None, byte=1, float32=7, sum=0)
+    abort = FakeCommunicator.abort
+    return Nccl(None, None, communicators, abort, lambda: None, lambda: None, byte=1, float32=7, sum=0)
 
 
 def memory_of(collectives, notes, cuda, library):
     nccl = fake_nccl(notes, cuda)
     communicators = nccl.communicators([0, 1])
     notes.clear()
-    return NcclMemory(GPUS, collectives, Communicators((0, 1), communicators, library), nccl)
+    return NcclMemory(GPUS, collectives, Communicators((0, 1), communicators, nccl, library))
 
 
 def capturing(library, gpu):
