@@ -134,7 +134,7 @@ class CudaGraph:
         layout, words = self._layout, self._words
         bindings = words[layout.slow_bindings : layout.slow_bindings + layout.slots]
         values = tuple(map(int, words[layout.slow_parameters : layout.slow_parameters + layout.parameters]))
-        if self._times_kernels:
+        if self._times_kernels and self._driver is not None:
             return self._submit_timed(bindings, values)
         needs_graph = self._has_mailboxes or peer_call.uses_peers
         if needs_graph and values not in self._captured:
