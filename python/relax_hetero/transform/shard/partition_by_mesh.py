@@ -384,7 +384,7 @@ class _FunctionPartition:
                 for tensor, shape, state, earlier in zip(tensors, local.shapes, states, operands, strict=True)
             ]
             op = OpCall(local.call, described, count, results, segments, var in self._wishes.read_by_products)  # type: ignore[arg-type]
-            plan = plan_op(self._with_costs(op, var, mesh, axis))
+            plan = plan_op(self._with_costs(op, var, mesh, operands))
             operands = [(*earlier, each) for earlier, each in zip(operands, plan.operands, strict=True)]
             outputs = [(*earlier, each) for earlier, each in zip(outputs, plan.results, strict=True)]
             local.split(plan.operands, plan.local, count)
@@ -395,26 +395,37 @@ class _FunctionPartition:
             results = [each.local_shape(shape, count) for each, shape in zip(plan.results, results, strict=True)]  # type: ignore[arg-type]
         return CallPlan(operands, outputs, local.make, factor)
 
-    def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, axis: int) -> OpCall:
-        """The call with tests of what pays; splits that a reader asks for do."""
+    def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, operands: list[Shardings]) -> OpCall:
+        """The call with tests of what pays, given shardings along earlier axes.
+
+        Splits that a reader asks for pay, and so does what other functions store already.
+        """
         if self._costs is None or traits_of(op_name(op.call)).kind not in ("product", "conv") or op.count == 1:
             return op
+        axis, weight = len(operands[-1]), op.operands[-1].expr
         group = tuple(mesh.positions[number] for number in mesh.groups(axis)[0])
-        earlier = math.prod(mesh.shape[:axis])
         operand_bytes = 0.0
         for operand in op.operands:
             ty, stored = operand.expr.ty, self._weights.nbytes(operand.expr)
             extents = zip(operand.shape, shape_of(operand.expr) or (), strict=True)
             share = math.prod((known(part) or 1) / (known(whole) or 1) for part, whole in extents)
             operand_bytes += share * (nbytes_of(ty) if stored is None else stored)
-        record = partial(self._record, str(var.name))
+        record, earlier = partial(self._record, str(var.name)), math.prod(mesh.shape[:axis])
         splits = Splits(self._costs, self._readers, var, op.call, operand_bytes, group, earlier, record)
-        is_cut = self._weights.is_cut_elsewhere(op.operands[-1].expr)
         is_asked = (axis, columns_axis(op.call)) in self._wishes.asked.get(var, ())
+
+        def pays(sharding: Sharding, estimate: Callable[[], bool]) -> bool:
+            shardings = (*operands[-1], sharding)
+            is_stored = self._weights.is_stored(weight, shardings, mesh.shape[: len(shardings)])
+            if is_stored is None:
+                return estimate()
+            record("as another function stores the weight")
+            return is_stored
+
         return replace(
             op,
-            columns_pay=lambda: is_cut or is_asked or splits.columns_pay(),
-            rows_pay=lambda x: is_cut or x.expr in self._annotated_splits or splits.rows_pay(x),
+            columns_pay=lambda columns: is_asked or pays(columns, splits.columns_pay),
+            rows_pay=lambda x, rows: x.expr in self._annotated_splits or pays(rows, partial(splits.rows_pay, x)),
         )
 
     def _record(self, variable: str, reason: str) -> None:

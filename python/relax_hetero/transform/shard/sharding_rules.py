@@ -72,9 +72,9 @@ class OpCall:
     is_read_by_products : bool
         True if a split of the result's last axis serves a reader: a product, attention, or the caller.
     columns_pay : callable
-        Test of whether a split of a weight's columns, or output channels, is faster than the whole on each device.
+        Test of whether a split of a weight's columns, or output channels, is better than the whole on each device.
     rows_pay : callable
-        Test of whether a split of a weight's rows, given a split operand, is faster than a whole operand.
+        Test of whether a split of a weight's rows, given a split operand, is better than a whole operand.
     """
 
     call: relax.Call
@@ -83,8 +83,8 @@ class OpCall:
     shapes: list[list[Any]]
     segments: tuple[int, ...]
     is_read_by_products: bool
-    columns_pay: Callable[[], bool] = lambda: True
-    rows_pay: Callable[[Operand], bool] = lambda _: True
+    columns_pay: Callable[[Sharding], bool] = lambda _: True
+    rows_pay: Callable[[Operand, Sharding], bool] = lambda *_: True
 
     def first_split(self) -> tuple[int, Sharding] | None:
         """Index and sharding of the first operand that is split."""
@@ -165,7 +165,7 @@ def _matmul(op: OpCall) -> OpPlan | None:
     if (index, from_end) in ((0, -1), (1, -2)):  # along the depth
         operands = [state.moved_to(len(x.shape) - 1), state.moved_to(len(w.shape) - 2)]
         is_possible = all(each.can(sharding) for each, sharding in zip(op.operands, operands, strict=True))
-        if not is_possible or (w.sharding is None and not op.rows_pay(source)):
+        if not is_possible or (w.sharding is None and not op.rows_pay(source, operands[1])):
             return _columns(op)
         return OpPlan(operands, [PARTIAL])
     result = state.moved_to(rank + from_end)
@@ -180,7 +180,7 @@ def _columns(op: OpCall) -> OpPlan | None:
     columns = Sharding(len(w.shape) - 1, op.segments)
     if not columns.divides(w.shape, op.count) or not w.can(columns):
         return None
-    if not op.is_read_by_products or not op.columns_pay():
+    if not op.is_read_by_products or not op.columns_pay(columns):
         return None
     return OpPlan([REPLICATED, columns], [columns.moved_to(rank - 1)])
 
@@ -331,10 +331,10 @@ def _conv(op: OpCall) -> OpPlan | None:
     if state.axis == batch:
         return OpPlan([state, REPLICATED], [state.moved_to(out_layout.index("N"))])
     if groups == 1:
-        if state.axis == channel and not state.segments and w.can(inputs) and op.rows_pay(x):
+        if state.axis == channel and not state.segments and w.can(inputs) and op.rows_pay(x, inputs):
             return OpPlan([state, inputs], [PARTIAL])
         is_whole = state.axis is None and not state.is_partial
-        if is_whole and op.is_read_by_products and w.can(outputs) and op.columns_pay():
+        if is_whole and op.is_read_by_products and w.can(outputs) and op.columns_pay(outputs):
             return OpPlan([REPLICATED, outputs], [result])
         return None
     if state.axis != channel or state.segments or groups % op.count or not w.can(outputs):
