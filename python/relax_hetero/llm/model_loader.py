@@ -411,6 +411,7 @@ def _chosen_rules(
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.gguf.choose_rules import choose_rules
     from ..frontend.gguf.place_experts import read_expert_counts
+    from ..frontend.gguf.place_layers import LayerProblem
 
     names = ("batches", "chunks", "slots", "context", "page_type", "verify_rows", "masks_tokens")
     cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)
@@ -418,8 +419,8 @@ def _chosen_rules(
         memory_limits(options["memory_limit"], devices),
         read_expert_counts(options["expert_counts"], model),
     )
-    may_share = not options["count_experts"]
-    rules = choose_rules(file, model, cache, devices, CostModel.measured(devices), limits, counts, may_share)
+    problem = LayerProblem(file, model, cache, devices, CostModel.measured(devices), limits, counts)
+    rules = choose_rules(problem, may_share=not options["count_experts"])
     return rules, {**options, "memory_limit": None, "expert_counts": None}
 
 

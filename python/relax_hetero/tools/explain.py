@@ -179,6 +179,7 @@ def _plan(
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.model_plan import patterns_without_matrix, plan_model
     from ..frontend.gguf.place_experts import read_expert_counts
+    from ..frontend.gguf.place_layers import LayerProblem
     from ..frontend.language_model_files import read_language_model
     from ..llm.model_loader import BATCHES, CHUNKS, CONTEXT, default_chunks
     from ..target.make_vdevice import parse_vdevices
@@ -196,8 +197,8 @@ def _plan(
         if placement and not placing.auto and patterns_without_matrix(file, placement):
             # Refuses patterns that match nothing.
             from_gguf(file, devices, placement, chunks=CHUNKS[:1], context=cache.context, stream_experts=None)
-        costs = CostModel.measured(devices)
-        return plan_model(file, model, cache, devices, placement or {}, costs, limits, counts)
+        problem = LayerProblem(file, model, cache, devices, CostModel.measured(devices), limits, counts)
+        return plan_model(problem, placement or {})
 
 
 def _write_report(
