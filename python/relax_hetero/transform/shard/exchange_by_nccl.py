@@ -33,7 +33,6 @@ that do not reach each other's memory. Copies change where all sums of their fun
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -76,6 +75,7 @@ from ..ir.rewriting import (
     walk_bindings,
 )
 from .gpu_sums import Group
+from .sharding import known
 
 
 def exchange_by_nccl(mod: tvm.IRModule, strategy: str = NCCL) -> tvm.IRModule:
@@ -258,17 +258,17 @@ class _Rewriter:
         """Transfers between GPUs of the same mesh, each with later ones whose operands are computed before."""
         found: dict[int, tuple[Group, Transfer]] = {}
         for index, binding in enumerate(block.bindings):
-            value, shape = binding.value, shape_of(binding.var) if op_name(binding.value) == TRANSFER else None
-            if shape is None or not isinstance(value.args[0], relax.Var) or not all(map(_is_static, shape)):
+            value, shape = binding.value, shape_of(binding.var)
+            if op_name(value) != TRANSFER or not isinstance(value.args[0], relax.Var) or shape is None:
                 continue
-            source = getattr(value.args[0].ty, "vdevice", None)
-            if source is None or int(math.prod(map(int, shape))) == 0:
+            extents, source = [known(extent) or 0 for extent in shape], value.args[0].ty.vdevice
+            if source is None or 0 in extents:
                 continue
             ends = [vdevice_index(vdevice, self.vdevices) for vdevice in (source, value.attrs.dst_vdevice)]
             mesh = next((mesh for mesh in meshes if ends[0] != ends[1] and set(ends) <= set(mesh)), None)
             if mesh is not None:
                 ranks = mesh.index(ends[0]), mesh.index(ends[1])
-                found[index] = mesh, Transfer(*ranks, tuple(map(int, shape)), str(binding.var.ty.dtype))
+                found[index] = mesh, Transfer(*ranks, tuple(extents), str(binding.var.ty.dtype))
         groups: list[_Transfers] = []
         while found:
             first, (mesh, _) = next(iter(found.items()))
@@ -422,7 +422,3 @@ class _BlockWriter:
 def _form(tensor: relax.Expr) -> Form:
     """Shape and type of a tensor."""
     return tuple(int(extent) for extent in shape_of(tensor) or ()), str(tensor.ty.dtype)
-
-
-def _is_static(extent: object) -> bool:
-    return isinstance(extent, (int, tirx.IntImm))

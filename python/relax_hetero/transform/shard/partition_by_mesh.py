@@ -56,9 +56,18 @@ from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.remarks import with_remarks
-from ..ir.rewriting import copy_module, is_tensor_constant, op_name, relax_functions, typed, walk_bindings
+from ..ir.rewriting import (
+    copy_module,
+    is_tensor_constant,
+    op_name,
+    relax_functions,
+    tensor_types,
+    typed,
+    vdevice_in,
+    walk_bindings,
+)
 from .exchanges import Exchanges, MeshValue, whole_on
-from .inlining import has_mesh, vdevice_in, with_inlined_calls
+from .inlining import has_mesh, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
@@ -209,7 +218,7 @@ class _FunctionPartition:
             home = Mesh.of_device(mesh.positions[0])
             local = relax.Var(name, on_device(param.ty, self._vdevices[home.positions[0]]))
             self._params[param] = [local]
-            self._values[param] = MeshValue(home, [whole_on(home)] * _tensors(param.ty), [local])
+            self._values[param] = MeshValue(home, [whole_on(home) for _ in tensor_types(param.ty)], [local])
             return
         names = self._split_names[name]
         shape = shape_of(param)
@@ -373,7 +382,7 @@ class _FunctionPartition:
         local = LocalCall(call, leaves, self._rebuilt, self._bindings.normalized)
         whole = whole_on(mesh)
         if len(mesh) == 1 or any(shape is None for shape in (*shapes, *results)):
-            return CallPlan([whole] * len(tensors), [whole] * max(_tensors(call.ty), 1), local.make)
+            return CallPlan([whole] * len(tensors), [whole] * max(len(list(tensor_types(call.ty))), 1), local.make)
         states = [self._shardings_of(tensor, mesh) for tensor in tensors]
         operands: list[Shardings] = [()] * len(tensors)
         outputs: list[Shardings] = [()] * len(results)
@@ -665,10 +674,6 @@ def _with_var(binding: relax.Binding, names: dict[relax.Var, relax.Var]) -> rela
     if isinstance(binding, relax.MatchCast):
         return relax.MatchCast(names[binding.var], binding.value, binding.ty)
     return relax.VarBinding(names[binding.var], binding.value)
-
-
-def _tensors(ty: tvm.ir.Type) -> int:
-    return sum(map(_tensors, ty.fields)) if isinstance(ty, tvm.ir.TupleType) else int(isinstance(ty, relax.TensorType))
 
 
 def _replaced(expr: relax.Expr, names: dict[relax.Var, relax.Var]) -> relax.Expr:
