@@ -12,11 +12,12 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from free_exchanges import FreeExchanges
 from modules import calls_of, ir_module, ops_of
 from relax_hetero import providers
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
+from transform.shard.test_gpu_sums import GPUS
 
-GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
 CORES = ({"kind": "llvm", "num-cores": 1}, ({"kind": "llvm", "num-cores": 1}, 1))
 
 
@@ -167,17 +168,11 @@ def test_functions_follow_the_splits_of_those_with_more_work(rows):
     assert parts == [(384, 192), (384, 192), (192, 384), (192, 384)] * 2
 
 
-class SlowLink:
-    """Costs of devices that take a millisecond for any product, with a link that is slow for large values."""
-
-    def __init__(self, _vdevices):
-        pass
-
-    def product_seconds(self, _flops, _nbytes, _dtype, _device):
-        return 1e-3
+class SlowLink(FreeExchanges):
+    """Costs of a mesh with a link that is slow for large values."""
 
     def transfer_seconds(self, size, _source, _destination):
-        return 1e-8 * size
+        return 1e-5 * size
 
 
 def short_and_long(build):
