@@ -250,7 +250,7 @@ class Peers:
         poll.register(descriptor, select.POLLOUT | events)
         ready = poll.poll()
         if self._receives_while_sending:
-            self._take([(each, found) for each, found in ready if found & ~select.POLLOUT])
+            self._take([(each, event) for each, event in ready if event & ~select.POLLOUT])
 
 
 class Listener:

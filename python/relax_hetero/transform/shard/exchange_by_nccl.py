@@ -256,7 +256,7 @@ class _Rewriter:
 
     def _exchanges(self, block: Block, meshes: Sequence[Group]) -> list[_Transfers]:
         """Transfers between GPUs of the same mesh, each with later ones whose operands are computed before."""
-        found: dict[int, tuple[Group, Transfer]] = {}
+        pending: dict[int, tuple[Group, Transfer]] = {}
         for index, binding in enumerate(block.bindings):
             value, shape = binding.value, shape_of(binding.var)
             if op_name(value) != TRANSFER or not isinstance(value.args[0], relax.Var) or shape is None:
@@ -268,16 +268,16 @@ class _Rewriter:
             mesh = next((mesh for mesh in meshes if ends[0] != ends[1] and set(ends) <= set(mesh)), None)
             if mesh is not None:
                 ranks = mesh.index(ends[0]), mesh.index(ends[1])
-                found[index] = mesh, Transfer(*ranks, tuple(extents), str(binding.var.ty.dtype))
+                pending[index] = mesh, Transfer(*ranks, tuple(extents), str(binding.var.ty.dtype))
         groups: list[_Transfers] = []
-        while found:
-            first, (mesh, _) = next(iter(found.items()))
+        while pending:
+            first, (mesh, _) = next(iter(pending.items()))
             members = [
                 index
-                for index, (other, _) in found.items()
+                for index, (other, _) in pending.items()
                 if other == mesh and block.positions.get(block.bindings[index].value.args[0], -1) < first
             ]
-            sent = tuple(found.pop(index)[1] for index in members)
+            sent = tuple(pending.pop(index)[1] for index in members)
             if {each.source for each in sent} == {each.target for each in sent}:
                 groups.append(_Transfers(mesh, members, Exchange(len(mesh), sent)))
         return groups

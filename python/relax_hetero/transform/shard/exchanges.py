@@ -310,16 +310,16 @@ class Exchanges:
     def lowered(self, results: set[relax.Var]) -> list[relax.Binding]:
         """All bindings that results need, with exchanges in place of sums."""
         bindings = self._bindings
-        used, kept = set(results), []
+        used, needed = set(results), []
         for item in reversed(bindings.items):
             if isinstance(item, Sum):
                 if any(result in used for result in item.results):
                     used.update(var for part in item.parts for var in used_vars(part))
-                    kept.append(item)
+                    needed.append(item)
             elif item.var in used or not _is_droppable(item):
                 used.update(used_vars(item.value))
-                kept.append(item)
-        order = kept[::-1]
+                needed.append(item)
+        order = needed[::-1]
         by_kernels = [item for item in order if isinstance(item, Sum) and self._has_kernel(item, used)]
         bindings.restart()
         sums = GpuSums(bindings, order, by_kernels, results)

@@ -71,7 +71,7 @@ from .inlining import has_mesh, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
-from .sharding import PARTIAL, Sharding, Shardings, divide, known, local_shape
+from .sharding import PARTIAL, Sharding, Shardings, divide, extended, known, local_shape
 from .sharding_costs import Readers, ShardingCosts, Splits, elements_of, nbytes_of, readers_of
 from .sharding_rules import (
     REDUCTIONS,
@@ -387,15 +387,12 @@ class _FunctionPartition:
         operands: list[Shardings] = [()] * len(tensors)
         outputs: list[Shardings] = [()] * len(results)
         segments, factor = self._wishes.segments.get(var, ()), 1.0
-        for axis, count in enumerate(mesh.shape):
-            described = [
-                Operand(tensor, shape, None if state is None else state[axis], self._can(tensor, mesh, earlier))
-                for tensor, shape, state, earlier in zip(tensors, local.shapes, states, operands, strict=True)
-            ]
+        for count in mesh.shape:
+            described = self._described(tensors, local.shapes, states, operands, mesh)
             op = OpCall(local.call, described, count, results, segments, var in self._wishes.read_by_products)  # type: ignore[arg-type]
             plan = plan_op(self._with_costs(op, var, mesh, operands))
-            operands = [(*earlier, each) for earlier, each in zip(operands, plan.operands, strict=True)]
-            outputs = [(*earlier, each) for earlier, each in zip(outputs, plan.results, strict=True)]
+            operands = extended(operands, plan.operands)
+            outputs = extended(outputs, plan.results)
             local.split(plan.operands, plan.local, count)
             factor *= plan.factor
             if plan.results[0].is_split and segments:
@@ -403,6 +400,20 @@ class _FunctionPartition:
                 segments = tuple(size // count for size in segments) if is_same else ()
             results = [each.local_shape(shape, count) for each, shape in zip(plan.results, results, strict=True)]  # type: ignore[arg-type]
         return CallPlan(operands, outputs, local.make, factor)
+
+    def _described(
+        self,
+        tensors: Sequence[relax.Expr],
+        shapes: Sequence[list[Any]],
+        states: Sequence[Shardings | None],
+        earlier: Sequence[Shardings],
+        mesh: Mesh,
+    ) -> list[Operand]:
+        """Operands of a call as rules see them, given their shapes and shardings along earlier axes of the mesh."""
+        return [
+            Operand(tensor, shape, None if state is None else state[len(own)], self._can(tensor, mesh, own))
+            for tensor, shape, state, own in zip(tensors, shapes, states, earlier, strict=True)
+        ]
 
     def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, operands: list[Shardings]) -> OpCall:
         """The call with tests of what pays, given shardings along earlier axes.
@@ -513,15 +524,12 @@ class _FunctionPartition:
         extents = _extents(call.ty) or []
         for axis, count in enumerate(mesh.shape):
             if axis in summed:
-                operands = [(*earlier, state[axis]) for earlier, state in zip(operands, states, strict=True)]
+                operands = extended(operands, [state[axis] for state in states])
                 result = (*result, PARTIAL)
                 continue
-            described = [
-                Operand(tensor, shape, None if state is None else state[axis], self._can(tensor, mesh, earlier))
-                for tensor, shape, state, earlier in zip(tensors, shapes, given, operands, strict=True)
-            ]
+            described = self._described(tensors, shapes, given, operands, mesh)
             plan = plan_op(OpCall(call, described, count, [extents], (), False))
-            operands = [(*earlier, each) for earlier, each in zip(operands, plan.operands, strict=True)]
+            operands = extended(operands, plan.operands)
             result = (*result, plan.results[0])
             shapes = [each.local_shape(shape, count) for each, shape in zip(plan.operands, shapes, strict=True)]
             extents = plan.results[0].local_shape(extents, count)

@@ -152,10 +152,10 @@ def _matmul(op: OpCall) -> OpPlan | None:
     rank = len(op.shapes[0])
     if len(x.shape) < 2 or len(w.shape) < 2:
         return None
-    found = op.first_split()
-    if found is None:
+    split = op.first_split()
+    if split is None:
         return _columns(op)
-    index, state = found
+    index, state = split
     source = op.operands[index]
     from_end = state.axis - len(source.shape)  # type: ignore[operator]
     if from_end < -2:  # a batch
@@ -282,20 +282,20 @@ def _pad(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
 
 
 def _gather_elements(op: OpCall) -> OpPlan | None:
-    found = op.first_split()
-    if found is None or found[1].axis in _axes(op.call.attrs.axis, len(op.shapes[0])):
+    split = op.first_split()
+    if split is None or split[1].axis in _axes(op.call.attrs.axis, len(op.shapes[0])):
         return None
-    axis = found[1].axis
+    axis = split[1].axis
     extents = [known(operand.shape[axis]) for operand in op.operands]  # type: ignore[index]
-    return OpPlan([found[1]] * 2, [found[1]]) if extents[0] == extents[1] else None
+    return OpPlan([split[1]] * 2, [split[1]]) if extents[0] == extents[1] else None
 
 
 def _attention(op: OpCall) -> OpPlan | None:
     """Attention of whole batches, and of no others: heads may share keys."""
-    found = op.first_split()
-    if found is None or found[1].axis != 0 or any(len(operand.shape) != 4 for operand in op.operands):
+    split = op.first_split()
+    if split is None or split[1].axis != 0 or any(len(operand.shape) != 4 for operand in op.operands):
         return None
-    return OpPlan([_aligned(found[1], operand.shape, 4) for operand in op.operands], [found[1]])
+    return OpPlan([_aligned(split[1], operand.shape, 4) for operand in op.operands], [split[1]])
 
 
 @_of_split
@@ -396,10 +396,10 @@ def _take(op: OpCall) -> OpPlan | None:
 
 
 def _concat(op: OpCall) -> OpPlan | None:
-    found = op.first_split()
-    if found is None:
+    split = op.first_split()
+    if split is None:
         return None
-    state, rank = found[1], len(op.shapes[0])
+    state, rank = split[1], len(op.shapes[0])
     axis = int(op.call.attrs.axis or 0) % rank
     if state.axis != axis:
         return OpPlan([state] * len(op.operands), [state])
@@ -443,20 +443,20 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
     if len(axes) != 1 or strides != [1] or not state.segments:
         return None
     (begin,), (end,) = numbers[1] or (0,), numbers[2] or (0,)
-    at, kept = 0, []
+    at, segments = 0, list[int]()
     for size in state.segments:
         if begin <= at and at + size <= end:
-            kept.append(size)
+            segments.append(size)
         elif at < end and begin < at + size:
             return None
         at += size
-    if sum(kept) != end - begin:
+    if sum(segments) != end - begin:
         return None
 
     def of_segments(args: Sequence[relax.Expr], count: int) -> relax.Expr:
         return relax.op.strided_slice(args[0], [state.axis], [begin // count], [end // count])
 
-    return OpPlan([state], [Sharding(state.axis, tuple(kept) if len(kept) > 1 else ())], of_segments)
+    return OpPlan([state], [Sharding(state.axis, tuple(segments) if len(segments) > 1 else ())], of_segments)
 
 
 def columns_axis(call: relax.Call) -> int:

@@ -17,7 +17,7 @@ from ..ir.blocks import shape_of
 from ..ir.rewriting import is_tensor_constant
 from .local_bindings import LocalBindings, numbered
 from .local_calls import CallPlan, LocalCall
-from .sharding import REPLICATED, Sharding, Shardings, divide
+from .sharding import REPLICATED, Sharding, Shardings, divide, extended
 from .sharding_rules import Local, weight_operands
 
 Cuts: TypeAlias = "dict[relax.Expr, dict[tuple[tuple[Sharding, int, int], ...], relax.Expr]]"
@@ -86,15 +86,12 @@ class Weights:
             return [(value, shardings)] if divide(shardings, shape_of(value) or [], counts) else None
         if isinstance(value, relax.Var):
             return self._needed(value, shardings, counts)
-        plan, found = self._plan(value, shardings, counts), []
+        plan = self._plan(value, shardings, counts)
         if plan is None:
             return None
-        for tensor, each in zip(filter(_is_tensor, value.args), plan.operands, strict=True):
-            needed = self._needed(tensor, each, counts)
-            if needed is None:
-                return None
-            found += needed
-        return found
+        operands = zip(filter(_is_tensor, value.args), plan.operands, strict=True)
+        needed = [self._needed(tensor, each, counts) for tensor, each in operands]
+        return None if None in needed else [pair for pairs in needed for pair in pairs or ()]
 
     def parts(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
         """The part of each device of a mesh."""
@@ -125,13 +122,13 @@ class Weights:
         local = LocalCall(call, tensors, _rebuilt, self._bindings.normalized)
         operands: list[Shardings] = [()] * len(tensors)
         for sharding, count in zip(shardings, counts, strict=True):
-            found: tuple[list[Sharding], Local | None] | None = [REPLICATED] * len(tensors), None
+            along: tuple[list[Sharding], Local | None] | None = [REPLICATED] * len(tensors), None
             if sharding.is_split:
-                found = weight_operands(local.call, local.shapes, sharding, count)
-            if found is None:
+                along = weight_operands(local.call, local.shapes, sharding, count)
+            if along is None:
                 return None
-            operands = [(*earlier, each) for earlier, each in zip(operands, found[0], strict=True)]
-            local.split(*found, count)
+            operands = extended(operands, along[0])
+            local.split(*along, count)
         return CallPlan(operands, [shardings], local.make)
 
     def _cut(self, constant: relax.Expr, mesh: Mesh, shardings: Shardings, number: int) -> relax.Expr:
