@@ -118,7 +118,7 @@ def _allowed(logits: relax.Var, masks: relax.Var, emit: Callable[[relax.Expr, st
     shifted = emit(relax.op.right_shift(mask, relax.const(np.arange(MASK_BITS, dtype=np.int32))), "shifted")
     bits = emit(relax.op.bitwise_and(shifted, relax.const(1, "int32")), "bits")
     is_allowed = emit(relax.op.astype(bits, "bool"), "is_allowed")
-    allowed = emit(relax.op.where(is_allowed, by_word, relax.const(-np.inf, "float32")), "allowed")
+    allowed = emit(relax.op.where(is_allowed, by_word, relax.const(-math.inf, "float32")), "allowed")
     return emit(relax.op.reshape(allowed, [rows, words * MASK_BITS]), "masked")
 
 

@@ -136,12 +136,14 @@ class Weights:
         along = zip(shardings, mesh.coordinates(number), mesh.shape, strict=True)
         cuts = tuple((sharding, index, count) for sharding, index, count in along if sharding.is_split)
         parts = self._cuts.setdefault(constant, {}) if len(mesh) > 1 else {}
-        if cuts not in parts:
+        if not cuts:
+            parts[cuts] = constant
+        elif cuts not in parts:
             part = host_array(constant.value)
             for sharding, index, count in cuts:
                 part = sharding.part(part, index, count)
             ty = relax.TensorType(list(part.shape), constant.ty.dtype)
-            parts[cuts] = tvm.ir.GenericConst(share_or_copy(part), ty) if cuts else constant
+            parts[cuts] = tvm.ir.GenericConst(share_or_copy(part), ty)
         return parts[cuts]
 
 
