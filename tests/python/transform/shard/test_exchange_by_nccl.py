@@ -355,7 +355,9 @@ def _copies(monkeypatch):
 
 
 @pytest.mark.usefixtures("_copies")
-@pytest.mark.parametrize("seed", [12, 43, 46, 58, 66, 79, 81, 93])  # those among the first hundred that have exchanges and sums
+@pytest.mark.parametrize(
+    "seed", [12, 43, 46, 58, 66, 79, 81, 93]
+)  # those among the first hundred that have exchanges and sums
 def test_gpus_have_the_same_collectives_in_the_same_order(seed):
     before = partition_by_mesh(RandomGraph(np.random.default_rng(seed), (2,), 12, GPUS[0]).module())
     after = exchange_by_nccl(before)
