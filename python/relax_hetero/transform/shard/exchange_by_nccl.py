@@ -52,7 +52,6 @@ from ...tir.cuda.nccl_kernels import (
     EXCHANGE,
     NCCL_SUM,
     Exchange,
-    Form,
     Transfer,
     finish_kernel,
     receive_kernel,
@@ -60,7 +59,7 @@ from ...tir.cuda.nccl_kernels import (
     stage_kernel,
 )
 from ...vm.device.cuda_copies import can_access_peer
-from ..ir.blocks import Block, rewrite_function, shape_of
+from ..ir.blocks import Block, rewrite_function, shape_of, static_form
 from ..ir.declare import declare_pass
 from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.module_attrs import COMMANDS
@@ -388,7 +387,7 @@ class _BlockWriter:
         # Kernels that stay are in the order that they were given.
         after = after if self._stays else self._after(device, x)
         residual = [rest.pop(0)] if own.reduce.has_residual else []
-        name, form, bases = f"{own.rank}_of_{own.reduce.ranks}", _form(after), self._addresses(mesh, device)
+        name, form, bases = f"{own.rank}_of_{own.reduce.ranks}", static_form(after), self._addresses(mesh, device)
         make = self._rewriter.kernel
         stage = make(f"stage_{name}", stage_kernel, own, form)
         finish = make(f"all_reduce_nccl_{name}", finish_kernel, own, number, mesh)
@@ -405,7 +404,7 @@ class _BlockWriter:
         for rank in involved:
             device, operands = mesh[rank], [b.value.args[0] for each, b in ends if each.source == rank]
             bases, after = self._addresses(mesh, device), self._after(device, operands[0])
-            send = make(f"send_{rank}_of_{exchange.ranks}", send_kernel, exchange, rank, _form(after))
+            send = make(f"send_{rank}_of_{exchange.ranks}", send_kernel, exchange, rank, static_form(after))
             self._last[device] = self._call(self._token("sent_token", bases), send, [*operands, bases, after])
         for rank in involved:
             device, received = mesh[rank], [b.var for each, b in ends if each.target == rank]
@@ -417,8 +416,3 @@ class _BlockWriter:
             self._last[device] = self._call(var, receive, [bases, self._last[device]])
             for field, each in enumerate(received if len(received) > 1 else ()):
                 self._bindings.append(relax.VarBinding(each, relax.TupleGetItem(var, field)))
-
-
-def _form(tensor: relax.Expr) -> Form:
-    """Shape and type of a tensor."""
-    return tuple(int(extent) for extent in shape_of(tensor) or ()), str(tensor.ty.dtype)
