@@ -215,10 +215,14 @@ class CompiledDecodeStep:
         Calls of the step, for consecutive sequences.
     mask : callable, optional
         Function ``masked_tokens`` of the model.
+    mask_parts : int
+        Number of parts in which it takes the masks.
     """
 
-    def __init__(self, calls: Sequence[DecodeCall], mask: Callable[..., runtime.Tensor] | None = None) -> None:
-        self.calls, self._mask = calls, mask
+    def __init__(
+        self, calls: Sequence[DecodeCall], mask: Callable[..., runtime.Tensor] | None = None, mask_parts: int = 1
+    ) -> None:
+        self.calls, self._mask, self._mask_parts = calls, mask, mask_parts
         self._copies = [begin_copy_to_host(call.tokens[0]) for call in calls]
 
     def tokens(self) -> list[int]:
@@ -249,7 +253,8 @@ class CompiledDecodeStep:
         for call in self.calls:
             rows = np.full((int(call.logits[0].shape[0]), masks.shape[1]), -1, np.int32)
             rows[: call.sequences] = masks[begin : begin + call.sequences]
-            arrays.append(begin_copy_to_host(self._mask(*call.logits, rows))())
+            parts = map(np.ascontiguousarray, np.split(rows, self._mask_parts, axis=1))
+            arrays.append(begin_copy_to_host(self._mask(*call.logits, *parts))())
             begin += call.sequences
         return self._checked(arrays)
 
@@ -367,7 +372,9 @@ class CompiledModel:
         self._shares_steps = all(map(is_host, self.machine.devices))
         # Placement rules may match the product of the logits, but not their masks: then it takes whole logits.
         mask_inputs = executable.signature(MASKED_TOKENS).inputs if MASKED_TOKENS in names else []
-        self.masks_tokens = len(mask_inputs) == self._logit_parts + 1
+        mask_names = [_plain_name(spec.name) for spec in mask_inputs if isinstance(spec, TensorSpec)]
+        self.masks_tokens = bool(mask_names) and mask_names.count("logits") == self._logit_parts
+        self._mask_parts = mask_names.count("masks")
         self._mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
 
     @property
@@ -525,7 +532,7 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
-        return CompiledDecodeStep(self._decode(slots, tokens), self._mask)
+        return CompiledDecodeStep(self._decode(slots, tokens), self._mask, self._mask_parts)
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
