@@ -190,11 +190,11 @@ class CudaBackend(GpuBackend):
 
         return copy_on_current_stream(source, target, wait)
 
-    def small_copies(self, target: runtime.Tensor, from_host: bool) -> Callable[[int, int], None] | None:
-        """Copies on the current stream, of at most `vm.device.cuda_copies.SENT_BYTES`."""
-        from ..vm.device.cuda_copies import small_copies
+    def copies_within(self, target: runtime.Tensor) -> Callable[[int, int], None] | None:
+        """Copies on the current stream."""
+        from ..vm.device.cuda_copies import copies_within
 
-        return small_copies(target, from_host)
+        return copies_within(target)
 
     def stream(self, source: runtime.Tensor, target: runtime.Tensor, age: int) -> bool:
         """Copy through pinned memory, while work that was launched before may still run."""

@@ -335,20 +335,10 @@ class Backend:
         """Copy between contiguous tensors as `vm.device.tensors.copy_into` does; False to let TVM copy."""
         return False
 
-    def small_copies(self, target: runtime.Tensor, from_host: bool) -> Callable[[int, int], None] | None:
-        """Function that copies small memory to `target` without waiting, with little work of the host.
+    def copies_within(self, target: runtime.Tensor) -> Callable[[int, int], None] | None:
+        """Function of the address and bytes of memory on the device of a tensor, which it copies there without waiting.
 
-        Parameters
-        ----------
-        target : runtime.Tensor
-            Contiguous tensor on a device of this back end, kept alive by the caller.
-        from_host : bool
-            Whether sources are in pageable memory of the host; else on the target's device.
-
-        Returns
-        -------
-        callable or None
-            Function of the address and bytes of a source; None if there is only `copy`.
+        It does little work of the host, and the caller keeps the tensor alive. None if there is only `copy`.
         """
         return None
 

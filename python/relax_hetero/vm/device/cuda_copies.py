@@ -100,18 +100,17 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
     return True
 
 
-def small_copies(target: runtime.Tensor, from_host: bool) -> Callable[[int, int], None] | None:
-    """`Backend.small_copies` of CUDA; None if it does not work."""
+def copies_within(target: runtime.Tensor) -> Callable[[int, int], None] | None:
+    """`Backend.copies_within` of CUDA; None if it does not work."""
     library = cuda_library()
     if library is None:
         return None
-    device, address = target.device, target.data_ptr()
-    gpu, name = device.index, "cuMemcpyHtoDAsync_v2" if from_host else "cuMemcpyDtoDAsync_v2"
-    use, quick, stream_of = library.use, library.quick, tvm_ffi.get_raw_stream
+    device, address, use, quick = target.device, target.data_ptr(), library.use, library.quick
+    gpu, stream_of = device.index, tvm_ffi.get_raw_stream
 
     def copy(source: int, nbytes: int) -> None:
         use(gpu)
-        quick(name, address, source, nbytes, int(stream_of(device)))
+        quick("cuMemcpyDtoDAsync_v2", address, source, nbytes, int(stream_of(device)))
 
     return copy
 

@@ -18,7 +18,7 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact.metadata import CPU
-from ...target.backend import backend_of_device, backend_of_type
+from ...target.backend import backend_of_type
 from ...target.element_types import bits_of, numpy_dtype
 from .cuda_library import CUDA_HOST
 
@@ -227,17 +227,6 @@ def copy_into(source: runtime.Tensor, target: runtime.Tensor, wait: bool = True)
         from_device.sync()
     elif to_type != CPU:
         to_device.sync()
-
-
-def small_copy(source: runtime.Tensor, target: runtime.Tensor) -> Callable[[], None]:
-    """A function that copies small tensors as ``copy_into(source, target, wait=False)`` does, as often as it is called.
-
-    The source is on the host, in pageable memory, or on the target's device.
-    """
-    copy = backend_of_device(target.device).small_copies(target, is_host(source.device))
-    if copy is None:
-        return functools.partial(copy_into, source, target, wait=False)
-    return functools.partial(copy, source.data_ptr(), nbytes_of(source))
 
 
 def _on_plain_device(tensor: runtime.Tensor) -> runtime.Tensor:
