@@ -48,9 +48,10 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, flags_offset, state_offset
-from ...encoding.problem import SentTiles
+from ...encoding.problem import SentSum
 from ...target.gpu_target import WARP
-from ..core.builder import Function
+from ..core.builder import Function, int64
+from .core.launch import LATE_WAIT
 from .loops.launch import launch
 
 ALL_REDUCE = "relax_hetero.all_reduce"
@@ -61,7 +62,7 @@ _MAX_THREADS = 1024
 _LONG_BLOCKS = 128
 _TIMEOUT_SECONDS = 60
 
-LL_BYTES = 512 << 10
+LAMPORT_BYTES = 512 << 10
 """Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
 
 _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
@@ -70,9 +71,10 @@ _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
 _SHORTEST_SECONDS = 2.5e-6
 """Time of the shortest all-reduce in a graph (`apps/bench/collectives.py`, two H200s)."""
 
-_MAX_LL_PAIRS = 8
 _MAX_VECTORS = 4
-"""Maximum registers of a thread for a row, in pairs (short operands) and fours (long ones) of numbers."""
+"""Maximum registers of a thread for a row, in fours of numbers."""
+_SHORT_VECTORS = 2
+"""Fours of numbers of a thread for a row of a short operand, if it has enough threads."""
 
 SENT_TILE = (128, 256)
 """Rows and columns of the tiles that a product's kernel sends."""
@@ -80,7 +82,7 @@ _SENT_ROWS = 32
 """Rows of a tile that a warp sends at a time, with a flag."""
 _SENT_BYTES = 16 << 10
 """Bytes of a slot for the flags of sent tiles."""
-_OPERANDS = 2 * LL_BYTES + _SENT_BYTES
+_OPERANDS = LAMPORT_BYTES + _SENT_BYTES
 """Offset of long operands in a slot, after the lines of short ones and flags."""
 
 SOURCE = (
@@ -118,14 +120,15 @@ template <int RANK, int RANKS> struct rh_Exchange {
   __device__ __forceinline__ unsigned epoch() const {
     return *(const volatile unsigned*)((char*)bases[RANK] + state + 4 * (1 + number)) + 1;
   }
-  // The same; the kernel also ends the epoch of the slot before, which it does not read.
-  __device__ __forceinline__ unsigned begin_epoch() const {
+  // The slot of the kernel before, plus one; this kernel, which does not read its epoch, ends it.
+  __device__ __forceinline__ unsigned last_slot() const {
+    return *(const volatile unsigned*)((char*)bases[RANK] + state);
+  }
+  __device__ __forceinline__ void end_epoch(unsigned last) const {
     unsigned* words = (unsigned*)((char*)bases[RANK] + state);
-    if (blockIdx.x == 0 && threadIdx.x == 0) {
-      if (words[0]) words[words[0]] += 1;
-      words[0] = number + 1;
-    }
-    return epoch();
+    if (blockIdx.x || threadIdx.x) return;
+    if (last) atomicAdd(words + last, 1u);
+    words[0] = number + 1;
   }
   __device__ __forceinline__ unsigned* flag(int owner, int sender) const {
     return (unsigned*)((char*)bases[owner] + flags) + sender * RH_FLAG_BLOCKS + blockIdx.x;
@@ -184,9 +187,6 @@ template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long lo
   if (HALF) ((uint2*)out)[i] = make_uint2(rh_to_half(v.x, v.y), rh_to_half(v.z, v.w));
   else ((float4*)out)[i] = v;
 }
-template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float2 v) {
-  if (HALF) ((unsigned*)out)[i] = rh_to_half(v.x, v.y); else ((float2*)out)[i] = v;
-}
 template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from, long long i) {
   if (!HALF) return __ldcg((const float4*)from + i);
   uint2 h = __ldcg((const uint2*)from + i);
@@ -218,88 +218,136 @@ template <bool MAX> __device__ __forceinline__ float rh_reduce(float value, int 
 #define RH_RMS_NORM 1
 #define RH_LAYER_NORM 2
 
-// Short operands. A line has eight bytes and, twice, the epoch.
-template <int PAIRS, int RANK, int RANKS, int NORM, bool HALF, bool SUM>
-__device__ __forceinline__ void rh_all_reduce_short(
-    const float* x, const float*, const float* weight, const float* bias, void* out, float* sum, const void* bases,
-    long long data, long long slot_bytes, long long flags, long long state, int number, int pairs, int row, float eps) {
-  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
-  unsigned now = ex.begin_epoch();
-  for (int begin = blockIdx.x * row; begin < pairs; begin += gridDim.x * row) {
-    int end = min(begin + row, pairs);
-    for (int i = begin + threadIdx.x; i < end; i += blockDim.x) {
-      uint2 v = ((const uint2*)x)[i];
-      for (int step = 1; step < RANKS; ++step) {
-        char* to = ex.slot(ex.peer(step), RANK) + 16ll * i;
-        asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %2};" :: "l"(to), "r"(v.x), "r"(now), "r"(v.y));
+// The numbers of a row that a thread has, 0 beyond the row, and those of a residual.
+template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ void rh_load_row(
+    const void* x, const void* residual, float4* total, int first, int end) {
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) {
+    int i = first + threadIdx.x % THREADS + u * THREADS;
+    total[u] = i < end ? __ldcg((const float4*)x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (RESIDUAL && i < end) total[u] = rh_add(total[u], ((const float4*)residual)[i]);
+  }
+}
+template <int VECTORS, int THREADS, bool HALF> __device__ __forceinline__ void rh_store_row(
+    void* out, const float4* v, int first, int end) {
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) {
+    int i = first + threadIdx.x % THREADS + u * THREADS;
+    if (i < end) rh_store<HALF>(out, i, v[u]);
+  }
+}
+// The norm of a row, in place; `weight` and `bias` are the numbers of the same columns.
+template <int VECTORS, int THREADS, int NORM> __device__ __forceinline__ void rh_norm(
+    float4* v, const float4* weight, const float4* bias, int row, float eps) {
+  float mean = 0.0f, squares = 0.0f;
+  if (NORM == RH_LAYER_NORM) {
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) mean += v[u].x + v[u].y + v[u].z + v[u].w;  // 0 beyond the row
+    mean = rh_reduce<false>(mean, THREADS) / (4 * row);
+  }
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) {
+    if (threadIdx.x % THREADS + u * THREADS >= row) continue;
+    v[u] = rh_add(v[u], make_float4(-mean, -mean, -mean, -mean));
+    squares += v[u].x * v[u].x + v[u].y * v[u].y + v[u].z * v[u].z + v[u].w * v[u].w;
+  }
+  float inverse = rsqrtf(rh_reduce<false>(squares, THREADS) / (4 * row) + eps);
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) {
+    v[u] = rh_scale(v[u], inverse);
+    v[u] = make_float4(v[u].x * weight[u].x, v[u].y * weight[u].y, v[u].z * weight[u].z, v[u].w * weight[u].w);
+    if (NORM == RH_LAYER_NORM) v[u] = rh_add(v[u], bias[u]);
+  }
+}
+
+// Short operands: -0.0 is sent for +0.0, which says that a word is not there yet.
+__device__ __forceinline__ unsigned rh_word(float value) {
+  unsigned bits = __float_as_uint(value);
+  return bits ? bits : 0x80000000u;
+}
+__device__ __forceinline__ void rh_store_words(long long slot, int i, unsigned x, unsigned y, unsigned z, unsigned w) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
+               :: "l"(slot + 16ll * i), "r"(x), "r"(y), "r"(z), "r"(w));
+}
+__device__ __forceinline__ void rh_send_words(long long slot, int i, float x, float y, float z, float w) {
+  rh_store_words(slot, i, rh_word(x), rh_word(y), rh_word(z), rh_word(w));
+}
+// Sum of a row in the order of the GPUs, and its norm. It clears the words that it reads. SENT: products have also sent
+// to this GPU itself, else it adds `x`.
+template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool SENT>
+__device__ __forceinline__ void rh_receive_row(
+    const void* x, const void* weight, const void* bias, const void* bases, float4* total, float4* result,
+    long long data, long long slot_bytes, long long state, int number, int vectors, int row, int first, float eps) {
+  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
+  constexpr int TOGETHER = VECTORS * RANKS <= 8 ? RANKS : 1;  // GPUs whose words are in flight together
+  int end = min(first + row, vectors);
+  unsigned last = ex.last_slot();
+  float4 own[VECTORS], scale[VECTORS], shift[VECTORS];
+  if (!SENT) rh_load_row<VECTORS, THREADS, false>(x, x, own, first, end);
+  if (NORM) rh_load_row<VECTORS, THREADS, false>(weight, weight, scale, 0, row);
+  if (NORM == RH_LAYER_NORM) rh_load_row<VECTORS, THREADS, false>(bias, bias, shift, 0, row);
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) total[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+  for (int from = 0; from < RANKS; from += TOGETHER) {
+    unsigned words[TOGETHER][VECTORS][4], spins = 0;
+    unsigned long long start = 0;
+    bool waits = true;
+    while (waits) {
+      waits = false;
+#pragma unroll
+      for (int r = 0; r < TOGETHER; ++r) {
+        if (from + r == RANK && !SENT) continue;
+#pragma unroll
+        for (int u = 0; u < VECTORS; ++u) {
+          int i = first + threadIdx.x + u * THREADS;
+          unsigned* v = words[r][u];
+          if (i >= end) continue;
+          asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(ex.slot(RANK, from + r) + 16ll * i));
+          waits |= !v[0] || !v[1] || !v[2] || !v[3];
+        }
+      }
+      if (waits && ++spins % 65536 == 0) { if (!start) start = rh_time(); else rh_check_time(start); }
+    }
+#pragma unroll
+    for (int r = 0; r < TOGETHER; ++r) {
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) {
+        int i = first + threadIdx.x + u * THREADS;
+        unsigned* v = words[r][u];
+        if (i >= end) continue;
+        bool is_own = from + r == RANK && !SENT;
+        total[u] = rh_add(total[u], is_own ? own[u] : make_float4(__uint_as_float(v[0]), __uint_as_float(v[1]),
+                                                                  __uint_as_float(v[2]), __uint_as_float(v[3])));
+        if (!is_own) rh_store_words((long long)ex.slot(RANK, from + r), i, 0, 0, 0, 0);
       }
     }
   }
-  for (int begin = blockIdx.x * row; begin < pairs; begin += gridDim.x * row) {
-    int end = min(begin + row, pairs);
-    float2 own[PAIRS], scale[PAIRS], total[PAIRS];
+  if (first == 0) ex.end_epoch(last);
 #pragma unroll
-    for (int p = 0; p < PAIRS; ++p) {
-      int i = begin + threadIdx.x + p * blockDim.x;
-      own[p] = i < end ? ((const float2*)x)[i] : make_float2(0.0f, 0.0f);
-      scale[p] = NORM && i < end ? ((const float2*)weight)[i - begin] : make_float2(1.0f, 1.0f);
-      total[p] = make_float2(0.0f, 0.0f);
-    }
-    for (int other = 0; other < RANKS; ++other) {
-      unsigned a[PAIRS], b[PAIRS], spins = 0;
-      unsigned long long start = 0;
-      bool waits = other != RANK;
-      while (waits) {  // all lines are in flight together
-        waits = false;
-#pragma unroll
-        for (int p = 0; p < PAIRS; ++p) {
-          int i = begin + threadIdx.x + p * blockDim.x;
-          unsigned flag = now, flag2 = now;
-          a[p] = b[p] = 0;
-          if (i < end) {
-            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(a[p]), "=r"(flag), "=r"(b[p]), "=r"(flag2) : "l"(ex.slot(RANK, other) + 16ll * i));
-          }
-          waits |= flag != now || flag2 != now;
-        }
-        if (waits && ++spins % 65536 == 0) { if (!start) start = rh_time(); else rh_check_time(start); }
-      }
-#pragma unroll
-      for (int p = 0; p < PAIRS; ++p) {
-        total[p].x += other == RANK ? own[p].x : __uint_as_float(a[p]);
-        total[p].y += other == RANK ? own[p].y : __uint_as_float(b[p]);
+  for (int u = 0; u < VECTORS; ++u) result[u] = total[u];
+  if (NORM) rh_norm<VECTORS, THREADS, NORM>(result, scale, shift, row, eps);
+}
+template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM>
+__device__ __forceinline__ void rh_all_reduce_short(
+    const void* x, const void* weight, const void* bias, void* out, void* sum, const void* bases, long long data,
+    long long slot_bytes, long long state, int number, int vectors, int row, float eps) {
+  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
+  for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
+    for (int i = first + threadIdx.x; i < min(first + row, vectors); i += THREADS) {
+      float4 v = ((const float4*)x)[i];
+      for (int step = 1; step < RANKS; ++step) {
+        rh_send_words((long long)ex.slot(ex.peer(step), RANK), i, v.x, v.y, v.z, v.w);
       }
     }
-    float inverse = 1.0f, mean = 0.0f;
-    if (NORM == RH_LAYER_NORM) {
-#pragma unroll
-      for (int p = 0; p < PAIRS; ++p) mean += total[p].x + total[p].y;  // 0 beyond the row
-      mean = rh_reduce<false>(mean, blockDim.x) / (2 * row);
-    }
-    if (NORM) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int p = 0; p < PAIRS; ++p) {
-        int i = begin + threadIdx.x + p * blockDim.x;
-        if (i >= end) continue;
-        float a = total[p].x - mean, b = total[p].y - mean;
-        squares += a * a + b * b;
-      }
-      inverse = rsqrtf(rh_reduce<false>(squares, blockDim.x) / (2 * row) + eps);
-    }
-#pragma unroll
-    for (int p = 0; p < PAIRS; ++p) {
-      int i = begin + threadIdx.x + p * blockDim.x;
-      if (i >= end) continue;
-      if (SUM) ((float2*)sum)[i] = total[p];
-      float2 v = total[p];
-      if (NORM) v = make_float2((v.x - mean) * inverse * scale[p].x, (v.y - mean) * inverse * scale[p].y);
-      if (NORM == RH_LAYER_NORM) {
-        float2 shift = ((const float2*)bias)[i - begin];
-        v = make_float2(v.x + shift.x, v.y + shift.y);
-      }
-      rh_store<HALF>(out, i, v);
-    }
+  }
+  for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
+    float4 total[VECTORS], result[VECTORS];
+    rh_receive_row<VECTORS, THREADS, RANK, RANKS, NORM, false>(
+        x, weight, bias, bases, total, result, data, slot_bytes, state, number, vectors, row, first, eps);
+    if (SUM) rh_store_row<VECTORS, THREADS, false>(sum, total, first, min(first + row, vectors));
+    rh_store_row<VECTORS, THREADS, HALF>(out, result, first, min(first + row, vectors));
   }
 }
 
@@ -391,26 +439,16 @@ template <int VECTORS, int THREADS> __device__ __forceinline__ void rh_send_rows
     if (thread == 0) inverses[begin / row] = 1.0f / scale;
   }
 }
-// The numbers of a row that a GPU has itself, and its residual.
-template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ void rh_load_row(
-    const float4* x, const float4* residual, float4* total, int first, int end) {
-#pragma unroll
-  for (int u = 0; u < VECTORS; ++u) {
-    int i = first + threadIdx.x % THREADS + u * THREADS;
-    total[u] = i < end ? __ldcg(x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (RESIDUAL && i < end) total[u] = rh_add(total[u], residual[i]);
-  }
-}
-
 // Long operands: GPU r adds part r, which the others send it (SENT: which kernels before have sent in tiles), and sends
 // them the result. Teams of THREADS threads have a row each, so that many rows of a block are in flight.
 template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM, bool RESIDUAL, bool SENT>
 __device__ __forceinline__ void rh_all_reduce_long(
     const float* x, const float* residual, const float* weight, const float* bias, void* out, float* sum,
-    const void* bases, long long data, long long slot_bytes, long long flags, long long state, int number, int vectors,
+    const void* bases, long long data, long long slot_bytes, long long state, long long flags, int number, int vectors,
     int row, float eps) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
-  unsigned now = ex.begin_epoch();
+  unsigned now = ex.epoch();
+  ex.end_epoch(ex.last_slot());
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
   int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
   long long inverses = 8ll * part, results = 16ll * part;  // offsets in a slot, after the operand's part
@@ -441,35 +479,18 @@ __device__ __forceinline__ void rh_all_reduce_long(
         if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
       }
     }
-    float inverse = 1.0f, mean = 0.0f;
-    if (NORM == RH_LAYER_NORM) {
-#pragma unroll
-      for (int u = 0; u < VECTORS; ++u) mean += total[u].x + total[u].y + total[u].z + total[u].w;  // 0 beyond the row
-      mean = rh_reduce<false>(mean, THREADS) / (4 * row);
-    }
+    if (SUM) rh_store_row<VECTORS, THREADS, false>(sum, total, first, end);
     if (NORM) {
-      float squares = 0.0f;
-#pragma unroll
-      for (int u = 0; u < VECTORS; ++u) {
-        int i = first + threadIdx.x % THREADS + u * THREADS;
-        if (i >= end) continue;
-        float4 v = make_float4(total[u].x - mean, total[u].y - mean, total[u].z - mean, total[u].w - mean);
-        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
-      }
-      inverse = rsqrtf(rh_reduce<false>(squares, THREADS) / (4 * row) + eps);
+      float4 scale[VECTORS], shift[VECTORS];
+      rh_load_row<VECTORS, THREADS, false>(weight, weight, scale, 0, row);
+      if (NORM == RH_LAYER_NORM) rh_load_row<VECTORS, THREADS, false>(bias, bias, shift, 0, row);
+      rh_norm<VECTORS, THREADS, NORM>(total, scale, shift, row, eps);
     }
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
       int i = first + threadIdx.x % THREADS + u * THREADS;
       if (i >= end) continue;
-      if (SUM) ((float4*)sum)[i] = total[u];
       float4 v = total[u];
-      if (NORM) {
-        float4 w = ((const float4*)weight)[i - first];
-        v = make_float4((v.x - mean) * inverse * w.x, (v.y - mean) * inverse * w.y, (v.z - mean) * inverse * w.z,
-                        (v.w - mean) * inverse * w.w);
-      }
-      if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - first]);
       rh_store<HALF>(out, (long long)RANK * part + i, v);
       for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
     }
@@ -548,11 +569,6 @@ class AllReduce:
         return is_short_sum(4 * self.count)
 
     @property
-    def lanes(self) -> int:
-        """Numbers that a thread sends at a time."""
-        return 2 if self.is_short else 4
-
-    @property
     def sum_shape(self) -> tuple[int, ...]:
         """Shape of the sum beside a norm's result: a GPU's part of the rows if the operand is long."""
         return self.shape if self.is_short else (self.count // self.width // self.ranks, self.width)
@@ -560,20 +576,20 @@ class AllReduce:
     @property
     def supports_rows(self) -> bool:
         """True if a norm can be a part of it, and a residual if it is long."""
-        fits = self.width % 4 == 0 and self.width <= self.lanes * self._max_units * _MAX_THREADS
+        fits = self.width % 4 == 0 and self.width <= 4 * _MAX_VECTORS * _MAX_THREADS
         return fits and (self.is_short or self.count // self.width % self.ranks == 0)
 
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that it needs for each GPU."""
-        return 2 * LL_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
+        return LAMPORT_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
 
     @property
     def threads(self) -> int:
         """Threads of a block."""
         if not self.is_short:
             return _MAX_THREADS
-        return _THREADS if self.norm is None else min(_MAX_THREADS, max(2, ceil(self.row / 2 / WARP)) * WARP)
+        return _THREADS if self.norm is None else min(_MAX_THREADS, ceil(self.row / _SHORT_VECTORS / WARP) * WARP)
 
     @property
     def row_threads(self) -> int:
@@ -586,23 +602,19 @@ class AllReduce:
 
     @property
     def row(self) -> int:
-        """Pairs (short operands) or fours of numbers that a block adds at a time: a row, if there are rows."""
+        """Fours of numbers that a block adds at a time: a row, if there are rows."""
         if self.norm is not None or self.has_residual:
-            return self.width // self.lanes
-        units = self.count // self.lanes
+            return self.width // 4
+        vectors = self.count // 4
         if self.is_short:
-            return ceil(units / max(1, min(FLAG_BLOCKS, units // _THREADS)))
-        return min(_MAX_VECTORS * _MAX_THREADS, ceil(units / (self.ranks * _LONG_BLOCKS)))
+            return ceil(vectors / max(1, min(FLAG_BLOCKS, vectors // _THREADS)))
+        return min(_MAX_VECTORS * _MAX_THREADS, ceil(vectors / (self.ranks * _LONG_BLOCKS)))
 
     @property
     def blocks(self) -> int:
         """Blocks of a kernel."""
-        rows = ceil(self.count // self.lanes / self.row)
+        rows = ceil(self.count // 4 / self.row)
         return min(FLAG_BLOCKS, rows) if self.is_short else min(_LONG_BLOCKS, ceil(rows / self.ranks))
-
-    @property
-    def _max_units(self) -> int:
-        return _MAX_LL_PAIRS if self.is_short else _MAX_VECTORS
 
     @property
     def _part_vectors(self) -> int:
@@ -634,16 +646,19 @@ class RankReduce:
     why: str = ""
 
     @property
-    def sent(self) -> SentTiles | None:
-        """Tiles of the operand that its product's kernel may send; None if the rows are not sent as float16 tiles."""
+    def sent(self) -> SentSum | None:
+        """The sum, if products' kernels may send its operands: short ones, and long ones as tiles of float16."""
         reduce, (rows, columns) = self.reduce, SENT_TILE
-        if reduce.is_short or reduce.norm is None or reduce.norm.dtype != "float16":
+        own = SentSum(self.rank, reduce.ranks, self.slot, self.slot_bytes)
+        if reduce.is_short:
+            return own if reduce.blocks * reduce.row >= reduce.count // 4 else None
+        if reduce.norm is None or reduce.norm.dtype != "float16":
             return None
         part_rows = reduce.count // reduce.width // reduce.ranks
         if part_rows % rows or reduce.width % columns:
             return None
         flags = part_rows // _SENT_ROWS * (reduce.width // columns)
-        return SentTiles(self.rank, reduce.ranks, self.slot, self.slot_bytes) if 4 * flags <= _SENT_BYTES else None
+        return own if 4 * flags <= _SENT_BYTES else None
 
     def to_json(self) -> str:
         """Convert to JSON text."""
@@ -665,7 +680,7 @@ def supports(count: int, dtype: str) -> bool:
 
 def is_short_sum(nbytes: float) -> bool:
     """Return whether every GPU adds all of an operand of so many bytes; else each adds its part of the rows."""
-    return nbytes <= LL_BYTES
+    return nbytes <= LAMPORT_BYTES
 
 
 def all_reduce_seconds(ranks: int, link_seconds: float) -> float:
@@ -739,41 +754,81 @@ def all_reduce_kernel(
             buffer = x if buffer is None else buffer
             return T.address_of(buffer[(0,) * len(buffer.shape)])
 
-        # Lines of short operands have a place of their own, so that no number is ever taken for an epoch.
-        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else _OPERANDS)
         norm_kind = "RH_NO_NORM" if norm is None else "RH_LAYER_NORM" if is_centered else "RH_RMS_NORM"
-        kinds = (norm_kind, *(str(each).lower() for each in (norm is not None and norm.dtype == "float16", keeps_sum)))
-        per_thread, threads = ceil(reduce.row / reduce.row_threads), () if reduce.is_short else (reduce.row_threads,)
-        arguments = ", ".join(map(str, (per_thread, *threads, rank, reduce.ranks, *kinds)))
-        with function.body(), launch(reduce.blocks, reduce.threads):
-            T.evaluate(
-                T.cuda.func_call(
-                    f"rh_all_reduce_short<{arguments}>"
-                    if reduce.is_short
-                    else f"rh_all_reduce_long<{arguments}, {str(reduce.has_residual).lower()}, {str(is_sent).lower()}>",
+        is_half = norm is not None and norm.dtype == "float16"
+        vectors, threads = ceil(reduce.row / reduce.row_threads), reduce.row_threads
+        # Words of short operands have a place of their own, which is all zero when they arrive.
+        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else _OPERANDS)
+        offsets = [data, slot_bytes, state_offset(reduce.ranks)]
+        sizes = [slot, reduce.count // 4, reduce.row]
+        eps = T.float32(norm.eps if norm is not None else 0.0)
+        mesh = [vectors, threads, rank, reduce.ranks, norm_kind]
+        with function.body(), launch(reduce.blocks, reduce.threads) as (block, _):
+            if not reduce.is_short:
+                _call(
+                    "rh_all_reduce_long",
+                    [*mesh, is_half, keeps_sum, reduce.has_residual, is_sent],
                     *map(pointer, (x, residual, weight, bias, out, total, bases)),
-                    *map(T.int64, (data, slot_bytes, flags_offset(slot, reduce.ranks), state_offset(reduce.ranks))),
-                    *map(T.int32, (slot, reduce.count // reduce.lanes, reduce.row)),
-                    T.float32(norm.eps if norm is not None else 0.0),
-                    source_code=SOURCE,
-                    return_type="void",
+                    *map(T.int64, (*offsets, flags_offset(slot, reduce.ranks))),
+                    *map(T.int32, sizes),
+                    eps,
                 )
-            )
+            elif not is_sent:
+                _call(
+                    "rh_all_reduce_short",
+                    [*mesh, is_half, keeps_sum],
+                    *map(pointer, (x, weight, bias, out, total, bases)),
+                    *map(T.int64, offsets),
+                    *map(T.int32, sizes),
+                    eps,
+                )
+            else:
+                # The words of a row may arrive before the product's kernel has ended, for which stores wait.
+                first = T.Cast("int32", block) * reduce.row
+                row_sum, result = (T.alloc_buffer((vectors,), "float32x4", scope="local") for _ in range(2))
+                registers = [T.address_of(buffer[0]) for buffer in (row_sum, result)]
+                _call(
+                    "rh_receive_row",
+                    [*mesh, True],
+                    *map(pointer, (x, weight, bias, bases)),
+                    *registers,
+                    *map(T.int64, offsets),
+                    *map(T.int32, sizes),
+                    first,
+                    eps,
+                )
+                with T.attr(0, LATE_WAIT, 1):
+                    T.evaluate(0)
+                end = T.min(first + reduce.row, reduce.count // 4)
+                if total is not None:
+                    _call("rh_store_row", [vectors, threads, False], pointer(total), registers[0], first, end)
+                _call("rh_store_row", [vectors, threads, is_half], pointer(out), registers[1], first, end)
     own = RankReduce(reduce, rank, keeps_sum, slot, slot_bytes)
-    return function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: own.to_json()})
+    kernel = function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: own.to_json()})
+    if not (reduce.is_short and is_sent):
+        return kernel
+    # Of the operands it reads the addresses and the norm's constants, and does so before it waits.
+    return kernel.with_attr(LATE_WAIT, [1, *range(3, 3 + (weight is not None) + (bias is not None))])
+
+
+def _call(name: str, parameters: Sequence[Any], *arguments: Any) -> None:
+    """Write the call of a function of `SOURCE`, given the parameters of the template."""
+    texts = ", ".join(str(each).lower() if isinstance(each, bool) else str(each) for each in parameters)
+    name = f"{name}<{texts}>" if texts else name
+    T.evaluate(T.cuda.func_call(name, *arguments, source_code=SOURCE, return_type="void"))
 
 
 def send_tile(
-    sent: SentTiles,
+    sent: SentSum,
     shape: tuple[int, int],
     pointers: tuple[tirx.PrimExpr, tirx.PrimExpr],
     origin: tuple[tirx.PrimExpr, tirx.PrimExpr],
 ) -> None:
-    """Write that two warps send a tile of `SENT_TILE`, which their block has stored, unless this GPU adds it.
+    """Write that two warps send a tile of `SENT_TILE` of the operand of a long sum, which their block has stored, unless this GPU adds it.
 
     Parameters
     ----------
-    sent : SentTiles
+    sent : SentSum
     shape : tuple of int
         Rows and columns of the operand of the sum.
     pointers : tuple of PrimExpr
@@ -782,14 +837,40 @@ def send_tile(
         First row and column of the tile.
     """
     data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + _OPERANDS
-    T.evaluate(
-        T.cuda.func_call(
-            f"rh_send_tile<{sent.rank}, {sent.ranks}>",
-            *pointers,
-            *map(T.int64, (data, sent.slot_bytes, state_offset(sent.ranks))),
-            *map(T.int32, (sent.slot, shape[0] // sent.ranks, shape[1])),
-            *(T.Cast("int32", value) for value in origin),
-            source_code=SOURCE,
-            return_type="void",
-        )
+    _call(
+        "rh_send_tile",
+        [sent.rank, sent.ranks],
+        *pointers,
+        *map(T.int64, (data, sent.slot_bytes, state_offset(sent.ranks))),
+        *map(T.int32, (sent.slot, shape[0] // sent.ranks, shape[1])),
+        *(T.Cast("int32", value) for value in origin),
     )
+
+
+def word_places(sent: SentSum, addresses: tirx.Buffer) -> list[tirx.PrimExpr]:
+    """Write the computation of the places, in the memory of each GPU, for the words that this GPU sends for a sum.
+
+    Parameters
+    ----------
+    sent : SentSum
+    addresses : tirx.Buffer
+        Addresses of all GPUs' memory.
+    """
+    data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + sent.rank * sent.slot_bytes
+    return [T.bind(addresses[int64(rank)] + int64(data)) for rank in range(sent.ranks)]
+
+
+def send_words(places: Sequence[tirx.PrimExpr], values: Sequence[tirx.PrimExpr], start: tirx.PrimExpr) -> None:
+    """Write that a thread sends four neighbouring numbers of the operand of a short sum to all GPUs.
+
+    Parameters
+    ----------
+    places : sequence of PrimExpr
+        See `word_places`.
+    values : sequence of PrimExpr
+        The numbers, float32.
+    start : PrimExpr
+        Number of the first one in the operand, a multiple of four.
+    """
+    for place in places:
+        _call("rh_send_words", [], place, T.Cast("int32", tirx.floordiv(start, int64(4))), *values)

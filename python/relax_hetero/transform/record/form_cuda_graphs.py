@@ -232,7 +232,7 @@ class _Writer:
     def _may_wait_late(self, command: Dispatch, previous: Dispatch, launch: Launch) -> bool:
         """Return whether a launch may begin when all but the previous one are complete, and wait in its epilogue."""
         reads = self.functions[self._kernels[command.kernel]].attrs.get(LATE_WAIT)
-        if reads is None or _entries(command) or not releases_after_wait(self.functions[launch.kernel]):
+        if reads is None or not releases_after_wait(self.functions[launch.kernel]):
             return False
         written = [
             operand

@@ -26,7 +26,7 @@ from typing import Protocol
 import tvm
 from tvm import relax, tirx
 
-from ...encoding.problem import SentTiles
+from ...encoding.problem import SentSum
 from ...tir.cuda.all_reduce import ALL_REDUCE, RankReduce, all_reduce_kernel
 from ..ir.blocks import shape_of, used_vars
 from ..ir.kernels import called_prim_func, opaque_kernel
@@ -40,7 +40,7 @@ _ADDRESSES = 2
 class ProductKernels(Protocol):
     """Kernels of the module's products."""
 
-    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentTiles) -> tvm.ir.GlobalVar | None:
+    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
         """The kernel of a product that sends its tiles; None if there is none, or it would overlap nothing."""
 
     def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
