@@ -340,14 +340,18 @@ def waiting_first(kernel: tirx.PrimFunc, next_waits: bool = False) -> tirx.PrimF
     next_waits : bool
         Whether the next launch may begin only when this one has waited.
     """
+    return _beginning_with(kernel, waiting_statements() if next_waits else waiting_statements()[::-1])
+
+
+def _beginning_with(kernel: tirx.PrimFunc, statements: list[tirx.Stmt]) -> tirx.PrimFunc:
+    """A kernel of one launch that executes statements before anything else."""
     nest = nest_of(kernel)
     assert nest is not None, "a kernel of one launch is expected"
 
     def on_loop(loop: tirx.For) -> tirx.For:
         if not loop.loop_var.same_as(nest.loop_var):
             return loop
-        first = waiting_statements() if next_waits else waiting_statements()[::-1]
-        body = tirx.SeqStmt([*first, loop.body])
+        body = tirx.SeqStmt([*statements, loop.body])
         return tirx.For(
             loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations, loop.step
         )
@@ -356,17 +360,24 @@ def waiting_first(kernel: tirx.PrimFunc, next_waits: bool = False) -> tirx.PrimF
 
 
 def waiting_late(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """A kernel with `LATE_WAIT` that waits there, not at first."""
+    """A kernel with `LATE_WAIT` that waits there, not at first; the next launch may begin then, or at once."""
+    wait, launch_dependents = waiting_statements()
+    begins_at_once = False
 
     def on_sequence(sequence: tirx.SeqStmt) -> tirx.Stmt:
         statements = [s for s in sequence if not (is_griddepcontrol_wait(s) or is_launch_dependents(s))]
         return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 
     def on_attribute(statement: tirx.AttrStmt) -> tirx.Stmt:
-        return tirx.SeqStmt(waiting_statements()) if statement.attr_key == LATE_WAIT else statement
+        nonlocal begins_at_once
+        if statement.attr_key != LATE_WAIT:
+            return statement
+        begins_at_once = not int(statement.value)
+        return wait if begins_at_once else tirx.SeqStmt([wait, launch_dependents])
 
     body = structural_map(kernel.body, (tirx.SeqStmt, on_sequence))
-    return kernel.with_body(structural_map(body, (tirx.AttrStmt, on_attribute)))
+    late = kernel.with_body(structural_map(body, (tirx.AttrStmt, on_attribute)))
+    return _beginning_with(late, [launch_dependents]) if begins_at_once else late
 
 
 def releases_after_wait(kernel: tirx.PrimFunc) -> bool:

@@ -95,6 +95,7 @@ SOURCE = (
 #define RH_TILE_ROWS {SENT_TILE[0]}
 #define RH_SENT_COLUMNS {SENT_TILE[1]}
 #define RH_SENT_BYTES {_SENT_BYTES}
+#define RH_GATE 0
 """
     r"""
 __device__ __forceinline__ unsigned long long rh_time() {
@@ -288,6 +289,17 @@ __device__ __forceinline__ void rh_receive_row(
   if (NORM == RH_LAYER_NORM) rh_load_row<VECTORS, THREADS, false>(bias, bias, shift, 0, row);
 #pragma unroll
   for (int u = 0; u < VECTORS; ++u) total[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if (SENT && RH_GATE == 1) {
+    if (threadIdx.x % 32 == 0 && first + threadIdx.x < end) {
+      unsigned v[4];
+      do {
+        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                     : "l"(ex.slot(RANK, RANK) + 16ll * (first + threadIdx.x)));
+      } while (!v[0]);
+    }
+    __syncwarp();
+  }
 #pragma unroll
   for (int from = 0; from < RANKS; from += TOGETHER) {
     unsigned words[TOGETHER][VECTORS][4], spins = 0;
@@ -797,7 +809,7 @@ def all_reduce_kernel(
                     first,
                     eps,
                 )
-                with T.attr(0, LATE_WAIT, 1):
+                with T.attr(0, LATE_WAIT, 0):
                     T.evaluate(0)
                 end = T.min(first + reduce.row, reduce.count // 4)
                 if total is not None:
