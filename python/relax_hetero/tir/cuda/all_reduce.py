@@ -131,6 +131,10 @@ template <int RANK, int RANKS> struct rh_Exchange {
     if (last) atomicAdd(words + last, 1u);
     words[0] = number + 1;
   }
+  __device__ __forceinline__ unsigned begin_epoch() const {
+    end_epoch(last_slot());
+    return epoch();
+  }
   __device__ __forceinline__ unsigned* flag(int owner, int sender) const {
     return (unsigned*)((char*)bases[owner] + flags) + sender * RH_FLAG_BLOCKS + blockIdx.x;
   }
@@ -219,21 +223,20 @@ template <bool MAX> __device__ __forceinline__ float rh_reduce(float value, int 
 #define RH_RMS_NORM 1
 #define RH_LAYER_NORM 2
 
-// The numbers of a row that a thread has, 0 beyond the row, and those of a residual.
-template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ void rh_load_row(
-    const void* x, const void* residual, float4* total, int first, int end) {
+// The numbers of a row that a thread has, 0 beyond the row.
+template <int VECTORS, int THREADS> __device__ __forceinline__ void rh_load_numbers(
+    const void* from, float4* v, int first, int end) {
 #pragma unroll
   for (int u = 0; u < VECTORS; ++u) {
-    int i = first + threadIdx.x % THREADS + u * THREADS;
-    total[u] = i < end ? __ldcg((const float4*)x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (RESIDUAL && i < end) total[u] = rh_add(total[u], ((const float4*)residual)[i]);
+    int i = first + threadIdx.x + u * THREADS;
+    v[u] = i < end ? __ldcg((const float4*)from + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
 template <int VECTORS, int THREADS, bool HALF> __device__ __forceinline__ void rh_store_row(
     void* out, const float4* v, int first, int end) {
 #pragma unroll
   for (int u = 0; u < VECTORS; ++u) {
-    int i = first + threadIdx.x % THREADS + u * THREADS;
+    int i = first + threadIdx.x + u * THREADS;
     if (i < end) rh_store<HALF>(out, i, v[u]);
   }
 }
@@ -248,7 +251,7 @@ template <int VECTORS, int THREADS, int NORM> __device__ __forceinline__ void rh
   }
 #pragma unroll
   for (int u = 0; u < VECTORS; ++u) {
-    if (threadIdx.x % THREADS + u * THREADS >= row) continue;
+    if (threadIdx.x + u * THREADS >= row) continue;
     v[u] = rh_add(v[u], make_float4(-mean, -mean, -mean, -mean));
     squares += v[u].x * v[u].x + v[u].y * v[u].y + v[u].z * v[u].z + v[u].w * v[u].w;
   }
@@ -284,9 +287,9 @@ __device__ __forceinline__ void rh_receive_row(
   int end = min(first + row, vectors);
   unsigned last = ex.last_slot();
   float4 own[VECTORS], scale[VECTORS], shift[VECTORS];
-  if (!SENT) rh_load_row<VECTORS, THREADS, false>(x, x, own, first, end);
-  if (NORM) rh_load_row<VECTORS, THREADS, false>(weight, weight, scale, 0, row);
-  if (NORM == RH_LAYER_NORM) rh_load_row<VECTORS, THREADS, false>(bias, bias, shift, 0, row);
+  if (!SENT) rh_load_numbers<VECTORS, THREADS>(x, own, first, end);
+  if (NORM) rh_load_numbers<VECTORS, THREADS>(weight, scale, 0, row);
+  if (NORM == RH_LAYER_NORM) rh_load_numbers<VECTORS, THREADS>(bias, shift, 0, row);
 #pragma unroll
   for (int u = 0; u < VECTORS; ++u) total[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   if (SENT && RH_GATE == 1) {
@@ -451,16 +454,26 @@ template <int VECTORS, int THREADS> __device__ __forceinline__ void rh_send_rows
     if (thread == 0) inverses[begin / row] = 1.0f / scale;
   }
 }
+// The numbers of a row that a GPU has itself, and its residual.
+template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ void rh_load_row(
+    const float4* x, const float4* residual, float4* total, int first, int end) {
+#pragma unroll
+  for (int u = 0; u < VECTORS; ++u) {
+    int i = first + threadIdx.x % THREADS + u * THREADS;
+    total[u] = i < end ? __ldcg(x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (RESIDUAL && i < end) total[u] = rh_add(total[u], residual[i]);
+  }
+}
+
 // Long operands: GPU r adds part r, which the others send it (SENT: which kernels before have sent in tiles), and sends
 // them the result. Teams of THREADS threads have a row each, so that many rows of a block are in flight.
 template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM, bool RESIDUAL, bool SENT>
 __device__ __forceinline__ void rh_all_reduce_long(
     const float* x, const float* residual, const float* weight, const float* bias, void* out, float* sum,
-    const void* bases, long long data, long long slot_bytes, long long state, long long flags, int number, int vectors,
+    const void* bases, long long data, long long slot_bytes, long long flags, long long state, int number, int vectors,
     int row, float eps) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, flags, state, number};
-  unsigned now = ex.epoch();
-  ex.end_epoch(ex.last_slot());
+  unsigned now = ex.begin_epoch();
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
   int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
   long long inverses = 8ll * part, results = 16ll * part;  // offsets in a slot, after the operand's part
@@ -491,18 +504,35 @@ __device__ __forceinline__ void rh_all_reduce_long(
         if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
       }
     }
-    if (SUM) rh_store_row<VECTORS, THREADS, false>(sum, total, first, end);
+    float inverse = 1.0f, mean = 0.0f;
+    if (NORM == RH_LAYER_NORM) {
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) mean += total[u].x + total[u].y + total[u].z + total[u].w;  // 0 beyond the row
+      mean = rh_reduce<false>(mean, THREADS) / (4 * row);
+    }
     if (NORM) {
-      float4 scale[VECTORS], shift[VECTORS];
-      rh_load_row<VECTORS, THREADS, false>(weight, weight, scale, 0, row);
-      if (NORM == RH_LAYER_NORM) rh_load_row<VECTORS, THREADS, false>(bias, bias, shift, 0, row);
-      rh_norm<VECTORS, THREADS, NORM>(total, scale, shift, row, eps);
+      float squares = 0.0f;
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) {
+        int i = first + threadIdx.x % THREADS + u * THREADS;
+        if (i >= end) continue;
+        float4 v = make_float4(total[u].x - mean, total[u].y - mean, total[u].z - mean, total[u].w - mean);
+        squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
+      }
+      inverse = rsqrtf(rh_reduce<false>(squares, THREADS) / (4 * row) + eps);
     }
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
       int i = first + threadIdx.x % THREADS + u * THREADS;
       if (i >= end) continue;
+      if (SUM) ((float4*)sum)[i] = total[u];
       float4 v = total[u];
+      if (NORM) {
+        float4 w = ((const float4*)weight)[i - first];
+        v = make_float4((v.x - mean) * inverse * w.x, (v.y - mean) * inverse * w.y, (v.z - mean) * inverse * w.z,
+                        (v.w - mean) * inverse * w.w);
+      }
+      if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - first]);
       rh_store<HALF>(out, (long long)RANK * part + i, v);
       for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
     }
@@ -781,7 +811,7 @@ def all_reduce_kernel(
                     "rh_all_reduce_long",
                     [*mesh, is_half, keeps_sum, reduce.has_residual, is_sent],
                     *map(pointer, (x, residual, weight, bias, out, total, bases)),
-                    *map(T.int64, (*offsets, flags_offset(slot, reduce.ranks))),
+                    *map(T.int64, (*offsets[:2], flags_offset(slot, reduce.ranks), offsets[2])),
                     *map(T.int32, sizes),
                     eps,
                 )
