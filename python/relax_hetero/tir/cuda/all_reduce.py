@@ -285,6 +285,7 @@ __device__ __forceinline__ void rh_receive_row(
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
   constexpr int TOGETHER = VECTORS * RANKS <= 8 ? RANKS : 1;  // GPUs whose words are in flight together
   int end = min(first + row, vectors);
+  long long slots = (long long)ex.slot(RANK, 0);
   unsigned last = ex.last_slot();
   float4 own[VECTORS], scale[VECTORS], shift[VECTORS];
   if (!SENT) rh_load_numbers<VECTORS, THREADS>(x, own, first, end);
@@ -298,7 +299,7 @@ __device__ __forceinline__ void rh_receive_row(
       do {
         asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                      : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                     : "l"(ex.slot(RANK, RANK) + 16ll * (first + threadIdx.x)));
+                     : "l"(slots + RANK * slot_bytes + 16ll * (first + threadIdx.x)));
       } while (!v[0]);
     }
     __syncwarp();
@@ -309,7 +310,7 @@ __device__ __forceinline__ void rh_receive_row(
     unsigned long long start = 0;
     bool waits = true;
     while (waits) {
-      waits = false;
+      unsigned smallest = 1;
 #pragma unroll
       for (int r = 0; r < TOGETHER; ++r) {
         if (from + r == RANK && !SENT) continue;
@@ -319,10 +320,11 @@ __device__ __forceinline__ void rh_receive_row(
           unsigned* v = words[r][u];
           if (i >= end) continue;
           asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(ex.slot(RANK, from + r) + 16ll * i));
-          waits |= !v[0] || !v[1] || !v[2] || !v[3];
+                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(slots + (from + r) * slot_bytes + 16ll * i));
+          smallest = min(min(min(v[0], v[1]), min(v[2], v[3])), smallest);
         }
       }
+      waits = smallest == 0;
       if (waits && ++spins % 65536 == 0) { if (!start) start = rh_time(); else rh_check_time(start); }
     }
 #pragma unroll
@@ -335,7 +337,7 @@ __device__ __forceinline__ void rh_receive_row(
         bool is_own = from + r == RANK && !SENT;
         total[u] = rh_add(total[u], is_own ? own[u] : make_float4(__uint_as_float(v[0]), __uint_as_float(v[1]),
                                                                   __uint_as_float(v[2]), __uint_as_float(v[3])));
-        if (!is_own) rh_store_words((long long)ex.slot(RANK, from + r), i, 0, 0, 0, 0);
+        if (!is_own) rh_store_words(slots + (from + r) * slot_bytes, i, 0, 0, 0, 0);
       }
     }
   }
@@ -349,11 +351,19 @@ __device__ __forceinline__ void rh_all_reduce_short(
     const void* x, const void* weight, const void* bias, void* out, void* sum, const void* bases, long long data,
     long long slot_bytes, long long state, int number, int vectors, int row, float eps) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
+  long long places[RANKS];
+#pragma unroll
+  for (int step = 1; step < RANKS; ++step) places[step] = (long long)ex.slot(ex.peer(step), RANK);
   for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
-    for (int i = first + threadIdx.x; i < min(first + row, vectors); i += THREADS) {
-      float4 v = ((const float4*)x)[i];
-      for (int step = 1; step < RANKS; ++step) {
-        rh_send_words((long long)ex.slot(ex.peer(step), RANK), i, v.x, v.y, v.z, v.w);
+    int end = min(first + row, vectors);
+    float4 v[VECTORS];
+    rh_load_numbers<VECTORS, THREADS>(x, v, first, end);
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = first + threadIdx.x + u * THREADS;
+#pragma unroll
+      for (int step = 1; step < RANKS && i < end; ++step) {
+        rh_send_words(places[step], i, v[u].x, v[u].y, v[u].z, v[u].w);
       }
     }
   }
