@@ -94,9 +94,9 @@ void st_volatile_global_v4_u32(long long to, unsigned x, unsigned y, unsigned z,
     if (word && random_bits() % 64 == 0) yield();  // words of a vector may arrive one by one
   }
 }
-void ld_volatile_global_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, const void* from) {
+void ld_volatile_global_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, long long from) {
   yield();
-  for (unsigned *each : {&x, &y, &z, &w}) memcpy(each, from, 4), from = (const char*)from + 4;
+  for (unsigned *each : {&x, &y, &z, &w}) memcpy(each, (const void*)from, 4), from += 4;
 }
 void atomicAdd(unsigned* to, unsigned by) { *to += by; }
 
