@@ -194,8 +194,11 @@ def programs(tmp_path_factory):
         yield made, ctypes.CDLL(str(folder / "sums.so"))
 
 
-def run(programs, name, gpus, seed):
-    """Call a program three times on GPUs whose memory is as at first; returns its end and the calls' arrays."""
+def run(programs, name, gpus, seed, change=lambda call: None):
+    """Call a program three times on GPUs whose memory is as at first; returns its end and the calls' arrays.
+
+    Places of words are all zero afterwards.
+    """
     program, rng = programs[0][name], np.random.default_rng(seed)
     nbytes = peer_layout.memory_bytes(program.ranks, program.slot_bytes)
     memory = [np.zeros(nbytes, "uint8") for _ in range(program.ranks)]
@@ -204,8 +207,13 @@ def run(programs, name, gpus, seed):
         each[begin:].reshape(-1, program.slot_bytes)[:, all_reduce._OPERANDS :] = 0xFF
     addresses = np.array([each.ctypes.data for each in memory], "int64")
     calls = [program.arrays(rng) for _ in range(CALLS)]
+    for call in calls:
+        change(call)
     pointers = [(addresses if each is None else each).ctypes.data for call in calls for each in call.values()]
     end = programs[1][f"run_{name}"]((ctypes.c_void_p * len(pointers))(*pointers), CALLS, gpus, seed)
+    for each in memory:
+        words = each[begin:].reshape(-1, program.slot_bytes)[:, : all_reduce.LAMPORT_BYTES]
+        assert gpus < program.ranks or not words.any()
     return end, calls
 
 
@@ -239,6 +247,26 @@ def test_numbers(programs, name, order):
                 kept = call[number, rank, "total"].reshape(-1, reduce.width)
                 own = np.s_[: len(kept)] if reduce.is_short else np.s_[rank * len(kept) : (rank + 1) * len(kept)]
                 assert (abs(kept - total[own]) <= bound[own]).all(), (number, rank)
+
+
+def test_words_of_any_number_arrive(programs):
+    """Zeros of both signs, which are sent as one, and numbers that are neither zero nor normal."""
+    numbers = np.array([0, -0.0, 1e-45, -1e-40, 1, -np.inf, np.nan, 3e38], "float32")
+    pairs = np.stack(np.meshgrid(numbers, numbers)).reshape(2, -1)
+
+    def change(call):
+        for (number, rank, operand), array in call.items():
+            if operand == "x" and programs[0]["words"].reduces[number].norm is None:
+                array[...] = np.resize(pairs[rank], array.size).reshape(array.shape)
+
+    end, calls = run(programs, "words", 2, fresh_seed(), change)
+    assert end == 0
+    plain = [number for number, reduce in enumerate(programs[0]["words"].reduces) if reduce.norm is None]
+    for call, number in product(calls, plain):
+        expected = call[number, 0, "x"] + call[number, 1, "x"]
+        for rank in range(2):
+            np.testing.assert_array_equal(call[number, rank, "out"], expected)
+            np.testing.assert_array_equal(*(call[number, each, "out"].view("uint32") for each in (0, rank)))
 
 
 def test_a_gpu_that_waits_for_a_minute_traps(programs):
