@@ -14,16 +14,17 @@ from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.pipeline import pipeline_steps
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
-ROWS, WIDTH, DEPTH = 2048, 4096, 1024
+ROWS, FEW_ROWS, WIDTH, DEPTH = 2048, 32, 4096, 1024
 UP, DOWN = np.ones((WIDTH, DEPTH), "float16"), np.ones((DEPTH, WIDTH), "float16")
 SCALE = np.ones(WIDTH, "float32")
 
 
-def before_products(follows):
+def before_products(follows, rows=ROWS):
     """Two sums with norms, of which the second adds the first; its product follows from the first if `follows`."""
+    shape = (rows, WIDTH)
 
     @ir_module(*GPUS)
-    def module(x: R.Tensor((ROWS, WIDTH), "float32", "cuda[0:2]")):
+    def module(x: R.Tensor(shape, "float32", "cuda[0:2]")):
         with R.dataflow():
             h = R.astype(x, "float16")
             a = R.add(x, R.matmul(R.matmul(h, R.const(UP)), R.const(DOWN), out_dtype="float32"))
@@ -57,9 +58,21 @@ def following():
     return before_products(follows=True)
 
 
-def test_products_send_the_tiles_of_all_but_the_first_sum(following):
+SUMS = {
+    ROWS: (
+        "rh_all_reduce_long<4, 256, {rank}, 2, RH_RMS_NORM, true, false, true, true>",
+        "rh_send_tile<{rank}, 2>",
+    ),
+    FEW_ROWS: ("rh_receive_row<2, 512, {rank}, 2, RH_RMS_NORM, true>", "rh_send_words"),
+}
+"""Functions of a sum's kernel and of its product's, by their number of rows."""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", SUMS)
+def test_products_send_the_operands_of_all_but_the_first_sum(following, rows):
     """Before the first sum there are no addresses."""
-    step, before = following
+    step, before = following if rows == ROWS else before_products(True, rows)
     after = step.run(before)
     assert_structural_equal(step.run(after), after)
     names = [(call.args[0].name_hint, product.args[0].name_hint) for call, product in sums_of(after)]
@@ -67,12 +80,11 @@ def test_products_send_the_tiles_of_all_but_the_first_sum(following):
         (True, True)
     ] * 2
     for (call, product), (unsent, _), rank in zip(sums_of(after)[2:], sums_of(before)[2:], range(2), strict=True):
-        _, _, addresses = product.args[1].fields
+        addresses = product.args[1].fields[2]
         assert addresses.same_as(call.args[1].fields[1])
         assert len(call.args[1].fields) == len(unsent.args[1].fields)
-        source = after[call.args[0]].script()
-        assert f"rh_all_reduce_long<4, 256, {rank}, 2, RH_RMS_NORM, true, false, true, true>" in source
-        assert f"rh_send_tile<{rank}, 2>" in after[product.args[0]].script()
+        for gv, name in zip((call.args[0], product.args[0]), SUMS[rows], strict=True):
+            assert f'"{name.format(rank=rank)}"' in after[gv].script()
 
 
 def test_all_gpus_send_or_none(following, monkeypatch):
@@ -85,8 +97,10 @@ def test_all_gpus_send_or_none(following, monkeypatch):
         assert "_sent" not in call.args[0].name_hint + product.args[0].name_hint
 
 
-def test_a_product_that_may_run_before_the_last_sum_does_not_send():
-    step, before = before_products(follows=False)
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", SUMS)
+def test_a_product_that_may_run_before_the_last_sum_does_not_send(rows):
+    step, before = before_products(False, rows)
     for call, product in sums_of(step.run(before)):
         assert "_sent" not in call.args[0].name_hint + product.args[0].name_hint
 
@@ -97,13 +111,15 @@ def test_a_product_that_may_run_before_the_last_sum_does_not_send():
         ((2048, 4096), "float16", True),
         ((2048, 4096), "float32", False),  # rows are sent as they are
         ((2048, 4096), "", False),
-        ((64, 1024), "float16", False),  # short
+        ((64, 1024), "float16", True),  # short
+        ((3, 68), "", True),
+        ((512, 64), "float32", False),  # more rows than blocks
         ((2048, 4160), "float16", False),  # no whole tiles
         ((1920, 4096), "float16", False),
         ((16384, 16384), "float16", False),  # too many flags
     ],
 )
-def test_sums_that_tiles_are_sent_for(shape, dtype, is_sent):
+def test_sums_that_products_send_for(shape, dtype, is_sent):
     reduce = AllReduce(shape, 2, RowNorm(1e-5, dtype) if dtype else None)
     own = RankReduce(reduce, 1, True, 2, 1 << 30)
     assert RankReduce.from_json(own.to_json()) == own
