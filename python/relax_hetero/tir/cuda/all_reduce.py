@@ -3,9 +3,9 @@
 Each GPU has memory that the others write to (`artifact.peer_layout`). There are two protocols:
 
 - Short operands: every GPU sends its whole operand, and adds all in the order of the GPUs, so that all get the same
-  bits ("one-shot", as in TensorRT-LLM and vLLM). Each eight bytes are stored beside the kernel's epoch, twice, in one
-  access of 16 bytes, so that whoever reads the epoch has the data (NCCL's LL). It takes twice the bytes, but neither
-  fences nor flags.
+  bits ("one-shot", as in TensorRT-LLM and vLLM). There are neither fences nor flags, but the data alone: a word that is
+  +0.0 is not there yet (the Lamport protocol, as in TensorRT-LLM and FlashInfer). -0.0 is sent for +0.0, all other bits
+  as they are. Whoever reads a word puts the zero back. The product's kernel before may send, too (`send_words`).
 - Long operands: GPU r adds the r-th part of the rows, which the others send it, and sends them the result
   ("two-shot": reduce-scatter, then all-gather). A block that has sent its rows, or results, sets a flag, for which the
   same block of the other GPU waits. The kernel of the product before may send the rows instead, in tiles with
@@ -16,16 +16,28 @@ the whole row in registers. Long sums then send the norm's result; the sum itsel
 long sum adds it there as its residual. If the result is float16, as the operands of the next products, so are the rows
 that are sent, each times a power of two, so that they cannot overflow.
 
-The epoch of a slot is the number of kernels that used it, so that nothing ever is reset. A slot may be written again
-when no GPU reads it any more: consecutive kernels use different slots, and when one has ended, all GPUs have ended the
-one before it. `slots_of` numbers them so that this holds between calls, too. So each kernel ends the epoch of the one
-before it, which no block reads any more.
+A slot may be written again when no GPU reads it any more: consecutive kernels use different slots, and when one has
+ended, all GPUs have ended the one before it. `slots_of` numbers them so that this holds between calls, too.
+
+The epoch of a slot is the number of kernels that used it, so that no flag ever is reset. Each kernel ends the epoch of
+the one before it, which no block reads any more.
+
+Words arrive at zeros. A GPU sends those of sum n after its sum n - 1 has ended, and so after all GPUs have ended sum
+n - 2 and all before it, one of which was the last to use the slot. Each GPU's kernel waits for all words that are sent
+to it, whatever the operand's size, and clears them before it ends. So the places of words in a slot that is free are
+zero, as in new memory, also between functions with other operands, and long operands have a place of their own. A
+kernel that traps leaves words behind, but also ends the CUDA context, and with it the memory.
+
+The product before a short sum sends each vector when it stores it, to its own GPU, too: the sum's kernel, which reads
+nothing else that the product writes, may add while other blocks of the product still store. It begins when all before
+the product has ended, and so no earlier than words may arrive, and waits for the product's end only before it stores
+(`core.launch.LATE_WAIT`), because its results may lie where the product reads.
 
 The product before a long sum may send the rows (`send_tile`), while it computes others: each tile as float16, a power
 of two for each row of it, then, for each 32 rows, a flag with the sum's epoch. The product begins when the last sum has
 ended on its GPU. So no GPU reads the slot any more, and the epoch of the slot's last use has ended: the product reads
 the epoch that the sum will have. The sum's blocks send results only; each waits for the flags of its rows. Flags of
-tiles are words of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and one
+tiles are numbers of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and one
 more for results.
 
 Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum sends its operand before it waits
@@ -63,7 +75,7 @@ _LONG_BLOCKS = 128
 _TIMEOUT_SECONDS = 60
 
 LAMPORT_BYTES = 512 << 10
-"""Maximum bytes of a short operand: for longer ones, sending twice the bytes takes longer than fences."""
+"""Maximum bytes of a short operand: for longer ones, sending all to every GPU takes longer than fences."""
 
 _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
 """Threads of a row of long operands: those that share a row have a named barrier, of which there are 15."""
@@ -83,7 +95,7 @@ _SENT_ROWS = 32
 _SENT_BYTES = 16 << 10
 """Bytes of a slot for the flags of sent tiles."""
 _OPERANDS = LAMPORT_BYTES + _SENT_BYTES
-"""Offset of long operands in a slot, after the lines of short ones and flags."""
+"""Offset of long operands in a slot, after the words of short ones and flags."""
 
 SOURCE = (
     f"""
@@ -778,7 +790,8 @@ def all_reduce_kernel(
     keeps_sum : bool
         True if there is a second result, the sum, beside that of the norm.
     is_sent : bool
-        True if the kernels of the operands' products have sent the rows that other GPUs add (`send_tile`).
+        True if the kernels of the operands' products have sent them (`send_words`), or the rows of long ones that
+        other GPUs add (`send_tile`).
 
     Returns
     -------
