@@ -37,8 +37,8 @@ The product before a long sum may send the rows (`send_tile`), while it computes
 of two for each row of it, then, for each 32 rows, a flag with the sum's epoch. The product begins when the last sum has
 ended on its GPU. So no GPU reads the slot any more, and the epoch of the slot's last use has ended: the product reads
 the epoch that the sum will have. The sum's blocks send results only; each waits for the flags of its rows. Flags of
-tiles are numbers of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and one
-more for results.
+tiles have places of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and
+one more for results.
 
 Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum sends its operand before it waits
 for operands, and its results before it waits for results. So when sum n - 1 has ended on a GPU, all others have begun
@@ -332,7 +332,8 @@ __device__ __forceinline__ void rh_receive_row(
           unsigned* v = words[r][u];
           if (i >= end) continue;
           asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "l"(slots + (from + r) * slot_bytes + 16ll * i));
+                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                       : "l"(slots + (from + r) * slot_bytes + 16ll * i));
           smallest = min(min(min(v[0], v[1]), min(v[2], v[3])), smallest);
         }
       }
@@ -889,7 +890,7 @@ def send_tile(
     pointers: tuple[tirx.PrimExpr, tirx.PrimExpr],
     origin: tuple[tirx.PrimExpr, tirx.PrimExpr],
 ) -> None:
-    """Write that two warps send a tile of `SENT_TILE` of the operand of a long sum, which their block has stored, unless this GPU adds it.
+    """Write that two warps send a tile of `SENT_TILE`, which their block has stored, unless this GPU adds it.
 
     Parameters
     ----------

@@ -87,9 +87,8 @@ def launch_of(kernel, pointers):
             return operators[type(value)].format(text(value.a), text(value.b))
         if isinstance(value, tvm.ir.TensorLoad):
             at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
-            return f"(({ {'int64': 'long long', 'float32': 'float'}[str(value.source.dtype)]}*)" + (
-                f"{pointers[value.source.name]}.address)[{at}]"
-            )
+            kind = {"int64": "long long", "float32": "float"}[str(value.source.dtype)]
+            return f"(({kind}*){pointers[value.source.name]}.address)[{at}]"
         if isinstance(value, tvm.ir.Call):
             buffer = value.args[0].source
             if buffer.name in pointers:
@@ -140,9 +139,7 @@ class Program:
         self.reduces = [AllReduce(shape, ranks, norm, bool(residual)) for shape, norm, residual, *_ in kernels]
         self.ranks, self.slot_bytes = ranks, max(reduce.slot_bytes for reduce in self.reduces)
         self.operands, lines, slots = [], [], all_reduce.slots_of(len(kernels))
-        for number, (reduce, slot, (shape, *_, keeps, sends)) in enumerate(
-            zip(self.reduces, slots, kernels, strict=True)
-        ):
+        for number, (reduce, slot, (*_, keeps, sends)) in enumerate(zip(self.reduces, slots, kernels, strict=True)):
             for rank in range(ranks):
                 own = RankReduce(reduce, rank, bool(keeps), slot, self.slot_bytes)
                 after = ((1,), "float32")

@@ -145,8 +145,8 @@ READS_EARLY = "relax_hetero.reads_early"
 
 LATE_WAIT = "relax_hetero.late_wait"
 """Attribute of a kernel that may wait for the previous launch in its epilogue: operands that it reads before, which the
-previous launch must not write. Attribute of a statement: place of that wait; its value is 1 if the next launch may begin
-only then, 0 if it may begin at once."""
+previous launch must not write. Attribute of a statement: place of that wait, and 1 if the next launch may begin only
+then, 0 if it may begin at once."""
 
 
 def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:

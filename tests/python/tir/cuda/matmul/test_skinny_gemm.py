@@ -199,7 +199,9 @@ def test_products_that_can_send(m, n, how, is_sent):
     problem = problem_of(m, n, 64, **{"result": "float32", **how})
     assert sends_words(problem) == is_sent
     if not is_sent:
-        with pytest.raises(EncodingError, match=r"is sent, expected a static, row-major one of float32 for a short sum"):
+        with pytest.raises(
+            EncodingError, match=r"is sent, expected a static, row-major one of float32 for a short sum"
+        ):
             skinny_gemm_kernel(replace(problem, sent=SentSum(0, 2, 0, 1 << 20)), GPU)
 
 
