@@ -50,11 +50,11 @@ LAYER, HALF_LAYER = RowNorm(1e-5, "float32", is_centered=True), RowNorm(1e-3, "f
 # Of each kernel: shape, norm, whether there is a residual, the sum is kept, and products send.
 PROGRAMS = {
     "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((140, 12), LAYER, 0, 1, 0)]),
-    "words": (2, [((4, 132), None, 0, 0, 0), ((2, 132), HALF, 0, 1, 1), ((404,), None, 0, 0, 1)] * 2),
+    "words": (2, [((4, 132), None, 0, 0, 0), ((2, 68), HALF, 0, 1, 1), ((204,), None, 0, 0, 1)]),
     "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF_LAYER, 0, 0, 0)]),
     "sent": (2, [((512, 256), HALF, 1, 1, 1), ((14, 260), FLOAT, 0, 1, 0)] * 2),
-    "three": (3, [((7, 36), HALF, 0, 0, 1), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
-    "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), HALF, 0, 1, 1), ((2, 400), LAYER, 0, 1, 1)]),
+    "three": (3, [((3, 36), HALF, 0, 0, 1), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
+    "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), LAYER, 0, 1, 1), ((1, 1540), HALF, 0, 1, 0)]),
 }
 
 
