@@ -25,7 +25,7 @@ from ...artifact.nccl_layout import NCCL_COLLECTIVE
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
-from ..cuda.core.launch import LATE_WAIT
+from ..cuda.core.launch import LATE_WAIT, WAIT
 from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents, launch_dependents, waiting_statements
 from .command_list import ADDRESS, ADDRESS_TEXT, Tensor
 from .table_kernel import nest_of
@@ -340,18 +340,14 @@ def waiting_first(kernel: tirx.PrimFunc, next_waits: bool = False) -> tirx.PrimF
     next_waits : bool
         Whether the next launch may begin only when this one has waited.
     """
-    return _beginning_with(kernel, waiting_statements() if next_waits else waiting_statements()[::-1])
-
-
-def _beginning_with(kernel: tirx.PrimFunc, statements: list[tirx.Stmt]) -> tirx.PrimFunc:
-    """A kernel of one launch that executes statements before anything else."""
     nest = nest_of(kernel)
     assert nest is not None, "a kernel of one launch is expected"
 
     def on_loop(loop: tirx.For) -> tirx.For:
         if not loop.loop_var.same_as(nest.loop_var):
             return loop
-        body = tirx.SeqStmt([*statements, loop.body])
+        first = waiting_statements() if next_waits else waiting_statements()[::-1]
+        body = tirx.SeqStmt([*first, loop.body])
         return tirx.For(
             loop.loop_var, loop.min, loop.extent, loop.kind, body, loop.thread_binding, loop.annotations, loop.step
         )
@@ -360,24 +356,26 @@ def _beginning_with(kernel: tirx.PrimFunc, statements: list[tirx.Stmt]) -> tirx.
 
 
 def waiting_late(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
-    """A kernel with `LATE_WAIT` that waits there, not at first; the next launch may begin then, or at once."""
-    wait, launch_dependents = waiting_statements()
-    begins_at_once = False
+    """A kernel with `LATE_WAIT` that waits there, not at first."""
 
     def on_sequence(sequence: tirx.SeqStmt) -> tirx.Stmt:
         statements = [s for s in sequence if not (is_griddepcontrol_wait(s) or is_launch_dependents(s))]
         return statements[0] if len(statements) == 1 else tirx.SeqStmt(statements)
 
     def on_attribute(statement: tirx.AttrStmt) -> tirx.Stmt:
-        nonlocal begins_at_once
-        if statement.attr_key != LATE_WAIT:
-            return statement
-        begins_at_once = not int(statement.value)
-        return wait if begins_at_once else tirx.SeqStmt([wait, launch_dependents])
+        return tirx.SeqStmt(waiting_statements()) if statement.attr_key == LATE_WAIT else statement
 
     body = structural_map(kernel.body, (tirx.SeqStmt, on_sequence))
-    late = kernel.with_body(structural_map(body, (tirx.AttrStmt, on_attribute)))
-    return _beginning_with(late, [launch_dependents]) if begins_at_once else late
+    return kernel.with_body(structural_map(body, (tirx.AttrStmt, on_attribute)))
+
+
+def waiting_in_place(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A kernel that waits, and lets the next launch begin, at its statements with `WAIT`."""
+
+    def on_attribute(statement: tirx.AttrStmt) -> tirx.Stmt:
+        return tirx.SeqStmt(waiting_statements()[::-1]) if statement.attr_key == WAIT else statement
+
+    return kernel.with_body(structural_map(kernel.body, (tirx.AttrStmt, on_attribute)))
 
 
 def releases_after_wait(kernel: tirx.PrimFunc) -> bool:

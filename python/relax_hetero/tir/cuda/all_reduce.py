@@ -28,10 +28,8 @@ to it, whatever the operand's size, and clears them before it ends. So the place
 zero, as in new memory, also between functions with other operands, and long operands have a place of their own. A
 kernel that traps leaves words behind, but also ends the CUDA context, and with it the memory.
 
-The product before a short sum sends each vector when it stores it, to its own GPU, too: the sum's kernel, which reads
-nothing else that the product writes, may add while other blocks of the product still store. It begins when all before
-the product has ended, and so no earlier than words may arrive, and waits for the product's end only before it stores
-(`core.launch.LATE_WAIT`), because its results may lie where the product reads.
+The product before a short sum may send each vector when it stores it (`send_words`). It begins to store when sum n - 1
+has ended on its GPU, as a kernel of sum n that sends does.
 
 The product before a long sum may send the rows (`send_tile`), while it computes others: each tile as float16, a power
 of two for each row of it, then, for each 32 rows, a flag with the sum's epoch. The product begins when the last sum has
@@ -63,7 +61,7 @@ from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, flags_offset, stat
 from ...encoding.problem import SentSum
 from ...target.gpu_target import WARP
 from ..core.builder import Function, int64
-from .core.launch import LATE_WAIT
+from .core.launch import WAIT, enable_pdl
 from .loops.launch import launch
 
 ALL_REDUCE = "relax_hetero.all_reduce"
@@ -107,7 +105,6 @@ SOURCE = (
 #define RH_TILE_ROWS {SENT_TILE[0]}
 #define RH_SENT_COLUMNS {SENT_TILE[1]}
 #define RH_SENT_BYTES {_SENT_BYTES}
-#define RH_GATE 0
 """
     r"""
 __device__ __forceinline__ unsigned long long rh_time() {
@@ -288,86 +285,17 @@ __device__ __forceinline__ void rh_store_words(long long slot, int i, unsigned x
 __device__ __forceinline__ void rh_send_words(long long slot, int i, float x, float y, float z, float w) {
   rh_store_words(slot, i, rh_word(x), rh_word(y), rh_word(z), rh_word(w));
 }
-// Sum of a row in the order of the GPUs, and its norm. It clears the words that it reads. SENT: products have also sent
-// to this GPU itself, else it adds `x`.
-template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool SENT>
-__device__ __forceinline__ void rh_receive_row(
-    const void* x, const void* weight, const void* bias, const void* bases, float4* total, float4* result,
-    long long data, long long slot_bytes, long long state, int number, int vectors, int row, int first, float eps) {
-  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
-  constexpr int TOGETHER = VECTORS * RANKS <= 8 ? RANKS : 1;  // GPUs whose words are in flight together
-  int end = min(first + row, vectors);
-  long long slots = (long long)ex.slot(RANK, 0);
-  unsigned last = ex.last_slot();
-  float4 own[VECTORS], scale[VECTORS], shift[VECTORS];
-  if (!SENT) rh_load_numbers<VECTORS, THREADS>(x, own, first, end);
-  if (NORM) rh_load_numbers<VECTORS, THREADS>(weight, scale, 0, row);
-  if (NORM == RH_LAYER_NORM) rh_load_numbers<VECTORS, THREADS>(bias, shift, 0, row);
-#pragma unroll
-  for (int u = 0; u < VECTORS; ++u) total[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  if (SENT && RH_GATE == 1) {
-    if (threadIdx.x % 32 == 0 && first + threadIdx.x < end) {
-      unsigned v[4];
-      do {
-        asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                     : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                     : "l"(slots + RANK * slot_bytes + 16ll * (first + threadIdx.x)));
-      } while (!v[0]);
-    }
-    __syncwarp();
-  }
-#pragma unroll
-  for (int from = 0; from < RANKS; from += TOGETHER) {
-    unsigned words[TOGETHER][VECTORS][4], spins = 0;
-    unsigned long long start = 0;
-    bool waits = true;
-    while (waits) {
-      unsigned smallest = 1;
-#pragma unroll
-      for (int r = 0; r < TOGETHER; ++r) {
-        if (from + r == RANK && !SENT) continue;
-#pragma unroll
-        for (int u = 0; u < VECTORS; ++u) {
-          int i = first + threadIdx.x + u * THREADS;
-          unsigned* v = words[r][u];
-          if (i >= end) continue;
-          asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
-                       : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
-                       : "l"(slots + (from + r) * slot_bytes + 16ll * i));
-          smallest = min(min(min(v[0], v[1]), min(v[2], v[3])), smallest);
-        }
-      }
-      waits = smallest == 0;
-      if (waits && ++spins % 65536 == 0) { if (!start) start = rh_time(); else rh_check_time(start); }
-    }
-#pragma unroll
-    for (int r = 0; r < TOGETHER; ++r) {
-#pragma unroll
-      for (int u = 0; u < VECTORS; ++u) {
-        int i = first + threadIdx.x + u * THREADS;
-        unsigned* v = words[r][u];
-        if (i >= end) continue;
-        bool is_own = from + r == RANK && !SENT;
-        total[u] = rh_add(total[u], is_own ? own[u] : make_float4(__uint_as_float(v[0]), __uint_as_float(v[1]),
-                                                                  __uint_as_float(v[2]), __uint_as_float(v[3])));
-        if (!is_own) rh_store_words(slots + (from + r) * slot_bytes, i, 0, 0, 0, 0);
-      }
-    }
-  }
-  if (first == 0) ex.end_epoch(last);
-#pragma unroll
-  for (int u = 0; u < VECTORS; ++u) result[u] = total[u];
-  if (NORM) rh_norm<VECTORS, THREADS, NORM>(result, scale, shift, row, eps);
-}
-template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM>
+// Every GPU sends its operand to all others (SENT: products before have sent it), and adds the words that arrive in the
+// order of the GPUs. `scale` and `shift` are a thread's numbers of the norm's weight and bias.
+template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM, bool SENT, class... Base>
 __device__ __forceinline__ void rh_all_reduce_short(
-    const void* x, const void* weight, const void* bias, void* out, void* sum, const void* bases, long long data,
-    long long slot_bytes, long long state, int number, int vectors, int row, float eps) {
-  rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
-  long long places[RANKS];
-#pragma unroll
-  for (int step = 1; step < RANKS; ++step) places[step] = (long long)ex.slot(ex.peer(step), RANK);
-  for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
+    const void* x, void* out, void* sum, const float4* scale, const float4* shift, long long data, long long slot_bytes,
+    long long state, int number, int vectors, int row, float eps, Base... base) {
+  const long long bases[RANKS] = {base...};
+  rh_Exchange<RANK, RANKS> ex{bases, data, slot_bytes, 0, state, number};
+  constexpr int TOGETHER = VECTORS * RANKS <= 8 ? RANKS : 1;  // GPUs whose words are in flight together
+  unsigned last = ex.last_slot();
+  for (int first = blockIdx.x * row; first < vectors && !SENT; first += gridDim.x * row) {
     int end = min(first + row, vectors);
     float4 v[VECTORS];
     rh_load_numbers<VECTORS, THREADS>(x, v, first, end);
@@ -376,17 +304,60 @@ __device__ __forceinline__ void rh_all_reduce_short(
       int i = first + threadIdx.x + u * THREADS;
 #pragma unroll
       for (int step = 1; step < RANKS && i < end; ++step) {
-        rh_send_words(places[step], i, v[u].x, v[u].y, v[u].z, v[u].w);
+        rh_send_words((long long)ex.slot(ex.peer(step), RANK), i, v[u].x, v[u].y, v[u].z, v[u].w);
       }
     }
   }
   for (int first = blockIdx.x * row; first < vectors; first += gridDim.x * row) {
-    float4 total[VECTORS], result[VECTORS];
-    rh_receive_row<VECTORS, THREADS, RANK, RANKS, NORM, false>(
-        x, weight, bias, bases, total, result, data, slot_bytes, state, number, vectors, row, first, eps);
-    if (SUM) rh_store_row<VECTORS, THREADS, false>(sum, total, first, min(first + row, vectors));
-    rh_store_row<VECTORS, THREADS, HALF>(out, result, first, min(first + row, vectors));
+    int end = min(first + row, vectors);
+    float4 own[VECTORS], total[VECTORS];
+    rh_load_numbers<VECTORS, THREADS>(x, own, first, end);
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) total[u] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int from = 0; from < RANKS; from += TOGETHER) {
+      unsigned words[TOGETHER][VECTORS][4], spins = 0;
+      unsigned long long start = 0;
+      bool waits = true;
+      while (waits) {
+        unsigned smallest = 1;
+#pragma unroll
+        for (int r = 0; r < TOGETHER; ++r) {
+#pragma unroll
+          for (int u = 0; u < VECTORS && from + r != RANK; ++u) {
+            int i = first + threadIdx.x + u * THREADS;
+            unsigned* v = words[r][u];
+            if (i >= end) continue;
+            asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3])
+                         : "l"((long long)ex.slot(RANK, from + r) + 16ll * i));
+            smallest = min(min(min(v[0], v[1]), min(v[2], v[3])), smallest);
+          }
+        }
+        waits = smallest == 0;
+        if (waits && ++spins % 65536 == 0) { if (!start) start = rh_time(); else rh_check_time(start); }
+      }
+#pragma unroll
+      for (int r = 0; r < TOGETHER; ++r) {
+#pragma unroll
+        for (int u = 0; u < VECTORS; ++u) {
+          int i = first + threadIdx.x + u * THREADS;
+          unsigned* v = words[r][u];
+          if (from + r == RANK) {
+            total[u] = rh_add(total[u], own[u]);
+          } else if (i < end) {
+            total[u] = rh_add(total[u], make_float4(__uint_as_float(v[0]), __uint_as_float(v[1]),
+                                                    __uint_as_float(v[2]), __uint_as_float(v[3])));
+            rh_store_words((long long)ex.slot(RANK, from + r), i, 0, 0, 0, 0);
+          }
+        }
+      }
+    }
+    if (SUM) rh_store_row<VECTORS, THREADS, false>(sum, total, first, end);
+    if (NORM) rh_norm<VECTORS, THREADS, NORM>(total, scale, shift, row, eps);
+    rh_store_row<VECTORS, THREADS, HALF>(out, total, first, end);
   }
+  ex.end_epoch(last);
 }
 
 template <class Vector> __device__ __forceinline__ void rh_copy(const Vector* from, Vector* to, int begin, int end) {
@@ -716,7 +687,7 @@ class RankReduce:
         reduce, (rows, columns) = self.reduce, SENT_TILE
         own = SentSum(self.rank, reduce.ranks, self.slot, self.slot_bytes)
         if reduce.is_short:
-            return own if reduce.blocks * reduce.row >= reduce.count // 4 else None
+            return own
         if reduce.norm is None or reduce.norm.dtype != "float16":
             return None
         part_rows = reduce.count // reduce.width // reduce.ranks
@@ -829,7 +800,7 @@ def all_reduce_kernel(
         sizes = [slot, reduce.count // 4, reduce.row]
         eps = T.float32(norm.eps if norm is not None else 0.0)
         mesh = [vectors, threads, rank, reduce.ranks, norm_kind]
-        with function.body(), launch(reduce.blocks, reduce.threads) as (block, _):
+        with function.body(), launch(reduce.blocks, reduce.threads):
             if not reduce.is_short:
                 _call(
                     "rh_all_reduce_long",
@@ -839,42 +810,31 @@ def all_reduce_kernel(
                     *map(T.int32, sizes),
                     eps,
                 )
-            elif not is_sent:
+            else:
+                # Constants, which may be read before the kernels before have ended.
+                addresses = [T.bind(bases[int64(each)]) for each in range(reduce.ranks)]
+                columns = []
+                for constant in (weight, bias):
+                    registers = T.address_of(T.alloc_buffer((vectors,), "float32x4", scope="local")[0])
+                    if constant is not None:
+                        _call("rh_load_numbers", [vectors, threads], pointer(constant), registers, 0, reduce.row)
+                    columns.append(registers)
+                with T.attr(0, WAIT, 1):
+                    T.evaluate(0)
                 _call(
                     "rh_all_reduce_short",
-                    [*mesh, is_half, keeps_sum],
-                    *map(pointer, (x, weight, bias, out, total, bases)),
+                    [*mesh, is_half, keeps_sum, is_sent],
+                    *map(pointer, (x, out, total)),
+                    *columns,
                     *map(T.int64, offsets),
                     *map(T.int32, sizes),
                     eps,
+                    *addresses,
                 )
-            else:
-                # The words of a row may arrive before the product's kernel has ended, for which stores wait.
-                first = T.Cast("int32", block) * reduce.row
-                row_sum, result = (T.alloc_buffer((vectors,), "float32x4", scope="local") for _ in range(2))
-                registers = [T.address_of(buffer[0]) for buffer in (row_sum, result)]
-                _call(
-                    "rh_receive_row",
-                    [*mesh, True],
-                    *map(pointer, (x, weight, bias, bases)),
-                    *registers,
-                    *map(T.int64, offsets),
-                    *map(T.int32, sizes),
-                    first,
-                    eps,
-                )
-                with T.attr(0, LATE_WAIT, 0):
-                    T.evaluate(0)
-                end = T.min(first + reduce.row, reduce.count // 4)
-                if total is not None:
-                    _call("rh_store_row", [vectors, threads, False], pointer(total), registers[0], first, end)
-                _call("rh_store_row", [vectors, threads, is_half], pointer(out), registers[1], first, end)
     own = RankReduce(reduce, rank, keeps_sum, slot, slot_bytes)
     kernel = function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: own.to_json()})
-    if not (reduce.is_short and is_sent):
-        return kernel
-    # Of the operands it reads the addresses and the norm's constants, and does so before it waits.
-    return kernel.with_attr(LATE_WAIT, [1, *range(3, 3 + (weight is not None) + (bias is not None))])
+    constants = [1, *range(3, 3 + (weight is not None) + (bias is not None))]
+    return enable_pdl(kernel, constants) if reduce.is_short else kernel
 
 
 def _call(name: str, parameters: Sequence[Any], *arguments: Any) -> None:
@@ -914,7 +874,7 @@ def send_tile(
 
 
 def word_places(sent: SentSum, addresses: tirx.Buffer) -> list[tirx.PrimExpr]:
-    """Write the computation of the places, in the memory of each GPU, for the words that this GPU sends for a sum.
+    """Write the computation of the places in the memory of the other GPUs for the words that this GPU sends for a sum.
 
     Parameters
     ----------
@@ -923,11 +883,12 @@ def word_places(sent: SentSum, addresses: tirx.Buffer) -> list[tirx.PrimExpr]:
         Addresses of all GPUs' memory.
     """
     data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + sent.rank * sent.slot_bytes
-    return [T.bind(addresses[int64(rank)] + int64(data)) for rank in range(sent.ranks)]
+    peers = [rank for rank in range(sent.ranks) if rank != sent.rank]
+    return [T.bind(addresses[int64(peer)] + int64(data)) for peer in peers]
 
 
 def send_words(places: Sequence[tirx.PrimExpr], values: Sequence[tirx.PrimExpr], start: tirx.PrimExpr) -> None:
-    """Write that a thread sends four neighbouring numbers of the operand of a short sum to all GPUs.
+    """Write that a thread sends four neighbouring numbers of the operand of a short sum to the other GPUs.
 
     Parameters
     ----------

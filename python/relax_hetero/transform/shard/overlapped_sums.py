@@ -71,9 +71,10 @@ def overlap_sums(func: relax.Function, mod: tvm.IRModule, kernels: ProductKernel
             group.append(_RankSum(binding, gv, RankReduce.from_json(str(mod.functions[gv].attrs[ALL_REDUCE]))))
             if len(group) == group[0].own.reduce.ranks:
                 # The products of all GPUs send, or none does.
-                of_one_sum = [replace(group[0].own, rank=rank) for rank in range(len(group))]
+                of_one_sum = [replace(item.own, rank=0, keeps_sum=False) for item in group]
+                is_one = [item.own.rank for item in group] == [*range(len(group))] and len(set(of_one_sum)) == 1
                 parts = [writer.overlapped(item) for item in group]
-                for part in parts if all(parts) and [item.own for item in group] == of_one_sum else ():
+                for part in parts if all(parts) and is_one else ():
                     changed.update(part)
                 group = []
 

@@ -145,8 +145,12 @@ READS_EARLY = "relax_hetero.reads_early"
 
 LATE_WAIT = "relax_hetero.late_wait"
 """Attribute of a kernel that may wait for the previous launch in its epilogue: operands that it reads before, which the
-previous launch must not write. Attribute of a statement: place of that wait, and 1 if the next launch may begin only
-then, 0 if it may begin at once."""
+previous launch must not write. Attribute of a statement: place of that wait."""
+
+
+WAIT = "relax_hetero.wait"
+"""Attribute of a statement: place where the kernel waits for the previous launch, and lets the next one begin, on GPUs
+with programmatic dependent launch. Kernels that run on others have it instead of `ptx.griddepcontrol_wait`."""
 
 
 def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
