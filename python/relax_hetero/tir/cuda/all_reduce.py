@@ -25,8 +25,9 @@ the one before it, which no block reads any more.
 Words arrive at zeros. A GPU sends those of sum n after its sum n - 1 has ended, and so after all GPUs have ended sum
 n - 2 and all before it, one of which was the last to use the slot. Each GPU's kernel waits for all words that are sent
 to it, whatever the operand's size, and clears them before it ends. So the places of words in a slot that is free are
-zero, as in new memory, also between functions with other operands, and long operands have a place of their own. A
-kernel that traps leaves words behind, but also ends the CUDA context, and with it the memory.
+zero, as in new memory, also between functions with other operands, and long operands have a place of their own. Calls
+that end halfway may leave words behind, for which `vm.device.peer_memory` clears the memory; a kernel that traps ends
+the CUDA context, and with it the memory.
 
 The product before a short sum may send each vector when it stores it (`send_words`). It begins to store when sum n - 1
 has ended on its GPU, as a kernel of sum n that sends does.

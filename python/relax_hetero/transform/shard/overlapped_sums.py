@@ -10,8 +10,7 @@ After::
     part = R.call_tir(cls.matmul_2048x4096x7168_f16f16_cuda_0_sent, (x, weight, addresses), ...)
     norm, rows = R.call_tir(cls.all_reduce_0_of_2_sent, (part, addresses, before, residual, scale), ...)
 
-The operand of a short sum is sent in vectors, by products of few rows, as they are stored. The sum's kernel adds them
-as they arrive.
+The operand of a short sum is sent in vectors, by products of few rows, as they are stored.
 
 Of a long one, tiles are sent. The product computes those that others add first, and sends each while it computes the
 next ones, so that only its last tiles are before the sum.
