@@ -58,7 +58,15 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ...artifact.peer_layout import FLAG_BLOCKS, data_offset, flags_offset, state_offset
+from ...artifact.peer_layout import (
+    FLAG_BLOCKS,
+    LAMPORT_BYTES,
+    LONG_OPERANDS,
+    SENT_FLAGS_BYTES,
+    data_offset,
+    flags_offset,
+    state_offset,
+)
 from ...encoding.problem import SentSum
 from ...target.gpu_target import WARP
 from ..core.builder import Function, int64
@@ -72,9 +80,6 @@ _THREADS = 512
 _MAX_THREADS = 1024
 _LONG_BLOCKS = 128
 _TIMEOUT_SECONDS = 60
-
-LAMPORT_BYTES = 512 << 10
-"""Maximum bytes of a short operand: for longer ones, sending all to every GPU takes longer than fences."""
 
 _ROW_THREADS = (WARP, 128, 256, 512, _MAX_THREADS)
 """Threads of a row of long operands: those that share a row have a named barrier, of which there are 15."""
@@ -91,10 +96,6 @@ SENT_TILE = (128, 256)
 """Rows and columns of the tiles that a product's kernel sends."""
 _SENT_ROWS = 32
 """Rows of a tile that a warp sends at a time, with a flag."""
-_SENT_BYTES = 16 << 10
-"""Bytes of a slot for the flags of sent tiles."""
-_OPERANDS = LAMPORT_BYTES + _SENT_BYTES
-"""Offset of long operands in a slot, after the words of short ones and flags."""
 
 SOURCE = (
     f"""
@@ -105,7 +106,7 @@ SOURCE = (
 #define RH_SENT_ROWS {_SENT_ROWS}
 #define RH_TILE_ROWS {SENT_TILE[0]}
 #define RH_SENT_COLUMNS {SENT_TILE[1]}
-#define RH_SENT_BYTES {_SENT_BYTES}
+#define RH_SENT_FLAGS_BYTES {SENT_FLAGS_BYTES}
 """
     r"""
 __device__ __forceinline__ unsigned long long rh_time() {
@@ -150,7 +151,7 @@ template <int RANK, int RANKS> struct rh_Exchange {
   }
   // Flags of the tiles that a GPU has sent, which are before the operand: for each 32 rows one of each 256 columns.
   __device__ __forceinline__ unsigned* tile_flags(int owner, int sender) const {
-    return (unsigned*)(slot(owner, sender) - RH_SENT_BYTES);
+    return (unsigned*)(slot(owner, sender) - RH_SENT_FLAGS_BYTES);
   }
   __device__ __forceinline__ static void set(unsigned* flag, unsigned value) {
     asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(value) : "memory");
@@ -619,7 +620,7 @@ class AllReduce:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that it needs for each GPU."""
-        return LAMPORT_BYTES + (0 if self.is_short else _SENT_BYTES + 2 * 16 * self._part_vectors)
+        return LAMPORT_BYTES if self.is_short else LONG_OPERANDS + 2 * 16 * self._part_vectors
 
     @property
     def threads(self) -> int:
@@ -695,7 +696,7 @@ class RankReduce:
         if part_rows % rows or reduce.width % columns:
             return None
         flags = part_rows // _SENT_ROWS * (reduce.width // columns)
-        return own if 4 * flags <= _SENT_BYTES else None
+        return own if 4 * flags <= SENT_FLAGS_BYTES else None
 
     def to_json(self) -> str:
         """Convert to JSON text."""
@@ -796,7 +797,7 @@ def all_reduce_kernel(
         is_half = norm is not None and norm.dtype == "float16"
         vectors, threads = ceil(reduce.row / reduce.row_threads), reduce.row_threads
         # Words of short operands have a place of their own, which is all zero when they arrive.
-        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else _OPERANDS)
+        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else LONG_OPERANDS)
         offsets = [data, slot_bytes, state_offset(reduce.ranks)]
         sizes = [slot, reduce.count // 4, reduce.row]
         eps = T.float32(norm.eps if norm is not None else 0.0)
@@ -863,7 +864,7 @@ def send_tile(
     origin : tuple of PrimExpr
         First row and column of the tile.
     """
-    data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + _OPERANDS
+    data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + LONG_OPERANDS
     _call(
         "rh_send_tile",
         [sent.rank, sent.ranks],

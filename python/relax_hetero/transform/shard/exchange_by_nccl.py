@@ -44,10 +44,10 @@ from tvm import relax, tirx
 
 from ...artifact.collectives import ALL_REDUCE_OP, CUSTOM, EXCHANGE_OP, NCCL, CollectiveSpec, check_strategy
 from ...artifact.nccl_layout import NCCL_MEMORY, Collective, to_numbers, transfers
-from ...artifact.peer_layout import PEER_MEMORY
+from ...artifact.peer_layout import LAMPORT_BYTES, PEER_MEMORY
 from ...errors import BuildError
 from ...target.vdevice import vdevice_index, vdevices_of
-from ...tir.cuda.all_reduce import ALL_REDUCE, LAMPORT_BYTES, RankReduce
+from ...tir.cuda.all_reduce import ALL_REDUCE, RankReduce
 from ...tir.cuda.nccl_kernels import (
     AFTER_NCCL,
     EXCHANGE,

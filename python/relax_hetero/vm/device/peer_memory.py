@@ -19,11 +19,11 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.peer_layout import PEER_MEMORY, memory_bytes
+from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
-from .tensors import copy_into, empty, from_array
+from .tensors import copy_into, empty, from_array, part_of
 
 
 class _PeerCall(threading.local):
@@ -131,16 +131,18 @@ class _PeerMemory:
                         "expected GPUs with NVLink or PCIe peer access, or code that was compiled with "
                         'allreduce_strategy="nccl"'
                     )
-        self._nbytes = memory_bytes(len(devices), slot_bytes)
-        self.memory = [empty((self._nbytes,), "uint8", device) for device in devices]
+        nbytes = memory_bytes(len(devices), slot_bytes)
+        self._zeros = initial_zeros(len(devices), slot_bytes)
+        self.memory = [empty((nbytes,), "uint8", device) for device in devices]
         self.clear()
         self.addresses = addresses_on(devices, self.memory)
 
     def clear(self) -> None:
-        """Fill the memory with zeros, which no kernel uses meanwhile."""
-        zeros = from_array(np.zeros(self._nbytes, "uint8"))
-        for tensor in self.memory:
-            copy_into(zeros, tensor)
+        """Make the memory, which no kernel uses meanwhile, as it was at first."""
+        for begin, nbytes in self._zeros:
+            zeros = from_array(np.zeros(nbytes, "uint8"))
+            for tensor in self.memory:
+                copy_into(zeros, part_of(tensor, (nbytes,), "uint8", begin))
 
 
 def _clear_memory(devices: Sequence[runtime.Device]) -> None:

@@ -182,7 +182,8 @@ def programs(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALLER.items():
             patch.setattr(all_reduce, name, value)
-        patch.setattr(all_reduce, "_OPERANDS", SMALLER["LAMPORT_BYTES"] + all_reduce._SENT_BYTES)
+        for module in (all_reduce, peer_layout):
+            patch.setattr(module, "LONG_OPERANDS", SMALLER["LAMPORT_BYTES"] + peer_layout.SENT_FLAGS_BYTES)
         made = {name: Program(name, *how) for name, how in PROGRAMS.items()}
         texts = [f'#include "{HEADER}"', on_cpu(all_reduce.SOURCE), *(program.text for program in made.values())]
         (folder / "sums.cpp").write_text("\n".join(texts))
@@ -198,19 +199,18 @@ def run(programs, name, gpus, seed, change=lambda call: None):
     """
     program, rng = programs[0][name], np.random.default_rng(seed)
     nbytes = peer_layout.memory_bytes(program.ranks, program.slot_bytes)
-    memory = [np.zeros(nbytes, "uint8") for _ in range(program.ranks)]
-    begin = peer_layout.data_offset(0, program.ranks, program.slot_bytes)
-    for each in memory:  # operands that are read before they are there are NaN
-        each[begin:].reshape(-1, program.slot_bytes)[:, all_reduce._OPERANDS :] = 0xFF
+    memory = np.full((program.ranks, nbytes), 0xFF, "uint8")  # operands that are read before they are there are NaN
+    for begin, size in peer_layout.initial_zeros(program.ranks, program.slot_bytes):
+        memory[:, begin : begin + size] = 0
     addresses = np.array([each.ctypes.data for each in memory], "int64")
     calls = [program.arrays(rng) for _ in range(CALLS)]
     for call in calls:
         change(call)
     pointers = [(addresses if each is None else each).ctypes.data for call in calls for each in call.values()]
     end = programs[1][f"run_{name}"]((ctypes.c_void_p * len(pointers))(*pointers), CALLS, gpus, seed)
-    for each in memory:
-        words = each[begin:].reshape(-1, program.slot_bytes)[:, : all_reduce.LAMPORT_BYTES]
-        assert gpus < program.ranks or not words.any()
+    slots = memory[:, peer_layout.data_offset(0, program.ranks, program.slot_bytes) :]
+    words = slots.reshape(program.ranks, -1, program.slot_bytes)[..., : all_reduce.LAMPORT_BYTES]
+    assert gpus < program.ranks or not words.any()
     return end, calls
 
 
