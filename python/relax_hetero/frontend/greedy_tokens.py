@@ -51,8 +51,10 @@ def greedy_tokens(
     largest, index = (
         emit(relax.TupleGetItem(top, i), f"{name}_of_part") for i, name in enumerate(("largest", "index"))
     )
-    as_float = emit(relax.op.astype(index, "float32"), "float_index")  # exact: a vocabulary has less than 2^24 tokens
-    candidates = emit(relax.op.concat([largest, as_float], -1), "candidates")
+    candidates = [largest, index]
+    if len(mesh_positions(vdevice)) > 1:  # one tensor, so that devices exchange one
+        as_float = emit(relax.op.astype(index, "float32"), "float_index")  # exact: fewer tokens than 2^24
+        candidates = [emit(relax.op.concat([largest, as_float], -1), "candidates")]
     return builder.call_te(_tokens, candidates, vocabulary // parts, primfunc_name_hint="greedy_tokens")
 
 
@@ -114,9 +116,12 @@ def _allowed(logits: te.Tensor, masks: te.Tensor) -> te.Tensor:
     return te.compute(logits.shape, element, "allowed")
 
 
-def _tokens(candidates: te.Tensor, size: int) -> te.Tensor:
-    """Tokens of the largest candidates, the first ones of equal ones."""
-    rows, parts, _ = candidates.shape
+def _tokens(candidates: list[te.Tensor], size: int) -> te.Tensor:
+    """Tokens of the largest candidates, the first ones of equal ones.
+
+    Candidates are logits and indices in their parts, (rows, parts, 1) each, or both in one tensor of (rows, parts, 2).
+    """
+    (rows, parts, _), values, indices = candidates[0].shape, candidates[0], candidates[-1]
 
     def better(one: list[tirx.PrimExpr], other: list[tirx.PrimExpr]) -> tuple[tirx.PrimExpr, ...]:
         wins = index_wins(one, other, largest=True, last=False)
@@ -129,8 +134,9 @@ def _tokens(candidates: te.Tensor, size: int) -> te.Tensor:
     first = te.comm_reducer(better, start, "first_largest")
 
     def candidate(row: tirx.Var) -> tuple[tirx.PrimExpr, tirx.PrimExpr]:
-        token = tirx.Cast("int32", part * size) + tirx.Cast("int32", candidates[row, part, 1])
-        return first((token, candidates[row, part, 0]), axis=part)
+        index = indices[row, part, indices.shape[-1] - 1]
+        token = tirx.Cast("int32", part * size) + tirx.Cast("int32", index)
+        return first((token, values[row, part, 0]), axis=part)
 
     token, largest = te.compute((rows,), candidate, "largest")
 

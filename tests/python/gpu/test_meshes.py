@@ -187,14 +187,16 @@ def test_products_send_what_other_gpus_add():
     executable = rh.compile(mod)
     assert sum("_sent" in name for name in executable.metadata.kernels) >= 4  # products and sums of both GPUs
     vm = rh.vm.VirtualMachine(executable)
-    for _ in range(5):
+    cases = []
+    for _ in range(2):
         total = fresh_rng().standard_normal((rows, width)).astype("float32")
         normal, x = total, total
         for up, down in zip(ups[:3], downs, strict=True):
             hidden = (normal.astype("float16").astype("float32") @ up.astype("float32")).astype("float16")
             total = total + hidden.astype("float32") @ down.astype("float32")
             normal = total / np.sqrt((total * total).mean(1, keepdims=True) + 1e-5) * scale
-        expected = normal.astype("float16").astype("float32") @ ups[3].astype("float32")
+        cases.append((x, normal.astype("float16").astype("float32") @ ups[3].astype("float32")))
+    for x, expected in cases * 3:  # in turn, so that what a call before has left is wrong
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=5e-3 * np.abs(expected).max())
 
 
@@ -346,7 +348,7 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
     texts = []
     for count, strategy in (1, "auto"), (2, "custom"), *[(2, "nccl")] * (not isinstance(NO_NCCL, str)):
         model, _ = rh.llm.load(
-            path, "cuda", tensor_parallel=count, batches=(2,), chunks=(16, 32), context=128, background=False,
+            path, "cuda", tensor_parallel=count, batches=(2,), chunks=(32,), context=128, background=False,
             allreduce_strategy=strategy,
         )  # fmt: skip
         slots = [model.cache.add(), model.cache.add()]

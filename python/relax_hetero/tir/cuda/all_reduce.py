@@ -42,9 +42,9 @@ one more for results.
 Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum sends its operand before it waits
 for operands, and its results before it waits for results. So when sum n - 1 has ended on a GPU, all others have begun
 it, get what they wait for, end it, and begin sum n. This needs kernels of a program to begin in the same order on all
-GPUs, and all blocks of a kernel to be resident at once. Each kernel takes the last one's result as an operand that it
-does not read, so that passes keep their order. A thread that waits for a minute traps, as after an error on another
-GPU.
+GPUs, copies between them to be before or after all kernels of a sum (`transform.record.command_regions`), and all
+blocks of a kernel to be resident at once. Each kernel takes the last one's result as an operand that it does not read,
+so that passes keep their order. A thread that waits for a minute traps, as after an error on another GPU.
 """
 
 from __future__ import annotations

@@ -53,10 +53,12 @@ def index_wins(one: Sequence[Expr], other: Sequence[Expr], largest: bool, last: 
     """True if the first of two pairs of index and value wins an argmax or argmin; NaN wins against all numbers."""
     is_more = one[1] > other[1] if largest else one[1] < other[1]
     is_before = one[0] > other[0] if last else one[0] < other[0]
-    wins_as_number = tirx.any(is_more, tirx.all(tirx.EQ(one[1], other[1]), is_before))
     if "float" not in str(one[1].ty.dtype):
-        return wins_as_number
-    return tirx.Select(is_nan(one[1]), tirx.any(tirx.Not(is_nan(other[1])), is_before), wins_as_number)
+        return tirx.any(is_more, tirx.all(tirx.EQ(one[1], other[1]), is_before))
+    # Without a choice, which would be a branch on GPUs. Comparisons with NaN are false.
+    one_is_nan, other_is_nan = is_nan(one[1]), is_nan(other[1])
+    are_equal = tirx.any(tirx.EQ(one[1], other[1]), tirx.all(one_is_nan, other_is_nan))
+    return tirx.any(is_more, tirx.all(one_is_nan, tirx.Not(other_is_nan)), tirx.all(are_equal, is_before))
 
 
 def _extreme(a: Expr, b: Expr, plain_op: type, is_ahead: type) -> Expr:

@@ -5,6 +5,9 @@ none of its results, else after it. A run ends where a transfer, or a kernel tha
 results, and at every binding with possible side effects (control flow, unknown functions). Runs of several devices are
 open at the same time, and so are runs of several parts of one device's work (`device_partition`): a run waits for no
 transfer that its first kernel does not need.
+
+A transfer between devices is in order with all work of both, so none may come between the kernels of a sum: one device
+would wait for the transfer, which waits for the other one's kernel, which waits for that of the first device.
 """
 
 from __future__ import annotations
@@ -15,9 +18,10 @@ from dataclasses import dataclass, field
 import tvm
 from tvm import relax
 
+from ...target.vdevice import physical
 from ..ir.blocks import Block, used_vars
 from ..ir.extents import known_extents
-from ..ir.op_names import CALL_TIR_INPLACE, RESHAPE
+from ..ir.op_names import CALL_TIR_INPLACE, RESHAPE, TRANSFERS
 from ..ir.rewriting import op_name
 from ..partition.device_partition import BindingDevices, DevicePartition
 from .kernel_calls import KernelCall, KernelCalls
@@ -63,7 +67,7 @@ class _Section:
         if self.run is None:
             return [*self.before]
         calls = self.run.calls.values()
-        is_small = len(calls) < MIN_RUN_CALLS and not any(call.needs_graph for call in calls)
+        is_small = len(calls) < MIN_RUN_CALLS and not any(call.has_peers for call in calls)
         return [*self.before, *(self.run.members if is_small else [self.run])]
 
 
@@ -113,18 +117,29 @@ class _Split:
         self._block, self._free = block, free
         self._stages: dict[relax.Var, int] = {}
         self._open: dict[int, int] = {}
+        self._sums: list[dict[tuple[int, int], int]] = []  # sections of each sum's kernels, by device
+        self._last_transfer = 0
 
     def work(self, index: int, call: KernelCall, part: int) -> None:
-        """Add a kernel to the open run of its part, or to a new run if it reads a later result."""
+        """Add a kernel to the open run of its part, or to a new run if it reads a later result.
+
+        Kernels that wait for those of other devices do not move before a transfer.
+        """
         number = self._open.get(part)
         run = None if number is None else self.sections[number].run
         is_full = run is not None and len(run.calls) >= MAX_CALLS
-        if number is None or is_full or self._read(index) > 2 * number + 1:
+        is_early = number is not None and call.has_peers and number < self._last_transfer
+        if number is None or is_full or is_early or self._read(index) > 2 * number + 1:
             self._end(part, index)
             number = self._open[part] = len(self.sections) - 1
             self.sections[number].run = Run(call.vdevice)
             self.sections.append(_Section())
         self._join(number, index).calls[index] = call
+        if call.has_peers:
+            device = physical(call.vdevice)
+            if not self._sums or device in self._sums[-1]:
+                self._sums.append({})
+            self._sums[-1][device] = number
 
     def may_work(self, index: int, call: KernelCall, part: int) -> bool:
         """Return whether a kernel may join a run: only the run uses the operands that it overwrites."""
@@ -162,10 +177,14 @@ class _Split:
         """Move any other binding before the open runs if it may, else to the end."""
         binding = self._block.bindings[index]
         first = min(self._open.values(), default=len(self.sections) - 1)
-        goes_before = self._read(index) <= 2 * first
+        is_transfer = op_name(binding.value) in TRANSFERS
+        divides_sum = any(min(each.values()) < first <= max(each.values()) for each in self._sums)
+        goes_before = self._read(index) <= 2 * first and not (is_transfer and divides_sum)
         number = first if goes_before and may_move(binding) else len(self.sections) - 1
         self.sections[number].before.append(index)
         self._stages[binding.var] = 2 * number
+        if is_transfer:
+            self._last_transfer = max(self._last_transfer, number)
         if not may_move(binding) or (isinstance(binding, relax.MatchCast) and not goes_before):
             self._end_all(index)
         elif not goes_before and isinstance(binding.value, relax.Call):

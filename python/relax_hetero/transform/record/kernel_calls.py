@@ -46,8 +46,9 @@ class KernelCall:
         Values of the scalars of the kernel's `RawSignature`.
     stored_over : tuple of (int, int)
         Index pairs of results (in `makes`) and operands (in `reads`) that share memory, for in-place kernels.
-    needs_graph : bool
-        True if only a CUDA graph can run it, as NCCL's sum precedes it.
+    has_peers : bool
+        True if it waits for kernels of other devices. Only CUDA graphs run such kernels: NCCL's sums precede them
+        there, and a call launches no graph before it has made all.
     """
 
     kernel: tvm.ir.GlobalVar
@@ -56,7 +57,7 @@ class KernelCall:
     makes: tuple[relax.TensorType, ...]
     scalars: tuple[Any, ...]
     stored_over: tuple[tuple[int, int], ...] = ()
-    needs_graph: bool = False
+    has_peers: bool = False
 
 
 class KernelCalls:
@@ -157,8 +158,8 @@ class KernelCalls:
         types += [ty for ty, operand in zip(results, inplace_indices, strict=True) if operand < 0]
         scalars = _scalar_values(signature, types, dict(zip(signature.numbers, numbers, strict=True)))
         pairs = tuple((i, reads.index(arg)) for i, arg in in_place)
-        needs_graph = AFTER_NCCL in self._mod.functions[kernel].attrs
-        return None if scalars is None else KernelCall(kernel, vdevice, reads, results, scalars, pairs, needs_graph)
+        has_peers = self.has_peers(kernel)
+        return None if scalars is None else KernelCall(kernel, vdevice, reads, results, scalars, pairs, has_peers)
 
 
 def _results(ty: tvm.ir.Type) -> tuple[relax.TensorType, ...] | None:

@@ -57,11 +57,10 @@ def rows_with_ties(width):
     return rows
 
 
-@pytest.mark.parametrize("width", [64, 576, 1001])  # four blocks; blocks of 64; none
-def test_blocks_of_rows(width):
-    rows = rows_with_ties(width)
+def search(rows, device):
+    """A module that searches rows for the largest and the smallest elements, and the results of numpy."""
 
-    @ir_module("llvm")
+    @ir_module(device)
     def module(x: R.Tensor(rows.shape, "float32")):
         with R.dataflow():
             top = R.topk(x, 1, -1, "both", True, "int32")
@@ -70,24 +69,22 @@ def test_blocks_of_rows(width):
             R.output(values, indices, largest, smallest)
         return (values, indices, largest, smallest)
 
-    results = rh.vm.VirtualMachine(rh.compile(module))["main"](rows)
     largest = rows.argmax(-1)[..., None]
-    expected = np.take_along_axis(rows, largest, -1), largest, largest, rows.argmin(-1)
-    for ours, numpys in zip(results, expected, strict=True):
+    return module, (np.take_along_axis(rows, largest, -1), largest, largest, rows.argmin(-1))
+
+
+@pytest.mark.parametrize("width", [64, 576, 1001])  # four blocks; blocks of 64; none
+def test_blocks_of_rows(width):
+    rows = rows_with_ties(width)
+    module, expected = search(rows, "llvm")
+    for ours, numpys in zip(rh.vm.VirtualMachine(rh.compile(module))["main"](rows), expected, strict=True):
         np.testing.assert_array_equal(ours.numpy(), numpys)
 
 
-def test_the_largest_element_on_a_gpu():
-    rows = rows_with_ties(1100)
-
-    @ir_module({"kind": "cuda", "arch": "sm_90a"})
-    def module(x: R.Tensor(rows.shape, "float32")):
-        with R.dataflow():
-            top = R.topk(x, 1, -1, "both", True, "int32")
-            values, indices = top[0], top[1]
-            R.output(values, indices)
-        return (values, indices)
-
-    values, indices = map(np.asarray, InterpretedModel(module)(rows))
-    np.testing.assert_array_equal(indices, rows.argmax(-1)[..., None])
-    np.testing.assert_array_equal(values, np.take_along_axis(rows, indices, -1))
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("width", [3, 77, 1100])  # a thread, a warp, a block for each row
+def test_the_largest_element_on_a_gpu(width):
+    rows = rows_with_ties(width)
+    module, expected = search(rows, {"kind": "cuda", "arch": "sm_90a"})
+    for ours, numpys in zip(InterpretedModel(module)(rows), expected, strict=True):
+        np.testing.assert_array_equal(np.asarray(ours), numpys)

@@ -4,6 +4,7 @@ import tvm
 from tvm import relax
 from tvm.script import relax as R
 
+from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE
 from relax_hetero.transform import FormCommandBuffers
 from transform.outlines import (
     D0,
@@ -119,6 +120,56 @@ def test_readers_of_a_later_value_start_a_run():
         "to_vdevice",
         "main_commands_2: two two",
     ]
+
+
+def with_sums(main):
+    """The module, in which `two` is the kernel of a sum on both devices."""
+    mod = with_main(main)
+    mod.update_func(TWO, mod[TWO].with_attr(ALL_REDUCE, ""))
+    return mod
+
+
+def test_no_transfer_comes_between_the_kernels_of_a_sum():
+    """A transfer after the first kernel would wait for it, and the second kernel for the transfer."""
+
+    @R.function(check_well_formed=False)
+    def main(x: FIRST, z: SECOND):
+        with R.dataflow():
+            a = R.call_tir(ONE, (x,), out_ty=FIRST)
+            b = R.call_tir(ONE, (z,), out_ty=SECOND)
+            b_sent = R.to_vdevice(b, D0)
+            c = R.call_tir(ONE, (b_sent,), out_ty=FIRST)
+            a_sent = R.to_vdevice(a, D1)
+            d = R.call_tir(ONE, (a_sent,), out_ty=SECOND)
+            first = R.call_tir(TWO, (c,), out_ty=FIRST)
+            second = R.call_tir(TWO, (d,), out_ty=SECOND)
+            gv = (first, second)
+            R.output(gv)
+        return gv
+
+    before = ["one", "one", "to_vdevice", "one", "to_vdevice"]
+    assert outline(with_sums(main)) == [*before, "main_commands: one two", "main_commands_1: two"]
+
+
+def test_no_transfer_moves_between_the_kernels_of_a_sum():
+    """The first device's run has ended, and the transfer does not read what the second one has computed since."""
+
+    @R.function(check_well_formed=False)
+    def main(x: FIRST, y: SECOND):
+        with R.dataflow():
+            a = R.call_tir(ONE, (x,), out_ty=FIRST)
+            first = R.call_tir(TWO, (a,), out_ty=FIRST)
+            b = R.call_tir(ONE, (y,), out_ty=SECOND)
+            second = R.call_tir(TWO, (b,), out_ty=SECOND)
+            first_sent = R.to_vdevice(first, D1)
+            x_sent = R.to_vdevice(x, D1)
+            c = R.call_tir(ONE, (second,), out_ty=SECOND)
+            gv = (first_sent, x_sent, c)
+            R.output(gv)
+        return gv
+
+    runs = ["main_commands: one two", "main_commands_1: one two one"]
+    assert outline(with_sums(main)) == [*runs, "to_vdevice", "to_vdevice"]
 
 
 def test_a_single_kernel_stays_a_call():

@@ -9,7 +9,10 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from modules import calls_of, ir_module, ops_of
 from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE, AllReduce, RankReduce, RowNorm
+from relax_hetero.transform.ir.op_names import TRANSFER
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.pipeline import pipeline_steps
+from relax_hetero.transform.record.region_attrs import regions_of
 from relax_hetero.transform.shard.exchange_by_nccl import collectives_of
 from relax_hetero.transform.shard.partition_by_mesh import partition_by_mesh
 from transform.interpreting import run, run_call, tensors_in
@@ -202,6 +205,31 @@ def test_graphs_of_gpus_are_selected_by_the_same_sizes():
 
     regions = rh.compile(module).metadata.regions
     assert [(region.device, region.parameters) for region in regions] == [(0, ("n",)), (1, ("n",))]
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("seed", [12, 79, 118])  # their transfers and sums could be in several orders
+def test_gpus_have_the_same_transfers_and_sums_in_the_same_order(seed):
+    """A transfer waits for all work of both GPUs, and later work of both for it, as a sum does."""
+    module = RandomGraph(np.random.default_rng(seed), (2,), 12, GPUS[0]).module()
+    for step in pipeline_steps():
+        module = step.run(module)
+        if step.name == "FormCommandBuffers":
+            break
+    regions, order = {region.name: region for region in regions_of(module)}, {0: [], 1: []}
+    for binding in walk_bindings(module["main"].body):
+        value = binding.value
+        if op_name(value) == TRANSFER:
+            for names in order.values():
+                names.append(binding.var.name)
+        elif op_name(value) == "relax.call_tir":
+            region = regions.get(value.args[0].name_hint)
+            # A call makes all graphs before it launches one: a sum outside of them would wait for another GPU's.
+            assert region is not None or not value.args[0].name_hint.startswith("all_reduce")
+            for name in [] if region is None else [each.kernel for each in region.commands]:
+                if name.startswith("all_reduce"):
+                    order[int(name.split("_")[2])].append(f"sum {name.split('_of_')[1]}")
+    assert order[0] == order[1] and 1 < sum(name.startswith("sum") for name in order[0]) < len(order[0])
 
 
 def random_layers(pick, mesh_shape, rows):

@@ -17,6 +17,7 @@ from ...core.builder import Expr
 from ...loops.nests import Sum
 from ...loops.reduce_box import combined
 from ...loops.stages import Load, node_count, replaced, sources, with_loads
+from ...math.extremes import is_nan
 from .arithmetic import accumulator_type
 
 
@@ -38,6 +39,8 @@ class Merge:
         Variables for two partial results.
     joined : tuple of PrimExpr
         The combination of `own` and `new`.
+    selects : bool
+        Whether one partial result is selected, all its values together.
     """
 
     sums: tuple[Sum, ...]
@@ -48,6 +51,7 @@ class Merge:
     own: tuple[tirx.Var, ...]
     new: tuple[tirx.Var, ...]
     joined: tuple[Expr, ...]
+    selects: bool = False
 
     def join(self, one: Sequence[Expr], other: Sequence[Expr]) -> list[Expr]:
         """Combine two partial results."""
@@ -105,18 +109,64 @@ def _selection_merge(sums: Sequence[Sum]) -> Merge | None:
             return None
         terms.append(term)
     by_buffer = {s.buffer: var for s, var in zip(sums, own, strict=True)}
+    values = [_with_narrow_comparisons(_with_narrow_bits(s.value), _buffers(sums), terms) for s in sums]
 
     def accumulator(load: Load) -> Expr:
         return by_buffer.get(load.source, load)
 
     joined = []
-    for s in sums:
-        value = with_loads(_replace_terms(s.value, terms, new), accumulator)
+    for value in values:
+        value = with_loads(_replace_terms(value, terms, new), accumulator)
         if sources(value) or not _variables(value) <= {*own, *new}:
             return None
-        joined.append(value)
+        joined.append(_without_branches(value))
     starts = tuple(s.initial for s in sums)
-    return Merge(tuple(sums), types, starts, tuple(terms), (None,) * len(types), own, new, tuple(joined))
+    finals = (None,) * len(types)
+    return Merge(tuple(sums), types, starts, tuple(terms), finals, own, new, tuple(joined), selects=True)
+
+
+def _with_narrow_comparisons(value: Expr, accumulators: Sequence[tirx.Buffer], terms: Sequence[Expr]) -> Expr:
+    """Compare accumulators of 32 bits with their terms in this type: TVM widens such comparisons, too."""
+
+    def narrow(node: tirx.LT | tirx.GT) -> Expr:
+        a, b = node.a, node.b
+        for accumulator, term in zip(accumulators, terms, strict=True):
+            dtype = str(accumulator.dtype)
+            narrow_term = _narrow(term, dtype)
+            sides = [_narrow(side, dtype) for side in (a, b)] if str(a.ty.dtype) != dtype else []
+            is_term = [structural_equal(side, narrow_term) for side in sides]
+            is_own = [isinstance(side, Load) and side.source.same_as(accumulator) for side in sides]
+            if sorted(zip(is_term, is_own, strict=True)) == [(False, True), (True, False)]:
+                return type(node)(*(term if i else side for i, side in zip(is_term, sides, strict=True)))
+        return node
+
+    return structural_map(value, ((tirx.LT, tirx.GT), narrow))
+
+
+def _narrow(value: Expr, dtype: str) -> Expr:
+    """Cast an integer expression to a type, by casts of its operands."""
+    if isinstance(value, tirx.Cast) and not str(value.value.ty.dtype).startswith("float"):
+        return _narrow(value.value, dtype)
+    if isinstance(value, tirx.Add | tirx.Sub | tirx.Mul):
+        return type(value)(_narrow(value.a, dtype), _narrow(value.b, dtype))
+    if isinstance(value, tirx.IntImm):
+        return tirx.const(int(value), dtype)
+    inner = value.value if isinstance(value, tirx.Cast) else value
+    return inner if str(inner.ty.dtype) == dtype else tirx.Cast(dtype, inner)
+
+
+def _without_branches(value: Expr) -> Expr:
+    """Conditions of registers as bitwise operations, as C would branch to skip an operand; tests for NaN as one."""
+
+    def test(node: tirx.GT) -> Expr:
+        bits = node.a.a if isinstance(node.a, tirx.BitwiseAnd) else None
+        number = bits.args[0] if isinstance(bits, tvm.ir.Call) else None
+        is_test = number is not None and str(number.ty.dtype) == "float32" and structural_equal(node, is_nan(number))
+        return tirx.isnan(number) if is_test else node
+
+    both = (tirx.And, lambda node: tirx.bitwise_and(node.a, node.b))
+    either = (tirx.Or, lambda node: tirx.bitwise_or(node.a, node.b))
+    return structural_map(structural_map(value, (tirx.GT, test)), [both, either])
 
 
 def _buffers(sums: Sequence[Sum]) -> list[tirx.Buffer]:

@@ -55,6 +55,9 @@ _MAX_SERIAL_TERMS = 32
 _MAX_UNROLLED_TERMS = 9
 """Maximum terms of an unrolled reduction, such as that of a 3x3 pooling window."""
 
+_UNROLLED_SELECTIONS = 4
+"""Vectors that a thread loads before it selects among their elements."""
+
 _MIN_VECTORS_PER_THREAD = 4
 """Minimum vectors that a thread reads before partial results are merged, if there are enough threads."""
 
@@ -106,7 +109,8 @@ def plan_of(box: FlatBox, merge: Merge | None, gpu: GpuTarget) -> Plan:
     is_short = isinstance(terms, int) and terms <= _MAX_SERIAL_TERMS
     if merge is None or (isinstance(terms, int) and terms < 2):
         return Plan(1, False, lanes, 1)
-    target_threads = gpu.multiprocessors * 1024
+    # Threads that select compute more for each load, and have several loads in flight.
+    target_threads = gpu.multiprocessors * (512 if merge.selects else 1024)
     along_results = last is not None and contiguous(last) and _may_reach(last.count, 4)
     if along_results or is_short:
         threads = results // lanes if isinstance(results, int) else None
@@ -181,6 +185,16 @@ def _write_serial(box: FlatBox, merge: Merge | None, plan: Plan, gpu: GpuTarget)
             else:
                 results = _reduce_in_order(lane_box, position)
             finish(lane_box, position, results)
+
+
+@contextmanager
+def _unrolled(count: int) -> Iterator[Expr]:
+    """Context of a loop that the compiler unrolls, so that its loads are in flight together."""
+    if count == 1:
+        yield int64(0)
+        return
+    with T.attr(0, "pragma_unroll_explicit", False), T.unroll(int64(count)) as i:
+        yield i
 
 
 @contextmanager
@@ -391,9 +405,14 @@ class _BlockReduction:
 
         if isinstance(units, int):
             iterations = units // plan.threads_per_result
-            if iterations:
-                with T.serial(int64(iterations)) as i:
-                    accumulate_unit(i * plan.threads_per_result + rank)
+            # NVIDIA's compilers unroll sums themselves, but not the longer code of selections.
+            step = _UNROLLED_SELECTIONS if self.merge.selects else 1
+            if whole := iterations // step:
+                with T.serial(int64(whole)) as i, _unrolled(step) as j:
+                    accumulate_unit((i * step + j) * plan.threads_per_result + rank)
+            if rest := iterations % step:
+                with _unrolled(rest) as j:
+                    accumulate_unit((whole * step + j) * plan.threads_per_result + rank)
             if units % plan.threads_per_result:
                 with T.If(rank < int64(units % plan.threads_per_result)), T.Then():
                     accumulate_unit(rank + iterations * plan.threads_per_result)

@@ -10,7 +10,9 @@ import tvm
 from tvm import relax, te, tirx, topi
 from tvm_ffi import structural_walk
 
+import relax_hetero as rh
 from gpu_interpreter import run as interpreted
+from relax_hetero.frontend.greedy_tokens import greedy_tokens
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.loops import launches_of, schedule
@@ -142,6 +144,62 @@ def test_indices_of_extremes_of_narrow_types(dtype):
     actual = np.full(3, 77, "int64")
     run(func, data, actual)
     np.testing.assert_array_equal(actual, data.argmax(1))
+
+
+def legalized(build, *extents, dtype="float32", target=TARGET):
+    """The scheduled kernels that `build` makes of a tensor on a GPU, by name."""
+    gpu = rh.VDevice(target)
+    builder, x = relax.BlockBuilder(), relax.Var("x", relax.TensorType(extents, dtype, gpu))
+    with builder.function("main", [x]):
+        builder.emit_func_output(builder.emit(build(builder, x)))
+    functions = legalize(builder.get()).functions.items()
+    return {
+        gv.name_hint.removesuffix("_cuda"): schedule(func.with_attr("target", target), gpu_target_of(target))
+        for gv, func in functions
+        if isinstance(func, tirx.PrimFunc)
+    }
+
+
+def launched(func):
+    """Extents of the launches of a kernel: blocks and threads."""
+    extents = {}
+
+    def on_loop(loop):
+        if loop.thread_binding is not None:
+            extents.setdefault(str(loop.thread_binding.thread_tag), []).append(int(loop.extent))
+
+    structural_walk(func.body, (tirx.For, on_loop))
+    return list(zip(extents["blockIdx.x"], extents["threadIdx.x"], strict=True))
+
+
+EXTREMES = {
+    "top_one": lambda _, x: relax.op.topk(x, 1, -1, "both", largest=True, dtype="int32"),
+    "argmax": lambda _, x: relax.op.argmax(x, -1),
+    "argmin": lambda _, x: relax.op.argmin(x, -1),
+}
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_threads_of_blocks_search_rows(name):
+    """Some rows, or one, or a part of one for each block; vectors are of 16 bytes of the widest type, the indices'."""
+    many, last = (512, 8) if name == "top_one" else (1024, 16)
+    shapes = {(32, 64, 2004): [(many, 256)], (64, 2004): [(64, 256)], (1, 128256): [(48, 256), (1, last)]}
+    assert {shape: launched(legalized(EXTREMES[name], *shape)[name]) for shape in shapes} == shapes
+    assert "shuffle" in str(legalized(EXTREMES[name], 64, 2004)[name])
+
+
+def test_blocks_share_the_logits_of_greedy_tokens():
+    """A block for each part of a row, and 16 threads for the parts' candidates."""
+    gpu = rh.VDevice(TARGET)
+
+    def tokens(builder, x):
+        return greedy_tokens(builder, x, lambda value, _: builder.emit(value), gpu)
+
+    few, many = {"top_one": (64, 256), "greedy_tokens": (1, 16)}, {"top_one": (512, 256), "greedy_tokens": (2, 256)}
+    for rows, expected in ((1, few), (32, many)):
+        kernels = legalized(tokens, rows, 128256)
+        for name, extents in expected.items():
+            assert launched(kernels[name]) == [extents]
 
 
 def test_all_and_products():
