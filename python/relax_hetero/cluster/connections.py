@@ -250,7 +250,7 @@ class Peers:
         poll.register(descriptor, select.POLLOUT | events)
         ready = poll.poll()
         if self._receives_while_sending:
-            self._take([(each, found) for each, found in ready if found & ~select.POLLOUT])
+            self._take([(each, event) for each, event in ready if event & ~select.POLLOUT])
 
 
 class Listener:
@@ -304,9 +304,13 @@ class Listener:
         for descriptor in sockets:
             poll.register(descriptor, select.POLLIN)
         while len(connections) < len(names):
-            if time.monotonic() > end or self.is_cancelled:
+            if self.is_cancelled:
+                raise HostError("the replica is being connected again")
+            if time.monotonic() > end:
                 missing = ", ".join(repr(name or "the caller") for name in names.values() if name not in connections)
-                raise HostError(f"{missing} did not connect within {CONNECT_SECONDS:g} s")
+                raise HostError(
+                    f"{missing} did not connect within {CONNECT_SECONDS:g} s; expected open ports between hosts"
+                )
             for descriptor, _ in poll.poll(_ACCEPT_MILLISECONDS):
                 sock, _ = sockets[descriptor].accept()
                 index, blocks = _read_greeting(sock, self.token)

@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ..frontend.gguf.place_experts import ExpertCountsSource
     from ..frontend.onnx.onnx_model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
+    from ..frontend.paged_cache import PagedCache
     from ..target.make_vdevice import VDeviceEntry
     from ..vm.file.executable import Executable
 
@@ -411,6 +412,7 @@ def _chosen_rules(
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.gguf.choose_rules import choose_rules
     from ..frontend.gguf.place_experts import read_expert_counts
+    from ..frontend.gguf.place_layers import LayerProblem
 
     names = ("batches", "chunks", "slots", "context", "page_type", "verify_rows", "masks_tokens")
     cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)
@@ -418,8 +420,8 @@ def _chosen_rules(
         memory_limits(options["memory_limit"], devices),
         read_expert_counts(options["expert_counts"], model),
     )
-    may_share = not options["count_experts"]
-    rules = choose_rules(file, model, cache, devices, CostModel.measured(devices), limits, counts, may_share)
+    problem = LayerProblem(file, model, cache, devices, CostModel.measured(devices), limits, counts)
+    rules = choose_rules(problem, may_share=not options["count_experts"])
     return rules, {**options, "memory_limit": None, "expert_counts": None}
 
 
@@ -559,6 +561,26 @@ def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context:
     if model.experts == 0 or all(map(is_cpu, vdevices)):
         return CHUNKS
     return tuple(rows for rows in MIXTURE_CHUNKS if rows <= max(context, max(CHUNKS)))
+
+
+def default_cache(
+    model: Hyperparameters, vdevices: Sequence[VDevice], context: int | None, slots: int | None
+) -> PagedCache:
+    """Functions and sequences of a model as `load` makes them by default, for plans.
+
+    Parameters
+    ----------
+    model : Hyperparameters
+    vdevices : sequence of VDevice
+    context : int or None
+        Tokens of a text; None for that of `load`.
+    slots : int or None
+        Maximum number of sequences; None for the largest batch.
+    """
+    from ..frontend.paged_cache import PagedCache
+
+    context = context or min(model.context, CONTEXT)
+    return PagedCache(BATCHES, default_chunks(model, vdevices, context), slots, context)
 
 
 def _load_onnx_folder(arguments: _Arguments) -> Loaded:

@@ -207,8 +207,8 @@ def test_a_loader_chooses_once(verifies, models, monkeypatch):
     """The rules decide for the caches and for the functions."""
     calls, compiled = [], []
 
-    def choose(*arguments):
-        calls.append(arguments)
+    def choose(problem, may_share):
+        calls.append((problem, may_share))
         return ChosenRules({"*": "vdevice[0:2]"}, {"*": "chosen"}, {"seconds": 1.0}, None)
 
     def stop(mod, donate, **_options):
@@ -220,11 +220,11 @@ def test_a_loader_chooses_once(verifies, models, monkeypatch):
     gpu = {"kind": "cuda", "arch": "sm_90a"}
     with pytest.raises(rh.BuildError, match="stopped"):
         rh.llm.load(models[0], [gpu, gpu], "auto", context=64, memory_limit="8GiB", verify_drafts=verifies)
-    ((_, model, cache, devices, *_, limits, _, may_share),) = calls
-    assert (limits, may_share, len(devices)) == ({0: 8 << 30, 1: 8 << 30}, True, 2)
-    assert (cache.verify_rows > 0) == verifies
+    ((problem, may_share),) = calls
+    assert (problem.limits, may_share, len(problem.vdevices)) == ({0: 8 << 30, 1: 8 << 30}, True, 2)
+    assert (problem.cache.verify_rows > 0) == verifies
     ((mod, donate),) = compiled
-    assert donate["decode_1"] == [f"pages_{index}" for index in range(2 * model.layers)]
+    assert donate["decode_1"] == [f"pages_{index}" for index in range(2 * problem.model.layers)]
     assert remarks_of(mod).placement_estimate == {"seconds": 1.0}
     assert "chosen" in {entry.reason for entry in remarks_of(mod).placement.entries}
 

@@ -404,7 +404,7 @@ def test_replicas_are_chosen_for_equal_gpus(two_gpus, monkeypatch):
     [
         ([], "chooses among all GPUs of a kind, found --vdevice llvm"),
         (["--vdevice", "cuda:0"], "found --vdevice ['cuda:0']"),
-        (["--vdevice", "cuda", "--placement", "*=cuda"], "it excludes rules"),
+        (["--vdevice", "cuda", "--placement", "*=cuda"], "which chooses the placement"),
         (["--vdevice", "cuda", "--count-experts", "counts.json"], "expected it without --replicas"),
         (["--vdevice", "cuda", "--memory-limit", "cuda=1000"], "found a limit of 1,000 bytes for a device"),
     ],

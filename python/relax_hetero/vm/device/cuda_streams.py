@@ -123,3 +123,9 @@ def shared_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
     """A stream of a GPU that all machines share for one purpose; it synchronizes with the default stream."""
     library.use(gpu)
     return Stream(library, gpu, library.create("cuStreamCreate", 0))
+
+
+@cache
+def copy_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
+    """A stream of a GPU that all machines share for copies of one purpose; no other stream waits for it by itself."""
+    return Stream(library, gpu)

@@ -23,6 +23,7 @@ using std::min;
 
 struct Index { unsigned x; };
 struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }

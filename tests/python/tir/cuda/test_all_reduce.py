@@ -36,10 +36,10 @@ from relax_hetero.tir.cuda.all_reduce import (
 from relax_hetero.tir.cuda.loops.launch import launch
 from seeds import fresh_seed
 
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="no g++ on Linux"),
-    pytest.mark.sampled(1),
-]
+needs_compiler = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not shutil.which("g++"), reason="no g++ on Linux"
+)
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 
 SMALLER = {"_THREADS": 64, "_MAX_THREADS": 128, "_LONG_BLOCKS": 3, "LAMPORT_BYTES": 8192}
 HEADER = Path(__file__).with_name("gpu_threads.hpp")
@@ -132,6 +132,17 @@ def on_cpu(source):
     return re.sub(r"__shared__ (\w+) (\w+)\[(\d+)\];", shared, source)
 
 
+def compiled(folder, source, functions):
+    """A library of functions in C++ that launch kernels of a CUDA source."""
+    check = subprocess.run(["g++", "-fsyntax-only", "-xc++", "-"], input=b"_Float16 x;", stderr=subprocess.DEVNULL)
+    if check.returncode:
+        pytest.skip("this g++ lacks _Float16")
+    (folder / "kernels.cpp").write_text("\n".join([f'#include "{HEADER}"', on_cpu(source), functions]))
+    options = "-std=c++17 -O1 -w -fPIC -shared".split()
+    subprocess.run(["g++", *options, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
 class Program:
     """Kernels of GPUs that are called in a row: a function in C++, and its operands by kernel and rank."""
 
@@ -174,22 +185,14 @@ class Program:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    if subprocess.run(
-        ["g++", "-fsyntax-only", "-xc++", "-"], input=b"_Float16 x;", stderr=subprocess.DEVNULL
-    ).returncode:
-        pytest.skip("this g++ lacks _Float16")
-    folder = tmp_path_factory.mktemp("sums")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALLER.items():
             patch.setattr(all_reduce, name, value)
         for module in (all_reduce, peer_layout):
             patch.setattr(module, "LONG_OPERANDS", SMALLER["LAMPORT_BYTES"] + peer_layout.SENT_FLAGS_BYTES)
         made = {name: Program(name, *how) for name, how in PROGRAMS.items()}
-        texts = [f'#include "{HEADER}"', on_cpu(all_reduce.SOURCE), *(program.text for program in made.values())]
-        (folder / "sums.cpp").write_text("\n".join(texts))
-        options = "-std=c++17 -O1 -w -fPIC -shared".split()
-        subprocess.run(["g++", *options, folder / "sums.cpp", "-o", folder / "sums.so"], check=True)
-        yield made, ctypes.CDLL(str(folder / "sums.so"))
+        functions = "\n".join(program.text for program in made.values())
+        yield made, compiled(tmp_path_factory.mktemp("sums"), all_reduce.SOURCE, functions)
 
 
 def run(programs, name, gpus, seed, change=lambda call: None):
