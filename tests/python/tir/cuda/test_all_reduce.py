@@ -80,11 +80,10 @@ def senders(sent, reduce):
 def launch_of(kernel, pointers):
     """A `Launch` in C++, with pointers for the names of the kernel's operands; rows in registers have names."""
     grid, names, lines = {}, {}, []
-    operators = {tirx.Add: "({} + {})", tirx.Mul: "({} * {})", tirx.Min: "min({}, {})"}
 
     def text(value):
-        if type(value) in operators:
-            return operators[type(value)].format(text(value.a), text(value.b))
+        if isinstance(value, tirx.Add):
+            return f"({text(value.a)} + {text(value.b)})"
         if isinstance(value, tvm.ir.TensorLoad):
             at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
             kind = {"int64": "long long", "float32": "float"}[str(value.source.dtype)]
@@ -98,7 +97,7 @@ def launch_of(kernel, pointers):
                 lines.append(f"float4 {names[buffer]}[{buffer.shape[0]}];")
             return names[buffer]
         if isinstance(value, tirx.Cast):
-            return f"(int){text(value.value)}"
+            return text(value.value)
         return names[value] if value in names else repr(value.value)
 
     def call(node):
@@ -108,14 +107,12 @@ def launch_of(kernel, pointers):
 
     def loop(node):
         grid[node.thread_binding.thread_tag] = int(node.extent)
-        names[node.loop_var] = str(node.thread_binding.thread_tag)
 
     def bind(node):
         names[node.var] = f"v{len(names)}"
         lines.append(f"auto {names[node.var]} = {text(node.value)};")
 
-    structural_walk(kernel.body, (tirx.For, loop))
-    structural_walk(kernel.body, [(tirx.Bind, bind), (tvm.ir.Call, call)])
+    structural_walk(kernel.body, [(tirx.Bind, bind), (tvm.ir.Call, call), (tirx.For, loop)])
     return f"{{{grid['blockIdx.x']}, {grid['threadIdx.x']}, [=] {{ {' '.join(lines)} }}}}"
 
 
