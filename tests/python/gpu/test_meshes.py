@@ -204,6 +204,53 @@ def test_products_send_what_other_gpus_add():
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=5e-3 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("rows", [1, 5, 32])
+def test_products_send_short_sums(rows):
+    """Sums of several widths in the same places, of rows of numbers, of zeros and of NaN."""
+    generator, widths = np.random.default_rng(5), (1024, 4096, 260, 2048)
+    ups = [(generator.standard_normal((width, 512)) / width**0.5).astype("float16") for width in widths]
+    downs = [(generator.standard_normal((512, width)) / 512**0.5).astype("float16") for width in widths]
+    scales = [generator.uniform(0.5, 2, width).astype("float32") for width in widths]
+    shape = (rows, widths[0])
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            h = R.astype(x, "float16")
+            a = R.add(x, R.matmul(R.matmul(h, R.const(ups[0])), R.const(downs[0]), out_dtype="float32"))
+            b = R.astype(R.nn.rms_norm(a, R.const(scales[0]), axes=[-1], epsilon=1e-5), "float16")
+            c = R.matmul(R.matmul(b, R.const(ups[0])), R.const(downs[1]), out_dtype="float32")
+            d = R.astype(R.nn.rms_norm(c, R.const(scales[1]), axes=[-1], epsilon=1e-5), "float16")
+            e = R.matmul(R.matmul(d, R.const(ups[1])), R.const(downs[2]), out_dtype="float32")
+            f = R.astype(R.nn.relu(e), "float16")
+            g = R.matmul(R.matmul(f, R.const(ups[2])), R.const(downs[3]), out_dtype="float32")
+            i = R.astype(R.nn.rms_norm(g, R.const(scales[3]), axes=[-1], epsilon=1e-5), "float16")
+            y = R.add(R.matmul(R.matmul(i, R.const(ups[3])), R.const(downs[0]), out_dtype="float32"), a)
+            R.output(y)
+        return y
+
+    def product(x, up, down):
+        hidden = (x.astype("float16").astype("float32") @ up.astype("float32")).astype("float16")
+        return hidden.astype("float32") @ down.astype("float32")
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * scale
+
+    executable = rh.compile(mod)
+    assert sum("_sent" in name for name in executable.metadata.kernels) >= 12  # products and sums of both GPUs
+    vm = rh.vm.VirtualMachine(executable)
+    for _ in range(20):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        x[4:5], x[3:4, 7] = 0, np.nan
+        a = x + product(x, ups[0], downs[0])
+        c = product(norm(a, scales[0]), ups[0], downs[1])
+        e = product(norm(c, scales[1]), ups[1], downs[2])
+        g = product(np.maximum(e, 0), ups[2], downs[3])
+        expected = a + product(norm(g, scales[3]), ups[3], downs[0])
+        atol = 1e-2 * np.nanmax(np.abs(expected))
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=0, atol=atol)
+
+
 @with_nccl
 def test_graphs_have_nccls_sums():
     """Each GPU's work is one graph, launched once for each call, with NCCL's sums as child graphs."""

@@ -3,6 +3,9 @@
 A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait
 for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
 until all its command buffers are graphs (`run_over_peers`).
+
+A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or the same slot to
+the next kernel. Then the memory is cleared, and so as new.
 """
 
 from __future__ import annotations
@@ -16,11 +19,11 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.peer_layout import PEER_MEMORY, memory_bytes
+from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
-from .tensors import copy_into, empty, from_array
+from .tensors import copy_into, empty, from_array, part_of
 
 
 class _PeerCall(threading.local):
@@ -83,14 +86,17 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
         if peer_call.uses_peers and peer_call.is_incomplete:
             peer_call.is_incomplete, peer_call.is_repeated = False, True
             del result
-            for device in devices:
-                device.sync()
+            _clear_memory(devices)
             result = function(*values)
             if peer_call.is_incomplete:
                 raise HeteroError(
                     f"command buffer {peer_call.missing} made its graph in a repeated call; expected the graphs of all "
                     "GPUs of the mesh after the first"
                 )
+    except BaseException:
+        if peer_call.uses_peers:
+            _unfinished.add(id(devices))
+        raise
     finally:
         if peer_call.has_lock:
             _launching.release()
@@ -100,6 +106,7 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
 
 _launching = threading.RLock()  # kernels of two machines begin in the same order on all GPUs
 _memories: dict[tuple[int, int, tuple[int, ...]], _PeerMemory] = {}
+_unfinished: set[int] = set()  # identities of machines' lists of devices whose last call ended with an error
 _lock = threading.RLock()  # a garbage collection within may free memory
 
 
@@ -129,11 +136,28 @@ class _PeerMemory:
                         'allreduce_strategy="nccl"'
                     )
         nbytes = memory_bytes(len(devices), slot_bytes)
+        self._zeros = initial_zeros(len(devices), slot_bytes)
         self.memory = [empty((nbytes,), "uint8", device) for device in devices]
-        zeros = from_array(np.zeros(nbytes, "uint8"))
-        for tensor in self.memory:
-            copy_into(zeros, tensor)
+        self.clear()
         self.addresses = addresses_on(devices, self.memory)
+
+    def clear(self) -> None:
+        """Make the memory, which no kernel uses meanwhile, as it was at first."""
+        for begin, nbytes in self._zeros:
+            zeros = from_array(np.zeros(nbytes, "uint8"))
+            for tensor in self.memory:
+                copy_into(zeros, part_of(tensor, (nbytes,), "uint8", begin))
+
+
+def _clear_memory(devices: Sequence[runtime.Device]) -> None:
+    """Wait for a machine's devices, none of which waits for another one, and clear the memory of its meshes."""
+    for device in devices:
+        device.sync()
+    with _lock:
+        for key, memory in _memories.items():
+            if key[0] == id(devices):
+                memory.clear()
+    _unfinished.discard(id(devices))
 
 
 def different_gpus(devices: Sequence[runtime.Device]) -> None:
@@ -164,6 +188,8 @@ def devices_of_call() -> Sequence[runtime.Device]:
     if not peer_call.uses_peers:
         _launching.acquire()
         peer_call.uses_peers = peer_call.has_lock = True
+        if id(current[0]) in _unfinished:  # before the first launch of a kernel that waits
+            _clear_memory(current[0])
     return current[0]
 
 
@@ -181,6 +207,7 @@ def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
 
 def free_peer_memory(machine: int) -> None:
     """Free the memory of a machine, given the identity of its list of devices."""
+    _unfinished.discard(machine)
     with _lock:
         for key in [key for key in _memories if key[0] == machine]:
             del _memories[key]

@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
-from ....encoding.problem import MatmulProblem, SentTiles
+from ....encoding.problem import MatmulProblem, SentSum
 from ....errors import EncodingError
 from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
@@ -173,14 +173,14 @@ class Senders:
 
     Parameters
     ----------
-    sent : SentTiles
+    sent : SentSum
     shape : tuple of int
         Rows and columns of the result.
     result, addresses : GpuOperand
         Opened.
     """
 
-    def __init__(self, sent: SentTiles, shape: tuple[int, int], result: GpuOperand, addresses: GpuOperand) -> None:
+    def __init__(self, sent: SentSum, shape: tuple[int, int], result: GpuOperand, addresses: GpuOperand) -> None:
         self._sent, self._shape, self._result, self._addresses = sent, shape, result, addresses
         self.group = shape[0] // sent.ranks // SENT_TILE[0]
         """Row tiles of a GPU's rows."""
