@@ -23,6 +23,8 @@ from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
+from .cuda_library import CUDA
+from .cuda_streams import check_wait
 from .tensors import copy_into, empty, from_array, part_of
 
 
@@ -152,6 +154,8 @@ class _PeerMemory:
 def _clear_memory(devices: Sequence[runtime.Device]) -> None:
     """Wait for a machine's devices, none of which waits for another one, and clear the memory of its meshes."""
     for device in devices:
+        if device.dlpack_device_type() == CUDA:
+            check_wait(device.index, 0)  # after a failure of NCCL the wait might not end
         device.sync()
     with _lock:
         for key, memory in _memories.items():
