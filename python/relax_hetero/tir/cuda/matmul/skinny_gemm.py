@@ -162,6 +162,15 @@ def unsupported_reason(problem: MatmulProblem, gpu: GpuTarget) -> str:
     return reason
 
 
+def saves_by_sending(problem: MatmulProblem) -> bool:
+    """Return whether a product that sends takes less time than one whose sum's kernel sends.
+
+    On two H200s, a product of 32 rows by 7,168 x 4,096 takes 16.4 us, and 16.1 if it does not send, its sum 4.3 and 5.3;
+    of one row 18.1 and 16.2, and its sum 2.8 and 3.9.
+    """
+    return sends_words(problem) and _rows(problem) > _ROW_RANGES[0].max_rows
+
+
 def sends_words(problem: MatmulProblem) -> bool:
     """Return whether the kernel can send a product's result to other GPUs: vectors of a short sum, in order."""
     lhs, result, extents = problem.lhs, problem.result, [problem.lhs.size("m"), problem.rhs.size("n")]
