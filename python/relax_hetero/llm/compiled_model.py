@@ -7,6 +7,7 @@ belong to any sequence.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +18,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from tvm import runtime
 
+from ..artifact.collectives import ASKED_FOR
 from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
 from ..encoding.pages import EXPERT_COUNTS, TABLES
@@ -26,6 +28,8 @@ from ..target.backend import backend_of_device
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
 from ..vm.device.host_copies import EarlyCopies, begin_copy_to_host, join_columns, joined_buffer
+from ..vm.device.nccl import load_nccl
+from ..vm.device.nccl_memory import TIMEOUT_SECONDS
 from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
@@ -34,6 +38,8 @@ from .cache import KVCache
 from .description import ModelDescription
 from .expert_counts import ExpertCounts
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
+
+_log = logging.getLogger("relax_hetero")
 
 
 class IntegerInputs:
@@ -148,10 +154,17 @@ class IntegerInputs:
     def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int) -> None:
         """Copy the first `count` tokens from devices that have them, in order with their work, after `send`.
 
-        Each device takes its own copy of the tokens, if it has one, else the first.
+        Each device takes its own copy of the tokens, if it has one, else the first. All calls have copies of the same
+        devices, those of the model's decode functions.
         """
-        for target in self._turns[self.turn].tokens:
-            source = next((copy for copy in copies if same_device(copy.device, target.device)), copies[0])
+        turn = self._turns[self.turn]
+        if turn.token_copies is None:
+            turn.token_copies = [_token_copy(copies, target) for target in turn.tokens]
+        for target, (number, copy) in zip(turn.tokens, turn.token_copies, strict=True):
+            source = copies[number]
+            if copy is not None:
+                copy(source.data_ptr(), 4 * count)
+                continue
             if count < len(self.arrays["tokens"]):
                 source, target = (part_of(tensor, (count,), "int32", 0) for tensor in (source, target))
             copy_into(source, target, wait=False)
@@ -163,6 +176,7 @@ class _DeviceInputs:
     def __init__(self) -> None:
         self.tensors: list[runtime.Tensor] = []
         self.tokens: list[runtime.Tensor] = []
+        self.token_copies: list[tuple[int, Callable[[int, int], None] | None]] | None = None
         self.copies: dict[int, list[tuple[runtime.Tensor, runtime.Tensor]]] = {}
         self.table_copies: dict[int, list[tuple[runtime.Tensor, runtime.Tensor]]] = {}
         self.tables_version = -1
@@ -171,6 +185,16 @@ class _DeviceInputs:
 def _plain_name(name: str) -> str:
     """Name of an input without the number of the device that has a copy."""
     return name.partition("@")[0]
+
+
+def _token_copy(
+    copies: Sequence[runtime.Tensor], target: runtime.Tensor
+) -> tuple[int, Callable[[int, int], None] | None]:
+    """Index of the tokens that a device takes, and the function that copies them, if they are on the device."""
+    for number, copy in enumerate(copies):
+        if same_device(copy.device, target.device):
+            return number, backend_of_device(target.device).copies_within(target)
+    return 0, None
 
 
 def _small_copies(
@@ -289,7 +313,7 @@ class CompiledModel:
         Task that compiles the same functions and more; calls after its end use these.
     all_rows : (int, int), optional
         Rows of the largest decode and prefill functions after its end; by default those of `executable`.
-    threads, cores, spin
+    threads, cores, spin, collective_timeout
         As for `rh.vm.VirtualMachine`.
 
     Attributes
@@ -329,8 +353,12 @@ class CompiledModel:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         spin: bool = True,
+        collective_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
-        self._threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
+        self._machine_options: dict[str, Any] = {
+            "threads": threads, "cores": cores, "spin": spin, "collective_timeout": collective_timeout
+        }  # fmt: skip
+        _check_sums(executable)
         self._use(executable)
         self._rest = rest
         if rest is not None:
@@ -365,7 +393,7 @@ class CompiledModel:
         outputs = executable.signature(f"decode_{self._batches[0]}").outputs
         is_logits = [isinstance(spec, TensorSpec) and _plain_name(spec.name) == "logits" for spec in outputs]
         self._logit_parts = sum(is_logits)
-        self.machine = VirtualMachine(executable, **self._threads)
+        self.machine = VirtualMachine(executable, **self._machine_options)
         executable.release_host_copies()
         self._executable = executable
         self.chunk = self._chunks[-1]
@@ -752,6 +780,15 @@ class CompiledModel:
             buffer = self._logits[name] = tensor, np.from_dlpack(tensor)
         join_columns(logits, buffer[0], rows)
         return buffer[1]
+
+
+def _check_sums(executable: Executable) -> None:
+    """Require NCCL, if GPUs of the model sum by it, and say so, if the caller has not asked for it."""
+    why = next((each.why for each in executable.metadata.collectives if each.algorithm == "NCCL"), "")
+    if why and isinstance(reason := load_nccl(), str):
+        raise HeteroError(f"GPUs of this language model sum by NCCL ({why}), which is missing: {reason}")
+    if why and not why.startswith(ASKED_FOR):
+        _log.warning("GPUs of this language model sum by NCCL, which takes longer than kernels do: %s", why)
 
 
 def _row_counts(names: Sequence[str], prefix: str) -> list[int]:

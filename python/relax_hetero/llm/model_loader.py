@@ -30,6 +30,7 @@ from ..target.cpu_target import cpu_target_of
 from ..target.hosts import hosts_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
+from ..vm.device.nccl_memory import TIMEOUT_SECONDS
 from ..vm.device.threads import choose_threads
 from .background import BackgroundTask, foreground
 from .compiled_model import CompiledModel
@@ -112,7 +113,7 @@ BACKGROUND_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Arguments of `load`; `options` are those of `rh.from_gguf`, and `threads` those of `VirtualMachine`."""
+    """Arguments of `load`; `options` are those of `rh.from_gguf`, and `machine_options` those of `VirtualMachine`."""
 
     path: Path
     vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None
@@ -123,7 +124,7 @@ class _Arguments:
     drafted: Loaded | None
     allreduce_strategy: str
     progress: Progress | None
-    threads: dict[str, Any]
+    machine_options: dict[str, Any]
 
     @property
     def devices(self) -> list[VDevice]:
@@ -160,6 +161,7 @@ def load(
     threads: int | None = None,
     cores: Sequence[int] | None = None,
     spin: bool = True,
+    collective_timeout: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a language model and its tokenizer.
@@ -208,6 +210,8 @@ def load(
     threads, cores, spin
         As for `rh.vm.VirtualMachine`, also for a draft model that `draft` names: threads of this model alone, whatever
         other models of the process use.
+    collective_timeout : float
+        As for `rh.vm.VirtualMachine`.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -238,8 +242,9 @@ def load(
         "verify_drafts": bool(verify_drafts),
     }
     own_threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
+    machine_options = {**own_threads, "collective_timeout": collective_timeout}
     draft_devices = vdevices if draft_vdevices is None else draft_vdevices
-    loading: dict[str, Any] = {"background": background, "progress": progress, **own_threads}
+    loading: dict[str, Any] = {"background": background, "progress": progress, **machine_options}
     if draft is None and (draft_vdevices, draft_placement) != (None, None):
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
     drafted = _load_draft(draft, draft_devices, draft_placement, options, loading)  # first, as it is the smaller one
@@ -259,11 +264,11 @@ def load(
     if load_kind is None:
         given = (vdevices, placement, batch_invariant, {**options, "count_experts": False})
         has_options = given != (None, None, False, _DEFAULTS)
-        loaded = _load_compiled(Path(path), has_options, count_experts, drafted, own_threads)
+        loaded = _load_compiled(Path(path), has_options, count_experts, drafted, machine_options)
     else:
         arguments = _Arguments(
             Path(path), vdevices, placement, options, batch_invariant, background, drafted, allreduce_strategy,
-            progress, own_threads,
+            progress, machine_options,
         )  # fmt: skip
         if hosts := hosts_of(arguments.devices):
             raise BuildError(
@@ -298,13 +303,13 @@ def _load_draft(
 
 
 def _load_compiled(
-    folder: Path, has_options: bool, count_experts: bool, drafted: Loaded | None, threads: dict[str, Any]
+    folder: Path, has_options: bool, count_experts: bool, drafted: Loaded | None, machine_options: dict[str, Any]
 ) -> Loaded:
     """Load a folder that `save` wrote."""
     if has_options and (folder / _DESCRIPTION).exists():
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{folder}: is compiled already; {names} apply only to files with weights")
-    model, tokenizer = _load_saved(folder, threads)
+    model, tokenizer = _load_saved(folder, machine_options)
     _check_draft_tokens(tokenizer, drafted)
     if count_experts and not model.expert_counts.tensors:
         raise BuildError(
@@ -351,7 +356,7 @@ def _load_file(arguments: _Arguments) -> Loaded:
         executable = compilation.compile(arguments.progress)
     description = _description(file, model, options, context, caches, parts, is_invariant)
     all_rows = max(options["batches"]), max(options["chunks"])
-    return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
+    return CompiledModel(executable, description, rest, all_rows, **arguments.machine_options), tokenizer
 
 
 def _description(
@@ -595,10 +600,8 @@ def _load_onnx_folder(arguments: _Arguments) -> Loaded:
     tokenizer = load_tokenizer(folder)
     _check_draft_tokens(tokenizer, arguments.drafted)
     used = {name: options[name] for name in _ONNX_OPTIONS if options[name] is not None}
-    invariant, progress = arguments.batch_invariant, arguments.progress
-    model = load_onnx(
-        folder, arguments.vdevices, placement, **used, batch_invariant=invariant, **arguments.threads, progress=progress
-    )
+    used |= {"batch_invariant": arguments.batch_invariant, "progress": arguments.progress}
+    model = load_onnx(folder, arguments.vdevices, placement, **used, **arguments.machine_options)
     return model, tokenizer
 
 
@@ -679,7 +682,7 @@ def _check_draft_layers(path: Path, model: Hyperparameters, drafted: Loaded | No
             )
 
 
-def _load_saved(folder: Path, threads: dict[str, Any]) -> Loaded:
+def _load_saved(folder: Path, machine_options: dict[str, Any]) -> Loaded:
     from ..vm import load as load_library
 
     path = folder / _DESCRIPTION
@@ -700,7 +703,7 @@ def _load_saved(folder: Path, threads: dict[str, Any]) -> Loaded:
         if _digest(folder / name) != digests.get(name):
             raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
     tokenizer = Tokenizer.from_gguf(folder / _TOKENIZER) if is_from_gguf else load_tokenizer(folder)
-    return CompiledModel(load_library(folder / _LIBRARY), description, **threads), tokenizer
+    return CompiledModel(load_library(folder / _LIBRARY), description, **machine_options), tokenizer
 
 
 def _digest(path: Path) -> str:
@@ -760,6 +763,7 @@ def load_onnx(
     threads: int | None = None,
     cores: Sequence[int] | None = None,
     spin: bool = True,
+    collective_timeout: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> CompiledModel:
     """Load an ONNX decoder, with its ``past_key_values`` in a paged cache.
@@ -774,7 +778,7 @@ def load_onnx(
         As for `rh.PagedCache`.
     batch_invariant : bool
         As for `load`.
-    threads, cores, spin
+    threads, cores, spin, collective_timeout
         As for `rh.vm.VirtualMachine`.
     progress : callable, optional
         As for `rh.compile`.
@@ -817,7 +821,9 @@ def load_onnx(
         page_type=page_type,
         decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
-    return CompiledModel(executable, description, threads=threads, cores=cores, spin=spin)
+    return CompiledModel(
+        executable, description, threads=threads, cores=cores, spin=spin, collective_timeout=collective_timeout
+    )
 
 
 def _find_decoder(folder: Path) -> Path:

@@ -293,9 +293,10 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
     limits = memory_limits(options.memory_limit, vdevices)
     limit = min(limits.values(), default=None)
     chosen = choose_replicas(file, model, cache, vdevices, CostModel.measured(vdevices), limit, texts)
+    together = [vdevices[gpu] for gpu in backend_of(kind).in_order_of_links(chosen.devices)]
     own = replace(
         options,
-        vdevices=[kind] * chosen.devices if chosen.replicas > 1 else list(vdevices[: chosen.devices]),
+        vdevices=[kind] * chosen.devices if chosen.replicas > 1 else together[: chosen.devices],
         placement=chosen.rules,
         memory_limit=None,
         slots=chosen.slots,

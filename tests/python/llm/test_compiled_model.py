@@ -247,16 +247,43 @@ def test_a_step_takes_the_tokens_of_the_step_before(varied):
         compiled.cache.free(slot)
 
 
-def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
-    """With a driver in Python, whose work waits in its stream: nothing waits, and the host writes on meanwhile."""
+@pytest.fixture
+def cuda(monkeypatch):
+    """A driver in Python, whose work waits in its stream, and integers of GPUs in the host's memory."""
     cuda = FakeCuda()
-    library = FakeLibrary(cuda)
+    library, plain = FakeLibrary(cuda), compiled_model.empty
     for module in (cuda_copies, host_copies):
         monkeypatch.setattr(module, "cuda_library", lambda: library)
-    plain = compiled_model.empty
     monkeypatch.setattr(
         compiled_model, "empty", lambda shape, dtype, device: alias(plain(shape, dtype, tvm.cpu(0)), device)
     )
+    return cuda
+
+
+def test_a_step_of_two_gpus_makes_two_copies_for_each(cuda):
+    """The fewest that bring integers and tokens, and none waits: the graphs of both GPUs are launched next."""
+    shapes = {"tokens": (4,), "positions": (4,), "table_full": (4, 4), "sequences": (4,)}
+    specs = [
+        TensorSpec(f"{name}{'@1' * gpu}", shape, "int32", device=gpu)
+        for name, shape in shapes.items()
+        for gpu in (0, 1)
+    ]
+    inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0), tvm.cuda(1)], 16)
+    results = [alias(tvm.runtime.tensor(np.full(4, 7 + gpu, "int32")), tvm.cuda(gpu)) for gpu in (0, 1)]
+    for number in range(4):
+        cuda.copies.clear()
+        inputs.write_rows([0, 1, 2], [5, 6, 7])
+        inputs.send({}, 0)
+        inputs.copy_tokens(results, 3)
+        tables = [("to the GPU", 64)] * (number < 2)  # once for both turns
+        assert cuda.copies == [("to the GPU", 48), *tables] * 2 + [("on the GPU", 12)] * 2
+    tokens = [np.from_dlpack(alias(tensor, tvm.cpu(0))) for tensor in inputs.tensors[:2]]
+    cuda.cuStreamSynchronize(0)
+    np.testing.assert_array_equal(tokens, [[7, 7, 7, 0], [8, 8, 8, 0]])
+
+
+def test_steps_in_flight_on_a_gpu_read_their_own_integers(cuda):
+    """Nothing waits, and the host writes on meanwhile."""
     shapes = {"tokens": (4,), "positions": (4,), "table_full": (200, 100), "sequences": (4,)}
     specs = [TensorSpec(name, shape, "int32", device=0) for name, shape in shapes.items()]
     inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0)], 64)

@@ -41,7 +41,7 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.collectives import ALL_REDUCE_OP, CUSTOM, EXCHANGE_OP, NCCL, CollectiveSpec, check_strategy
+from ...artifact.collectives import ALL_REDUCE_OP, ASKED_FOR, CUSTOM, EXCHANGE_OP, NCCL, CollectiveSpec, check_strategy
 from ...artifact.nccl_layout import NCCL_MEMORY, Collective, to_numbers, transfers
 from ...artifact.peer_layout import LAMPORT_BYTES, PEER_MEMORY
 from ...errors import BuildError
@@ -249,7 +249,7 @@ class _Rewriter:
         if self._strategy == CUSTOM or not mesh:
             return ""
         if self._strategy == NCCL:
-            return f'allreduce_strategy="{NCCL}"'
+            return f'{ASKED_FOR}"{NCCL}"'
         pair = unreachable(tuple(int(self.vdevices[position].vdevice_id) for position in mesh))
         return "" if pair is None else f"GPU {pair[0]} cannot access the memory of GPU {pair[1]}"
 

@@ -9,9 +9,9 @@ from contextlib import suppress
 import numpy as np
 from tvm import runtime
 
+from ...errors import HeteroError
 from ...target.backend import backend_of_device
 from .cuda_copies import begin_copy, begin_copy_of_rows
-from .cuda_driver import CudaError
 from .cuda_library import cuda_library
 from .cuda_streams import Event, Stream, copy_stream
 from .error_records import raise_reported
@@ -54,7 +54,7 @@ def begin_copy_to_host(tensor: runtime.Tensor) -> Callable[[], np.ndarray]:
 
 def _finish(end: Event, *_tensors: runtime.Tensor) -> None:
     """Wait for the end of a copy, before the memory of its tensors is used again."""
-    with suppress(CudaError):  # `wait` raises it
+    with suppress(HeteroError):  # `wait` raises it
         end.synchronize()
 
 

@@ -23,6 +23,8 @@ from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
+from .cuda_library import CUDA
+from .cuda_streams import check_wait
 from .tensors import copy_into, empty, from_array, part_of
 
 
@@ -39,6 +41,8 @@ class _PeerCall(threading.local):
         Command buffer that became a graph last, and its device.
     waits : bool
         Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
+    is_repeated : bool
+        Whether it is the second call of compiled code, after one that made graphs.
     has_lock : bool
         Whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`).
     """
@@ -47,6 +51,7 @@ class _PeerCall(threading.local):
     is_incomplete = False
     missing = ""
     waits = False
+    is_repeated = False
     has_lock = False
 
 
@@ -75,12 +80,13 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
     devices : sequence of runtime.Device
         Devices of the machine.
     """
-    outer = peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock  # of a call that this one is nested in
-    peer_call.uses_peers = peer_call.is_incomplete = peer_call.has_lock = False
+    call = peer_call
+    outer = call.uses_peers, call.is_incomplete, call.has_lock, call.is_repeated  # of a call that this one is nested in
+    call.uses_peers = call.is_incomplete = call.has_lock = call.is_repeated = False
     try:
         result = function(*values)
         if peer_call.uses_peers and peer_call.is_incomplete:
-            peer_call.is_incomplete = False
+            peer_call.is_incomplete, peer_call.is_repeated = False, True
             del result
             _clear_memory(devices)
             result = function(*values)
@@ -96,7 +102,7 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
     finally:
         if peer_call.has_lock:
             _launching.release()
-        peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock = outer
+        peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock, peer_call.is_repeated = outer
     return result
 
 
@@ -148,6 +154,8 @@ class _PeerMemory:
 def _clear_memory(devices: Sequence[runtime.Device]) -> None:
     """Wait for a machine's devices, none of which waits for another one, and clear the memory of its meshes."""
     for device in devices:
+        if device.dlpack_device_type() == CUDA:
+            check_wait(device.index, 0)  # after a failure of NCCL the wait might not end
         device.sync()
     with _lock:
         for key, memory in _memories.items():
@@ -178,8 +186,8 @@ def devices_of_call() -> Sequence[runtime.Device]:
         raise HeteroError("memory of a mesh is asked for outside of a machine")
     if peer_call.waits:
         raise HeteroError(
-            "this function's kernels wait for those of other GPUs, so that their times cannot be measured one by one; "
-            "expected a function over no mesh of GPUs"
+            "this function's kernels wait for those of other GPUs, so that they cannot be measured one by one; "
+            "expected a file of this version, whose profiles measure them by events: compile it again"
         )
     if not peer_call.uses_peers:
         _launching.acquire()

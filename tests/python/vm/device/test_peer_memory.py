@@ -13,6 +13,7 @@ import relax_hetero as rh
 from relax_hetero.artifact.peer_layout import LONG_OPERANDS, SLOTS, data_offset
 from relax_hetero.vm.device import peer_memory
 from relax_hetero.vm.device.builtins import current_machine
+from relax_hetero.vm.device.cuda_streams import wait_checks
 from relax_hetero.vm.device.peer_memory import peer_call, run_over_peers
 
 
@@ -79,6 +80,22 @@ def test_memory_is_cleared_after_calls_that_ended_halfway(monkeypatch):
         run_over_peers(function, [0], machine)
     assert run_over_peers(function, [2], machine) == 0
     assert events == [1, True, 1, 0, True, 2] and id(machine) not in peer_memory._unfinished
+
+
+def test_a_call_after_a_failure_of_nccl_does_not_wait(monkeypatch):
+    """The GPUs' kernels may never end: the next call raises the failure instead of clearing memory."""
+    machine = (tvm.cuda(0), tvm.cpu())
+    monkeypatch.setattr(peer_memory, "_unfinished", {id(machine)})
+
+    def check(seconds):
+        raise rh.HeteroError(f"cuda:0 is lost, found after {seconds} s")
+
+    monkeypatch.setitem(wait_checks, 0, check)
+    monkeypatch.setattr(current_machine, "devices_and_scopes", (machine, ("global",) * 2))
+    for _ in range(2):
+        with pytest.raises(rh.HeteroError, match="cuda:0 is lost, found after 0 s"):
+            run_over_peers(peer_memory.devices_of_call, [], machine)
+    assert not is_locked()
 
 
 def test_all_but_long_operands_is_cleared(monkeypatch):
