@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import tvm
-from tvm import relax
+from tvm import relax, tirx
 from tvm.ir import assert_structural_equal
 from tvm.script import ir as I
 from tvm.script.parser.core.diagnostics import Source
 from tvm_ffi import structural_walk
 
-from relax_hetero.transform.ir.rewriting import op_name, relax_functions, walk_bindings
+from relax_hetero.transform.ir.rewriting import op_name, relax_functions, typed, walk_bindings, with_functions
 
 
 def _vdevice(device: str | dict[str, Any] | tuple[Any, ...]) -> tvm.relax.VDevice:
@@ -24,7 +24,11 @@ def _vdevice(device: str | dict[str, Any] | tuple[Any, ...]) -> tvm.relax.VDevic
     return I.vdevice(*device) if isinstance(device, tuple) else I.vdevice(device)
 
 
-def ir_module(*devices: str | dict[str, Any] | tuple[Any, ...], pure: bool = True) -> Callable[[Any], tvm.IRModule]:
+def ir_module(
+    *devices: str | dict[str, Any] | tuple[Any, ...],
+    pure: bool = True,
+    kernels: Mapping[str, tirx.PrimFunc] | None = None,
+) -> Callable[[Any], tvm.IRModule]:
     """Parse a class as ``@I.ir_module`` does, or a Relax function as the ``main`` of a module of its own.
 
     Parameters
@@ -34,8 +38,11 @@ def ir_module(*devices: str | dict[str, Any] | tuple[Any, ...], pure: bool = Tru
         ``I.vdevice``. Without any the module lacks global infos.
     pure : bool
         Whether the function is pure, as in ``@R.function(pure=...)``.
+    kernels : mapping, optional
+        Generated PrimFuncs of the module, by the names that calls refer to.
     """
     caller = sys._getframe(1)
+    generated = {typed(tvm.ir.GlobalVar(name), kernel.ty): kernel for name, kernel in (kernels or {}).items()}
 
     def parse(definition: Any) -> tvm.IRModule:
         (tree,) = ast.parse(Source(definition).source).body
@@ -46,7 +53,10 @@ def ir_module(*devices: str | dict[str, Any] | tuple[Any, ...], pure: bool = Tru
         if devices:
             tree.body[:0] = ast.parse('I.module_global_infos({"vdevice": VDEVICES})').body
         names = {**caller.f_globals, **caller.f_locals, "I": I, "VDEVICES": list(map(_vdevice, devices))}
-        return tvm.script.from_source(ast.unparse(ast.fix_missing_locations(tree)), extra_vars=names)
+        names |= {gv.name_hint: gv for gv in generated}
+        text = ast.unparse(ast.fix_missing_locations(tree))
+        module = tvm.script.from_source(text, extra_vars=names, check_well_formed=not generated)
+        return with_functions(module, generated) if generated else module
 
     return parse
 

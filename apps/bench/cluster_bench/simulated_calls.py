@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bars import Check, simulated_time  # noqa: E402
 from cluster_bench.cluster_models import one_core  # noqa: E402
+from cluster_bench.simulated_networks import simulate_calls  # noqa: E402
 from smoke import smoke  # noqa: E402
 
 import relax_hetero as rh  # noqa: E402
 from relax_hetero.frontend.auto.measure_devices import sharing_figures_of  # noqa: E402
-from relax_hetero.frontend.auto.simulate import simulate_calls  # noqa: E402
 from relax_hetero.target.cpu_cores import num_cores  # noqa: E402
 from relax_hetero.target.make_vdevice import parse_vdevices  # noqa: E402
 

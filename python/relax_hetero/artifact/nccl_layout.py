@@ -1,6 +1,6 @@
 """Collectives of NCCL as numbers, which compiled code gives to the run time, and their places in a buffer.
 
-A sum is ``(count,)``: numbers of float32 at the begin of the buffer. An exchange is the source's rank, the target's
+A sum is ``(count,)``: numbers of float32 at the beginning of the buffer. An exchange is the source's rank, the target's
 rank and the bytes of each tensor; a tensor has one place, in the buffers of both GPUs.
 """
 

@@ -1,4 +1,7 @@
-"""Layout of the memory that the GPUs of a mesh write to: flags of each slot, the state, then slots for operands."""
+"""Layout of the memory that the GPUs of a mesh write to: flags of each slot, the state, then slots for operands.
+
+A slot has, for each GPU, words of short operands, flags of the tiles of long ones, and these.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,15 @@ SLOTS = 3
 
 FLAG_BLOCKS = 128
 """Maximum blocks of a kernel, each with a flag of each slot for every GPU."""
+
+LAMPORT_BYTES = 512 << 10
+"""Maximum bytes of a short operand: for longer ones, sending all to every GPU takes longer than fences."""
+
+SENT_FLAGS_BYTES = 16 << 10
+"""Bytes of a slot for the flags of the tiles that products send, for each GPU."""
+
+LONG_OPERANDS = LAMPORT_BYTES + SENT_FLAGS_BYTES
+"""Offset of a long operand in what a slot has for a GPU."""
 
 PEER_MEMORY = "relax_hetero.peer_memory"
 """Packed function of a device's index in the manifest, the bytes of a slot, and the indices of the mesh's devices, that
@@ -34,3 +46,9 @@ def data_offset(slot: int, ranks: int, slot_bytes: int) -> int:
 def memory_bytes(ranks: int, slot_bytes: int) -> int:
     """Bytes of the memory of a GPU."""
     return data_offset(SLOTS, ranks, slot_bytes)
+
+
+def initial_zeros(ranks: int, slot_bytes: int) -> list[tuple[int, int]]:
+    """Begin and number of the bytes that are zero at first: all but long operands."""
+    slots = [data_offset(slot, ranks, slot_bytes) + rank * slot_bytes for slot in range(SLOTS) for rank in range(ranks)]
+    return [(0, data_offset(0, ranks, slot_bytes)), *((begin, min(slot_bytes, LONG_OPERANDS)) for begin in slots)]

@@ -190,6 +190,12 @@ class CudaBackend(GpuBackend):
 
         return copy_on_current_stream(source, target, wait)
 
+    def copies_within(self, target: runtime.Tensor) -> Callable[[int, int], None] | None:
+        """Copies on the current stream."""
+        from ..vm.device.cuda_copies import copies_within
+
+        return copies_within(target)
+
     def stream(self, source: runtime.Tensor, target: runtime.Tensor, age: int) -> bool:
         """Copy through pinned memory, while work that was launched before may still run."""
         from ..vm.device.cuda_copies import stream_constant

@@ -5,12 +5,14 @@ they are copied from the sender's memory into shared memory, or by the kernel in
 process that waits sleeps, and the connections of a process that dies close at once.
 
 Whoever connects first sends a token, which Ray distributes, and the descriptor of the shared memory; listeners end once
-all processes are connected.
+all processes are connected. Within a node they answer with a byte whether they share the memory. If one of the two
+cannot, all tensors go through the socket.
 """
 
 from __future__ import annotations
 
 import hmac
+import logging
 import os
 import secrets
 import select
@@ -19,11 +21,14 @@ import struct
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
+from functools import cache
 from typing import NamedTuple
 
 from ..errors import HostError
 from .shared_blocks import NO_BLOCK, SharedBlocks, aligned_bytes, create_blocks
 from .wire import Message, MessageCodec
+
+_log = logging.getLogger("relax_hetero")
 
 CALLER = ""
 """Name of the caller's process among those of hosts."""
@@ -36,6 +41,8 @@ _TOKEN_SECONDS = 5.0
 """Time within which a process that has connected sends the token."""
 _INDEX = struct.Struct("<I")
 """Index of the process that connects, which it sends after the token."""
+_SHARES, _SHARES_NOT = b"\1", b"\0"
+"""Answers within a node."""
 _HEADER = struct.Struct("<QQq")
 """Number of the call, bytes of the body, and index of the block with the arrays."""
 _HEAD_BYTES = 512
@@ -78,9 +85,25 @@ class Connection:
         Name of the process at the other end.
     blocks : SharedBlocks, optional
         Memory that both ends share.
+    awaits_answer : bool
+        Whether the other end first says if it shares the memory, too.
+    problem : str
+        Reason why this end shares no memory, though both are on one node.
+
+    Attributes
+    ----------
+    problem : str
+        Reason why tensors go through the socket within a node; empty if they do not, or the answer has not come.
     """
 
-    def __init__(self, sock: socket.socket, peer: str, blocks: SharedBlocks | None = None) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        peer: str,
+        blocks: SharedBlocks | None = None,
+        awaits_answer: bool = False,
+        problem: str = "",
+    ) -> None:
         sock.setblocking(False)
         if sock.family == socket.AF_UNIX:
             for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
@@ -90,9 +113,12 @@ class Connection:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
             for name, value in _KEEPALIVE.items():
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
-        self._socket, self.peer, self._blocks = sock, peer, blocks
-        self._codec = MessageCodec()
+        self._socket, self.peer, self._codec, self.problem = sock, peer, MessageCodec(), problem
+        self._awaits_answer, self._offered = awaits_answer, blocks
+        self._blocks = None if awaits_answer else blocks  # of messages that are sent
         self._messages = _read(sock, self._codec, blocks)
+        if problem:
+            _warn_of_sockets(problem)
 
     def __del__(self) -> None:
         self._socket.close()
@@ -133,6 +159,8 @@ class Connection:
     def receive(self) -> Message | None:
         """Return the next message, or None if it has not come as a whole; HostError if the connection has ended."""
         try:
+            if self._awaits_answer and not self._take_answer():
+                return None
             return next(self._messages)
         except (OSError, StopIteration) as error:
             raise self._ended() from error
@@ -142,8 +170,30 @@ class Connection:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def _take_answer(self) -> bool:
+        """Read whether the other end shares the memory; False if that has not come."""
+        try:
+            answer = self._socket.recv(1)
+        except BlockingIOError:
+            return False
+        if not answer:
+            raise ConnectionError
+        self._awaits_answer = False
+        if answer == _SHARES:
+            self._blocks = self._offered
+        elif not self.problem:
+            self.problem = "the other process cannot map it"
+            _warn_of_sockets(self.problem)
+        return True
+
     def _ended(self) -> HostError:
         return HostError(f"the connection with {f'host {self.peer!r}' if self.peer else 'the caller'} has ended")
+
+
+@cache
+def _warn_of_sockets(problem: str) -> None:
+    """Say once for each reason that memory is not shared."""
+    _log.warning("tensors go through sockets between processes of this node, as they share no memory: %s", problem)
 
 
 def _read(
@@ -250,7 +300,7 @@ class Peers:
         poll.register(descriptor, select.POLLOUT | events)
         ready = poll.poll()
         if self._receives_while_sending:
-            self._take([(each, found) for each, found in ready if found & ~select.POLLOUT])
+            self._take([(each, event) for each, event in ready if event & ~select.POLLOUT])
 
 
 class Listener:
@@ -304,17 +354,24 @@ class Listener:
         for descriptor in sockets:
             poll.register(descriptor, select.POLLIN)
         while len(connections) < len(names):
-            if time.monotonic() > end or self.is_cancelled:
+            if self.is_cancelled:
+                raise HostError("the replica is being connected again")
+            if time.monotonic() > end:
                 missing = ", ".join(repr(name or "the caller") for name in names.values() if name not in connections)
-                raise HostError(f"{missing} did not connect within {CONNECT_SECONDS:g} s")
+                raise HostError(
+                    f"{missing} did not connect within {CONNECT_SECONDS:g} s; expected open ports between hosts"
+                )
             for descriptor, _ in poll.poll(_ACCEPT_MILLISECONDS):
                 sock, _ = sockets[descriptor].accept()
-                index, blocks = _read_greeting(sock, self.token)
+                index, blocks, problem = _read_greeting(sock, self.token)
                 name = names.get(index)
                 if name is None:
                     sock.close()
-                else:
-                    connections[name] = Connection(sock, name, blocks)
+                    continue
+                if sock.family == socket.AF_UNIX:
+                    with suppress(OSError):  # its end is an error of the first message
+                        sock.sendall(_SHARES if blocks is not None else _SHARES_NOT)
+                connections[name] = Connection(sock, name, blocks, problem=problem)
         self.close()
         return connections
 
@@ -349,27 +406,52 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str, co
     HostError
         If it cannot be reached.
     """
-    sock = socket.socket(socket.AF_UNIX) if address.node == node else None
+    sock, blocks, greeting = None, None, token + _INDEX.pack(index)
     try:
-        if sock is not None:
-            sock.connect(address.unix)
-        else:
-            assert address.tcp is not None
-            sock = socket.create_connection(address.tcp, timeout=CONNECT_SECONDS)
-        greeting = token + _INDEX.pack(index)
-        if address.node == node:
-            descriptor = create_blocks()
-            socket.send_fds(sock, [greeting], [descriptor])
-            blocks = SharedBlocks(descriptor, 0, copies)
+        sock, problem = _reach(address, node)
+        is_near = sock.family == socket.AF_UNIX
+        if is_near:
+            blocks, problem = _send_with_memory(sock, greeting, copies)
         else:
             sock.sendall(greeting)
-            blocks = None
     except OSError as error:
         if sock is not None:
             sock.close()
-        where = "on this node" if address.node == node else "at {}:{}".format(*address.tcp or ())
+        where = "on this node" if address.tcp is None else "at {}:{}".format(*address.tcp)
         raise HostError(f"host {peer!r} cannot be reached {where}: {error}") from error
-    return Connection(sock, peer, blocks)
+    return Connection(sock, peer, blocks, is_near, problem)
+
+
+def _reach(address: Address, node: str) -> tuple[socket.socket, str]:
+    """Connect to a process; returns the socket, and the reason if it is not a Unix socket within a node."""
+    problem = ""
+    if address.node == node:
+        sock = socket.socket(socket.AF_UNIX)
+        try:
+            sock.connect(address.unix)
+            return sock, ""
+        except OSError as error:  # such as processes of two containers
+            sock.close()
+            if address.tcp is None:
+                raise
+            problem = f"no Unix socket connects them ({error})"
+    assert address.tcp is not None, "processes of other nodes have addresses"
+    return socket.create_connection(address.tcp, timeout=CONNECT_SECONDS), problem
+
+
+def _send_with_memory(sock: socket.socket, greeting: bytes, copies: bool) -> tuple[SharedBlocks | None, str]:
+    """Send a greeting with the descriptor of new memory; returns the memory, or None and the reason."""
+    try:
+        descriptor = create_blocks()
+        try:
+            blocks = SharedBlocks(os.dup(descriptor), 0, copies)
+            socket.send_fds(sock, [greeting], [descriptor])
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        sock.sendall(greeting)
+        return None, f"{error}"
+    return blocks, ""
 
 
 def new_token() -> bytes:
@@ -377,8 +459,11 @@ def new_token() -> bytes:
     return secrets.token_bytes(_TOKEN_BYTES)
 
 
-def _read_greeting(sock: socket.socket, token: bytes) -> tuple[int, SharedBlocks | None]:
-    """Index of the process that has connected, and the memory that it shares; -1 if it does not send the token soon."""
+def _read_greeting(sock: socket.socket, token: bytes) -> tuple[int, SharedBlocks | None, str]:
+    """Index of the process that has connected, the memory that it shares, and the reason if it should, and does not.
+
+    The index is -1 if it does not send the token soon.
+    """
     received, descriptors, end = b"", list[int](), time.monotonic() + _TOKEN_SECONDS
     with suppress(OSError):
         while len(received) < _TOKEN_BYTES + _INDEX.size:
@@ -391,10 +476,13 @@ def _read_greeting(sock: socket.socket, token: bytes) -> tuple[int, SharedBlocks
     if len(received) < _TOKEN_BYTES + _INDEX.size or not hmac.compare_digest(received[:_TOKEN_BYTES], token):
         for descriptor in descriptors:
             os.close(descriptor)
-        return -1, None
-    if sock.family == socket.AF_UNIX and not descriptors:  # the kernel drops those that the process may not open
-        raise HostError(
-            "the descriptor of shared memory did not arrive, as this process has too many open files; expected a "
-            "higher limit (ulimit -n)"
-        )
-    return _INDEX.unpack(received[_TOKEN_BYTES:])[0], SharedBlocks(descriptors[0], 1) if descriptors else None
+        return -1, None, ""
+    (index,), blocks, problem = _INDEX.unpack(received[_TOKEN_BYTES:]), None, ""
+    if descriptors:
+        try:
+            blocks = SharedBlocks(descriptors[0], 1)
+        except OSError as error:
+            problem = f"{error}"
+    elif sock.family == socket.AF_UNIX:
+        problem = "its descriptor did not come: the other process has none, or this one has too many open files"
+    return index, blocks, problem

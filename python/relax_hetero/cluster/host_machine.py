@@ -104,7 +104,7 @@ class HostMachine:
         self._routes: tuple[Route, ...] = ()
         # Values that later tasks of this host read, by route and call, and by task.
         self._later_values: dict[tuple[int, int], dict[int, Any]] = {}
-        self._facts: dict[str, tuple[bool, bool]] = {}  # results of `_look_up`
+        self._effects: dict[str, tuple[bool, bool]] = {}  # results of `_effects_of`, by function
         self._mailboxes = Mailboxes()
         self._listener: Listener | None = None
         self._loop: TaskLoop | None = None
@@ -284,7 +284,7 @@ class HostMachine:
             values = earlier.get(source)  # None if this function reads nothing from that task
             if isinstance(values, Failure):
                 return values
-        writes_arguments, output_is_tuple = self._facts.get(work.function) or self._look_up(work.function)
+        writes_arguments, output_is_tuple = self._effects.get(work.function) or self._effects_of(work.function)
         decode_argument = decode_copy if writes_arguments else decode
         arguments = [
             decode_argument(received[source][index]) if source in received else earlier[source][index]
@@ -295,13 +295,13 @@ class HostMachine:
         result = self._machine.call(work.function, tuple(arguments))
         return list(result) if output_is_tuple else [result]
 
-    def _look_up(self, function: str) -> tuple[bool, bool]:
+    def _effects_of(self, function: str) -> tuple[bool, bool]:
         """Return whether a function writes to arguments, and whether it returns a tuple."""
         executable = self._machine.executable
         signature = executable.signature(function)
         writes_arguments = executable.metadata.writes_arguments or bool(signature.donated)
-        self._facts[function] = facts = writes_arguments, signature.output_is_tuple
-        return facts
+        self._effects[function] = effects = writes_arguments, signature.output_is_tuple
+        return effects
 
     def _keep(self, task: Task, number: int, call: tuple[int, int], work: TaskWork, results: Any) -> None:
         if task.is_last:

@@ -152,11 +152,13 @@ class Replica:
     @property
     def hosts(self) -> dict[str, dict[str, Any]]:
         """State of each host, as data."""
-        names = ("address", "node", "pid", "cores", "threads")
+        names, graph = ("address", "node", "pid", "cores", "threads"), self._graph
+        sockets = graph.socket_reasons if graph is not None else {}
         return {
             host: {"state": state.state, "starts": state.starts}
             | {name: state.info[name] for name in names if name in state.info}
             | ({"to_gpus": self._link_texts[host]} if host in self._link_texts else {})
+            | ({"through_sockets": sockets[host]} if host in sockets else {})
             for host, state in self._actors.states.items()
         }
 

@@ -34,7 +34,9 @@ _BYTES = _FLAGS_BYTES + 2 * BLOCKS * BLOCK_BYTES
 
 
 def create_blocks() -> int:
-    """Create the memory of a connection; returns its file descriptor."""
+    """Create the memory of a connection; returns its file descriptor. OSError where the system does not allow it."""
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system has no files without a name (memfd_create)")
     descriptor = os.memfd_create("relax_hetero")
     os.ftruncate(descriptor, _BYTES)
     return descriptor
@@ -51,6 +53,11 @@ class SharedBlocks:
         0 in one of the two processes, and 1 in the other.
     copies : bool
         Whether `read` returns copies, because received arrays may live for long.
+
+    Raises
+    ------
+    OSError
+        If the process may not map so much memory.
     """
 
     def __init__(self, descriptor: int, end: int, copies: bool = False) -> None:

@@ -49,6 +49,8 @@ class TaskGraph:
     ----------
     calls : dict
         Calls in flight by their keys, which the replica adds and removes.
+    socket_reasons : dict of str to dict of str to str
+        For hosts that share no memory with others of their node, the reasons by the other process.
 
     Raises
     ------
@@ -66,6 +68,7 @@ class TaskGraph:
         in_order: Sequence[int],
     ) -> None:
         self.calls: dict[tuple[int, int], Any] = {}
+        self.socket_reasons: dict[str, dict[str, str]] = {}
         self._ray, self._routes = ray, tuple(routes)
         self._route_of = route_indices(routes)
         self._keys = [0] * len(routes)
@@ -78,8 +81,12 @@ class TaskGraph:
         }
         self._peers = Peers(connections, receives_while_sending=False)
         waiting = len(addresses)
-        while waiting:  # for the empty messages of `TaskLoop.run`
-            waiting -= len(self._receive())
+        while waiting:  # for the first messages of `TaskLoop.run`
+            for message in self._receive():
+                host, reasons = message.values
+                if reasons:
+                    self.socket_reasons[host] = reasons
+                waiting -= 1
 
     def new_key(self, function: str) -> tuple[int, int]:
         """Make the key of the next call: the index of its route, and its number among the route's calls."""
@@ -195,7 +202,8 @@ class TaskLoop:
         run: Callable[..., Sequence[Message]],
         in_order: Sequence[int],
     ) -> None:
-        self._routes, self._run = routes, run
+        self._host, self._routes, self._run = host, routes, run
+        self._socket_reasons = {name or "caller": each.problem for name, each in connections.items() if each.problem}
         self._route_of = route_indices(routes)
         self._tasks = [[i for i, task in enumerate(route.tasks) if task.host == host] for route in routes]
         self._calls: dict[tuple[int, int], _HostCall] = {}  # by number and route
@@ -206,7 +214,7 @@ class TaskLoop:
     def run(self) -> NoReturn:
         """Run tasks until a connection ends; raises HostError then, and errors of links."""
         try:
-            self._peers.send(CALLER, Message(0, END, "", 0, ()))  # all are connected
+            self._peers.send(CALLER, Message(0, END, "", 0, (self._host, self._socket_reasons)))  # all are connected
             while True:
                 while not self._ready:
                     messages = self._peers.receive()

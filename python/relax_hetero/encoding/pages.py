@@ -21,8 +21,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ..errors import EncodingError
 
 PAGE = 64
@@ -144,47 +142,3 @@ class LayerCache:
             Element type of the cache, one of `PAGE_TYPES`.
         """
         return 4 * self.state or page_bytes(self.kv_heads, self.size, dtype, self.shared)
-
-
-def unpacked_pages(pages: np.ndarray, size: int, order: str, shared: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """The keys and values of pages as numbers, for tests and for inspecting a cache.
-
-    Parameters
-    ----------
-    pages : array, (pages, kv_heads, elements)
-        The device's pages, of float16, float32 or int8 (bfloat16: as uint16).
-    size : int
-        Numbers of a key.
-    order : str
-        One of `ORDERS`.
-    shared : bool
-        True if keys are the values.
-
-    Returns
-    -------
-    tuple of array of float32
-        Keys and values, each (pages, kv_heads, 64, size).
-    """
-    count, heads = pages.shape[:2]
-    if pages.dtype == np.uint16:
-        pages = (pages.astype(np.uint32) << 16).view(np.float32)
-    if shared:  # as a page of keys and of the same values, in the order of values
-        begin = PAGE * size
-        parts = [pages[..., :begin], pages[..., :begin], pages[..., begin:], pages[..., begin:]]
-        pages, order = np.concatenate(parts, axis=-1), order if order == "chunks" else "rows"
-    keys = pages[..., : PAGE * size].astype(np.float32)
-    values = pages[..., PAGE * size : 2 * PAGE * size].astype(np.float32).reshape(count, heads, PAGE, size)
-    if order == "chunks":
-        keys, values = (_rows_from_chunks(x.reshape(count, heads, size // 8, PAGE, 8)) for x in (keys, values))
-    if order == "lanes":
-        keys = keys.reshape(count, heads, size, PAGE).swapaxes(2, 3)
-    keys = keys.reshape(count, heads, PAGE, size)
-    if pages.dtype == np.int8:
-        scales = np.ascontiguousarray(pages[..., 2 * PAGE * size :]).view(np.float32).reshape(count, heads, 2, PAGE, 1)
-        keys, values = keys * scales[:, :, 0], values * scales[:, :, 1]
-    return keys, values
-
-
-def _rows_from_chunks(tiles: np.ndarray) -> np.ndarray:
-    pages, heads, chunks, tokens, width = tiles.shape
-    return tiles.swapaxes(2, 3).reshape(pages, heads, tokens, chunks * width)

@@ -100,13 +100,14 @@ class RowPhase:
 
 
 @dataclass(frozen=True)
-class SentTiles:
-    """Tiles of a product's result that its kernel sends to the GPUs of a mesh that add them, one of which it runs on.
+class SentSum:
+    """Sum over the GPUs of a mesh of their products' results, which the kernels of the products send.
 
     Attributes
     ----------
     rank, ranks : int
-        Number of this GPU among the GPUs, and their number: each adds as many rows, in order.
+        Number of this GPU among the GPUs, and their number. If the result is long, each adds as many rows, in order,
+        and is sent tiles of these; else all are sent the whole result.
     slot, slot_bytes : int
         Slot of their memory, and bytes of a slot for each GPU (`artifact.peer_layout`).
     """
@@ -145,8 +146,8 @@ class MatmulProblem:
         Program over whole rows of the result, such as a softmax or a norm.
     tf32 : bool
         Operands of float32 may be rounded to 10 bits of fraction before they are multiplied.
-    sent : SentTiles or None
-        Tiles that are sent to other GPUs, by kernels of GPUs.
+    sent : SentSum or None
+        Sum for which the result is sent, by kernels of GPUs.
     """
 
     lhs: Operand
@@ -157,7 +158,7 @@ class MatmulProblem:
     epilogue: Epilogue | None = None
     rows: RowPhase | None = None
     tf32: bool = False
-    sent: SentTiles | None = None
+    sent: SentSum | None = None
 
     @property
     def parameters(self) -> list[Operand]:

@@ -162,8 +162,8 @@ class EncodingResolver(ABC):
         """
         return None
 
-    def sends_tiles(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
-        """Return whether the kernel of a product can send tiles of its result to other GPUs while it computes others.
+    def sends_sum(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
+        """Return whether the kernel of a product can send its result to the GPUs that add it, and it saves time.
 
         Parameters
         ----------

@@ -23,6 +23,7 @@ from .gguf.file import GgufFile
 from .gguf.hyperparameters import hyperparameters_of
 from .gguf.language_graph import language_module
 from .gguf.place_experts import ExpertCountsSource, read_expert_counts
+from .gguf.place_layers import LayerProblem
 from .gguf.stream_experts import ExpertStreams, check_stream_experts, plan_streams
 from .gguf.tensor_parallel import dealt_rules, split_caches, with_split_parameters
 from .gguf.weights import Weights
@@ -173,7 +174,8 @@ def from_gguf(
         costs, limits = cost_model or CostModel.measured(devices), memory_limits(memory_limit, devices)
         costs.check(len(devices))
         counts = read_expert_counts(expert_counts, model)
-        placement = choose_rules(file, model, cache, devices, costs, limits, counts, may_share=not count_experts)
+        problem = LayerProblem(file, model, cache, devices, costs, limits, counts)
+        placement = choose_rules(problem, may_share=not count_experts)
     elif expert_counts is not None:
         raise FrontendError('expert_counts are for placement="auto", found other rules; expected one or the other')
     meshes = [mesh_positions(lookup(device, devices)) for _, device in rule_pairs(placement or {}) if devices]

@@ -107,7 +107,7 @@ def from_onnx(
     if cache is not None and (data_parallel, tensor_parallel) != (1, 1):
         raise FrontendError(
             f"data_parallel is {data_parallel} and tensor_parallel {tensor_parallel}, which do not go with cache; "
-            "start a server a device"
+            "leave out cache, or start a process for each device"
         )
     model = load_model(model_or_path, limits)
     if cache is not None:

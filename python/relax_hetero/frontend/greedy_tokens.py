@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
@@ -91,29 +92,36 @@ def masked_tokens(builder: relax.BlockBuilder, vocabulary: int, vdevice: relax.V
     masks = relax.Var("masks", relax.TensorType([rows, words], "int32"))
     bindings: list[relax.Binding] = []
 
-    def emit(value: relax.Expr, name: str, is_output: bool = False) -> relax.Expr:
+    def emit(value: relax.Expr, name: str) -> relax.Expr:
         value = builder.normalize(value)
-        var = (relax.Var if is_output else relax.DataflowVar)(name, value.ty)
+        var = relax.DataflowVar(f"output.{name}", value.ty)
         bindings.append(relax.VarBinding(var, value))
         return var
 
-    allowed = emit(builder.call_te(_allowed, logits, masks, primfunc_name_hint="allowed_logits"), "output")
-    tokens = greedy_tokens(builder, allowed, lambda value, name: emit(value, f"output.{name}"), vdevice)
-    result = emit(tokens, "output.greedy_tokens", is_output=True)
+    tokens = builder.normalize(greedy_tokens(builder, _allowed(logits, masks, emit), emit, vdevice))
+    result = relax.Var("output.greedy_tokens", tokens.ty)
+    bindings.append(relax.VarBinding(result, tokens))
     names = {"input_names": ["logits", "masks"], "output_names": ["tokens"]}
     attributes = tvm.ir.make_node("ir.DictAttrs", global_symbol=MASKED_TOKENS, num_input=2, **names)
     body = relax.SeqExpr([relax.DataflowBlock(bindings)], result)
     return relax.Function([logits, masks], body, result.ty, attrs=attributes)
 
 
-def _allowed(logits: te.Tensor, masks: te.Tensor) -> te.Tensor:
-    """Logits of allowed tokens, and -inf for others."""
+def _allowed(logits: relax.Var, masks: relax.Var, emit: Callable[[relax.Expr, str], relax.Expr]) -> relax.Expr:
+    """Logits of allowed tokens, and -inf for others and for the rest of the last word: (rows, 32 * words).
 
-    def element(row: tirx.Var, token: tirx.Var) -> tirx.PrimExpr:
-        bit = (masks[row, token // MASK_BITS] >> tirx.Cast("int32", token % MASK_BITS)) & 1
-        return tirx.Select(bit != 0, logits[row, token], tirx.const(float("-inf"), "float32"))
-
-    return te.compute(logits.shape, element, "allowed")
+    Elementwise ops on words, so that each device of a mesh masks its part of the logits with the words of that part.
+    """
+    (rows, vocabulary), words = logits.ty.shape.values, int(masks.ty.shape.values[1])
+    if rest := words * MASK_BITS - int(vocabulary):
+        logits = emit(relax.op.nn.pad(logits, [0, 0, 0, rest], "constant", -math.inf), "whole_words")
+    by_word = emit(relax.op.reshape(logits, [rows, words, MASK_BITS]), "by_word")
+    mask = emit(relax.op.reshape(masks, [rows, words, 1]), "mask")
+    shifted = emit(relax.op.right_shift(mask, relax.const(np.arange(MASK_BITS, dtype=np.int32))), "shifted")
+    bits = emit(relax.op.bitwise_and(shifted, relax.const(1, "int32")), "bits")
+    is_allowed = emit(relax.op.astype(bits, "bool"), "is_allowed")
+    allowed = emit(relax.op.where(is_allowed, by_word, relax.const(-math.inf, "float32")), "allowed")
+    return emit(relax.op.reshape(allowed, [rows, words * MASK_BITS]), "masked")
 
 
 def _tokens(candidates: list[te.Tensor], size: int) -> te.Tensor:

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
     from .auto.auto_placement import MemoryLimit
     from .auto.cost_model import CostModel, Objective
 
+_ONLY_AUTO = "which only placement='auto' reads; leave it out, or give that placement"
+
 # Suffix of further variables of a node.
 _SUFFIX = re.compile(r"_[0-9a-z]+$")
 
@@ -74,17 +76,17 @@ def check_placement(
     """
     check_objective(objective)
     if vdevices is None and (placement is not None or cost_model is not None):
-        raise FrontendError("placement and cost_model choose among vdevices, which are not given")
+        raise FrontendError("placement and cost_model choose among vdevices, which are not given; give vdevices, too")
     if isinstance(placement, str) and placement != "auto":
         raise FrontendError(
             f"placement is {placement!r}; expected a mapping of patterns to devices ({{'*': 'cuda:0'}}), or 'auto'"
         )
     if cost_model is not None and placement != "auto":
-        raise FrontendError("cost_model is given, which only placement='auto' reads")
+        raise FrontendError(f"cost_model is given, {_ONLY_AUTO}")
     if objective != "latency" and placement != "auto":
-        raise FrontendError(f"objective is {objective!r}, which only placement='auto' reads")
+        raise FrontendError(f"objective is {objective!r}, {_ONLY_AUTO}")
     if memory_limit is not None and placement != "auto":
-        raise FrontendError("memory_limit is given, which only placement='auto' reads")
+        raise FrontendError(f"memory_limit is given, {_ONLY_AUTO}")
     return None if vdevices is None else parse_vdevices(vdevices)
 
 

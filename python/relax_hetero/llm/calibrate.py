@@ -69,7 +69,7 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     batches = tuple(rows for rows in _BATCHES if rows <= texts)
     model = hyperparameters_of(file)
     layers = _measured_layers(file, model)
-    if any(model.cache_index(layer) != layer for layer in range(model.layers)):
+    if model.shared_caches:
         layers = model.layers  # later ones read the cache of earlier ones
     measured = compile_layers(file, vdevice, layers, batches, (chunk,), max(cache.context, chunk + STEPS))
     # Texts differ, as they then choose different experts.

@@ -7,6 +7,7 @@ belong to any sequence.
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,14 +18,18 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import numpy as np
 from tvm import runtime
 
+from ..artifact.collectives import ASKED_FOR
 from ..artifact.metadata import device_names
 from ..artifact.signature import TensorSpec
 from ..encoding.pages import EXPERT_COUNTS, TABLES
 from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, CacheError, HeteroError
+from ..target.backend import backend_of_device
 from ..vm import VirtualMachine
 from ..vm.device.cuda_copies import SENT_BYTES
-from ..vm.device.host_copies import begin_copy_to_host, join_columns, joined_buffer
+from ..vm.device.host_copies import EarlyCopies, begin_copy_to_host, join_columns, joined_buffer
+from ..vm.device.nccl import load_nccl
+from ..vm.device.nccl_memory import TIMEOUT_SECONDS
 from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
@@ -34,11 +39,14 @@ from .description import ModelDescription
 from .expert_counts import ExpertCounts
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
+_log = logging.getLogger("relax_hetero")
+
 
 class IntegerInputs:
     """Integer inputs of one function: tokens, positions and page tables, written before each call.
 
     All inputs of a device are views of one tensor, page tables last, so that most calls make one small copy to a GPU.
+    GPUs have two such tensors: calls take turns, and the copy for a call runs alongside the call before.
 
     Parameters
     ----------
@@ -54,28 +62,37 @@ class IntegerInputs:
     ----------
     arrays : dict of str to array of int32
         Host memory of each input, by name, zeros at first; after writing it, call `send`.
-    tensors : list of tvm.runtime.Tensor
-        Arguments in the order of `inputs`; the same tensors for the object's life.
-    tables_version : int
-        `KVCache.tables_version` of the page tables in `arrays`.
+    turn : int
+        0 or 1 after `send`: index of the tensors of the next call.
     """
 
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
         self.arrays: dict[str, np.ndarray] = {}
-        self.tables_version = -1
+        self.turn = 0
         self._slots: list[int] | None = None
-        self._copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
-        self._table_copies: list[tuple[runtime.Tensor, runtime.Tensor]] = []
         self._sources: dict[tuple[str, ...], runtime.Tensor] = {}  # host memory by the names in it
-        tensors: dict[str, runtime.Tensor] = {}
-        for index in sorted({spec.device for spec in inputs}):
-            device = runtime.device("cpu", 0) if index < 0 else devices[index]
-            tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment)
-        self.tensors = [tensors[spec.name] for spec in inputs]
-        self._tokens = [tensors[spec.name] for spec in inputs if _plain_name(spec.name) == "tokens"]
+        self._on_host: dict[int, runtime.Tensor] = {}  # inputs of CPUs, which all turns share
+        used = {
+            index: runtime.device("cpu", 0) if index < 0 else devices[index]
+            for index in sorted({spec.device for spec in inputs})
+        }
+        count = 2 if any(backend_of_device(device).pins_memory for device in used.values()) else 1
+        self._turns = [_DeviceInputs() for _ in range(count)]
+        self._early_copies = {index: EarlyCopies(device) for index, device in used.items()}
+        for turn in self._turns:
+            tensors: dict[str, runtime.Tensor] = {}
+            for index, device in used.items():
+                tensors |= self._allocate([spec for spec in inputs if spec.device == index], device, alignment, turn)
+            turn.tensors = [tensors[spec.name] for spec in inputs]
+            turn.tokens = [tensors[spec.name] for spec in inputs if _plain_name(spec.name) == "tokens"]
+
+    @property
+    def tensors(self) -> list[runtime.Tensor]:
+        """Arguments of the next call, in the order of `inputs`; the same tensors in every second call."""
+        return self._turns[self.turn].tensors
 
     def _allocate(
-        self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int
+        self, inputs: Sequence[TensorSpec], device: runtime.Device, alignment: int, turn: _DeviceInputs
     ) -> dict[str, runtime.Tensor]:
         in_order = sorted(inputs, key=lambda spec: _plain_name(spec.name) in TABLES.values())
         shapes = {_plain_name(spec.name): tuple(int(extent) for extent in spec.shape or ()) for spec in in_order}
@@ -83,8 +100,12 @@ class IntegerInputs:
         for name, shape in shapes.items():
             offsets[name] = count
             count += -(-prod(shape) // alignment_elements) * alignment_elements
-        target = empty((count,), "int32", device)
-        source = self._sources.get(tuple(shapes))
+        index, source = inputs[0].device, self._sources.get(tuple(shapes))
+        target = self._on_host.get(index)
+        if target is None:
+            target = empty((count,), "int32", device)
+        if is_host(device):
+            self._on_host[index] = target
         if source is None:
             source = target if is_host(device) else empty((count,), "int32", runtime.device("cpu", 0))
             self._sources[tuple(shapes)] = source
@@ -94,8 +115,8 @@ class IntegerInputs:
                 self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         if source is not target:
             tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
-            self._copies += _small_copies(source, target, 0, tables)
-            self._table_copies += _small_copies(source, target, tables, count)
+            turn.copies[index] = _small_copies(source, target, 0, tables)
+            turn.table_copies[index] = _small_copies(source, target, tables, count)
         names = [(spec.name, _plain_name(spec.name)) for spec in inputs]
         return {name: part_of(target, shapes[plain], "int32", 4 * offsets[plain]) for name, plain in names}
 
@@ -108,32 +129,72 @@ class IntegerInputs:
             arrays["tokens"][count:], arrays["positions"][count:] = 0, 0
         arrays["positions"][: len(positions)] = positions
 
-    def send(self, tables: Mapping[str, np.ndarray]) -> None:
-        """Copy `arrays`, and new page tables if there are any, to GPUs; on CPUs the tensors share their memory.
+    def send(self, tables: Mapping[str, np.ndarray], version: int) -> None:
+        """Copy `arrays`, and page tables unless those of the turn are the same, to GPUs; CPUs share their memory.
 
-        Copies are in order with work of the GPUs, and `arrays` may be written again at once.
+        Copies are complete before work that is launched later, and `arrays` may be written again at once.
+
+        Parameters
+        ----------
+        tables : mapping of str to array
+            Page tables, by name.
+        version : int
+            `KVCache.tables_version` of `tables`.
         """
-        for name in tables.keys() & self.arrays.keys():
-            columns = tables[name].shape[1]  # others belong to positions after the context
-            self.arrays[name][:, :columns] = tables[name]
-        for source, target in [*self._copies, *self._table_copies] if tables else self._copies:
-            copy_into(source, target, wait=False)
+        self.turn = (self.turn + 1) % len(self._turns)
+        turn = self._turns[self.turn]
+        if is_new := turn.tables_version != version:
+            for name in tables.keys() & self.arrays.keys():
+                columns = tables[name].shape[1]  # others belong to positions after the context
+                self.arrays[name][:, :columns] = tables[name]
+            turn.tables_version = version
+        for index, copies in turn.copies.items():
+            self._early_copies[index].send([*copies, *turn.table_copies[index]] if is_new else copies)
 
     def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int) -> None:
         """Copy the first `count` tokens from devices that have them, in order with their work, after `send`.
 
-        Each device takes its own copy of the tokens, if it has one, else the first.
+        Each device takes its own copy of the tokens, if it has one, else the first. All calls have copies of the same
+        devices, those of the model's decode functions.
         """
-        for target in self._tokens:
-            source = next((copy for copy in copies if same_device(copy.device, target.device)), copies[0])
+        turn = self._turns[self.turn]
+        if turn.token_copies is None:
+            turn.token_copies = [_token_copy(copies, target) for target in turn.tokens]
+        for target, (number, copy) in zip(turn.tokens, turn.token_copies, strict=True):
+            source = copies[number]
+            if copy is not None:
+                copy(source.data_ptr(), 4 * count)
+                continue
             if count < len(self.arrays["tokens"]):
                 source, target = (part_of(tensor, (count,), "int32", 0) for tensor in (source, target))
             copy_into(source, target, wait=False)
 
 
+class _DeviceInputs:
+    """Tensors of `IntegerInputs` for every second call, and the copies to each device that has memory of its own."""
+
+    def __init__(self) -> None:
+        self.tensors: list[runtime.Tensor] = []
+        self.tokens: list[runtime.Tensor] = []
+        self.token_copies: list[tuple[int, Callable[[int, int], None] | None]] | None = None
+        self.copies: dict[int, list[tuple[runtime.Tensor, runtime.Tensor]]] = {}
+        self.table_copies: dict[int, list[tuple[runtime.Tensor, runtime.Tensor]]] = {}
+        self.tables_version = -1
+
+
 def _plain_name(name: str) -> str:
     """Name of an input without the number of the device that has a copy."""
     return name.partition("@")[0]
+
+
+def _token_copy(
+    copies: Sequence[runtime.Tensor], target: runtime.Tensor
+) -> tuple[int, Callable[[int, int], None] | None]:
+    """Index of the tokens that a device takes, and the function that copies them, if they are on the device."""
+    for number, copy in enumerate(copies):
+        if same_device(copy.device, target.device):
+            return number, backend_of_device(target.device).copies_within(target)
+    return 0, None
 
 
 def _small_copies(
@@ -178,10 +239,14 @@ class CompiledDecodeStep:
         Calls of the step, for consecutive sequences.
     mask : callable, optional
         Function ``masked_tokens`` of the model.
+    mask_parts : int
+        Number of parts in which it takes the masks.
     """
 
-    def __init__(self, calls: Sequence[DecodeCall], mask: Callable[..., runtime.Tensor] | None = None) -> None:
-        self.calls, self._mask = calls, mask
+    def __init__(
+        self, calls: Sequence[DecodeCall], mask: Callable[..., runtime.Tensor] | None = None, mask_parts: int = 1
+    ) -> None:
+        self.calls, self._mask, self._mask_parts = calls, mask, mask_parts
         self._copies = [begin_copy_to_host(call.tokens[0]) for call in calls]
 
     def tokens(self) -> list[int]:
@@ -212,7 +277,8 @@ class CompiledDecodeStep:
         for call in self.calls:
             rows = np.full((int(call.logits[0].shape[0]), masks.shape[1]), -1, np.int32)
             rows[: call.sequences] = masks[begin : begin + call.sequences]
-            arrays.append(begin_copy_to_host(self._mask(*call.logits, rows))())
+            parts = map(np.ascontiguousarray, np.split(rows, self._mask_parts, axis=1))
+            arrays.append(begin_copy_to_host(self._mask(*call.logits, *parts))())
             begin += call.sequences
         return self._checked(arrays)
 
@@ -247,7 +313,7 @@ class CompiledModel:
         Task that compiles the same functions and more; calls after its end use these.
     all_rows : (int, int), optional
         Rows of the largest decode and prefill functions after its end; by default those of `executable`.
-    threads, cores, spin
+    threads, cores, spin, collective_timeout
         As for `rh.vm.VirtualMachine`.
 
     Attributes
@@ -287,8 +353,12 @@ class CompiledModel:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         spin: bool = True,
+        collective_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
-        self._threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
+        self._machine_options: dict[str, Any] = {
+            "threads": threads, "cores": cores, "spin": spin, "collective_timeout": collective_timeout
+        }  # fmt: skip
+        _check_sums(executable)
         self._use(executable)
         self._rest = rest
         if rest is not None:
@@ -318,19 +388,21 @@ class CompiledModel:
         if not self._batches or not self._chunks:
             raise BindingError(f"found functions {names}, expected decode_B and prefill_C as rh.from_gguf makes them")
         self._integers: dict[str, IntegerInputs] = {}
-        self._prepared_calls: dict[str, Callable[[], Any]] = {}
+        self._prepared_calls: dict[tuple[str, int], Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
         outputs = executable.signature(f"decode_{self._batches[0]}").outputs
         is_logits = [isinstance(spec, TensorSpec) and _plain_name(spec.name) == "logits" for spec in outputs]
         self._logit_parts = sum(is_logits)
-        self.machine = VirtualMachine(executable, **self._threads)
+        self.machine = VirtualMachine(executable, **self._machine_options)
         executable.release_host_copies()
         self._executable = executable
         self.chunk = self._chunks[-1]
         self._shares_steps = all(map(is_host, self.machine.devices))
         # Placement rules may match the product of the logits, but not their masks: then it takes whole logits.
         mask_inputs = executable.signature(MASKED_TOKENS).inputs if MASKED_TOKENS in names else []
-        self.masks_tokens = len(mask_inputs) == self._logit_parts + 1
+        mask_names = [_plain_name(spec.name) for spec in mask_inputs if isinstance(spec, TensorSpec)]
+        self.masks_tokens = bool(mask_names) and mask_names.count("logits") == self._logit_parts
+        self._mask_parts = mask_names.count("masks")
         self._mask = self.machine[MASKED_TOKENS] if self.masks_tokens else None
 
     @property
@@ -488,7 +560,7 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
-        return CompiledDecodeStep(self._decode(slots, tokens), self._mask)
+        return CompiledDecodeStep(self._decode(slots, tokens), self._mask, self._mask_parts)
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
@@ -660,11 +732,10 @@ class CompiledModel:
         integers.write_rows(slots, positions)
         if "last" in integers.arrays:
             integers.arrays["last"][:] = last
-        is_fed, version = isinstance(tokens[0], runtime.Tensor), self.cache.tables_version
+        is_fed = isinstance(tokens[0], runtime.Tensor)
         if not is_fed:
             integers.arrays["tokens"][: len(slots)] = tokens
-        integers.send(self.cache.tables if integers.tables_version != version else {})
-        integers.tables_version = version
+        integers.send(self.cache.tables, self.cache.tables_version)
         if is_fed:
             integers.copy_tokens(cast("Sequence[runtime.Tensor]", tokens), len(slots))
         return integers
@@ -674,20 +745,21 @@ class CompiledModel:
     ) -> Sequence[runtime.Tensor]:
         """Call a function; returns its results without the pages."""
         inputs, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
+        key = name, inputs.turn
         try:
-            if name not in self._prepared_calls:
+            if key not in self._prepared_calls:
                 donated = [*pages, *self.expert_counts.tensors]
                 arguments = [*inputs.tensors, *donated]
                 results = self.machine[name](*arguments)
                 results, written = results[: -len(donated)], list(results[-len(donated) :])
                 if [tensor.data_ptr() for tensor in written] == [tensor.data_ptr() for tensor in donated]:
                     # Pages were written in place: later calls have the same arguments.
-                    self._prepared_calls[name] = self.machine.prepare(name, arguments, results=len(results))
+                    self._prepared_calls[key] = self.machine.prepare(name, arguments, results=len(results))
                 else:
                     self._prepared_calls.clear()
                     pages, self.expert_counts.tensors = written[: len(pages)], written[len(pages) :]
             else:
-                results = self._prepared_calls[name]()
+                results = self._prepared_calls[key]()
         finally:
             self.cache.release(pages)  # a failed call has written only past the ends of sequences
         self.expert_counts.write_if_due()
@@ -708,6 +780,15 @@ class CompiledModel:
             buffer = self._logits[name] = tensor, np.from_dlpack(tensor)
         join_columns(logits, buffer[0], rows)
         return buffer[1]
+
+
+def _check_sums(executable: Executable) -> None:
+    """Require NCCL, if GPUs of the model sum by it, and say so, if the caller has not asked for it."""
+    why = next((each.why for each in executable.metadata.collectives if each.algorithm == "NCCL"), "")
+    if why and isinstance(reason := load_nccl(), str):
+        raise HeteroError(f"GPUs of this language model sum by NCCL ({why}), which is missing: {reason}")
+    if why and not why.startswith(ASKED_FOR):
+        _log.warning("GPUs of this language model sum by NCCL, which takes longer than kernels do: %s", why)
 
 
 def _row_counts(names: Sequence[str], prefix: str) -> list[int]:

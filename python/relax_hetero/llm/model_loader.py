@@ -30,6 +30,7 @@ from ..target.cpu_target import cpu_target_of
 from ..target.hosts import hosts_of
 from ..target.make_vdevice import parse_vdevices
 from ..target.vdevice import is_cpu
+from ..vm.device.nccl_memory import TIMEOUT_SECONDS
 from ..vm.device.threads import choose_threads
 from .background import BackgroundTask, foreground
 from .compiled_model import CompiledModel
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from ..frontend.gguf.place_experts import ExpertCountsSource
     from ..frontend.onnx.onnx_model import ModelSource
     from ..frontend.onnx.placement_rules import PlacementRules
+    from ..frontend.paged_cache import PagedCache
     from ..target.make_vdevice import VDeviceEntry
     from ..vm.file.executable import Executable
 
@@ -111,7 +113,7 @@ BACKGROUND_BYTES = 4 << 30
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Arguments of `load`; `options` are those of `rh.from_gguf`, and `threads` those of `VirtualMachine`."""
+    """Arguments of `load`; `options` are those of `rh.from_gguf`, and `machine_options` those of `VirtualMachine`."""
 
     path: Path
     vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None
@@ -122,7 +124,7 @@ class _Arguments:
     drafted: Loaded | None
     allreduce_strategy: str
     progress: Progress | None
-    threads: dict[str, Any]
+    machine_options: dict[str, Any]
 
     @property
     def devices(self) -> list[VDevice]:
@@ -159,6 +161,7 @@ def load(
     threads: int | None = None,
     cores: Sequence[int] | None = None,
     spin: bool = True,
+    collective_timeout: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> Loaded:
     """Load a language model and its tokenizer.
@@ -207,6 +210,8 @@ def load(
     threads, cores, spin
         As for `rh.vm.VirtualMachine`, also for a draft model that `draft` names: threads of this model alone, whatever
         other models of the process use.
+    collective_timeout : float
+        As for `rh.vm.VirtualMachine`.
     progress : callable, optional
         As for `rh.compile`.
 
@@ -237,8 +242,9 @@ def load(
         "verify_drafts": bool(verify_drafts),
     }
     own_threads: dict[str, Any] = {"threads": threads, "cores": cores, "spin": spin}
+    machine_options = {**own_threads, "collective_timeout": collective_timeout}
     draft_devices = vdevices if draft_vdevices is None else draft_vdevices
-    loading: dict[str, Any] = {"background": background, "progress": progress, **own_threads}
+    loading: dict[str, Any] = {"background": background, "progress": progress, **machine_options}
     if draft is None and (draft_vdevices, draft_placement) != (None, None):
         raise BuildError("rh.llm.load: found draft_vdevices or draft_placement, expected them with draft=")
     drafted = _load_draft(draft, draft_devices, draft_placement, options, loading)  # first, as it is the smaller one
@@ -258,11 +264,11 @@ def load(
     if load_kind is None:
         given = (vdevices, placement, batch_invariant, {**options, "count_experts": False})
         has_options = given != (None, None, False, _DEFAULTS)
-        loaded = _load_compiled(Path(path), has_options, count_experts, drafted, own_threads)
+        loaded = _load_compiled(Path(path), has_options, count_experts, drafted, machine_options)
     else:
         arguments = _Arguments(
             Path(path), vdevices, placement, options, batch_invariant, background, drafted, allreduce_strategy,
-            progress, own_threads,
+            progress, machine_options,
         )  # fmt: skip
         if hosts := hosts_of(arguments.devices):
             raise BuildError(
@@ -297,13 +303,13 @@ def _load_draft(
 
 
 def _load_compiled(
-    folder: Path, has_options: bool, count_experts: bool, drafted: Loaded | None, threads: dict[str, Any]
+    folder: Path, has_options: bool, count_experts: bool, drafted: Loaded | None, machine_options: dict[str, Any]
 ) -> Loaded:
     """Load a folder that `save` wrote."""
     if has_options and (folder / _DESCRIPTION).exists():
         names = "vdevices, placement, context, slots and other options"
         raise BuildError(f"{folder}: is compiled already; {names} apply only to files with weights")
-    model, tokenizer = _load_saved(folder, threads)
+    model, tokenizer = _load_saved(folder, machine_options)
     _check_draft_tokens(tokenizer, drafted)
     if count_experts and not model.expert_counts.tensors:
         raise BuildError(
@@ -350,7 +356,7 @@ def _load_file(arguments: _Arguments) -> Loaded:
         executable = compilation.compile(arguments.progress)
     description = _description(file, model, options, context, caches, parts, is_invariant)
     all_rows = max(options["batches"]), max(options["chunks"])
-    return CompiledModel(executable, description, rest, all_rows, **arguments.threads), tokenizer
+    return CompiledModel(executable, description, rest, all_rows, **arguments.machine_options), tokenizer
 
 
 def _description(
@@ -411,6 +417,7 @@ def _chosen_rules(
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.gguf.choose_rules import choose_rules
     from ..frontend.gguf.place_experts import read_expert_counts
+    from ..frontend.gguf.place_layers import LayerProblem
 
     names = ("batches", "chunks", "slots", "context", "page_type", "verify_rows", "masks_tokens")
     cache = PagedCache(**{name: options[name] for name in names}, any_pages=True)
@@ -418,8 +425,8 @@ def _chosen_rules(
         memory_limits(options["memory_limit"], devices),
         read_expert_counts(options["expert_counts"], model),
     )
-    may_share = not options["count_experts"]
-    rules = choose_rules(file, model, cache, devices, CostModel.measured(devices), limits, counts, may_share)
+    problem = LayerProblem(file, model, cache, devices, CostModel.measured(devices), limits, counts)
+    rules = choose_rules(problem, may_share=not options["count_experts"])
     return rules, {**options, "memory_limit": None, "expert_counts": None}
 
 
@@ -561,6 +568,26 @@ def default_chunks(model: Hyperparameters, vdevices: Sequence[VDevice], context:
     return tuple(rows for rows in MIXTURE_CHUNKS if rows <= max(context, max(CHUNKS)))
 
 
+def default_cache(
+    model: Hyperparameters, vdevices: Sequence[VDevice], context: int | None, slots: int | None
+) -> PagedCache:
+    """Functions and sequences of a model as `load` makes them by default, for plans.
+
+    Parameters
+    ----------
+    model : Hyperparameters
+    vdevices : sequence of VDevice
+    context : int or None
+        Tokens of a text; None for that of `load`.
+    slots : int or None
+        Maximum number of sequences; None for the largest batch.
+    """
+    from ..frontend.paged_cache import PagedCache
+
+    context = context or min(model.context, CONTEXT)
+    return PagedCache(BATCHES, default_chunks(model, vdevices, context), slots, context)
+
+
 def _load_onnx_folder(arguments: _Arguments) -> Loaded:
     """Load the ONNX decoder of a folder, with the tokenizer next to it."""
     folder, placement, options = arguments.path, arguments.placement, arguments.options
@@ -573,10 +600,8 @@ def _load_onnx_folder(arguments: _Arguments) -> Loaded:
     tokenizer = load_tokenizer(folder)
     _check_draft_tokens(tokenizer, arguments.drafted)
     used = {name: options[name] for name in _ONNX_OPTIONS if options[name] is not None}
-    invariant, progress = arguments.batch_invariant, arguments.progress
-    model = load_onnx(
-        folder, arguments.vdevices, placement, **used, batch_invariant=invariant, **arguments.threads, progress=progress
-    )
+    used |= {"batch_invariant": arguments.batch_invariant, "progress": arguments.progress}
+    model = load_onnx(folder, arguments.vdevices, placement, **used, **arguments.machine_options)
     return model, tokenizer
 
 
@@ -657,7 +682,7 @@ def _check_draft_layers(path: Path, model: Hyperparameters, drafted: Loaded | No
             )
 
 
-def _load_saved(folder: Path, threads: dict[str, Any]) -> Loaded:
+def _load_saved(folder: Path, machine_options: dict[str, Any]) -> Loaded:
     from ..vm import load as load_library
 
     path = folder / _DESCRIPTION
@@ -678,7 +703,7 @@ def _load_saved(folder: Path, threads: dict[str, Any]) -> Loaded:
         if _digest(folder / name) != digests.get(name):
             raise BuildError(f"{folder / name}: found another file than {path} was saved with; save the model again")
     tokenizer = Tokenizer.from_gguf(folder / _TOKENIZER) if is_from_gguf else load_tokenizer(folder)
-    return CompiledModel(load_library(folder / _LIBRARY), description, **threads), tokenizer
+    return CompiledModel(load_library(folder / _LIBRARY), description, **machine_options), tokenizer
 
 
 def _digest(path: Path) -> str:
@@ -738,6 +763,7 @@ def load_onnx(
     threads: int | None = None,
     cores: Sequence[int] | None = None,
     spin: bool = True,
+    collective_timeout: float = TIMEOUT_SECONDS,
     progress: Progress | None = None,
 ) -> CompiledModel:
     """Load an ONNX decoder, with its ``past_key_values`` in a paged cache.
@@ -752,7 +778,7 @@ def load_onnx(
         As for `rh.PagedCache`.
     batch_invariant : bool
         As for `load`.
-    threads, cores, spin
+    threads, cores, spin, collective_timeout
         As for `rh.vm.VirtualMachine`.
     progress : callable, optional
         As for `rh.compile`.
@@ -795,7 +821,9 @@ def load_onnx(
         page_type=page_type,
         decodes_like_prefill=all(is_batch_invariant(device.target) for device in devices),
     )
-    return CompiledModel(executable, description, threads=threads, cores=cores, spin=spin)
+    return CompiledModel(
+        executable, description, threads=threads, cores=cores, spin=spin, collective_timeout=collective_timeout
+    )
 
 
 def _find_decoder(folder: Path) -> Path:

@@ -180,11 +180,11 @@ class CudaResolver(EncodingResolver):
             return None
         return tiled(("k", "n"), ("n", "k"), {"n": COLUMNS, "k": tile}, swizzle=True)
 
-    def sends_tiles(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
-        """Return whether a kernel of wgmma has several tiles in each block, of the size that is sent."""
-        from ..tir.cuda.matmul.wgmma_matmul import sends_tiles
+    def sends_sum(self, problem: MatmulProblem, target: tvm.target.Target) -> bool:
+        """Return whether the product's kernel is one of few rows, or one of wgmma that overlaps what it sends."""
+        from ..tir.cuda.matmul.cuda_matmul import sends_sum
 
-        return sends_tiles(problem, gpu_target_of(target))
+        return sends_sum(problem, gpu_target_of(target))
 
     def expert_order(self, problem: QuantizedMatmulProblem, target: tvm.target.Target) -> ExpertOrderProblem | None:
         """Tiles of pairs, for products of many pairs of 16-bit floats on Hopper's tensor cores."""

@@ -6,6 +6,7 @@ that run a model must not import the compiler; methods that compile may.
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -294,6 +295,28 @@ class Backend:
         """Return whether a device can access the memory of another one of this kind; None if that is not known."""
         return None
 
+    def in_order_of_links(self, count: int) -> list[int]:
+        """Devices of this computer, ordered so that each `count` of them access each other's memory, if possible.
+
+        Devices of no such group come last.
+        """
+        rest, ordered = list(range(self.count())), list[int]()
+        for index in range(self.count()):
+            if index in rest:
+                peers = [peer for peer in rest if peer > index and self._are_linked(index, peer)]
+                groups = itertools.combinations(peers, count - 1)
+                group = next((each for each in groups if self._are_all_linked(each)), None)
+                if group is not None:
+                    ordered += [index, *group]
+                    rest = [other for other in rest if other not in ordered]
+        return [*ordered, *rest]
+
+    def _are_all_linked(self, indices: Sequence[int]) -> bool:
+        return all(self._are_linked(*pair) for pair in itertools.combinations(indices, 2))
+
+    def _are_linked(self, index: int, peer: int) -> bool:
+        return False not in (self.accesses_peer(index, peer), self.accesses_peer(peer, index))
+
     def driver_version(self, index: int) -> str:
         """Version of a device's driver, on which measured figures depend; empty if unknown."""
         return ""
@@ -311,6 +334,13 @@ class Backend:
     def copy(self, source: runtime.Tensor, target: runtime.Tensor, wait: bool) -> bool:
         """Copy between contiguous tensors as `vm.device.tensors.copy_into` does; False to let TVM copy."""
         return False
+
+    def copies_within(self, target: runtime.Tensor) -> Callable[[int, int], None] | None:
+        """Function of the address and bytes of memory on the device of a tensor, which it copies there without waiting.
+
+        It does little work of the host, and the caller keeps the tensor alive. None if there is only `copy`.
+        """
+        return None
 
     def stream(self, source: runtime.Tensor, target: runtime.Tensor, age: int) -> bool:
         """Copy a constant of the host as `vm.device.cuda_copies.stream_constant` does; False to copy in order."""

@@ -14,7 +14,7 @@ until that host describes itself (`relax_hetero.cluster`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import tvm
 from tvm.target import Target
@@ -94,8 +94,3 @@ def on_host(target: Target, host: str | None, native: bool = False) -> Target:
 def is_native(target: Target) -> bool:
     """Return whether a target stands for the hardware of its host."""
     return _NATIVE in target.keys
-
-
-def vdevices_on(host: str | None, vdevices: Sequence[tvm.relax.VDevice]) -> list[tvm.relax.VDevice]:
-    """The vdevices on `host`, in order."""
-    return [vdevice for vdevice in vdevices if host_of(vdevice) == host]

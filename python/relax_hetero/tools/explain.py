@@ -173,14 +173,15 @@ def _plan(
     path: Path, placing: PlacementOptions, context: int | None, slots: int | None, expert_counts: Path | None
 ) -> ModelPlan:
     """Plan a GGUF file as `llm.load` would place it."""
-    from ..frontend import CostModel, PagedCache
+    from ..frontend import CostModel
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.from_gguf import from_gguf
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.model_plan import patterns_without_matrix, plan_model
     from ..frontend.gguf.place_experts import read_expert_counts
+    from ..frontend.gguf.place_layers import LayerProblem
     from ..frontend.language_model_files import read_language_model
-    from ..llm.model_loader import BATCHES, CHUNKS, CONTEXT, default_chunks
+    from ..llm.model_loader import CHUNKS, default_cache
     from ..target.make_vdevice import parse_vdevices
 
     options = gguf_options(path, placing)
@@ -189,15 +190,14 @@ def _plan(
     file = read_language_model(path)
     model = hyperparameters_of(file)
     counts = read_expert_counts(expert_counts, model)
-    context = context or min(model.context, CONTEXT)
-    cache = PagedCache(BATCHES, default_chunks(model, devices, context), slots, context)
+    cache = default_cache(model, devices, context, slots)
     placement = options["placement"]
     with console(stderr=True).status(f"Planning {path.name}"):  # may measure the devices, once per machine
         if placement and not placing.auto and patterns_without_matrix(file, placement):
             # Refuses patterns that match nothing.
             from_gguf(file, devices, placement, chunks=CHUNKS[:1], context=cache.context, stream_experts=None)
-        costs = CostModel.measured(devices)
-        return plan_model(file, model, cache, devices, placement or {}, costs, limits, counts)
+        problem = LayerProblem(file, model, cache, devices, CostModel.measured(devices), limits, counts)
+        return plan_model(problem, placement or {})
 
 
 def _write_report(

@@ -80,19 +80,17 @@ def scale_command(
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.scaling import arrangements
     from ..frontend.language_model_files import read_language_model
-    from ..frontend.paged_cache import PagedCache
-    from ..llm.model_loader import BATCHES, CONTEXT, default_chunks
+    from ..llm.model_loader import default_cache
     from ..target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
 
     if not has_weights(model):
         raise click.UsageError(f"{model} is not a language model; expected a GGUF file or a folder of Hugging Face")
     file = read_language_model(model)
     sizes = hyperparameters_of(file)
-    context = context or min(sizes.context, CONTEXT)
     rate, latency = network or (NETWORK_BYTES_PER_SECOND / 1e9, NETWORK_LATENCY_SECONDS * 1e6)
     with console(stderr=True).status("Measuring the devices"):
         vdevices, costs, fleet = fleet_of(vdevice, hosts, devices, LinkCost(rate * 1e9, latency * 1e-6), measure)
-    cache = PagedCache(BATCHES, default_chunks(sizes, vdevices[:1], context), texts, context)
+    cache = default_cache(sizes, vdevices[:1], context, texts)
     calibration = None
     if measure:
         from ..llm.calibrate import calibrate

@@ -231,7 +231,7 @@ def serve_command(
     loader = _Loader(model_options, limits.in_flight, prefixes, count_experts, embedding_model, uses_defaults)
     if replicas is not None:
         if port == 0:
-            raise click.UsageError("--replicas needs a --port other than 0")
+            raise click.UsageError("found --port 0 with --replicas; expected the number of a port")
         from ..llm.server.replicas import run_replicas
 
         run_replicas(loader, settings, replicas, host, port, on_ready, gpus)
@@ -250,12 +250,12 @@ def serve_command(
 
 def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOptions, int, str]:
     """Options of each replica on all GPUs of a kind, the number of replicas, and the reason."""
-    from ..frontend import CostModel, PagedCache
+    from ..frontend import CostModel
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.gguf.choose_rules import choose_replicas
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.language_model_files import read_language_model
-    from ..llm.model_loader import BATCHES, CONTEXT, default_chunks
+    from ..llm.model_loader import BATCHES, default_cache
     from ..target.backend import backend_of
     from ..target.make_vdevice import parse_vdevices
 
@@ -266,7 +266,10 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
             "--vdevice cuda, or a number of replicas"
         )
     if isinstance(options.placement, dict) or options.expert_counts is not None:
-        raise click.UsageError("--replicas auto chooses the placement: it excludes rules and --expert-counts")
+        raise click.UsageError(
+            "found placement rules or --expert-counts with --replicas auto, which chooses the placement; leave them "
+            "out, or give a number of replicas"
+        )
     if not has_weights(options.path):
         raise click.UsageError(f"--replicas auto needs a GGUF file or a folder of Hugging Face, found {options.path}")
     if not (count := backend_of(kind).count()):
@@ -282,15 +285,18 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
     file = read_language_model(options.path)
     model = hyperparameters_of(file)
     if not model.is_causal:
-        raise click.UsageError(f"--replicas auto is for models that generate texts; {options.path} encodes them")
-    context, texts = options.context or min(model.context, CONTEXT), options.slots or max(BATCHES) * len(vdevices)
-    cache = PagedCache(BATCHES, default_chunks(model, vdevices, context), texts, context)
+        raise click.UsageError(
+            f"--replicas auto is for models that generate texts; {options.path} encodes them: give a number of replicas"
+        )
+    texts = options.slots or max(BATCHES) * len(vdevices)
+    cache = default_cache(model, vdevices, options.context, texts)
     limits = memory_limits(options.memory_limit, vdevices)
     limit = min(limits.values(), default=None)
     chosen = choose_replicas(file, model, cache, vdevices, CostModel.measured(vdevices), limit, texts)
+    together = [vdevices[gpu] for gpu in backend_of(kind).in_order_of_links(chosen.devices)]
     own = replace(
         options,
-        vdevices=[kind] * chosen.devices if chosen.replicas > 1 else list(vdevices[: chosen.devices]),
+        vdevices=[kind] * chosen.devices if chosen.replicas > 1 else together[: chosen.devices],
         placement=chosen.rules,
         memory_limit=None,
         slots=chosen.slots,

@@ -31,6 +31,7 @@ from .ir.reports import PlacementEntry as PlacementEntry
 from .ir.reports import PlacementReport as PlacementReport
 from .lower.annotate_memory import AnnotateMemory as AnnotateMemory
 from .lower.check_size_divisors import CheckSizeDivisors as CheckSizeDivisors
+from .lower.launch_together import LaunchTogether as LaunchTogether
 from .lower.lower_loop_rows import LowerLoopRows as LowerLoopRows
 from .lower.lower_pinned_storage import LowerPinnedStorage as LowerPinnedStorage
 from .lower.lower_requirements import LowerRequirements as LowerRequirements

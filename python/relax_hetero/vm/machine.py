@@ -24,13 +24,14 @@ from .args.call_cache import CachedCall, CallCache
 from .args.donated_arguments import argument_memory, arguments_for_run, memory_in_flight, retained_ranges
 from .args.results import check_out_buffers, fill_out_buffers, to_python
 from .device.builtins import current_machine
+from .device.cuda_library import cuda_library
 from .device.device_api import cause_of
 from .device.devices import bind_devices, host_device
 from .device.error_records import register_checks
 from .device.machine_lock import MachineLock
 from .device.mailboxes import place_mailboxes
 from .device.memory_limit import MemoryLimits, PoolWatch
-from .device.nccl_memory import free_nccl_memory
+from .device.nccl_memory import TIMEOUT_SECONDS, free_nccl_memory, limit_waits
 from .device.peer_memory import free_peer_memory, run_over_peers, waiting_for_kernels
 from .device.pinned_staging import use_compiled_copy_loop
 from .device.tensors import copy_into, is_host
@@ -38,13 +39,13 @@ from .device.threads import attach_threads, choose_threads, enter_call, leave_ca
 from .file.executable import Executable
 from .file.export import generate_machine_code
 from .file.versions import version_for_devices
-from .profile import BufferClock, Profile, ProfileRecorder
+from .profile import BufferClock, MeshRecorder, Profile, ProfileRecorder
 from .queue.fence import Fence, thread_state
 from .queue.queued_calls import MAX_IN_FLIGHT
 from .queue.queues import Queues
 from .queue.submitter import Submitter
 from .queue.trace import Trace
-from .region.cuda_graph import make_graphs
+from .region.cuda_graph import make_graphs, timing_kernels
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import Kernel, load_kernel
 
@@ -118,6 +119,10 @@ class VirtualMachine:
     spin : bool
         Whether waiting threads spin for a while before they sleep. Without it, other processes have the CPUs between
         kernels, and each parallel loop wakes its workers, which takes tens of microseconds.
+    collective_timeout : float
+        Seconds that the host waits for GPUs of a mesh that exchange values by NCCL. Then NCCL is aborted, and calls
+        raise HeteroError, which they also do as soon as NCCL or a GPU reports an error. TVM's own waits, such as
+        ``numpy()`` of a result, have no limit; those of fences do.
 
     Attributes
     ----------
@@ -147,6 +152,7 @@ class VirtualMachine:
         threads: int | None = None,
         cores: Sequence[int] | None = None,
         spin: bool = True,
+        collective_timeout: float = TIMEOUT_SECONDS,
     ) -> None:
         if not isinstance(executable, Executable):
             raise BindingError(
@@ -156,6 +162,10 @@ class VirtualMachine:
         metadata = executable.metadata
         bound = bind_devices(metadata, devices)
         chosen_threads = choose_threads(metadata.devices, threads, cores, spin)
+        if not isinstance(collective_timeout, (int, float)) or not collective_timeout > 0:
+            raise BindingError(
+                f"VirtualMachine: collective_timeout is {collective_timeout!r}, expected a positive number of seconds"
+            )
         limits = None if memory_limit is None else MemoryLimits(metadata, memory_limit, max_in_flight)
         self.executable = executable
         self._devices = (*bound, host_device(metadata, bound))
@@ -167,6 +177,7 @@ class VirtualMachine:
         self._pool_watch = PoolWatch()
         self._functions: dict[str, tuple[Any, tuple[Any, ...]]] = {}
         self._devices_and_scopes = (self._devices, self._scopes)
+        limit_waits(id(self._devices), collective_timeout)
         for free in (free_peer_memory, free_nccl_memory):
             weakref.finalize(self, free, id(self._devices)).atexit = False
         module = executable.runnable_module()
@@ -491,6 +502,8 @@ class VirtualMachine:
         """Run function `name` once and measure every kernel and transfer; see `Profile`.
 
         Devices other than CPUs are synchronised around each kernel, so a profile shows less overlap than a call.
+        Kernels of GPUs of a mesh, which wait for each other, are measured by events in their CUDA graphs instead: the
+        time of a sum includes the wait for the other GPUs, and kernels do not overlap on a GPU.
 
         Parameters
         ----------
@@ -502,30 +515,35 @@ class VirtualMachine:
         signature = self.executable.signature(name)
         with self._submitter.when_idle():
             bound = self._arguments.bind(signature, args, kwargs, keep=False)
-            recorder = ProfileRecorder(
-                self.executable.metadata, self._devices, RegionCalls(self.executable, self._constants_and_graphs)
-            )
-            self._module["set_instrument"](recorder.instrument)
-            try:
-                with waiting_for_kernels():
+            metadata, library = self.executable.metadata, cuda_library()
+            if library is not None and any(each.function == name for each in metadata.collectives):
+                recorder: ProfileRecorder = MeshRecorder(metadata, self._devices, self.graphs, library)
+                context: AbstractContextManager[None] = timing_kernels(self.graphs)
+            else:
+                regions = RegionCalls(self.executable, self._constants_and_graphs)
+                recorder, context = ProfileRecorder(metadata, self._devices, regions), waiting_for_kernels()
+            with context:
+                self._module["set_instrument"](recorder.instrument)
+                try:
                     self._run(signature, bound, None)
-            finally:
-                self._module["set_instrument"](None)
-            return recorder.profile(name)
+                finally:
+                    self._module["set_instrument"](None)
+                return recorder.profile(name)
 
     @contextmanager
     def clock_buffers(self) -> Iterator[BufferClock]:
         """Measure how much time plain calls in a ``with`` block spend in command buffers and other kernels.
 
-        A command buffer runs as a unit, as without the clock; `BufferClock.own` is the time of the clock itself.
+        A command buffer runs as a unit, as without the clock; `BufferClock.own` is the time of the clock itself. Calls
+        over GPUs of a mesh count as one, from the first to the last.
         """
         clock = BufferClock(self.executable.metadata, self._devices)
         self._module["set_instrument"](clock.instrument)
         try:
-            with waiting_for_kernels():
-                yield clock
+            yield clock
         finally:
             self._module["set_instrument"](None)
+        clock.stop()
 
     def _run_plain(self, name: str, call: CachedCall, tensors: Sequence[runtime.Tensor]) -> Any:
         """The most frequent case of `_run_cached`, in as few calls of Python functions as possible."""

@@ -14,6 +14,10 @@ from ..artifact.commands import Dispatch, RegionSpec
 from ..artifact.metadata import BODY_PREFIX, CPU, Metadata, device_names
 from ..display.html import Column, bar, device_html, folded, table, view
 from ..display.text import text_table
+from .device.cuda_library import CUDA, CudaLibrary, cuda_library
+from .device.cuda_streams import Event, Stream
+from .device.peer_memory import peer_call
+from .region.cuda_graph import CudaGraph
 from .region.profile_regions import RegionCalls
 from .region.walk_commands import raise_kernel_error
 
@@ -47,7 +51,7 @@ class ProfileRow:
     microseconds : float
         Total time of all calls.
     share : float
-        Fraction of the whole call, 0 to 1.
+        Fraction of the whole call, 0 to 1. Devices may work at the same time.
     operations, bytes : int
         Operations and bytes of each call, as in `DispatchSpec`; 0 if unknown.
     precision : str
@@ -238,6 +242,10 @@ class ProfileRecorder:
         self._own.setdefault((buffer, self._buffers[buffer].device), []).append(self._end - begin)
         return _SKIP_RUN if before else _RUN
 
+    def _add_command(self, region: str, command: Dispatch, seconds: float) -> None:
+        self._own.setdefault((command.kernel, self._buffers[region].device), []).append(seconds)
+        self._commands.append(CommandTime(region, command.kernel, command.variable, seconds * 1e6))
+
     def _measure(self, region: str, calls: Iterable[tuple[Dispatch, Callable[[], int]]], begin: float) -> None:
         """Run the kernels of a command buffer one by one; the overhead of doing so is left out of all times."""
         inside = 0.0
@@ -247,8 +255,7 @@ class ProfileRecorder:
             elapsed = time.perf_counter() - start
             if status:
                 raise_kernel_error()
-            self._own.setdefault((command.kernel, self._buffers[region].device), []).append(elapsed)
-            self._commands.append(CommandTime(region, command.kernel, command.variable, elapsed * 1e6))
+            self._add_command(region, command, elapsed)
             inside += elapsed
         self._end = time.perf_counter()
         self._overhead += self._end - begin - inside
@@ -292,10 +299,92 @@ class ProfileRecorder:
                 rows.append(replace(row, calls=len(times), microseconds=microseconds, share=share))
             elif not symbol.startswith(_BUILTIN) and symbol.removeprefix(BODY_PREFIX) not in metadata.signatures:
                 rows.append(ProfileRow(symbol, "host", (), len(times), microseconds, share))
-        rest = max(0.0, total - sum(row.microseconds for row in rows))
+        rest = max(0.0, total - self._measured(rows))
         rows.append(ProfileRow(VM_OVERHEAD, "host", (), 1, rest, rest / total if total else 0.0))
         rows.sort(key=lambda row: -row.microseconds)
         return Profile(function, tuple(rows), total, tuple(self._commands))
+
+    def _measured(self, rows: Sequence[ProfileRow]) -> float:
+        """The part of the call, in microseconds, that the rows measure."""
+        return sum(row.microseconds for row in rows)
+
+
+class MeshRecorder(ProfileRecorder):
+    """Measures a call over GPUs of a mesh, whose kernels wait for each other, by events: nothing waits for a GPU.
+
+    Parameters
+    ----------
+    metadata : Metadata
+        Metadata of the machine's executable.
+    devices : sequence of runtime.Device
+        The machine's.
+    graphs : sequence of CudaGraph
+        The machine's, which time their kernels.
+    library : CudaLibrary
+        CUDA's driver.
+    """
+
+    def __init__(
+        self,
+        metadata: Metadata,
+        devices: Sequence[runtime.Device],
+        graphs: Sequence[CudaGraph],
+        library: CudaLibrary,
+    ) -> None:
+        super().__init__(metadata, devices)
+        self._graphs, self._library, self._all_devices = graphs, library, devices
+        self._timed = {graph.region.name for graph in graphs}
+        self._events: list[Event] = []
+        self._spans: list[tuple[tuple[str, int], Event, Event]] = []
+        self._was_repeated = False
+
+    def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
+        """Called by TVM before and after each bytecode call."""
+        if peer_call.is_repeated and not self._was_repeated:  # the first call has only made graphs
+            self._was_repeated = True
+            self._own, self._spans, self._begin = {}, [], 0.0
+        now = time.perf_counter()
+        key, stream = (symbol, self._device(symbol, args)), self._stream(symbol, args)
+        if before:
+            self._begin = self._begin or now
+            self._stack.append((now, []))
+            if stream is not None:
+                self._events.append(stream.record(timed=True))
+            return _RUN
+        start, inner = self._stack.pop()
+        if self._stack:
+            self._stack[-1][1].append(now - start)
+        if stream is not None:
+            self._spans.append((key, self._events.pop(), stream.record(timed=True)))
+        elif symbol not in self._timed:
+            self._own.setdefault(key, []).append(now - start - sum(inner))
+        return _RUN
+
+    def _stream(self, symbol: str, args: Sequence[Any]) -> Stream | None:
+        """The stream of a GPU that a kernel or a copy uses; None for graphs, which have events of their own."""
+        if symbol in self._timed or not (symbol in _TRANSFERS or symbol in self._metadata.dispatches):
+            return None
+        device = self._all_devices[self._device(symbol, args)]
+        if symbol in _TRANSFERS and isinstance(args[0], runtime.Tensor) and args[0].device.dlpack_device_type() == CUDA:
+            device = args[0].device
+        return Stream.current(self._library, device) if device.dlpack_device_type() == CUDA else None
+
+    def profile(self, function: str) -> Profile:
+        """Wait for the end of the call; returns the rows, longest first."""
+        for device in self._devices:
+            Stream.current(self._library, device).synchronize()
+        self._end = time.perf_counter()
+        for key, begin, end in self._spans:
+            self._own.setdefault(key, []).append(end.milliseconds_since(begin) / 1e3)
+        for graph in self._graphs:
+            for command, microseconds in graph.times():
+                self._add_command(graph.region.name, command, microseconds / 1e6)
+        return super().profile(function)
+
+    def _measured(self, rows: Sequence[ProfileRow]) -> float:
+        """The part of the call that the rows of one device measure, as devices work at the same time."""
+        names = {row.device for row in rows}
+        return max((sum(row.microseconds for row in rows if row.device == name) for name in names), default=0.0)
 
 
 def _buffer_row(region: RegionSpec, metadata: Metadata) -> ProfileRow:
@@ -309,6 +398,8 @@ def _buffer_row(region: RegionSpec, metadata: Metadata) -> ProfileRow:
 
 class BufferClock:
     """Clock of the time that a machine's calls spend in command buffers, other kernels and transfers.
+
+    Calls over GPUs of a mesh are timed from their first command buffer to the end of the last one on any GPU.
 
     Parameters
     ----------
@@ -332,10 +423,16 @@ class BufferClock:
         self._is_open = False
         self._devices = [device for device in devices if device.dlpack_device_type() != CPU]
         self._begin = 0.0
+        self._gpu_spans: list[tuple[Stream, Event, Event]] = []  # a begin and an end on each GPU of a mesh
 
     def instrument(self, function: Any, symbol: str, before: bool, result: Any, *args: Any) -> int:
         """Called by TVM before and after each bytecode call."""
         entered = now = time.perf_counter()
+        if peer_call.uses_peers:  # then nothing may wait for a GPU
+            if symbol in self._timed:
+                self._record(before)
+                self.own += time.perf_counter() - entered
+            return _RUN
         is_timed = symbol in self._timed and not (self._is_open and (before or symbol not in self._waiting.on_cpu))
         if is_timed:
             self._is_open = before and symbol in self._waiting.on_gpu
@@ -349,3 +446,20 @@ class BufferClock:
             self.seconds += now - self._begin
         self.own += time.perf_counter() - now
         return _RUN
+
+    def _record(self, before: bool) -> None:
+        if before and not self._gpu_spans:
+            library = cuda_library()
+            assert library is not None, "a mesh of GPUs has a driver"
+            streams = [Stream.current(library, device) for device in self._devices]
+            self._gpu_spans = [(each, each.record(timed=True), each.record(timed=True)) for each in streams]
+        elif not before:
+            for stream, _, end in self._gpu_spans:
+                end.record(stream)
+
+    def stop(self) -> None:
+        """Wait for GPUs of a mesh, and add their time."""
+        for _, _, end in self._gpu_spans:
+            end.synchronize()
+        self.seconds += max((end.milliseconds_since(begin) for _, begin, end in self._gpu_spans), default=0.0) / 1e3
+        self._gpu_spans = []

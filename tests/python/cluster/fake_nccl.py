@@ -130,4 +130,5 @@ class FakeNccl:
         def communicators(gpus: list[int]) -> list[Any]:
             raise NotImplementedError("links have one end in a process")
 
-        return Nccl(lambda: next(self._ids), communicator, communicators, start, end, byte=1, float32=7, sum=0)
+        abort = FakeCommunicator.abort
+        return Nccl(lambda: next(self._ids), communicator, communicators, abort, start, end, byte=1, float32=7, sum=0)

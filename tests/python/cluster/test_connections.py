@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import mmap
 import os
 import socket
 import threading
@@ -195,11 +197,12 @@ def test_processes_connect_with_the_token_alone(node: str, monkeypatch: pytest.M
     ours = connect(listener.address, node, token, 1, "a")
     accepted = listener.accept({1: "b"})
     assert list(accepted) == ["b"]
-    assert (ours._blocks is not None) == (accepted["b"]._blocks is not None) == (node == "here")
     array = np.arange(10_000)
     Peers(accepted, True).send("b", _message(1, array))
     (arrived,) = _receive(Peers({"a": ours}, False), 1)
     assert arrived.values[0] == 1 and np.array_equal(arrived.values[1], array)
+    assert (ours._blocks is not None) == (accepted["b"]._blocks is not None) == (node == "here")
+    assert not ours.problem and not accepted["b"].problem
     for stranger in (*strangers, unknown):
         with pytest.raises(rh.HostError, match="the connection with host 'a' has ended"):
             Peers({"a": stranger}, False).receive(60)
@@ -211,14 +214,56 @@ def test_processes_connect_with_the_token_alone(node: str, monkeypatch: pytest.M
         connect(listener.address, node, token, 1, "a")  # it listens no more
 
 
-def test_shared_memory_that_does_not_arrive_is_an_error() -> None:
-    token = new_token()
-    listener = Listener("here", None, token)
-    with socket.socket(socket.AF_UNIX) as sock:
-        sock.connect(listener.address.unix)
-        sock.sendall(token + (1).to_bytes(4, "little"))  # the kernel has dropped the descriptor
-        with pytest.raises(rh.HostError, match="did not arrive, as this process has too many open files"):
-            listener.accept({1: "b"})
+def _no_files(name: str) -> int:
+    raise PermissionError(1, "Operation not permitted")  # as seccomp lets it fail
+
+
+def _no_mapping(*_: Any) -> None:
+    raise OSError(12, "Cannot allocate memory")
+
+
+def _drop_descriptors(sock: socket.socket, pieces: list[bytes], _: list[int]) -> None:
+    sock.sendall(pieces[0])  # as the kernel does if the receiver has too many open files
+
+
+@pytest.mark.parametrize(
+    ("patch", "problems"),
+    [
+        ("os.memfd_create", ("Operation not permitted", "its descriptor did not come")),
+        ("socket.send_fds", ("the other process cannot map it", "its descriptor did not come")),
+        ("mmap.mmap", ("Cannot allocate memory", "its descriptor did not come")),
+        ("mmap.mmap of the listener", ("the other process cannot map it", "Cannot allocate memory")),
+        ("unix", ("no Unix socket connects them", "")),
+        ("no memfd_create", ("this system has no files without a name", "its descriptor did not come")),
+    ],
+)
+def test_where_memory_cannot_be_shared_tensors_go_through_sockets(
+    patch: str, problems: tuple[str, str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    connections._warn_of_sockets.cache_clear()
+    token, calls, real = new_token(), itertools.count(), mmap.mmap
+    listener = Listener("here", "127.0.0.1" if patch == "unix" else None, token)
+    if patch == "no memfd_create":
+        monkeypatch.delattr(os, "memfd_create")
+    elif patch == "mmap.mmap of the listener":
+        monkeypatch.setattr(mmap, "mmap", lambda *args: real(*args) if next(calls) < 2 else _no_mapping())
+    elif patch != "unix":
+        fails = {"os.memfd_create": _no_files, "socket.send_fds": _drop_descriptors, "mmap.mmap": _no_mapping}
+        monkeypatch.setattr(patch, fails[patch])
+    address = listener.address._replace(unix=b"\0nobody") if patch == "unix" else listener.address
+    ours = [connect(address, "here", token, index, "a") for index in (1, 2)]
+    theirs = listener.accept({1: "b", 2: "c"})
+    array = np.arange(10_000)
+    for name, connection in zip(theirs, ours, strict=True):
+        for sender, peer, receiver in ({"a": connection}, "a", theirs), (theirs, name, {"a": connection}):
+            Peers(sender, True).send(peer, _message(array))
+            (arrived,) = _receive(Peers(receiver, True), 1)
+            assert np.array_equal(arrived.values[0], array)
+        assert connection._blocks is None and theirs[name]._blocks is None
+        for each, problem in zip((connection, theirs[name]), problems, strict=True):
+            assert problem in each.problem and bool(problem) == bool(each.problem)
+    lines = [record.message for record in caplog.records if "as they share no memory" in record.message]
+    assert len(lines) == len(set(lines)) == sum(map(bool, problems))
 
 
 def test_processes_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -228,5 +273,5 @@ def test_processes_that_do_not_connect_are_named(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(connections, "CONNECT_SECONDS", 60)
     listener = Listener("here", None, new_token())
     listener.is_cancelled = True
-    with pytest.raises(rh.HostError, match="'b' did not connect"):
+    with pytest.raises(rh.HostError, match="being connected again"):
         listener.accept({1: "b"})

@@ -124,6 +124,21 @@ def test_calls_of_all_routes_run_at_the_same_time(start: Callable[..., Hosts], i
             assert [call for *which, call in hosts.ran if which == [route, task]] == list(range(20))
 
 
+def test_hosts_that_may_not_share_memory_use_sockets(
+    start: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(name: str) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.memfd_create", refuse)
+    hosts, array = start({"round": A_B_A}), np.arange(5000, dtype="float32")
+    reasons = hosts.graph.socket_reasons
+    assert {host: sorted(others) for host, others in reasons.items()} == {"a": ["b", "caller"], "b": ["a", "caller"]}
+    assert reasons["b"]["a"] == "[Errno 1] Operation not permitted"
+    key = hosts.send("round", array)
+    np.testing.assert_array_equal(hosts.results(1)[key], [array + 2, array + 3])
+
+
 def test_hosts_that_send_large_messages_to_each_other_do_not_wait_forever(
     start: Callable[..., Hosts], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,8 +11,10 @@ import relax_hetero as rh
 from gpu_interpreter.models import InterpretedModel
 from modules import calls_of
 from relax_hetero.encoding.token_masks import (
+    MASK_BITS,
     full_mask,
     is_allowed,
+    mask_words,
     pack_mask,
     tokens_of_mask,
     without_tokens,
@@ -94,28 +96,31 @@ def test_devices_of_a_mesh_search_their_own_logits(devices):
     assert shapes == {(5, 4), (5, 1, 2)}  # the argument, and the candidates of other devices
 
 
-def test_masks_of_logits_in_parts():
-    """The devices' parts are parameters; the first device, which has the masks, joins them."""
-    logits, masks, expected = cases(320)
+@pytest.mark.parametrize(("vocabulary", "is_divided"), [(320, True), (96, False)])
+def test_masks_of_logits_in_parts(vocabulary, is_divided):
+    """Devices exchange candidates only, if they divide the words of a mask; else the first one, which has it, joins."""
+    logits, masks, expected = cases(vocabulary)
     devices, builder = [{"kind": "llvm", "num-cores": 1}] * 2, relax.BlockBuilder()
     mesh = lookup("llvm[0:2]", parse_vdevices(devices))
-    parts = {"logits": {"placement": "S[1]", "names": ["logits", "logits@1"], "mesh": [0, 1]}}
-    function = masked_tokens(builder, 320, mesh).with_attr(SPLIT_PARAMETERS, json.dumps(parts))
+    arrays = {"logits": logits, "masks": masks} if is_divided else {"logits": logits}
+    parts = {name: {"placement": "S[1]", "names": [name, f"{name}@1"], "mesh": [0, 1]} for name in arrays}
+    function = masked_tokens(builder, vocabulary, mesh).with_attr(SPLIT_PARAMETERS, json.dumps(parts))
     mod = tvm.IRModule({tvm.ir.GlobalVar("masked_tokens"): function, **builder.get().functions})
-    machine = rh.vm.VirtualMachine(rh.compile(rh.place(mod, {"*": "llvm[0:2]"}, devices)))
-    assert [spec.name for spec in machine.executable.signature("masked_tokens").inputs] == [
-        "logits",
-        "logits@1",
-        "masks",
-    ]
-    halves = [np.ascontiguousarray(half) for half in np.split(logits, 2, axis=1)]
-    assert machine["masked_tokens"](*halves, masks).numpy().tolist() == expected.tolist()
+    module = rh.place(mod, {"*": "llvm[0:2]"}, devices)
+    (sent,) = calls_of("relax.to_vdevice", module)
+    assert [int(extent) for extent in sent.ty.shape.values[1:]] == ([1, 2] if is_divided else [48])
+    machine = rh.vm.VirtualMachine(rh.compile(module))
+    halves = [np.ascontiguousarray(half) for array in arrays.values() for half in np.split(array, 2, axis=1)]
+    operands = halves if is_divided else [*halves, masks]
+    assert len(machine.executable.signature("masked_tokens").inputs) == len(operands)
+    assert machine["masked_tokens"](*operands).numpy().tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize(("vocabulary", "devices", "parts"), [(128_256, 3, 48), (128_256, 2, 64), (50_257, 2, 1)])
+@pytest.mark.parametrize(("vocabulary", "devices", "parts"), [(128_256, 3, 48), (128_256, 2, 64), (50_257, 2, 32)])
 def test_parts_of_a_vocabulary(vocabulary, devices, parts):
-    """As many for each GPU, if they divide the vocabulary."""
+    """As many for each GPU, if they divide the vocabulary, whose last word is filled."""
     builder = relax.BlockBuilder()
     mesh = lookup(f"cuda[0:{devices}]", parse_vdevices([{"kind": "cuda", "arch": "sm_90a"}] * devices))
     (top,) = calls_of("relax.topk", masked_tokens(builder, vocabulary, mesh))
-    assert [int(extent) for extent in top.args[0].ty.shape.values[1:]] == [parts, vocabulary // parts]
+    whole_words = MASK_BITS * mask_words(vocabulary)
+    assert [int(extent) for extent in top.args[0].ty.shape.values[1:]] == [parts, whole_words // parts]

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relax_hetero.frontend.auto.simulate import Task, simulate, simulate_calls
+from models.test_meshes import from_bench
+from relax_hetero.frontend.auto.simulate import Task, simulate
 
 
 def test_a_pipeline_of_two_stages():
@@ -35,6 +36,7 @@ def test_a_large_task_is_not_overtaken_for_ever():
 
 def test_calls_of_a_network():
     """One at a time; as many as there are stages; limited by cores; limited by calls under way."""
+    simulate_calls = from_bench("cluster_bench.simulated_networks", "simulate_calls")
     stages, transfers = [4.0, 4.0], [1.0, 1.0, 1.0]
     assert simulate_calls(stages, transfers, 3) == 3 * 11
     assert simulate_calls(stages, transfers, 10, 10) == 1 + 4 * 10 + 1 + 4 + 1

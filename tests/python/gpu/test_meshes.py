@@ -2,7 +2,11 @@
 
 import gc
 import json
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,7 +17,7 @@ from tvm.script import relax as R
 import relax_hetero as rh
 from llm.gguf_files import MODELS, write_gguf
 from modules import ir_module
-from relax_hetero.artifact.commands import GRAPH
+from relax_hetero.artifact.commands import GRAPH, Dispatch
 from relax_hetero.artifact.graph_layout import SUBMITTED
 from relax_hetero.encoding.token_masks import pack_mask
 from relax_hetero.frontend import LinkCost, PagedCache
@@ -215,6 +219,53 @@ def test_products_send_what_other_gpus_add():
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=5e-3 * np.abs(expected).max())
 
 
+@pytest.mark.parametrize("rows", [1, 5, 32])
+def test_products_send_short_sums(rows):
+    """Sums of several widths in the same places, of rows of numbers, of zeros and of NaN."""
+    generator, widths = np.random.default_rng(5), (1024, 4096, 260, 2048)
+    ups = [(generator.standard_normal((width, 512)) / width**0.5).astype("float16") for width in widths]
+    downs = [(generator.standard_normal((512, width)) / 512**0.5).astype("float16") for width in widths]
+    scales = [generator.uniform(0.5, 2, width).astype("float32") for width in widths]
+    shape = (rows, widths[0])
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            h = R.astype(x, "float16")
+            a = R.add(x, R.matmul(R.matmul(h, R.const(ups[0])), R.const(downs[0]), out_dtype="float32"))
+            b = R.astype(R.nn.rms_norm(a, R.const(scales[0]), axes=[-1], epsilon=1e-5), "float16")
+            c = R.matmul(R.matmul(b, R.const(ups[0])), R.const(downs[1]), out_dtype="float32")
+            d = R.astype(R.nn.rms_norm(c, R.const(scales[1]), axes=[-1], epsilon=1e-5), "float16")
+            e = R.matmul(R.matmul(d, R.const(ups[1])), R.const(downs[2]), out_dtype="float32")
+            f = R.astype(R.nn.relu(e), "float16")
+            g = R.matmul(R.matmul(f, R.const(ups[2])), R.const(downs[3]), out_dtype="float32")
+            i = R.astype(R.nn.rms_norm(g, R.const(scales[3]), axes=[-1], epsilon=1e-5), "float16")
+            y = R.add(R.matmul(R.matmul(i, R.const(ups[3])), R.const(downs[0]), out_dtype="float32"), a)
+            R.output(y)
+        return y
+
+    def product(x, up, down):
+        hidden = (x.astype("float16").astype("float32") @ up.astype("float32")).astype("float16")
+        return hidden.astype("float32") @ down.astype("float32")
+
+    def norm(x, scale):
+        return x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * scale
+
+    executable = rh.compile(mod)
+    assert sum("_sent" in name for name in executable.metadata.kernels) >= 12  # products and sums of both GPUs
+    vm = rh.vm.VirtualMachine(executable)
+    for _ in range(20):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        x[4:5], x[3:4, 7] = 0, np.nan
+        a = x + product(x, ups[0], downs[0])
+        c = product(norm(a, scales[0]), ups[0], downs[1])
+        e = product(norm(c, scales[1]), ups[1], downs[2])
+        g = product(np.maximum(e, 0), ups[2], downs[3])
+        expected = a + product(norm(g, scales[3]), ups[3], downs[0])
+        atol = 1e-2 * np.nanmax(np.abs(expected))
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=0, atol=atol)
+
+
 @with_nccl
 def test_graphs_have_nccls_sums():
     """Each GPU's work is one graph, launched once for each call, with NCCL's sums as child graphs."""
@@ -299,12 +350,69 @@ def test_random_graphs(seed, strategy):
             )
 
 
-def test_kernels_that_wait_are_not_profiled():
-    vm, x = sums(1024), np.ones((2, 1024), "float32")
-    for _ in range(2):
-        with pytest.raises(rh.HeteroError, match="wait for those of other GPUs"):
-            vm.profile("main", x)
-        np.testing.assert_array_equal(np.asarray(vm["main"](x)), np.full((1, 1024), 5, "float32"))
+def check_times(profile, metadata):
+    """Require a time of each kernel of a function's command buffers, on both GPUs."""
+    regions = [region for region in metadata.regions if region.function == profile.function]
+    kernels = [
+        (region.name, each.kernel) for region in regions for each in region.commands if isinstance(each, Dispatch)
+    ]
+    assert sorted((each.region, each.kernel) for each in profile.commands) == sorted(kernels)
+    assert {"cuda:0", "cuda:1"} <= {row.device for row in profile.rows}
+    assert all(0 < row.microseconds <= profile.microseconds for row in profile.rows if row.device != "host")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_profiles_have_the_kernels_of_both_gpus(strategy):
+    vm, generator = sums(1024, strategy), fresh_rng()
+    for _ in range(3):
+        x = generator.integers(-1000, 1000, (2, 1024)).astype("float32")
+        check_times(vm.profile("main", x), vm.executable.metadata)
+        np.testing.assert_array_equal(np.asarray(vm["main"](x)), 2 * x.sum(0, keepdims=True) + 1)
+
+
+LOST = """
+import gc, os, time
+import numpy as np
+from gpu.test_meshes import rh, sums
+from relax_hetero.vm.device import nccl_memory
+from relax_hetero.vm.device.cuda_library import cuda_library
+from relax_hetero.vm.device.cuda_streams import Stream
+
+vm, x = sums(1024, "nccl"), np.ones((2, 1024), "float32")
+lost = rh.vm.VirtualMachine(vm.executable, collective_timeout=2)
+lost["main"](x).numpy()
+(memory,) = nccl_memory._memories.values()
+nccl, address = memory._nccl, memory._buffers[0].data_ptr()
+cuda_library().use(0)
+memory.communicators.each[0].allReduce(address, address, 1024, nccl.float32, nccl.sum, 0)  # without the other GPU
+fence = lost.submit("main", x)
+print(type(fence.exception(30)).__name__, fence.exception(), flush=True)
+try:
+    lost["main"](x)
+except rh.HeteroError as error:
+    print(error, flush=True)
+begin = time.monotonic()
+while not all(Stream(cuda_library(), gpu, 0).done() for gpu in (0, 1)) and time.monotonic() < begin + 20:
+    time.sleep(0.1)
+print("aborted", time.monotonic() < begin + 20, flush=True)
+del lost, memory, fence
+gc.collect()
+print(vm["main"](x).numpy().tolist() == [[5] * 1024], flush=True)
+os._exit(0)
+"""
+
+
+@with_nccl
+def test_a_call_of_a_lost_gpu_ends():
+    """A sum that one GPU alone begins: the call after it waits for ever, until NCCL is aborted."""
+    folder = Path(__file__).parents[1]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *filter(None, sys.path)])}
+    command = [sys.executable, "-c", LOST]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=90)
+    lines = result.stdout.splitlines()
+    assert result.returncode == 0 and len(lines) == 4, result.stdout + result.stderr
+    assert lines[0].startswith("HeteroError NCCL's exchange between cuda:0, cuda:1 failed: it has not ended after 2 s")
+    assert [lines[0].removeprefix("HeteroError "), "aborted True", "True"] == lines[1:]
 
 
 # The second one gathers rows, as heads are no whole superblocks.
@@ -342,6 +450,10 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
         for row, token in zip(rows, masked, strict=True):
             row.append(token)
         texts.append(rows)
+        if count == 2:
+            model.cache.free(slots[0])
+            for profile in model.profile(cached=8, rounds=1):
+                check_times(profile, model.executable.metadata)
     assert all(rows == texts[0] for rows in texts)
 
 

@@ -110,9 +110,12 @@ def constants_of(function):
 
 
 def frequencies(mod, model):
-    """The rotary frequencies of a module: a constant of a row."""
-    [row] = [array[0] for array in constants_of(mod["decode_1"]) if array.shape == (1, model.rotary_sizes[0] // 2)]
-    return row
+    """The rotary frequencies of a module: a constant of a row, for cosines and for sines."""
+    shape = (1, model.rotary_sizes[0])
+    [row] = [a[0] for a in constants_of(mod["decode_1"]) if (a.shape, a.dtype) == (shape, np.float32)]
+    cosines, sines = np.split(row, 2)
+    np.testing.assert_array_equal(cosines, sines)
+    return cosines
 
 
 def test_the_context_chooses_divisors_of_frequencies(tmp_path):

@@ -3,6 +3,7 @@
 import json
 import weakref
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -246,39 +247,71 @@ def test_a_step_takes_the_tokens_of_the_step_before(varied):
         compiled.cache.free(slot)
 
 
-def test_steps_in_flight_on_a_gpu_read_their_own_integers(monkeypatch):
-    """With a driver in Python, whose work waits in the stream: nothing waits, and the host writes on meanwhile."""
+@pytest.fixture
+def cuda(monkeypatch):
+    """A driver in Python, whose work waits in its stream, and integers of GPUs in the host's memory."""
     cuda = FakeCuda()
-    library = FakeLibrary(cuda)
-    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
-    plain = compiled_model.empty
+    library, plain = FakeLibrary(cuda), compiled_model.empty
+    for module in (cuda_copies, host_copies):
+        monkeypatch.setattr(module, "cuda_library", lambda: library)
     monkeypatch.setattr(
         compiled_model, "empty", lambda shape, dtype, device: alias(plain(shape, dtype, tvm.cpu(0)), device)
     )
+    return cuda
+
+
+def test_a_step_of_two_gpus_makes_two_copies_for_each(cuda):
+    """The fewest that bring integers and tokens, and none waits: the graphs of both GPUs are launched next."""
+    shapes = {"tokens": (4,), "positions": (4,), "table_full": (4, 4), "sequences": (4,)}
+    specs = [
+        TensorSpec(f"{name}{'@1' * gpu}", shape, "int32", device=gpu)
+        for name, shape in shapes.items()
+        for gpu in (0, 1)
+    ]
+    inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0), tvm.cuda(1)], 16)
+    results = [alias(tvm.runtime.tensor(np.full(4, 7 + gpu, "int32")), tvm.cuda(gpu)) for gpu in (0, 1)]
+    for number in range(4):
+        cuda.copies.clear()
+        inputs.write_rows([0, 1, 2], [5, 6, 7])
+        inputs.send({}, 0)
+        inputs.copy_tokens(results, 3)
+        tables = [("to the GPU", 64)] * (number < 2)  # once for both turns
+        assert cuda.copies == [("to the GPU", 48), *tables] * 2 + [("on the GPU", 12)] * 2
+    tokens = [np.from_dlpack(alias(tensor, tvm.cpu(0))) for tensor in inputs.tensors[:2]]
+    cuda.cuStreamSynchronize(0)
+    np.testing.assert_array_equal(tokens, [[7, 7, 7, 0], [8, 8, 8, 0]])
+
+
+def test_steps_in_flight_on_a_gpu_read_their_own_integers(cuda):
+    """Nothing waits, and the host writes on meanwhile."""
     shapes = {"tokens": (4,), "positions": (4,), "table_full": (200, 100), "sequences": (4,)}
     specs = [TensorSpec(name, shape, "int32", device=0) for name, shape in shapes.items()]
     inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0)], 64)
     seen, result = [], alias(tvm.runtime.tensor(np.zeros(4, "int32")), tvm.cuda(0))
-    on_host = [np.from_dlpack(alias(tensor, tvm.cpu(0))) for tensor in (*inputs.tensors, result)]
+    on_host = lambda tensor: np.from_dlpack(alias(tensor, tvm.cpu(0)))  # noqa: E731
 
-    def step():
-        seen.append([array.copy() for array in on_host[:-1]])
-        on_host[-1][:] = on_host[0] + 1
+    def step(arrays):
+        seen.append([array.copy() for array in arrays])
+        on_host(result)[:] = arrays[0] + 1
 
-    for number, count in enumerate((3, 3, 2)):
-        inputs.write_rows([2, 1, 0][:count], [number] * count)
+    counts, versions = (3, 3, 2, 4, 4, 1), (0, 0, 2, 2, 2, 5)
+    for number, (count, version) in enumerate(zip(counts, versions, strict=True)):
+        inputs.write_rows([2, 1, 0, 3][:count], [number] * count)
         inputs.arrays["tokens"][:count] = 10
-        inputs.send({"table_full": np.full((200, 100), number)} if number != 1 else {})
+        inputs.send({"table_full": np.full((200, 100), version)}, version)
         if number:
             inputs.copy_tokens([result], count)
-        cuda._push(0, step)
+        cuda._push(0, partial(step, [on_host(tensor) for tensor in inputs.tensors]))
     assert not seen
     cuda.cuStreamSynchronize(0)
     tokens, positions, tables, sequences = zip(*seen, strict=True)
-    np.testing.assert_array_equal(tokens, [[10, 10, 10, 0], [11, 11, 11, 0], [12, 12, 0, 0]])
-    np.testing.assert_array_equal(positions, [[0, 0, 0, 0], [1, 1, 1, 0], [2, 2, 0, 0]])
-    np.testing.assert_array_equal(tables, [np.full((200, 100), number) for number in (0, 0, 2)])
-    np.testing.assert_array_equal(sequences, [[2, 1, 0, -1]] * 2 + [[2, 1, -1, -1]])
+    rows = np.arange(4) < np.array(counts)[:, None]
+    np.testing.assert_array_equal(
+        tokens, [[10, 10, 10, 0], [11, 11, 11, 0], [12, 12, 0, 0], [13, 13, 1, 1], [14, 14, 2, 2], [15, 0, 0, 0]]
+    )
+    np.testing.assert_array_equal(positions, np.arange(6)[:, None] * rows)
+    np.testing.assert_array_equal(tables, [np.full((200, 100), version) for version in versions])
+    np.testing.assert_array_equal(sequences, np.where(rows, [2, 1, 0, 3], -1))
 
 
 def test_logits_that_are_not_finite_end_the_request(model, monkeypatch):

@@ -182,6 +182,14 @@ def test_products_of_one_operand_are_joined_on_gpus(tmp_path):
     assert names("Q8_0", {"blk.0.attn_k": "llvm", "*": "cuda"}) == {"blk.0.attn_q"}
 
 
+def test_the_angles_of_rotations_are_elementwise(tmp_path):
+    """So they are one kernel."""
+    mod = rh.from_gguf(write_gguf(tmp_path / "model.gguf", MODELS["llama"]), [OF_A_GPU], context=64)
+    bindings = [binding for block in mod["decode_1"].body.blocks for binding in block.bindings]
+    ops = {b.value.op.name.removeprefix("relax.") for b in bindings if b.var.name.startswith("blk.0.attn_rope")}
+    assert ops == {"astype", "expand_dims", "multiply", "cos", "sin", "where"}
+
+
 def test_products_of_heads_on_gpus(tmp_path):
     """Block-quantized matrices of heads stay so, as those of experts; unquantized ones are a batch of 16-bit floats."""
 

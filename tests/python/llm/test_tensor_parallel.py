@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from llm.gguf_files import MODELS, write_gguf
 from llm.reference_model import ReferenceModel
 from llm.run_gguf import check_steps_ahead, run
 from modules import calls_of
+from relax_hetero.artifact.collectives import ALL_REDUCE_OP, ASKED_FOR
 from relax_hetero.encoding.token_masks import pack_mask
 from relax_hetero.frontend.gguf.choose_rules import ChosenRules
 from relax_hetero.frontend.gguf.file import read_gguf
@@ -27,6 +29,7 @@ from relax_hetero.op.cached_attention import CACHED_ATTENTION
 from relax_hetero.target.vdevice import parse_vdevices
 from relax_hetero.transform.ir.remarks import remarks_of
 from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
+from relax_hetero.transform.shard.exchange_by_nccl import collectives_of
 
 TOKENS = np.random.default_rng(1).integers(0, 320, 70)
 CORE = {"kind": "llvm", "num-cores": 1}
@@ -207,8 +210,8 @@ def test_a_loader_chooses_once(verifies, models, monkeypatch):
     """The rules decide for the caches and for the functions."""
     calls, compiled = [], []
 
-    def choose(*arguments):
-        calls.append(arguments)
+    def choose(problem, may_share):
+        calls.append((problem, may_share))
         return ChosenRules({"*": "vdevice[0:2]"}, {"*": "chosen"}, {"seconds": 1.0}, None)
 
     def stop(mod, donate, **_options):
@@ -220,13 +223,49 @@ def test_a_loader_chooses_once(verifies, models, monkeypatch):
     gpu = {"kind": "cuda", "arch": "sm_90a"}
     with pytest.raises(rh.BuildError, match="stopped"):
         rh.llm.load(models[0], [gpu, gpu], "auto", context=64, memory_limit="8GiB", verify_drafts=verifies)
-    ((_, model, cache, devices, *_, limits, _, may_share),) = calls
-    assert (limits, may_share, len(devices)) == ({0: 8 << 30, 1: 8 << 30}, True, 2)
-    assert (cache.verify_rows > 0) == verifies
+    ((problem, may_share),) = calls
+    assert (problem.limits, may_share, len(problem.vdevices)) == ({0: 8 << 30, 1: 8 << 30}, True, 2)
+    assert (problem.cache.verify_rows > 0) == verifies
     ((mod, donate),) = compiled
-    assert donate["decode_1"] == [f"pages_{index}" for index in range(2 * model.layers)]
+    assert donate["decode_1"] == [f"pages_{index}" for index in range(2 * problem.model.layers)]
     assert remarks_of(mod).placement_estimate == {"seconds": 1.0}
     assert "chosen" in {entry.reason for entry in remarks_of(mod).placement.entries}
+
+
+def test_gpus_without_links_sum_by_nccl(models, monkeypatch, caplog):
+    """From a placement on two GPUs of which neither accesses the other, to the model that `load` returns."""
+    names = ("transform.shard.exchange_by_nccl", "driver.compile", "llm.compiled_model")
+    exchanges, compiler, subject = (import_module(f"relax_hetero.{name}") for name in names)
+    compiled = []
+    free_exchanges_in(monkeypatch)
+    monkeypatch.setattr(exchanges, "can_access_peer", lambda *_: False)
+    exchanges.unreachable.cache_clear()
+
+    def stop(mod, *_):
+        compiled.extend(collectives_of(mod))
+        raise rh.BuildError("stopped")
+
+    monkeypatch.setattr(compiler, "_compile", stop)
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+    try:
+        with pytest.raises(rh.BuildError, match="stopped"):
+            rh.llm.load(models[0], [gpu, gpu], {"*": "vdevice[0:2]"}, context=64)
+    finally:
+        exchanges.unreachable.cache_clear()
+    sums = [each for each in compiled if each.op == ALL_REDUCE_OP]
+    why = "GPU 0 cannot access the memory of GPU 1"
+    assert sums and {(each.algorithm, each.why) for each in sums} == {("NCCL", why)}
+    executable = SimpleNamespace(metadata=SimpleNamespace(collectives=compiled))
+    asked_for = [replace(each, why=f'{ASKED_FOR}"nccl"') for each in compiled]
+    monkeypatch.setattr(subject, "load_nccl", lambda: None)
+    subject._check_sums(SimpleNamespace(metadata=SimpleNamespace(collectives=asked_for)))
+    assert not caplog.records
+    subject._check_sums(executable)
+    assert [why in message for message in caplog.messages] == [True]
+    monkeypatch.setattr(subject, "load_nccl", lambda: "NCCL's library is not found: pip install x")
+    description = SimpleNamespace()
+    with pytest.raises(rh.HeteroError, match=rf"sum by NCCL \({why}\), which is missing: .*pip install x"):
+        CompiledModel(executable, description)  # before it makes a machine
 
 
 def test_devices_of_a_number():

@@ -28,7 +28,6 @@ from relax_hetero.target.hosts import (
     hosts_of,
     is_native,
     on_host,
-    vdevices_on,
 )
 from relax_hetero.target.vdevice import (
     device_identifier,
@@ -130,9 +129,6 @@ class TestLookup:
         with pytest.raises(VDeviceError, match=message) as error:
             lookup(name, self.vdevices)
         assert repr(name) in str(error.value) and "available: a/llvm:0, b/llvm:0, b/llvm:1" in str(error.value)
-
-    def test_vdevices_on_a_host(self):
-        assert [device_name(v, self.vdevices) for v in vdevices_on("b", self.vdevices)] == ["b/llvm:0", "b/llvm:1"]
 
     def test_alike_on_two_hosts_is_not_the_same(self):
         assert not same_vdevice(*(rh.VDevice("llvm", host=host) for host in "ab"))

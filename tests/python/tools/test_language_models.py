@@ -361,6 +361,11 @@ def test_replicas_are_chosen(two_gpus, monkeypatch):
     ((options,),) = served
     assert [str(vdevice.target.kind.name) for vdevice in options.vdevices] == ["cuda", "cuda"]
     assert options.placement == {"*": "vdevice[0:2]"} and (options.slots, options.max_batch) == (10, 5)
+    monkeypatch.setattr(type(backend_of("cuda")), "count", lambda self: 4)
+    monkeypatch.setattr(type(backend_of("cuda")), "accesses_peer", lambda self, *pair: sorted(pair) == [1, 3])
+    served.clear()
+    assert invoke(*arguments).exit_code == 0
+    assert [vdevice.vdevice_id for vdevice in served.pop()[0].vdevices] == [1, 3]  # which have a link
     loads = []
     monkeypatch.setattr(llm, "load", lambda path, **given: loads.append(given.get("batches")))
     for batch in (5, 8, 1, 100):
@@ -404,7 +409,7 @@ def test_replicas_are_chosen_for_equal_gpus(two_gpus, monkeypatch):
     [
         ([], "chooses among all GPUs of a kind, found --vdevice llvm"),
         (["--vdevice", "cuda:0"], "found --vdevice ['cuda:0']"),
-        (["--vdevice", "cuda", "--placement", "*=cuda"], "it excludes rules"),
+        (["--vdevice", "cuda", "--placement", "*=cuda"], "which chooses the placement"),
         (["--vdevice", "cuda", "--count-experts", "counts.json"], "expected it without --replicas"),
         (["--vdevice", "cuda", "--memory-limit", "cuda=1000"], "found a limit of 1,000 bytes for a device"),
     ],

@@ -21,6 +21,7 @@ from relax_hetero.frontend.auto.cost_model import IMPLICIT_HOST
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of
 from relax_hetero.frontend.gguf.model_plan import ModelPlan, plan_model
+from relax_hetero.frontend.gguf.place_layers import LayerProblem
 from relax_hetero.report.page import data_of
 from relax_hetero.report.text.plan_tables import lines, plan_tables
 from relax_hetero.target.make_vdevice import parse_vdevices
@@ -56,7 +57,9 @@ def planned(large: Path) -> Callable[..., ModelPlan]:
 
     def plan(placement="auto", limit: int | None = None, chunks: tuple[int, ...] = (32, 256)) -> ModelPlan:
         cache = PagedCache((1, 8), chunks, None, 4096)
-        return plan_model(file, model, cache, vdevices, placement, COSTS, {} if limit is None else {1: limit})
+        return plan_model(
+            LayerProblem(file, model, cache, vdevices, COSTS, {} if limit is None else {1: limit}), placement
+        )
 
     return plan
 
@@ -103,7 +106,7 @@ def planned_on_gpus(path: Path, placement, limit: int | None = None, count: int 
     cache = PagedCache((1, 8), (256,), None, 4096)
     links = dict.fromkeys(itertools.permutations((*range(count), IMPLICIT_HOST), 2), ON_GPUS.links[0, 1])
     costs = CostModel([ON_GPUS.devices[0]] * count, links, IMPLICIT_HOST)
-    return plan_model(file, hyperparameters_of(file), cache, vdevices, placement, costs, limits)
+    return plan_model(LayerProblem(file, hyperparameters_of(file), cache, vdevices, costs, limits), placement)
 
 
 def test_a_mesh_has_a_plan(large: Path):
@@ -249,7 +252,7 @@ def test_rules_place_as_in_a_module(placement, tmp_path):
     """Matrices of each part are planned where their products are."""
     file = read_gguf(write_gguf(tmp_path / "model.gguf", MODELS["qwen3moe"], "Q8_0"))
     cache, vdevices = PagedCache((1,), (16,), None, 64), parse_vdevices(DEVICES)
-    plan = plan_model(file, hyperparameters_of(file), cache, vdevices, placement, COSTS, {})
+    plan = plan_model(LayerProblem(file, hyperparameters_of(file), cache, vdevices, COSTS, {}), placement)
     mod = rh.from_gguf(file, DEVICES, placement, batches=(1,), chunks=(16,), context=64, stream_experts=None)
     entries = [entry for entry in remarks_of(mod).placement.entries if entry.kind == "op"]
     products = [entry for entry in entries if "matmul" in entry.op]
@@ -277,11 +280,11 @@ def test_a_plan_by_cost_is_what_is_loaded(invoke, tmp_path):
     assert parsed(result)["is_auto"]
     fast = replace(COSTS, links={ends: LinkCost(1e15, 1e-9) for ends in COSTS.links})
     costs = replace(fast, devices=[replace(device, launch=0) for device in COSTS.devices])
-    everything = plan_model(file, model, cache, vdevices, {"*": "cuda"}, costs, {})
+    everything = plan_model(LayerProblem(file, model, cache, vdevices, costs, {}), {"*": "cuda"})
     experts = sum(part.weights for part in everything.parts if part.name == "experts")
     use = everything.devices[1]
     limit = use.weights + use.cache + use.working - experts // 2
-    plan = plan_model(file, model, cache, vdevices, "auto", costs, {1: limit}, counts)
+    plan = plan_model(LayerProblem(file, model, cache, vdevices, costs, {1: limit}, counts), "auto")
     on_gpu = {part.layer: set(part.experts) for part in plan.parts if part.experts and part.device == "cuda:0"}
     assert on_gpu[0] >= {0, 3, 4} and on_gpu[1] >= {5, 6, 7}
     options = {"batches": (1,), "chunks": (16,), "context": 64, "cost_model": costs, "stream_experts": None}

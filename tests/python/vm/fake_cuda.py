@@ -30,6 +30,7 @@ class FakeCuda:
         self.chance = None if seed is None else random.Random(seed)
         self.handles = iter(range(1000, 10**9))
         self.captures, self.graphs, self.children = {}, set(), []
+        self.nodes, self.edges, self.executables = {}, {}, set()  # of graphs: kinds by node; data by pair of nodes
         self.library = SimpleNamespace(
             **{name: self._function(name) for name in dir(type(self)) if name.startswith("cu")}
         )
@@ -121,6 +122,47 @@ class FakeCuda:
 
     def cuStreamUpdateCaptureDependencies(self, stream, nodes, count, flags):
         assert stream in self.captures and (count, flags) == (1, 1)
+
+    def add_node(self, graph, kind, after, data=bytes(8)):
+        """Add a node of a kind after others; returns it."""
+        node = next(self.handles)
+        self.nodes.setdefault(graph, {})[node] = kind
+        self.edges.setdefault(graph, {}).update({(other, node): data for other in after})
+        return node
+
+    def cuGraphGetNodes(self, graph, nodes, count):
+        if nodes is not None:
+            nodes[:] = list(self.nodes[graph])[::-1]  # in any order
+        count._obj.value = len(self.nodes[graph])
+
+    def cuGraphGetEdges_v2(self, graph, sources, targets, data, count):
+        for number, (pair, kind) in enumerate(self.edges[graph].items() if sources is not None else ()):
+            sources[number], targets[number] = pair
+            ctypes.memmove(ctypes.addressof(data[number]), kind, 8)
+        count._obj.value = len(self.edges[graph])
+
+    def cuGraphNodeGetType(self, node, kind):
+        kind._obj.value = next(kinds[node] for kinds in self.nodes.values() if node in kinds)
+
+    def cuGraphRemoveDependencies_v2(self, graph, sources, targets, data, count):
+        assert count == 1 and self.edges[graph].pop((sources[0], targets[0])) == bytes(data._obj)
+
+    def cuGraphAddDependencies_v2(self, graph, sources, targets, data, count):
+        assert count == 1 and data is None
+        self.edges[graph][sources[0], targets[0]] = bytes(8)
+
+    def cuGraphAddEventRecordNode(self, node, graph, dependencies, count, event):
+        node._obj.value = self.add_node(graph, ("event", event), dependencies[:count])
+
+    def cuGraphInstantiateWithFlags(self, result, graph, flags):
+        result._obj.value = handle = next(self.handles)
+        self.executables.add(handle)
+
+    def cuGraphUpload(self, graph, stream):
+        assert graph in self.executables
+
+    def cuGraphExecDestroy(self, graph):
+        self.executables.remove(graph)
 
     def cuGraphDestroy(self, graph):
         self.graphs.remove(graph)

@@ -76,3 +76,9 @@ def test_compiler_names_without_the_compiler():
     for name in ("compile", "from_onnx"):
         done = subprocess.run([sys.executable, "-c", script, name], env=env, capture_output=True, text=True, timeout=60)
         assert done.stdout.strip() == f"relax_hetero.{name} needs TVM's compiler: found TVM's runtime only", done.stderr
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "60", None])
+def test_limits_of_waits_that_are_no_times(chain, seconds):
+    with pytest.raises(rh.BindingError, match="collective_timeout is .*, expected a positive number of seconds"):
+        rh.vm.VirtualMachine(chain, collective_timeout=seconds)

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -12,8 +13,14 @@ from tvm.script import tirx as T
 
 import relax_hetero as rh
 from modules import ir_module
-from relax_hetero.vm.profile import ProfileRecorder
+from relax_hetero.artifact.commands import Dispatch, RegionSpec
+from relax_hetero.artifact.metadata import DeviceSpec, DispatchSpec, Metadata
+from relax_hetero.vm import profile as subject
+from relax_hetero.vm.device.peer_memory import peer_call
+from relax_hetero.vm.device.tensors import alias
+from relax_hetero.vm.profile import BufferClock, MeshRecorder, ProfileRecorder
 from relax_hetero.vm.region.profile_regions import RegionCalls
+from vm.fake_cuda import FakeCuda, FakeLibrary
 
 X, W = np.zeros((64, 4), "float32"), np.ones(4, "float32")
 
@@ -211,3 +218,75 @@ def test_a_kernel_of_two_devices_has_a_row_for_each(command_buffers):
         profile = vm.profile("main", X[:, 0][:4], np.array(condition))
         calls = {row.device: row.calls for row in profile.rows if row.symbol == "relu"}
         assert calls == {"llvm:0": 1, "llvm:1": 2}
+
+
+def test_kernels_of_both_devices_of_a_mesh_are_measured():
+    w = np.ones((4, 4), "float32")
+
+    @ir_module({"kind": "llvm", "num-cores": 1}, {"kind": "llvm", "num-cores": 1})
+    def mesh(x: R.Tensor((2, 4), "float32", "llvm[0:2]")):
+        with R.dataflow():
+            y = R.hetero.shard(R.matmul(R.hetero.shard(x, "S[0]"), R.const(w)), "S[0]")
+            R.output(y)
+        return y
+
+    vm, x = rh.vm.VirtualMachine(rh.compile(mesh)), np.arange(8, dtype="float32").reshape(2, 4)
+    np.testing.assert_array_equal(vm["main"](x).numpy(), x @ w)
+    products = [row for row in vm.profile("main", x).rows if "matmul" in row.ops]
+    assert {row.device: row.calls for row in products} == {"llvm:0": 1, "llvm:1": 1}
+
+
+GPUS = [tvm.cuda(0), tvm.cuda(1), tvm.cpu()]
+MESH = Metadata(
+    (DeviceSpec('{"kind": "cuda"}'), DeviceSpec('{"kind": "cuda"}', 1)),
+    -1,
+    {},
+    dispatches={"sum": DispatchSpec(0, ("sum",), other_devices=(1,)), "alone": DispatchSpec(1, ("exp",))},
+    regions=tuple(
+        RegionSpec(f"graph_{gpu}", "main", gpu, (), (), (), 0, (Dispatch("sum", (), variable="y"),)) for gpu in (0, 1)
+    ),
+)
+
+
+def calls_of_a_mesh(instrument):
+    """Two graphs, a kernel of GPU 1, a copy from GPU 0, and a function of the host, which calls another one."""
+    tensor = alias(tvm.runtime.empty((1,), "float32", tvm.cpu()), tvm.cuda(0))
+    for symbol, *args in (("graph_0",), ("graph_1",), ("alone",), ("relax_hetero.to_device", tensor, 1), ("outer",)):
+        instrument(None, symbol, True, None, *args)
+        if symbol == "outer":
+            instrument(None, "inner", True, None)
+            instrument(None, "inner", False, None)
+        instrument(None, symbol, False, None, *args)
+
+
+def test_a_mesh_of_gpus_is_measured_by_events(monkeypatch):
+    """In the call after the one that makes graphs; nothing waits before the end."""
+    cuda = FakeCuda()
+    graphs = [SimpleNamespace(region=r, times=lambda r=r: [(r.commands[0], 250.0 + r.device)]) for r in MESH.regions]
+    recorder = MeshRecorder(MESH, GPUS, graphs, FakeLibrary(cuda))
+    for is_repeated in (False, True):
+        monkeypatch.setattr(peer_call, "is_repeated", is_repeated)
+        calls_of_a_mesh(recorder.instrument)
+    assert len(cuda.streams[0]) == 8  # events that no one has waited for
+    profile = recorder.profile("main")
+    times = {(row.symbol, row.device): row.microseconds for row in profile.rows if row.device != "host"}
+    assert times == pytest.approx(
+        {("sum", "cuda:0"): 250, ("sum", "cuda:1"): 251, ("alone", "cuda:1"): 1500, ("to_device", "cuda:1"): 1500}
+    )
+    assert [(each.region, each.kernel, each.variable) for each in profile.commands] == [
+        (f"graph_{gpu}", "sum", "y") for gpu in (0, 1)
+    ]
+    on_host = {row.symbol: row.calls for row in profile.rows if row.device == "host"}
+    assert on_host == {"outer": 1, "inner": 1, subject.VM_OVERHEAD: 1}
+
+
+def test_a_clock_of_a_mesh_waits_at_its_end(monkeypatch):
+    cuda = FakeCuda()
+    library = FakeLibrary(cuda)
+    monkeypatch.setattr(subject, "cuda_library", lambda: library)
+    monkeypatch.setattr(peer_call, "uses_peers", True)
+    clock = BufferClock(MESH, GPUS)
+    calls_of_a_mesh(clock.instrument)
+    assert clock.seconds == 0 and cuda.streams[0]
+    clock.stop()
+    assert clock.seconds == pytest.approx(1.5e-3) and not cuda.streams[0]

@@ -216,10 +216,12 @@ class AttentionGraph(GraphOps):
             name = f"blk.{layer}.attn_rope"
             positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
-            frequencies = relax.const(self._frequencies(size, is_divided, base, scale, yarn)[None])
-            angles = self.emit(relax.op.multiply(column, frequencies), f"{name}.angles")
+            frequencies = np.tile(self._frequencies(size, is_divided, base, scale, yarn), 2)[None]
+            angles = self.emit(relax.op.multiply(column, relax.const(frequencies)), f"{name}.angles")
             parts = [self.emit(op(angles), f"{name}.{op.__name__}") for op in (relax.op.cos, relax.op.sin)]
-            table = self.emit(relax.op.concat(parts, axis=1), name)
+            # Unlike a concatenation of halves, a selection is one kernel.
+            is_cosine = relax.const(np.arange(size)[None] < size // 2)
+            table = self.emit(relax.op.where(is_cosine, *parts), name)
             magnitude = yarn.magnitude if yarn else self.model.magnitude
             self.rotary_tables[key] = self._scaled(table, magnitude, f"{name}.scaled")
         return self.rotary_tables[key]

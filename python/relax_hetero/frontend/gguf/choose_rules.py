@@ -53,28 +53,12 @@ class ChosenRules(dict[str, str]):
         self.reasons, self.estimate, self.groups = reasons, estimate, groups
 
 
-def choose_rules(
-    file: GgufFile,
-    model: Hyperparameters,
-    cache: PagedCache,
-    vdevices: Sequence[tvm.relax.VDevice],
-    costs: CostModel,
-    limits: Mapping[int, int],
-    expert_counts: Mapping[int, Sequence[float]] | None = None,
-    may_share: bool = True,
-) -> ChosenRules:
+def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
     """Find the rules with the least time of a decoded token.
 
     Parameters
     ----------
-    file, model, cache : GgufFile, Hyperparameters, PagedCache
-    vdevices : sequence of VDevice
-    costs : CostModel
-        Cost model of these devices.
-    limits : mapping from int to int
-        Index of a device -> maximum of its memory; other devices have no limit.
-    expert_counts : mapping from int to sequence of float, optional
-        Layer -> counts of its experts (`place_experts.read_expert_counts`).
+    problem : LayerProblem
     may_share : bool
         False if no layer may be on several devices.
 
@@ -83,8 +67,7 @@ def choose_rules(
     PlacementError
         If the model does not fit; the text has the required bytes.
     """
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
-    possible = _groups(problem, model, vdevices) if may_share else ()
+    possible = _groups(problem) if may_share else ()
     timed = [(groups.decode(1, problem.search.step.cached)[0], groups) for groups in possible]
     shared = sorted(timed, key=lambda each: each[0])
     try:
@@ -99,7 +82,7 @@ def choose_rules(
     others = [f"{_text_of(other)} take {time_text(time)}" for time, other in shared[1:2]]
     others.append("layers on single devices " + (f"take {time_text(alone.seconds)}" if alone else "do not fit"))
     reason = f"{AUTO}fastest are {_text_of(groups)}: {time_text(seconds)} a token; {', '.join(others)}"
-    rules = rules_of(groups, cache)
+    rules = rules_of(groups, problem.cache)
     used = groups.tensor * len(groups.stages)
     busy = {name: seconds / len(groups.stages) * (index < used) for index, name in enumerate(problem.names)}
     return ChosenRules(rules, dict.fromkeys(rules, reason), problem.estimate(seconds, busy), groups)
@@ -127,8 +110,9 @@ def _on_single_devices(
     return ChosenRules(chosen, reasons, problem.estimate(plan.seconds, busy), None)
 
 
-def _groups(problem: LayerProblem, model: Hyperparameters, vdevices: Sequence[tvm.relax.VDevice]) -> Iterator[Pipeline]:
+def _groups(problem: LayerProblem) -> Iterator[Pipeline]:
     """Yield, for each number of equal GPUs that can share a layer, the fewest groups of that size that fit."""
+    model, vdevices = problem.model, problem.vdevices
     count, indices = len(vdevices), [int(vdevice.vdevice_id) for vdevice in vdevices]
     is_alike = len({str(vdevice.target) for vdevice in vdevices}) == 1 and len(set(indices)) == count > 1
     if not is_alike or not backend_of(vdevices[0].target).records_graphs or hosts_of(vdevices):

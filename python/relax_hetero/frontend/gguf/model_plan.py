@@ -11,15 +11,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Literal
 
-import tvm
-
 from ...errors import FrontendError
 from ...target.hosts import host_of
 from ...target.mesh import mesh_positions
 from ...target.vdevice import is_cpu, lookup, vdevice_index
-from ..auto.cost_model import CostModel
 from ..onnx.placement_rules import Patterns, PlacementRules, rule_pairs
-from ..paged_cache import PagedCache
 from .activation_types import ActivationTypes, names_of
 from .choose_rules import ChosenRules, choose_rules, mesh_of
 from .expert_rules import split_rules
@@ -29,7 +25,6 @@ from .scaling import Fleet, Pipeline
 
 if TYPE_CHECKING:
     from .file import GgufFile
-    from .hyperparameters import Hyperparameters
     from .plan_layers import LayerPlan, PlanSearch
 
 PROMPTS = (512, 4096)
@@ -219,30 +214,14 @@ class ModelPlan:
         return data
 
 
-def plan_model(
-    file: GgufFile,
-    model: Hyperparameters,
-    cache: PagedCache,
-    vdevices: list[tvm.relax.VDevice],
-    placement: PlacementRules | Literal["auto"],
-    costs: CostModel,
-    limits: dict[int, int],
-    expert_counts: Mapping[int, Sequence[float]] | None = None,
-) -> ModelPlan:
+def plan_model(problem: LayerProblem, placement: PlacementRules | Literal["auto"]) -> ModelPlan:
     """Plan a language model.
 
     Parameters
     ----------
-    file, model, cache : GgufFile, Hyperparameters, PagedCache
-    vdevices : list of VDevice
+    problem : LayerProblem
     placement : PlacementRules or "auto"
         As for `from_gguf`.
-    costs : CostModel
-        Cost model of these devices.
-    limits : mapping from int to int
-        Index of a device -> maximum of its memory.
-    expert_counts : mapping from int to sequence of float, optional
-        Layer -> counts of its experts (`place_experts.read_expert_counts`), for "auto".
 
     Raises
     ------
@@ -253,15 +232,14 @@ def plan_model(
     VDeviceError
         If a device of a rule is not in the list.
     """
-    is_auto = isinstance(placement, str)
-    problem = LayerProblem(file, model, cache, vdevices, costs, limits, expert_counts)
+    is_auto, costs, limits = isinstance(placement, str), problem.search.costs, problem.limits
     if isinstance(placement, str):
-        placement = choose_rules(file, model, cache, vdevices, costs, limits, expert_counts)
-    groups = _groups_of(problem, model, vdevices, placement)
+        placement = choose_rules(problem)
+    groups = _groups_of(problem, placement)
     reasons = placement.reasons if isinstance(placement, ChosenRules) else {}
     if groups is not None:
-        return _shared_plan(file, problem, model, cache, groups, reasons.get("*", "rule '*'"), is_auto)
-    layout = _layout(problem, model, vdevices, placement, reasons)
+        return _shared_plan(problem, groups, reasons.get("*", "rule '*'"), is_auto)
+    layout = _layout(problem, placement, reasons)
     # More memory brings the same on each of several equal devices.
     kinds = {(repr(costs.devices[device]), limit): device for device, limit in reversed(limits.items())}
     limited = sorted(kinds.values()) if is_auto else []
@@ -279,33 +257,31 @@ def plan_model(
         )
         for part, device, reason in zip(layout.search.parts, layout.plan.devices, layout.reasons, strict=True)
     )
-    streaming = _streaming(problem, layout, vdevices)
+    streaming = _streaming(problem, layout)
     devices = [
         _device_use(problem, placed, index, layout.plan.resident_bytes.get(index, 0.0))
-        for index in range(len(vdevices))
+        for index in range(len(problem.names))
     ]
-    plan = _plan(file, problem, model, cache, is_auto, placed, devices, _speeds(problem, layout, cache, streaming))
+    plan = _plan(problem, is_auto, placed, devices, _speeds(problem, layout, streaming))
     return replace(
         plan,
-        more=tuple(_more_memory(problem, model, vdevices, layout, device) for device in limited),
+        more=tuple(_more_memory(problem, layout, device) for device in limited),
         curves={problem.names[device]: _curve(problem, device) for device in limited},
         streaming=streaming,
     )
 
 
 def _plan(
-    file: GgufFile,
     problem: LayerProblem,
-    model: Hyperparameters,
-    cache: PagedCache,
     is_auto: bool,
     parts: Sequence[PlacedPart],
     devices: Sequence[DeviceUse],
     speeds: Sequence[Speed],
 ) -> ModelPlan:
     """A plan without the effects of more memory, and of copies of experts."""
+    model, cache = problem.model, problem.cache
     return ModelPlan(
-        model=file.path.name,
+        model=problem.file.path.name,
         architecture=model.name,
         layers=model.layers,
         experts=model.experts,
@@ -324,13 +300,11 @@ def _plan(
     )
 
 
-def _groups_of(
-    problem: LayerProblem, model: Hyperparameters, vdevices: list[tvm.relax.VDevice], placement: PlacementRules
-) -> Pipeline | None:
+def _groups_of(problem: LayerProblem, placement: PlacementRules) -> Pipeline | None:
     """Groups of devices that share layers by some rules; None if each rule names one device."""
     if isinstance(placement, ChosenRules):
         return placement.groups
-    pairs, count = rule_pairs(placement), len(vdevices)
+    vdevices, pairs, count = problem.vdevices, rule_pairs(placement), len(problem.vdevices)
     meshes = [mesh_positions(lookup(device, vdevices)) for _, device in pairs]
     if not any(meshes):
         return None
@@ -340,18 +314,10 @@ def _groups_of(
             f"{count} devices, expected {{'*': 'vdevice[0:{count}]'}}, \"auto\", or single devices"
         )
     costs = problem.search.costs
-    return Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices(vdevices, costs), count, 1)
+    return Pipeline(problem.search.parts, problem.model, costs, Fleet.of_vdevices(vdevices, costs), count, 1)
 
 
-def _shared_plan(
-    file: GgufFile,
-    problem: LayerProblem,
-    model: Hyperparameters,
-    cache: PagedCache,
-    groups: Pipeline,
-    reason: str,
-    is_auto: bool,
-) -> ModelPlan:
+def _shared_plan(problem: LayerProblem, groups: Pipeline, reason: str, is_auto: bool) -> ModelPlan:
     """The plan of a model whose layers are on groups of devices that share each; bytes are those of one device."""
     step, placed, devices = problem.search.step, list[PlacedPart](), list[DeviceUse]()
     for stage, parts in enumerate(groups.stages):
@@ -367,14 +333,14 @@ def _shared_plan(
         for _ in range(groups.tensor):
             devices.append(_device_use(problem, own, len(devices), groups.stage_bytes[stage]))
     devices += [_device_use(problem, [], index, 0.0) for index in range(len(devices), len(problem.names))]
-    longest = max(cache.chunks)
+    cache, longest = problem.cache, max(problem.cache.chunks)
     speeds = [Speed("decode", 1, 1, groups.decode(1, step.cached)[0])]
     speeds += [
         Speed("prefill", tokens, min(longest, tokens), groups.prefill(tokens, longest))
         for tokens in PROMPTS
         if tokens <= cache.context
     ]
-    return _plan(file, problem, model, cache, is_auto, placed, devices, speeds)
+    return _plan(problem, is_auto, placed, devices, speeds)
 
 
 @dataclass(frozen=True)
@@ -398,15 +364,10 @@ class _Layout:
         return counts
 
 
-def _layout(
-    problem: LayerProblem,
-    model: Hyperparameters,
-    vdevices: list[tvm.relax.VDevice],
-    rules: PlacementRules,
-    reasons: Mapping[str, str],
-) -> _Layout:
+def _layout(problem: LayerProblem, rules: PlacementRules, reasons: Mapping[str, str]) -> _Layout:
     """Place parts by rules as `from_gguf` does; `reasons` has those of generated patterns."""
-    split = split_rules(rules, model, vdevices)
+    vdevices = problem.vdevices
+    split = split_rules(rules, problem.model, vdevices)
     types = ActivationTypes(None, "float32", split.rules, vdevices)
     parts = problem.parts(types.device_of, split.groups)
     search, texts = replace(problem.search, parts=parts), split.reasons(reasons)
@@ -445,10 +406,8 @@ def _device_use(problem: LayerProblem, placed: Sequence[PlacedPart], index: int,
     )
 
 
-def _speeds(
-    problem: LayerProblem, layout: _Layout, cache: PagedCache, streaming: Streaming | None
-) -> tuple[Speed, ...]:
-    search, plan = layout.search, layout.plan
+def _speeds(problem: LayerProblem, layout: _Layout, streaming: Streaming | None) -> tuple[Speed, ...]:
+    search, plan, cache = layout.search, layout.plan, problem.cache
     placed, costs = (search.parts, plan.devices), (search.costs, search.row_bytes)
     speeds = [Speed("decode", 1, 1, plan.seconds)]
     for tokens in PROMPTS:
@@ -465,12 +424,10 @@ def _speeds(
     return tuple(speeds)
 
 
-def _more_memory(
-    problem: LayerProblem, model: Hyperparameters, vdevices: list[tvm.relax.VDevice], layout: _Layout, device: int
-) -> MoreMemory:
+def _more_memory(problem: LayerProblem, layout: _Layout, device: int) -> MoreMemory:
     """The plan with a GiB more on a device."""
     rules = problem.rules(problem.best({**problem.limits, device: problem.limits[device] + _GIB}))
-    more = _layout(problem, model, vdevices, [rule[:2] for rule in rules], {})
+    more = _layout(problem, [rule[:2] for rule in rules], {})
     before, after = layout.layers(device), more.layers(device)
     moved = {name: round(count - before[name], 3) for name, count in after.items()}
     parts = {name: count for name, count in moved.items() if count}
@@ -488,9 +445,9 @@ def _curve(problem: LayerProblem, device: int) -> list[tuple[int, float | None]]
     ]
 
 
-def _streaming(problem: LayerProblem, layout: _Layout, vdevices: Sequence[tvm.relax.VDevice]) -> Streaming | None:
+def _streaming(problem: LayerProblem, layout: _Layout) -> Streaming | None:
     """Copies of all experts of the first layer with some on a CPU, to the GPU of its router or attention."""
-    at: dict[tuple[str, int], int] = {}
+    vdevices, at = problem.vdevices, dict[tuple[str, int], int]()
     placed = list(zip(layout.search.parts, layout.plan.devices, strict=True))
     for part, device in placed:
         at.setdefault((part.name, part.layer), device)

@@ -112,12 +112,21 @@ def _bytes_of_copies(file: GgufFile) -> int:
 class LayerProblem:
     """Placement of a model's layers on some devices.
 
+    Parameters
+    ----------
+    file, model, cache : GgufFile, Hyperparameters, PagedCache
+    vdevices : sequence of VDevice
+    costs : CostModel
+        Cost model of these devices.
+    limits : mapping from int to int
+        Index of a device -> maximum bytes of its memory; other devices have no limit.
+    expert_counts : mapping from int to sequence of float, optional
+        Layer -> counts of its experts (`place_experts.read_expert_counts`).
+
     Attributes
     ----------
     search : PlanSearch
         Parts of the model, and the search for plans.
-    limits : dict from int to int
-        Index of a device -> maximum of its memory; other devices have no limit.
     working : list of int
         Bytes that each device needs besides weights and cache.
     names : list of str
@@ -134,7 +143,7 @@ class LayerProblem:
         limits: Mapping[int, int],
         expert_counts: Mapping[int, Sequence[float]] | None = None,
     ) -> None:
-        self._file, self._model, self._cache = file, model, cache
+        self.file, self.model, self.cache, self.vdevices = file, model, cache, list(vdevices)
         self._layouts, self._expert_counts = layouts_of(vdevices), expert_counts or {}
         parts = self.parts()
         self.search = PlanSearch(parts, costs, model.hidden_size * 4, Step(1, cache.context // 2))
@@ -154,7 +163,7 @@ class LayerProblem:
     ) -> list[Part]:
         """The parts in execution order, as `ModelParts`."""
         counts = self._expert_counts
-        return ModelParts(self._file, self._model, self._cache, self._layouts, device_of, groups, counts).all()
+        return ModelParts(self.file, self.model, self.cache, self._layouts, device_of, groups, counts).all()
 
     def free(self, limits: Mapping[int, float] | None = None) -> dict[int, float]:
         """Bytes for weights and cache on devices with limits."""
@@ -193,7 +202,7 @@ class LayerProblem:
         ordered: list[tuple[int, str, str, str]] = []
         for part, device in zip(self.search.parts, plan.devices, strict=True):
             reason = self.reason(part, device, plan)
-            for rank, pattern in _patterns(part, self._model, self._cache):
+            for rank, pattern in _patterns(part, self.model, self.cache):
                 ordered.append((rank, pattern, self.names[device], reason))
         # The first match decides.
         return [rule[1:] for rule in sorted(ordered, key=lambda rule: rule[0])]
@@ -206,9 +215,9 @@ class LayerProblem:
         layers = []
         for part in parts:
             if part.name == "experts":
-                resident = tuple(size / self._model.experts for size in part.resident_bytes)
-                seconds = tuple(part.work_seconds(i, costs, step) / self._model.experts_used for i in devices)
-                pairs = expert_pairs(self._model, self._expert_counts.get(part.layer))
+                resident = tuple(size / self.model.experts for size in part.resident_bytes)
+                seconds = tuple(part.work_seconds(i, costs, step) / self.model.experts_used for i in devices)
+                pairs = expert_pairs(self.model, self._expert_counts.get(part.layer))
                 layers.append(ExpertLayer(part.layer, resident, seconds, pairs))
         plan = place_experts(layers, costs, free, dense_costs, self.search.row_bytes) if layers else None
         return plan if plan is not None and plan.has_split_layers else None
@@ -241,7 +250,7 @@ class LayerProblem:
             for device, limit in self.limits.items()
         )
         return PlacementError(
-            f"{self._file.path}: no split by layers or by parts fits the limits of the devices; all weights and the "
+            f"{self.file.path}: no split by layers or by parts fits the limits of the devices; all weights and the "
             f"cache would take {needs}. Raise memory_limit, or take a smaller context or fewer slots"
         )
 

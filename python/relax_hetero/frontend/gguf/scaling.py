@@ -79,7 +79,20 @@ class Fleet:
         network: LinkCost | None = None,
         sharing: SharingFigures | None = None,
     ) -> Fleet:
-        """Hosts of equal devices; `sharing` are measurements of CPU devices."""
+        """Hosts of equal devices.
+
+        Parameters
+        ----------
+        vdevices : sequence of VDevice
+            Devices of a host; one or two stand for more, whose number the caller replaces.
+        costs : CostModel
+            Cost model of these devices.
+        hosts : int
+        network : LinkCost, optional
+            Between hosts; by default 10 Gb/s Ethernet.
+        sharing : SharingFigures, optional
+            Measurements of CPU devices that work at the same time; by default they do not slow each other down.
+        """
         count = len(vdevices)
         link = costs.links[0, 1] if count > 1 else LinkCost(math.inf, 0.0)
         network = network or LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
@@ -278,8 +291,7 @@ def can_share(model: Hyperparameters, count: int) -> bool:
 
 def max_stages(model: Hyperparameters) -> int:
     """Maximum number of stages: 1 if layers read the caches of others."""
-    has_common_caches = any(model.cache_index(layer) != layer for layer in range(model.layers))
-    return 1 if has_common_caches else min(model.layers, MAX_STAGES)
+    return 1 if model.shared_caches else min(model.layers, MAX_STAGES)
 
 
 def group_shapes(model: Hyperparameters, fleet: Fleet) -> Iterator[tuple[int, int, int]]:
@@ -344,7 +356,7 @@ class Pipeline:
         return list(map(round, sizes))
 
     def decode(self, texts: int, cached: int, batch: int | None = None) -> tuple[float, float]:
-        """Time between two tokens of each of `texts` texts, and the fraction of it that stages work.
+        """Seconds between two tokens of each of `texts` texts, and the fraction of it that stages work.
 
         Calls are for at most `batch` texts, by default all.
         """
@@ -370,7 +382,7 @@ class Pipeline:
         return seconds, work / (seconds * stages)
 
     def prefill(self, tokens: int, chunk: int) -> float:
-        """Time of a prompt, whose chunks follow each other, as each returns logits to the host."""
+        """Seconds of a prompt, whose chunks follow each other, as each returns logits to the host."""
         seconds = 0.0
         for begin in range(0, tokens, chunk):
             rows = min(chunk, tokens - begin)
@@ -394,11 +406,11 @@ class Pipeline:
             yield Exchange("to the next stage", count, nbytes, seconds)
 
     def stage_seconds(self, stage: int, texts: int, rows: int, cached: int) -> float:
-        """Time of a stage for `rows` tokens of each of `texts` texts."""
+        """Seconds of a stage for `rows` tokens of each of `texts` texts, which have `cached` tokens already."""
         return self.seconds(self.stages[stage], texts, rows, cached)
 
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
-        """Time of some parts on a group, with their sums."""
+        """Seconds of some parts on a group, with their sums, as `stage_seconds`."""
         seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
         if self._calibration is not None and rows > 1:
             seconds *= self._calibration.prefill
@@ -411,7 +423,7 @@ class Pipeline:
         return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
     def sum_seconds(self, nbytes: float) -> float:
-        """Time of an all-reduce in a group: each device writes its part to every other one."""
+        """Seconds of an all-reduce of `nbytes` in a group: each device writes its part to every other one."""
         seconds = nbytes / self._fleet.link.bandwidth
         if self._fleet.handover is not None:
             return self._fleet.handover + (self.tensor - 1) * seconds
@@ -438,7 +450,7 @@ class Pipeline:
         return sum(part.name in ("attn", "ffn", "experts") for part in parts)
 
     def _sent_seconds(self, stage: int, nbytes: float) -> float:
-        """Time of a transfer from a stage to the next one."""
+        """Seconds of a transfer from a stage to the next one."""
         begin, fleet = stage * self.tensor, self._fleet
         following = (stage + 1) % len(self.stages) * self.tensor
         link = fleet.link if begin // fleet.devices == following // fleet.devices else fleet.network

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import tvm
 
 from ...encoding.pages import LayerCache
+from ...encoding.token_masks import MASK_BITS
 from ...errors import FrontendError
 from ...target.mesh import mesh_of, mesh_positions
 from ...target.vdevice import device_name, is_cpu, lookup, vdevice_index
@@ -141,11 +142,12 @@ def with_split_parameters(
 def _result_parts(
     model: Hyperparameters, types: ActivationTypes, vdevices: Sequence[tvm.relax.VDevice]
 ) -> dict[str, dict[str, Any]]:
-    """Parts of the logits of a mesh whose devices divide the vocabulary, and copies of the tokens on GPUs."""
+    """Parts of the logits, and of masks of tokens, of a mesh that divides them, and copies of the tokens on GPUs."""
     mesh = mesh_positions(types.device_of("output"))
     if not mesh or model.vocabulary % len(mesh):
         return {}
-    parts = {"logits": {**_copies("logits", mesh), "placement": "S[1]"}}
+    divided = ["logits"] if model.vocabulary % (MASK_BITS * len(mesh)) else ["logits", "masks"]
+    parts = {name: {**_copies(name, mesh), "placement": "S[1]"} for name in divided}
     if not any(is_cpu(vdevices[device]) for device in mesh):
         parts["greedy_tokens"] = _copies("greedy_tokens", mesh)
     return parts

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from starlette.types import ASGIApp
 
 from ...errors import HeteroError, pip_install
+from ...target.backend import backend_of
 from .app import Settings, make_app
 
 NAME = "relax_hetero_llm"
@@ -43,7 +45,8 @@ def run_replicas(
     on_ready : callable, optional
         Called with the URL once all replicas are ready.
     gpus : float
-        GPUs of each replica, which sees no others; a fraction is a share of one.
+        GPUs of each replica, which sees no others; a fraction is a share of one. Several access each other's memory
+        where they can, if Ray starts here.
 
     Raises
     ------
@@ -66,7 +69,8 @@ def run_replicas(
     )
     http = {"host": host, "port": port, "request_timeout_s": settings.limits.seconds + 5}
     try:
-        serve.start(http_options=http, logging_config={"enable_access_log": False})
+        with _gpus_in_order_of_links(int(gpus)):
+            serve.start(http_options=http, logging_config={"enable_access_log": False})
         serve.run(deployment.bind(), name=NAME)
     except (RuntimeError, ValueError) as error:
         serve.shutdown()
@@ -78,6 +82,30 @@ def run_replicas(
             time.sleep(3600)
     finally:
         serve.shutdown()
+
+
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+@contextmanager
+def _gpus_in_order_of_links(count: int) -> Iterator[None]:
+    """Let a Ray that starts here give each replica `count` GPUs that access each other's memory, if there are such.
+
+    Ray assigns GPUs in their order in the environment.
+    """
+    outer, backend = os.environ.get(_VISIBLE), backend_of("cuda")
+    names = [str(gpu) for gpu in range(backend.count())] if outer is None else outer.split(",")
+    order = backend.in_order_of_links(count) if count > 1 else []
+    if order == sorted(order):
+        yield
+        return
+    os.environ[_VISIBLE] = ",".join(names[gpu] for gpu in order)
+    try:
+        yield
+    finally:
+        os.environ.pop(_VISIBLE)
+        if outer is not None:
+            os.environ[_VISIBLE] = outer
 
 
 def _runtime_environment() -> dict[str, Any]:

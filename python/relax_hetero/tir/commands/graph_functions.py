@@ -25,7 +25,7 @@ from ...artifact.nccl_layout import NCCL_COLLECTIVE
 from ...artifact.signature import Dim
 from ...target.gpu_target import MAX_BLOCK_THREADS, gpu_target_of
 from ..core.builder import Expr, Function
-from ..cuda.core.launch import LATE_WAIT
+from ..cuda.core.launch import LATE_WAIT, WAIT
 from ..cuda.core.ptx import is_griddepcontrol_wait, is_launch_dependents, launch_dependents, waiting_statements
 from .command_list import ADDRESS, ADDRESS_TEXT, Tensor
 from .table_kernel import nest_of
@@ -367,6 +367,15 @@ def waiting_late(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
     body = structural_map(kernel.body, (tirx.SeqStmt, on_sequence))
     return kernel.with_body(structural_map(body, (tirx.AttrStmt, on_attribute)))
+
+
+def waiting_in_place(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
+    """A kernel that waits, and lets the next launch begin, at its statements with `WAIT`."""
+
+    def on_attribute(statement: tirx.AttrStmt) -> tirx.Stmt:
+        return tirx.SeqStmt(waiting_statements()[::-1]) if statement.attr_key == WAIT else statement
+
+    return kernel.with_body(structural_map(kernel.body, (tirx.AttrStmt, on_attribute)))
 
 
 def releases_after_wait(kernel: tirx.PrimFunc) -> bool:

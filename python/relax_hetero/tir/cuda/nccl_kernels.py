@@ -109,6 +109,9 @@ __device__ __forceinline__ void rh_token(float* token) { if (blockIdx.x == 0 && 
 Form = tuple[Sequence[int], str]
 """Shape and type of a tensor."""
 
+_TOKEN: Form = ([1], "float32")
+"""Result of a kernel before NCCL's, which orders the kernel after them."""
+
 
 def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
     """Make the kernel that copies a GPU's operand to the memory in which NCCL sums.
@@ -130,10 +133,9 @@ def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
     function = Function(f"stage_{own.rank}", registers="local")
     with function:
         x = function.argument("x", list(reduce.shape), "float32")
-        bases = function.argument("bases", [reduce.ranks], "int64")
-        function.argument("after", list(after[0]), after[1])
+        bases = _bases_after(function, reduce.ranks, "after", after)
         residual = function.argument("residual", reduce.sum_shape, "float32") if reduce.has_residual else None
-        token = function.argument("token", [1], "float32")
+        token = function.argument("token", *_TOKEN)
         with function.body(), launch(_copy_blocks(reduce), _THREADS):
             pointers = [_pointer(buffer) for buffer in (x, x if residual is None else residual, token, bases)]
             numbers = own.rank, reduce.count // 4, prod(reduce.sum_shape) // 4
@@ -165,8 +167,7 @@ def finish_kernel(own: RankReduce, number: int, mesh: Sequence[int]) -> tirx.Pri
     blocks = _copy_blocks(reduce) if norm is None else min(_MAX_BLOCKS, reduce.count // reduce.width)
     function = Function(f"finish_{own.rank}", registers="local")
     with function:
-        bases = function.argument("bases", [reduce.ranks], "int64")
-        function.argument("token", [1], "float32")
+        bases = _bases_after(function, reduce.ranks, "token", _TOKEN)
         weight = function.argument("weight", [reduce.width], "float32") if norm is not None else None
         is_centered = norm is not None and norm.is_centered
         bias = function.argument("bias", [reduce.width], "float32") if is_centered else None
@@ -258,9 +259,8 @@ def send_kernel(exchange: Exchange, rank: int, after: Form) -> tirx.PrimFunc:
     function = Function(f"send_{rank}", registers="local")
     with function:
         tensors = [function.argument(f"x{i}", list(each.shape), each.dtype) for i, (each, _) in enumerate(pairs)]
-        bases = function.argument("bases", [exchange.ranks], "int64")
-        function.argument("after", list(after[0]), after[1])
-        token = function.argument("token", [1], "float32")
+        bases = _bases_after(function, exchange.ranks, "after", after)
+        token = function.argument("token", *_TOKEN)
         _copy(function, tensors, pairs, bases, rank, token, sends=True)
     return function.result.with_attrs({"tirx.is_scheduled": True})
 
@@ -287,8 +287,7 @@ def receive_kernel(exchange: Exchange, rank: int, number: int, mesh: Sequence[in
     pairs = exchange.of(rank, sends=False)
     function = Function(f"receive_{rank}", registers="local")
     with function:
-        bases = function.argument("bases", [exchange.ranks], "int64")
-        function.argument("token", [1], "float32")
+        bases = _bases_after(function, exchange.ranks, "token", _TOKEN)
         tensors = [function.argument(f"out{i}", list(each.shape), each.dtype) for i, (each, _) in enumerate(pairs)]
         _copy(function, tensors, pairs, bases, rank, None, sends=False)
     attributes = {AFTER_NCCL: [number, rank, *mesh], EXCHANGE: list(exchange.description)}
@@ -312,6 +311,13 @@ def _copy(
             _call(f"rh_exchanged<{str(sends).lower()}>", _pointer(tensor), _pointer(bases), *numbers)
         if token is not None:
             _call("rh_token", _pointer(token))
+
+
+def _bases_after(function: Function, ranks: int, name: str, result: Form) -> Any:
+    """The addresses of all GPUs' buffers, and the parameter after it: a kernel's result, which only orders kernels."""
+    bases = function.argument("bases", [ranks], "int64")
+    function.argument(name, list(result[0]), result[1])
+    return bases
 
 
 def _pointer(buffer: Any) -> tirx.PrimExpr:

@@ -30,7 +30,7 @@ from ...encoding.problem import (
     Operand,
     Problem,
     QuantizedMatmulProblem,
-    SentTiles,
+    SentSum,
 )
 from ...encoding.resolver import resolver_or_default
 from ...encoding.row_program import RowProgram
@@ -228,14 +228,14 @@ class EncodingKernels:
         full_name = "_".join([name or self._names.name(problem, target), *epilogue[:_MAX_NAMED_OPS]])
         return self._kernel(problem, target, full_name, [encoding.op_type, *epilogue], op_text)
 
-    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentTiles) -> tvm.ir.GlobalVar | None:
-        """The kernel of the same product that sends its tiles; None if there is none, or it would overlap nothing."""
+    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
+        """The kernel of the same product that sends its result; None if there is none, or it would overlap nothing."""
         problem = self._table.key_of(kernel)
         if not isinstance(problem, MatmulProblem):
             return None
         func = self.functions[kernel]
         target = func.attrs["target"]
-        if not resolver_or_default(target).sends_tiles(problem, target):
+        if not resolver_or_default(target).sends_sum(problem, target):
             return None
         name = f"{kernel.name_hint}_sent"
         return self._kernel(replace(problem, sent=sent), target, name, [str(op) for op in func.attrs[OPS]], name)

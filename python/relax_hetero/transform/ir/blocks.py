@@ -224,6 +224,11 @@ def shape_of(expr: relax.Expr) -> list[Any] | None:
     return ty.shape.values[:]
 
 
+def static_form(tensor: relax.Expr) -> tuple[tuple[int, ...], str]:
+    """Shape and element type of a tensor whose shape is static."""
+    return tuple(int(extent) for extent in shape_of(tensor) or ()), str(tensor.ty.dtype)
+
+
 def same_extent(a: Any, b: Any) -> bool:
     """Return whether two extents are provably equal."""
     if isinstance(a, tvm.tirx.IntImm) and isinstance(b, tvm.tirx.IntImm):

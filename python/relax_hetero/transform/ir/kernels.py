@@ -22,7 +22,7 @@ from ...encoding.arithmetic import (
     with_fp16_partial_sums,
 )
 from .op_names import CALL_TIR_OPS
-from .rewriting import op_name, tensor_types, walk_bindings, with_functions
+from .rewriting import op_name, vdevice_in, walk_bindings, with_functions
 
 
 def called_prim_func(mod: tvm.IRModule, value: relax.Expr) -> tvm.ir.GlobalVar | None:
@@ -37,11 +37,8 @@ def called_prim_func(mod: tvm.IRModule, value: relax.Expr) -> tvm.ir.GlobalVar |
 
 def call_vdevice(value: relax.Call) -> relax.VDevice | None:
     """The device that a call runs on: that of its result, else of its first tensor operand, in tuples as well."""
-    for ty in (*value.ty_args, value.ty, *(arg.ty for arg in value.args)):
-        for tensor in tensor_types(ty):
-            if tensor.vdevice is not None:
-                return tensor.vdevice
-    return None
+    types = (*value.ty_args, value.ty, *(arg.ty for arg in value.args))
+    return next((vdevice for ty in types if (vdevice := vdevice_in(ty)) is not None), None)
 
 
 OPS = "relax_hetero.ops"

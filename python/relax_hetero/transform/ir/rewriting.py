@@ -200,6 +200,11 @@ def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
             yield from tensor_types(field)
 
 
+def vdevice_in(ty: tvm.ir.Type) -> relax.VDevice | None:
+    """The device of the first tensor in a type that has one."""
+    return next((tensor.vdevice for tensor in tensor_types(ty) if tensor.vdevice is not None), None)
+
+
 def op_name(value: relax.Expr) -> str | None:
     """The name of the op that `value` calls; None for any other value."""
     if isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op):

@@ -48,6 +48,7 @@ from ..partition.written_arguments import annotate_written
 from ..shard.exchange_by_nccl import check_collectives_in_graphs
 from .annotate_memory import AnnotateMemory
 from .check_size_divisors import check_size_divisors
+from .launch_together import LaunchTogether
 from .lower_loop_rows import LowerLoopRows
 from .lower_pinned_storage import LowerPinnedStorage
 from .lower_requirements import LowerRequirements
@@ -121,6 +122,7 @@ def lowering_steps(must_copy: bool) -> list[tvm.transform.Pass]:
         PlanMemoryPerDevice(),
         relax.transform.LowerAllocTensor(),
         relax.transform.KillAfterLastUse(),
+        LaunchTogether(),
         AnnotateMemory(),
         LowerPinnedStorage(),
         OrderStreams(),

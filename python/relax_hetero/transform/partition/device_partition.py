@@ -24,7 +24,7 @@ from ...target.vdevice import host_vdevice, vdevice_index, vdevices_of
 from ..ir.blocks import used_vars
 from ..ir.kernels import call_vdevice, tensor_bytes
 from ..ir.op_names import IN_PLACE, RESHAPE
-from ..ir.rewriting import global_vars_in, op_name, tensor_types, walk_bindings
+from ..ir.rewriting import global_vars_in, op_name, tensor_types, vdevice_in, walk_bindings
 from .transfer_dependences import Dependences, Reads, is_transfer, transfer_dependences
 from .written_arguments import overwritten
 
@@ -301,7 +301,7 @@ class BindingDevices:
         """Manifest index of the device of an op or a value; -1 for the host of a module without CPU devices."""
         vdevice = call_vdevice(value) if isinstance(value, relax.Call) else None
         if vdevice is None:
-            vdevice = next((t.vdevice for t in tensor_types(value.ty) if t.vdevice is not None), None)
+            vdevice = vdevice_in(value.ty)
         return vdevice_index(vdevice, self._vdevices) if vdevice is not None else self.host
 
     def devices(self, binding: relax.Binding) -> tuple[int, ...]:

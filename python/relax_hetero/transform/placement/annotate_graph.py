@@ -18,7 +18,7 @@ lowered module is not changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tvm
@@ -42,7 +42,7 @@ from ..ir.extents import dim_or_script
 from ..ir.kernels import tensor_bytes
 from ..ir.module_attrs import is_lowered
 from ..ir.remarks import Aliases, records_remarks, remarks_of, with_remarks
-from ..ir.rewriting import handle, relax_functions, walk_bindings
+from ..ir.rewriting import handle, relax_functions, tensor_types, vdevice_in, walk_bindings
 
 # A node of the function, and an index among its values; -1 for all of them.
 _Read = tuple[int, int]
@@ -95,7 +95,7 @@ class _Tables:
 
     def device(self, ty: tvm.ir.Type) -> int:
         """Index of the name of the device of the first tensor in a type."""
-        vdevice = next((t.vdevice for t in _tensors(ty) if t.vdevice is not None), None)
+        vdevice = vdevice_in(ty)
         if vdevice is None:
             return 0
         key = handle(vdevice)
@@ -105,7 +105,7 @@ class _Tables:
 
     def values_of(self, ty: tvm.ir.Type) -> tuple[int, ...]:
         """Indices of the values of a type: one for each tensor in it."""
-        return tuple(self._value(tensor) for tensor in _tensors(ty))
+        return tuple(self._value(tensor) for tensor in tensor_types(ty))
 
     def _value(self, ty: relax.TensorType) -> int:
         dtype = "" if ty.dtype is None else str(ty.dtype.dtype if isinstance(ty.dtype, tvm.ir.PrimType) else ty.dtype)
@@ -116,14 +116,6 @@ class _Tables:
         is_static = shape is not None and dtype != "" and len(sizes) == len(shape)
         value = GraphValue(shape, self.text(dtype), int(tensor_bytes(sizes, tvm.DataType(dtype))) if is_static else -1)
         return self.values.setdefault(value, len(self.values))
-
-
-def _tensors(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:
-    if isinstance(ty, relax.TensorType):
-        yield ty
-    elif isinstance(ty, tvm.ir.TupleType):
-        for field in ty.fields:
-            yield from _tensors(field)
 
 
 class _Function:

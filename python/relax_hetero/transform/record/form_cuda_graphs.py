@@ -69,6 +69,7 @@ from ...tir.commands.graph_functions import (
     releases_after_wait,
     submit_function,
     waiting_first,
+    waiting_in_place,
     waiting_late,
 )
 from ...tir.commands.table_kernel import fetching_kernel, table_kernel, threads_of_one_block, waits_before_use
@@ -272,7 +273,11 @@ class _Writer:
                 )
         func = self.functions[launch.kernel]
         key = (launch.kernel.name_hint, "early", waits_itself, is_after_table)
-        early = self._once(key, lambda _: launched_early(func if waits_itself else waiting_first(func, is_after_table)))
+
+        def make(_: str) -> tirx.PrimFunc:
+            return launched_early(waiting_in_place(func) if waits_itself else waiting_first(func, is_after_table))
+
+        early = self._once(key, make)
         return replace(launch, kernel=early)
 
     def _fetching(self, launch: Launch, command: Dispatch, slots: int) -> Launch:

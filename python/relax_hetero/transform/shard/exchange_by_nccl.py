@@ -33,7 +33,6 @@ that do not reach each other's memory. Copies change where all sums of their fun
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -42,18 +41,17 @@ from typing import Any
 import tvm
 from tvm import relax, tirx
 
-from ...artifact.collectives import ALL_REDUCE_OP, CUSTOM, EXCHANGE_OP, NCCL, CollectiveSpec, check_strategy
+from ...artifact.collectives import ALL_REDUCE_OP, ASKED_FOR, CUSTOM, EXCHANGE_OP, NCCL, CollectiveSpec, check_strategy
 from ...artifact.nccl_layout import NCCL_MEMORY, Collective, to_numbers, transfers
-from ...artifact.peer_layout import PEER_MEMORY
+from ...artifact.peer_layout import LAMPORT_BYTES, PEER_MEMORY
 from ...errors import BuildError
 from ...target.vdevice import vdevice_index, vdevices_of
-from ...tir.cuda.all_reduce import ALL_REDUCE, LL_BYTES, RankReduce
+from ...tir.cuda.all_reduce import ALL_REDUCE, RankReduce
 from ...tir.cuda.nccl_kernels import (
     AFTER_NCCL,
     EXCHANGE,
     NCCL_SUM,
     Exchange,
-    Form,
     Transfer,
     finish_kernel,
     receive_kernel,
@@ -61,7 +59,7 @@ from ...tir.cuda.nccl_kernels import (
     stage_kernel,
 )
 from ...vm.device.cuda_copies import can_access_peer
-from ..ir.blocks import Block, rewrite_function, shape_of
+from ..ir.blocks import Block, rewrite_function, shape_of, static_form
 from ..ir.declare import declare_pass
 from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.module_attrs import COMMANDS
@@ -76,6 +74,7 @@ from ..ir.rewriting import (
     walk_bindings,
 )
 from .gpu_sums import Group
+from .sharding import known
 
 
 def exchange_by_nccl(mod: tvm.IRModule, strategy: str = NCCL) -> tvm.IRModule:
@@ -124,7 +123,7 @@ def collectives_of(mod: tvm.IRModule) -> list[CollectiveSpec]:
             reduce, operands = own.reduce, binding.value.args[1].fields
             joined = ["norm"] * (reduce.norm is not None) + ["residual"] * reduce.has_residual
             algorithm = "NCCL" if own.why else "one-shot" if reduce.is_short else "two-shot"
-            why = own.why or f"{'up to' if reduce.is_short else 'more than'} {LL_BYTES >> 10} KB"
+            why = own.why or f"{'up to' if reduce.is_short else 'more than'} {LAMPORT_BYTES >> 10} KB"
             mesh = next(meshes[operand] for operand in operands if operand in meshes)
             name = str(binding.var.name).removesuffix("_and_norm")
             collectives.append(
@@ -250,34 +249,34 @@ class _Rewriter:
         if self._strategy == CUSTOM or not mesh:
             return ""
         if self._strategy == NCCL:
-            return f'allreduce_strategy="{NCCL}"'
+            return f'{ASKED_FOR}"{NCCL}"'
         pair = unreachable(tuple(int(self.vdevices[position].vdevice_id) for position in mesh))
         return "" if pair is None else f"GPU {pair[0]} cannot access the memory of GPU {pair[1]}"
 
     def _exchanges(self, block: Block, meshes: Sequence[Group]) -> list[_Transfers]:
         """Transfers between GPUs of the same mesh, each with later ones whose operands are computed before."""
-        found: dict[int, tuple[Group, Transfer]] = {}
+        pending: dict[int, tuple[Group, Transfer]] = {}
         for index, binding in enumerate(block.bindings):
-            value, shape = binding.value, shape_of(binding.var) if op_name(binding.value) == TRANSFER else None
-            if shape is None or not isinstance(value.args[0], relax.Var) or not all(map(_is_static, shape)):
+            value, shape = binding.value, shape_of(binding.var)
+            if op_name(value) != TRANSFER or not isinstance(value.args[0], relax.Var) or shape is None:
                 continue
-            source = getattr(value.args[0].ty, "vdevice", None)
-            if source is None or int(math.prod(map(int, shape))) == 0:
+            extents, source = [known(extent) or 0 for extent in shape], value.args[0].ty.vdevice
+            if source is None or 0 in extents:
                 continue
             ends = [vdevice_index(vdevice, self.vdevices) for vdevice in (source, value.attrs.dst_vdevice)]
             mesh = next((mesh for mesh in meshes if ends[0] != ends[1] and set(ends) <= set(mesh)), None)
             if mesh is not None:
                 ranks = mesh.index(ends[0]), mesh.index(ends[1])
-                found[index] = mesh, Transfer(*ranks, tuple(map(int, shape)), str(binding.var.ty.dtype))
+                pending[index] = mesh, Transfer(*ranks, tuple(extents), str(binding.var.ty.dtype))
         groups: list[_Transfers] = []
-        while found:
-            first, (mesh, _) = next(iter(found.items()))
+        while pending:
+            first, (mesh, _) = next(iter(pending.items()))
             members = [
                 index
-                for index, (other, _) in found.items()
+                for index, (other, _) in pending.items()
                 if other == mesh and block.positions.get(block.bindings[index].value.args[0], -1) < first
             ]
-            sent = tuple(found.pop(index)[1] for index in members)
+            sent = tuple(pending.pop(index)[1] for index in members)
             if {each.source for each in sent} == {each.target for each in sent}:
                 groups.append(_Transfers(mesh, members, Exchange(len(mesh), sent)))
         return groups
@@ -388,7 +387,7 @@ class _BlockWriter:
         # Kernels that stay are in the order that they were given.
         after = after if self._stays else self._after(device, x)
         residual = [rest.pop(0)] if own.reduce.has_residual else []
-        name, form, bases = f"{own.rank}_of_{own.reduce.ranks}", _form(after), self._addresses(mesh, device)
+        name, form, bases = f"{own.rank}_of_{own.reduce.ranks}", static_form(after), self._addresses(mesh, device)
         make = self._rewriter.kernel
         stage = make(f"stage_{name}", stage_kernel, own, form)
         finish = make(f"all_reduce_nccl_{name}", finish_kernel, own, number, mesh)
@@ -405,7 +404,7 @@ class _BlockWriter:
         for rank in involved:
             device, operands = mesh[rank], [b.value.args[0] for each, b in ends if each.source == rank]
             bases, after = self._addresses(mesh, device), self._after(device, operands[0])
-            send = make(f"send_{rank}_of_{exchange.ranks}", send_kernel, exchange, rank, _form(after))
+            send = make(f"send_{rank}_of_{exchange.ranks}", send_kernel, exchange, rank, static_form(after))
             self._last[device] = self._call(self._token("sent_token", bases), send, [*operands, bases, after])
         for rank in involved:
             device, received = mesh[rank], [b.var for each, b in ends if each.target == rank]
@@ -417,12 +416,3 @@ class _BlockWriter:
             self._last[device] = self._call(var, receive, [bases, self._last[device]])
             for field, each in enumerate(received if len(received) > 1 else ()):
                 self._bindings.append(relax.VarBinding(each, relax.TupleGetItem(var, field)))
-
-
-def _form(tensor: relax.Expr) -> Form:
-    """Shape and type of a tensor."""
-    return tuple(int(extent) for extent in shape_of(tensor) or ()), str(tensor.ty.dtype)
-
-
-def _is_static(extent: object) -> bool:
-    return isinstance(extent, (int, tirx.IntImm))

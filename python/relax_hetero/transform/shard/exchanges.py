@@ -205,33 +205,27 @@ class Exchanges:
 
     def _scattered(self, group: _Group, sharding: Sharding) -> list[relax.Expr]:
         """A reduce-scatter."""
-        bindings = self._bindings
-        return [
-            bindings.added(
-                [
-                    bindings.transfer(self._sliced(group, rank, local, sharding, source), device)
-                    for source, local in enumerate(group.parts)
-                ],
-                device,
-                f"{group.name}_scattered{suffix}",
-            )
-            for rank, (device, suffix) in enumerate(zip(group.devices, group.suffixes, strict=True))
-        ]
+        names = [f"{group.name}_scattered{suffix}" for suffix in group.suffixes]
+        received = zip(self._shares(group, sharding), group.devices, names, strict=True)
+        return [self._bindings.added(shares, device, name) for shares, device, name in received]
 
     def _all_to_all(self, group: _Group, own: Sharding, sharding: Sharding) -> list[relax.Expr]:
         """Each device sends each other one its share of another axis."""
-        bindings = self._bindings
+        names = [f"{group.name}_exchanged{suffix}" for suffix in group.suffixes]
+        joined: Make = lambda args: relax.op.concat(list(args), own.axis)  # noqa: E731
+        received = zip(self._shares(group, sharding), group.devices, names, strict=True)
+        return [self._bindings.emit(joined, shares, device, name) for shares, device, name in received]
+
+    def _shares(self, group: _Group, sharding: Sharding) -> list[list[relax.Expr]]:
+        """Shares of each device of a group, on it, of what each device has.
+
+        All devices cut before any sends, so that the transfers can become one exchange (`ExchangeByNccl`).
+        """
+        ranks = range(len(group.devices))
+        cut = [[self._sliced(group, rank, group.parts[source], sharding, source) for source in ranks] for rank in ranks]
         return [
-            bindings.emit(
-                lambda args: relax.op.concat(list(args), own.axis),
-                [
-                    bindings.transfer(self._sliced(group, rank, local, sharding, source), device)
-                    for source, local in enumerate(group.parts)
-                ],
-                device,
-                f"{group.name}_exchanged{suffix}",
-            )
-            for rank, (device, suffix) in enumerate(zip(group.devices, group.suffixes, strict=True))
+            [self._bindings.transfer(share, device) for share in shares]
+            for shares, device in zip(cut, group.devices, strict=True)
         ]
 
     def _sums_gather(self, group: _Group) -> bool:
@@ -316,16 +310,16 @@ class Exchanges:
     def lowered(self, results: set[relax.Var]) -> list[relax.Binding]:
         """All bindings that results need, with exchanges in place of sums."""
         bindings = self._bindings
-        used, kept = set(results), []
+        used, needed = set(results), []
         for item in reversed(bindings.items):
             if isinstance(item, Sum):
                 if any(result in used for result in item.results):
                     used.update(var for part in item.parts for var in used_vars(part))
-                    kept.append(item)
+                    needed.append(item)
             elif item.var in used or not _is_droppable(item):
                 used.update(used_vars(item.value))
-                kept.append(item)
-        order = kept[::-1]
+                needed.append(item)
+        order = needed[::-1]
         by_kernels = [item for item in order if isinstance(item, Sum) and self._has_kernel(item, used)]
         bindings.restart()
         sums = GpuSums(bindings, order, by_kernels, results)

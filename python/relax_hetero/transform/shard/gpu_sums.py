@@ -29,7 +29,7 @@ from tvm import relax, tirx
 
 from ...artifact.peer_layout import PEER_MEMORY
 from ...tir.cuda.all_reduce import AllReduce, RowNorm, all_reduce_kernel, slots_of
-from ..ir.blocks import same_shape, shape_of, used_vars
+from ..ir.blocks import same_shape, shape_of, static_form, used_vars
 from ..ir.kernels import opaque_kernel
 from ..ir.relax_expressions import scalar_of
 from ..ir.rewriting import is_tensor_constant, op_name
@@ -325,8 +325,7 @@ class GpuSums:
         for rank, (device, part) in enumerate(zip(item.group, plan.parts, strict=True)):
             after = self._last.get(device, part)
             keeps_sum = bool(plan.norms) and plan.keeps_sum[rank]
-            before = tuple(int(extent) for extent in shape_of(after) or ()), str(after.ty.dtype)
-            kernel = all_reduce_kernel(reduce, rank, slot, self._slot_bytes, before, keeps_sum)
+            kernel = all_reduce_kernel(reduce, rank, slot, self._slot_bytes, static_form(after), keeps_sum)
             function = self._writer.add_kernel(opaque_kernel(kernel), f"all_reduce_{rank}_of_{reduce.ranks}")
             operands = [part, self._addresses_of(item.group, device), after]
             operands += [plan.residuals[rank]] if plan.residuals else []

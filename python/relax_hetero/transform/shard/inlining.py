@@ -11,7 +11,7 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...errors import PlacementError
 from ...target.mesh import mesh_positions
-from ..ir.rewriting import copy_module, relax_functions, typed, walk_bindings, with_body
+from ..ir.rewriting import copy_module, relax_functions, typed, vdevice_in, walk_bindings, with_body
 
 
 def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
@@ -125,11 +125,3 @@ def has_mesh(func: relax.Function) -> bool:
     """Return whether a function has values over a mesh."""
     types = [param.ty for param in func.params] + [binding.var.ty for binding in walk_bindings(func.body)]
     return any(mesh_positions(vdevice_in(ty)) for ty in types)
-
-
-def vdevice_in(ty: tvm.ir.Type) -> relax.VDevice | None:
-    """The device of the first tensor in a type that has one."""
-    if isinstance(ty, relax.TensorType):
-        return ty.vdevice
-    fields = ty.fields if isinstance(ty, tvm.ir.TupleType) else ()
-    return next((found for field in fields if (found := vdevice_in(field)) is not None), None)

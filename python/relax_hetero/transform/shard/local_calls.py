@@ -95,13 +95,13 @@ def _is_tensor(expr: relax.Expr) -> bool:
 
 
 def _leaves(args: Sequence[relax.Expr]) -> list[relax.Expr]:
-    found: list[relax.Expr] = []
+    leaves: list[relax.Expr] = []
     for arg in args:
         if isinstance(arg, relax.Tuple):
-            found += _leaves(arg.fields)
+            leaves += _leaves(arg.fields)
         elif is_tensor_constant(arg) or isinstance(arg, relax.Var):
-            found.append(arg)
-    return found
+            leaves.append(arg)
+    return leaves
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Long sums over GPUs that overlap products: a product's kernel sends the tiles that other GPUs add.
+"""Sums over GPUs that overlap products: a product's kernel sends what other GPUs add.
 
 Before, on each GPU::
 
@@ -10,8 +10,10 @@ After::
     part = R.call_tir(cls.matmul_2048x4096x7168_f16f16_cuda_0_sent, (x, weight, addresses), ...)
     norm, rows = R.call_tir(cls.all_reduce_0_of_2_sent, (part, addresses, before, residual, scale), ...)
 
-The product computes the tiles that others add first, and sends each while it computes the next ones, so that only its
-last tiles are before the sum.
+The operand of a short sum is sent in vectors, by products of few rows, as they are stored.
+
+Of a long one, tiles are sent. The product computes those that others add first, and sends each while it computes the
+next ones, so that only its last tiles are before the sum.
 
 A kernel may write to the slot of its sum when the sum before that has ended on its GPU (`tir.cuda.all_reduce`). So the
 product must read something that follows from that sum. It also reads the addresses, which must be there.
@@ -26,7 +28,7 @@ from typing import Protocol
 import tvm
 from tvm import relax, tirx
 
-from ...encoding.problem import SentTiles
+from ...encoding.problem import SentSum
 from ...tir.cuda.all_reduce import ALL_REDUCE, RankReduce, all_reduce_kernel
 from ..ir.blocks import shape_of, used_vars
 from ..ir.kernels import called_prim_func, opaque_kernel
@@ -40,8 +42,8 @@ _ADDRESSES = 2
 class ProductKernels(Protocol):
     """Kernels of the module's products."""
 
-    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentTiles) -> tvm.ir.GlobalVar | None:
-        """The kernel of a product that sends its tiles; None if there is none, or it would overlap nothing."""
+    def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
+        """The kernel of a product that sends its result; None if there is none, or it would overlap nothing."""
 
     def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel, once for each name."""
@@ -67,10 +69,11 @@ def overlap_sums(func: relax.Function, mod: tvm.IRModule, kernels: ProductKernel
         if gv is not None and ALL_REDUCE in mod.functions[gv].attrs:
             group.append(_RankSum(binding, gv, RankReduce.from_json(str(mod.functions[gv].attrs[ALL_REDUCE]))))
             if len(group) == group[0].own.reduce.ranks:
-                # All GPUs send tiles, or none does.
-                of_one_sum = [replace(group[0].own, rank=rank) for rank in range(len(group))]
+                # The products of all GPUs send, or none does.
+                of_one_sum = [replace(item.own, rank=0, keeps_sum=False) for item in group]
+                is_one = [item.own.rank for item in group] == [*range(len(group))] and len(set(of_one_sum)) == 1
                 parts = [writer.overlapped(item) for item in group]
-                for part in parts if all(parts) and [item.own for item in group] == of_one_sum else ():
+                for part in parts if all(parts) and is_one else ():
                     changed.update(part)
                 group = []
 

@@ -56,13 +56,22 @@ from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.remarks import with_remarks
-from ..ir.rewriting import copy_module, is_tensor_constant, op_name, relax_functions, typed, walk_bindings
+from ..ir.rewriting import (
+    copy_module,
+    is_tensor_constant,
+    op_name,
+    relax_functions,
+    tensor_types,
+    typed,
+    vdevice_in,
+    walk_bindings,
+)
 from .exchanges import Exchanges, MeshValue, whole_on
-from .inlining import has_mesh, vdevice_in, with_inlined_calls
+from .inlining import has_mesh, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
-from .sharding import PARTIAL, Sharding, Shardings, divide, known, local_shape
+from .sharding import PARTIAL, Sharding, Shardings, divide, extended, known, local_shape
 from .sharding_costs import Readers, ShardingCosts, Splits, elements_of, nbytes_of, readers_of
 from .sharding_rules import (
     REDUCTIONS,
@@ -209,7 +218,7 @@ class _FunctionPartition:
             home = Mesh.of_device(mesh.positions[0])
             local = relax.Var(name, on_device(param.ty, self._vdevices[home.positions[0]]))
             self._params[param] = [local]
-            self._values[param] = MeshValue(home, [whole_on(home)] * _tensors(param.ty), [local])
+            self._values[param] = MeshValue(home, [whole_on(home) for _ in tensor_types(param.ty)], [local])
             return
         names = self._split_names[name]
         shape = shape_of(param)
@@ -373,20 +382,17 @@ class _FunctionPartition:
         local = LocalCall(call, leaves, self._rebuilt, self._bindings.normalized)
         whole = whole_on(mesh)
         if len(mesh) == 1 or any(shape is None for shape in (*shapes, *results)):
-            return CallPlan([whole] * len(tensors), [whole] * max(_tensors(call.ty), 1), local.make)
+            return CallPlan([whole] * len(tensors), [whole] * max(len(list(tensor_types(call.ty))), 1), local.make)
         states = [self._shardings_of(tensor, mesh) for tensor in tensors]
         operands: list[Shardings] = [()] * len(tensors)
         outputs: list[Shardings] = [()] * len(results)
         segments, factor = self._wishes.segments.get(var, ()), 1.0
-        for axis, count in enumerate(mesh.shape):
-            described = [
-                Operand(tensor, shape, None if state is None else state[axis], self._can(tensor, mesh, earlier))
-                for tensor, shape, state, earlier in zip(tensors, local.shapes, states, operands, strict=True)
-            ]
+        for count in mesh.shape:
+            described = self._described(tensors, local.shapes, states, operands, mesh)
             op = OpCall(local.call, described, count, results, segments, var in self._wishes.read_by_products)  # type: ignore[arg-type]
-            plan = plan_op(self._with_costs(op, var, mesh, axis))
-            operands = [(*earlier, each) for earlier, each in zip(operands, plan.operands, strict=True)]
-            outputs = [(*earlier, each) for earlier, each in zip(outputs, plan.results, strict=True)]
+            plan = plan_op(self._with_costs(op, var, mesh, operands))
+            operands = extended(operands, plan.operands)
+            outputs = extended(outputs, plan.results)
             local.split(plan.operands, plan.local, count)
             factor *= plan.factor
             if plan.results[0].is_split and segments:
@@ -395,26 +401,51 @@ class _FunctionPartition:
             results = [each.local_shape(shape, count) for each, shape in zip(plan.results, results, strict=True)]  # type: ignore[arg-type]
         return CallPlan(operands, outputs, local.make, factor)
 
-    def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, axis: int) -> OpCall:
-        """The call with tests of what pays; splits that a reader asks for do."""
+    def _described(
+        self,
+        tensors: Sequence[relax.Expr],
+        shapes: Sequence[list[Any]],
+        states: Sequence[Shardings | None],
+        earlier: Sequence[Shardings],
+        mesh: Mesh,
+    ) -> list[Operand]:
+        """Operands of a call as rules see them, given their shapes and shardings along earlier axes of the mesh."""
+        return [
+            Operand(tensor, shape, None if state is None else state[len(own)], self._can(tensor, mesh, own))
+            for tensor, shape, state, own in zip(tensors, shapes, states, earlier, strict=True)
+        ]
+
+    def _with_costs(self, op: OpCall, var: relax.Var, mesh: Mesh, operands: list[Shardings]) -> OpCall:
+        """The call with tests of what pays, given shardings along earlier axes.
+
+        Splits that a reader asks for pay, and so does what other functions store already.
+        """
         if self._costs is None or traits_of(op_name(op.call)).kind not in ("product", "conv") or op.count == 1:
             return op
+        axis, weight = len(operands[-1]), op.operands[-1].expr
         group = tuple(mesh.positions[number] for number in mesh.groups(axis)[0])
-        earlier = math.prod(mesh.shape[:axis])
         operand_bytes = 0.0
         for operand in op.operands:
             ty, stored = operand.expr.ty, self._weights.nbytes(operand.expr)
             extents = zip(operand.shape, shape_of(operand.expr) or (), strict=True)
             share = math.prod((known(part) or 1) / (known(whole) or 1) for part, whole in extents)
             operand_bytes += share * (nbytes_of(ty) if stored is None else stored)
-        record = partial(self._record, str(var.name))
+        record, earlier = partial(self._record, str(var.name)), math.prod(mesh.shape[:axis])
         splits = Splits(self._costs, self._readers, var, op.call, operand_bytes, group, earlier, record)
-        is_cut = self._weights.is_cut_elsewhere(op.operands[-1].expr)
         is_asked = (axis, columns_axis(op.call)) in self._wishes.asked.get(var, ())
+
+        def pays(sharding: Sharding, estimate: Callable[[], bool]) -> bool:
+            shardings = (*operands[-1], sharding)
+            is_stored = self._weights.is_stored(weight, shardings, mesh.shape[: len(shardings)])
+            if is_stored is None:
+                return estimate()
+            record("as another function stores the weight")
+            return is_stored
+
         return replace(
             op,
-            columns_pay=lambda: is_cut or is_asked or splits.columns_pay(),
-            rows_pay=lambda x: is_cut or x.expr in self._annotated_splits or splits.rows_pay(x),
+            columns_pay=lambda columns: is_asked or pays(columns, splits.columns_pay),
+            rows_pay=lambda x, rows: x.expr in self._annotated_splits or pays(rows, partial(splits.rows_pay, x)),
         )
 
     def _record(self, variable: str, reason: str) -> None:
@@ -493,15 +524,12 @@ class _FunctionPartition:
         extents = _extents(call.ty) or []
         for axis, count in enumerate(mesh.shape):
             if axis in summed:
-                operands = [(*earlier, state[axis]) for earlier, state in zip(operands, states, strict=True)]
+                operands = extended(operands, [state[axis] for state in states])
                 result = (*result, PARTIAL)
                 continue
-            described = [
-                Operand(tensor, shape, None if state is None else state[axis], self._can(tensor, mesh, earlier))
-                for tensor, shape, state, earlier in zip(tensors, shapes, given, operands, strict=True)
-            ]
+            described = self._described(tensors, shapes, given, operands, mesh)
             plan = plan_op(OpCall(call, described, count, [extents], (), False))
-            operands = [(*earlier, each) for earlier, each in zip(operands, plan.operands, strict=True)]
+            operands = extended(operands, plan.operands)
             result = (*result, plan.results[0])
             shapes = [each.local_shape(shape, count) for each, shape in zip(plan.operands, shapes, strict=True)]
             extents = plan.results[0].local_shape(extents, count)
@@ -654,10 +682,6 @@ def _with_var(binding: relax.Binding, names: dict[relax.Var, relax.Var]) -> rela
     if isinstance(binding, relax.MatchCast):
         return relax.MatchCast(names[binding.var], binding.value, binding.ty)
     return relax.VarBinding(names[binding.var], binding.value)
-
-
-def _tensors(ty: tvm.ir.Type) -> int:
-    return sum(map(_tensors, ty.fields)) if isinstance(ty, tvm.ir.TupleType) else int(isinstance(ty, relax.TensorType))
 
 
 def _replaced(expr: relax.Expr, names: dict[relax.Var, relax.Var]) -> relax.Expr:

@@ -101,6 +101,11 @@ def known(extent: Any) -> int | None:
     return int(extent) if isinstance(extent, (int, tirx.IntImm)) else None
 
 
+def extended(shardings: Sequence[Shardings], along: Sequence[Sharding]) -> list[Shardings]:
+    """Shardings of several values with those along one more axis of their mesh."""
+    return [(*earlier, each) for earlier, each in zip(shardings, along, strict=True)]
+
+
 def divide(shardings: Sequence[Sharding], shape: Sequence[Any], counts: Sequence[int]) -> bool:
     """Return whether the devices of a mesh, `counts` along its axes, can have equal parts of a shape."""
     for sharding, count in zip(shardings, counts, strict=True):

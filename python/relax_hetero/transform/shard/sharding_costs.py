@@ -25,7 +25,7 @@ from ...providers import provided
 from ...target.backend import backend_of
 from ...tir.cuda.all_reduce import all_reduce_seconds, is_short_sum
 from ..ir.blocks import used_vars
-from ..ir.rewriting import op_name
+from ..ir.rewriting import op_name, tensor_types
 from .sharding import known
 from .sharding_rules import PRODUCTS, Operand, has_rule, passes_on
 
@@ -237,16 +237,12 @@ def _extents(ty: tvm.ir.Type) -> list[int]:
 
 def elements_of(ty: tvm.ir.Type) -> int:
     """Elements of all tensors in a type."""
-    if isinstance(ty, tvm.ir.TupleType):
-        return sum(map(elements_of, ty.fields))
-    return math.prod(_extents(ty)) if isinstance(ty, relax.TensorType) else 0
+    return sum(math.prod(_extents(tensor)) for tensor in tensor_types(ty))
 
 
 def nbytes_of(ty: tvm.ir.Type) -> float:
     """Bytes of all tensors in a type."""
-    if isinstance(ty, tvm.ir.TupleType):
-        return sum(map(nbytes_of, ty.fields))
-    return elements_of(ty) * _itemsize(ty) if isinstance(ty, relax.TensorType) else 0.0
+    return sum(math.prod(_extents(tensor)) * _itemsize(tensor) for tensor in tensor_types(ty))
 
 
 def _itemsize(ty: relax.TensorType) -> float:

@@ -72,9 +72,9 @@ class OpCall:
     is_read_by_products : bool
         True if a split of the result's last axis serves a reader: a product, attention, or the caller.
     columns_pay : callable
-        Test of whether a split of a weight's columns, or output channels, is faster than the whole on each device.
+        Test of whether a split of a weight's columns, or output channels, is better than the whole on each device.
     rows_pay : callable
-        Test of whether a split of a weight's rows, given a split operand, is faster than a whole operand.
+        Test of whether a split of a weight's rows, given a split operand, is better than a whole operand.
     """
 
     call: relax.Call
@@ -83,8 +83,8 @@ class OpCall:
     shapes: list[list[Any]]
     segments: tuple[int, ...]
     is_read_by_products: bool
-    columns_pay: Callable[[], bool] = lambda: True
-    rows_pay: Callable[[Operand], bool] = lambda _: True
+    columns_pay: Callable[[Sharding], bool] = lambda _: True
+    rows_pay: Callable[[Operand, Sharding], bool] = lambda *_: True
 
     def first_split(self) -> tuple[int, Sharding] | None:
         """Index and sharding of the first operand that is split."""
@@ -152,10 +152,10 @@ def _matmul(op: OpCall) -> OpPlan | None:
     rank = len(op.shapes[0])
     if len(x.shape) < 2 or len(w.shape) < 2:
         return None
-    found = op.first_split()
-    if found is None:
+    split = op.first_split()
+    if split is None:
         return _columns(op)
-    index, state = found
+    index, state = split
     source = op.operands[index]
     from_end = state.axis - len(source.shape)  # type: ignore[operator]
     if from_end < -2:  # a batch
@@ -165,7 +165,7 @@ def _matmul(op: OpCall) -> OpPlan | None:
     if (index, from_end) in ((0, -1), (1, -2)):  # along the depth
         operands = [state.moved_to(len(x.shape) - 1), state.moved_to(len(w.shape) - 2)]
         is_possible = all(each.can(sharding) for each, sharding in zip(op.operands, operands, strict=True))
-        if not is_possible or (w.sharding is None and not op.rows_pay(source)):
+        if not is_possible or (w.sharding is None and not op.rows_pay(source, operands[1])):
             return _columns(op)
         return OpPlan(operands, [PARTIAL])
     result = state.moved_to(rank + from_end)
@@ -180,16 +180,24 @@ def _columns(op: OpCall) -> OpPlan | None:
     columns = Sharding(len(w.shape) - 1, op.segments)
     if not columns.divides(w.shape, op.count) or not w.can(columns):
         return None
-    if not op.is_read_by_products or not op.columns_pay():
+    if not op.is_read_by_products or not op.columns_pay(columns):
         return None
     return OpPlan([REPLICATED, columns], [columns.moved_to(rank - 1)])
 
 
-def _permute(op: OpCall) -> OpPlan | None:
-    state = op.operands[0].sharding
-    if state is None or state.axis is None:
-        return None
-    return OpPlan([state], [state.moved_to(list(permutation(op.call)).index(state.axis))])
+def _of_split(rule: Callable[[OpCall, Sharding, int], OpPlan | None]) -> Callable[[OpCall], OpPlan | None]:
+    """The rule of an op whose result is split if its first operand is, given that operand's sharding and split axis."""
+
+    def checked(op: OpCall) -> OpPlan | None:
+        state = op.operands[0].sharding
+        return None if state is None or state.axis is None else rule(op, state, state.axis)
+
+    return checked
+
+
+@_of_split
+def _permute(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
+    return OpPlan([state], [state.moved_to(list(permutation(op.call)).index(axis))])
 
 
 def reshaped_axis(source: Sequence[Any], target: Sequence[Any], axis: int, count: int) -> int | None:
@@ -201,46 +209,41 @@ def reshaped_axis(source: Sequence[Any], target: Sequence[Any], axis: int, count
     return None
 
 
-def _reshape(op: OpCall) -> OpPlan | None:
+@_of_split
+def _reshape(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
     operand, shape = op.operands[0], op.shapes[0]
-    state = operand.sharding
-    if state is None or state.axis is None:
-        return None
-    axis = reshaped_axis(operand.shape, shape, state.axis, op.count)
-    if axis is None:
+    new_axis = reshaped_axis(operand.shape, shape, axis, op.count)
+    if new_axis is None:
         return None
     segments = state.segments
     if segments:
-        source, target = int(operand.shape[state.axis]), int(shape[axis])
+        source, target = int(operand.shape[axis]), int(shape[new_axis])
         if any(size * target % source for size in segments):
             return None
         segments = tuple(size * target // source for size in segments)
-    result = Sharding(axis, segments)
+    result = Sharding(new_axis, segments)
     if not result.divides(shape, op.count):
         return None
     local = result.local_shape(shape, op.count)
     return OpPlan([state], [result], lambda args, _: relax.op.reshape(args[0], local))
 
 
-def _broadcast_to(op: OpCall) -> OpPlan | None:
+@_of_split
+def _broadcast_to(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
     operand, shape = op.operands[0], op.shapes[0]
-    state = operand.sharding
-    if state is None or state.axis is None:
+    new_axis = axis + len(shape) - len(operand.shape)
+    if known(shape[new_axis]) != known(operand.shape[axis]):
         return None
-    axis = state.axis + len(shape) - len(operand.shape)
-    if known(shape[axis]) != known(operand.shape[state.axis]):
-        return None
-    result = state.moved_to(axis)
+    result = state.moved_to(new_axis)
     local = result.local_shape(shape, op.count)
     return OpPlan([state], [result], lambda args, _: relax.op.broadcast_to(args[0], local))
 
 
-def _reduction(op: OpCall) -> OpPlan | None:
-    state, attrs, rank = op.operands[0].sharding, op.call.attrs, len(op.operands[0].shape)
-    if state is None or state.axis is None:
-        return None
-    axes = _axes(attrs.axis, rank)
-    if state.axis in axes:
+@_of_split
+def _reduction(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
+    attrs = op.call.attrs
+    axes = _axes(attrs.axis, len(op.operands[0].shape))
+    if axis in axes:
         name = op.call.op.name
         if name == "relax.sum":
             return OpPlan([state], [PARTIAL])
@@ -248,8 +251,8 @@ def _reduction(op: OpCall) -> OpPlan | None:
             is_float = "float" in str(op.call.ty.dtype)
             return OpPlan([state], [PARTIAL], factor=1.0 / op.count) if is_float else None
         return None
-    axis = state.axis if attrs.keepdims else state.axis - sum(each < state.axis for each in axes)
-    return OpPlan([state], [state.moved_to(axis)])
+    removed = 0 if attrs.keepdims else sum(each < axis for each in axes)
+    return OpPlan([state], [state.moved_to(axis - removed)])
 
 
 def _axes(axis: Any, rank: int) -> list[int]:
@@ -262,56 +265,54 @@ def _axes(axis: Any, rank: int) -> list[int]:
 def _along(*names: str) -> Callable[[OpCall], OpPlan | None]:
     """The rule of an op that combines elements along the axes of some attributes; further operands belong to these."""
 
-    def rule(op: OpCall) -> OpPlan | None:
-        state, rank = op.operands[0].sharding, len(op.operands[0].shape)
-        if state is None or state.axis is None:
-            return None
-        if any(state.axis in _axes(getattr(op.call.attrs, name), rank) for name in names):
+    @_of_split
+    def rule(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
+        rank = len(op.operands[0].shape)
+        if any(axis in _axes(getattr(op.call.attrs, name), rank) for name in names):
             return None
         return OpPlan([state, *[REPLICATED] * (len(op.operands) - 1)], [state] * len(op.shapes))
 
     return rule
 
 
-def _pad(op: OpCall) -> OpPlan | None:
-    state = op.operands[0].sharding
-    if state is None or state.axis is None:
-        return None
+@_of_split
+def _pad(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
     widths = [int(width) for width in op.call.attrs.pad_width]
-    return OpPlan([state], [state]) if not any(widths[2 * state.axis : 2 * state.axis + 2]) else None
+    return OpPlan([state], [state]) if not any(widths[2 * axis : 2 * axis + 2]) else None
 
 
 def _gather_elements(op: OpCall) -> OpPlan | None:
-    found = op.first_split()
-    if found is None or found[1].axis in _axes(op.call.attrs.axis, len(op.shapes[0])):
+    split = op.first_split()
+    if split is None or split[1].axis in _axes(op.call.attrs.axis, len(op.shapes[0])):
         return None
-    axis = found[1].axis
+    axis = split[1].axis
     extents = [known(operand.shape[axis]) for operand in op.operands]  # type: ignore[index]
-    return OpPlan([found[1]] * 2, [found[1]]) if extents[0] == extents[1] else None
+    return OpPlan([split[1]] * 2, [split[1]]) if extents[0] == extents[1] else None
 
 
 def _attention(op: OpCall) -> OpPlan | None:
     """Attention of whole batches, and of no others: heads may share keys."""
-    found = op.first_split()
-    if found is None or found[1].axis != 0 or any(len(operand.shape) != 4 for operand in op.operands):
+    split = op.first_split()
+    if split is None or split[1].axis != 0 or any(len(operand.shape) != 4 for operand in op.operands):
         return None
-    return OpPlan([_aligned(found[1], operand.shape, 4) for operand in op.operands], [found[1]])
+    return OpPlan([_aligned(split[1], operand.shape, 4) for operand in op.operands], [split[1]])
 
 
-def _conv_transpose(op: OpCall) -> OpPlan | None:
-    state, attrs = op.operands[0].sharding, op.call.attrs
-    layout = str(attrs.data_layout)
-    out_layout = str(attrs.out_layout) or layout
-    if state is None or state.axis is None or not (layout + out_layout).isalpha() or layout[state.axis] != "N":
+@_of_split
+def _conv_transpose(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
+    layout = str(op.call.attrs.data_layout)
+    out_layout = str(op.call.attrs.out_layout) or layout
+    if not (layout + out_layout).isalpha() or layout[axis] != "N":
         return None
     return OpPlan([state, REPLICATED], [state.moved_to(out_layout.index("N"))])
 
 
-def _batch_norm(op: OpCall) -> OpPlan | None:
-    state, attrs = op.operands[0].sharding, op.call.attrs
-    if state is None or state.axis is None or bool(attrs.training):
+@_of_split
+def _batch_norm(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
+    if bool(op.call.attrs.training):
         return None
-    others = Sharding(0, state.segments) if state.axis == int(attrs.axis) % len(op.operands[0].shape) else REPLICATED
+    is_channel = axis == int(op.call.attrs.axis) % len(op.operands[0].shape)
+    others = Sharding(0, state.segments) if is_channel else REPLICATED
     return OpPlan([state, *[others] * 4], [state, others, others])
 
 
@@ -331,10 +332,10 @@ def _conv(op: OpCall) -> OpPlan | None:
     if state.axis == batch:
         return OpPlan([state, REPLICATED], [state.moved_to(out_layout.index("N"))])
     if groups == 1:
-        if state.axis == channel and not state.segments and w.can(inputs) and op.rows_pay(x):
+        if state.axis == channel and not state.segments and w.can(inputs) and op.rows_pay(x, inputs):
             return OpPlan([state, inputs], [PARTIAL])
         is_whole = state.axis is None and not state.is_partial
-        if is_whole and op.is_read_by_products and w.can(outputs) and op.columns_pay():
+        if is_whole and op.is_read_by_products and w.can(outputs) and op.columns_pay(outputs):
             return OpPlan([REPLICATED, outputs], [result])
         return None
     if state.axis != channel or state.segments or groups % op.count or not w.can(outputs):
@@ -358,9 +359,10 @@ def _conv(op: OpCall) -> OpPlan | None:
     return OpPlan([state, outputs], [result], of_groups)
 
 
-def _pool(op: OpCall) -> OpPlan | None:
-    state, layout = op.operands[0].sharding, str(op.call.attrs.layout)
-    if state is None or state.axis is None or not layout.isalpha() or layout[state.axis] not in "NC":
+@_of_split
+def _pool(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
+    layout = str(op.call.attrs.layout)
+    if not layout.isalpha() or layout[axis] not in "NC":
         return None
     out_layout = str(getattr(op.call.attrs, "out_layout", "")) or layout
     return OpPlan([state], [state]) if out_layout == layout else None
@@ -394,10 +396,10 @@ def _take(op: OpCall) -> OpPlan | None:
 
 
 def _concat(op: OpCall) -> OpPlan | None:
-    found = op.first_split()
-    if found is None:
+    split = op.first_split()
+    if split is None:
         return None
-    state, rank = found[1], len(op.shapes[0])
+    state, rank = split[1], len(op.shapes[0])
     axis = int(op.call.attrs.axis or 0) % rank
     if state.axis != axis:
         return OpPlan([state] * len(op.operands), [state])
@@ -413,12 +415,9 @@ def _concat(op: OpCall) -> OpPlan | None:
     return OpPlan(operands, [result])
 
 
-def _split(op: OpCall) -> OpPlan | None:
-    state, rank = op.operands[0].sharding, len(op.operands[0].shape)
-    if state is None or state.axis is None:
-        return None
-    axis = int(op.call.attrs.axis) % rank
-    if state.axis != axis:
+@_of_split
+def _split(op: OpCall, state: Sharding, axis: int) -> OpPlan | None:
+    if axis != int(op.call.attrs.axis) % len(op.operands[0].shape):
         return OpPlan([state], [state] * len(op.shapes))
     sizes = tuple(known(shape[axis]) or 0 for shape in op.shapes)
     if state.segments != sizes:
@@ -444,20 +443,20 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
     if len(axes) != 1 or strides != [1] or not state.segments:
         return None
     (begin,), (end,) = numbers[1] or (0,), numbers[2] or (0,)
-    at, kept = 0, []
+    at, segments = 0, list[int]()
     for size in state.segments:
         if begin <= at and at + size <= end:
-            kept.append(size)
+            segments.append(size)
         elif at < end and begin < at + size:
             return None
         at += size
-    if sum(kept) != end - begin:
+    if sum(segments) != end - begin:
         return None
 
     def of_segments(args: Sequence[relax.Expr], count: int) -> relax.Expr:
         return relax.op.strided_slice(args[0], [state.axis], [begin // count], [end // count])
 
-    return OpPlan([state], [Sharding(state.axis, tuple(kept) if len(kept) > 1 else ())], of_segments)
+    return OpPlan([state], [Sharding(state.axis, tuple(segments) if len(segments) > 1 else ())], of_segments)
 
 
 def columns_axis(call: relax.Call) -> int:

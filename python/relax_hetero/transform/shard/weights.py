@@ -17,11 +17,12 @@ from ..ir.blocks import shape_of
 from ..ir.rewriting import is_tensor_constant
 from .local_bindings import LocalBindings, numbered
 from .local_calls import CallPlan, LocalCall
-from .sharding import REPLICATED, Sharding, Shardings, divide
+from .sharding import REPLICATED, Sharding, Shardings, divide, extended
 from .sharding_rules import Local, weight_operands
 
-Cuts: TypeAlias = "dict[tuple[relax.Expr, tuple[tuple[Sharding, int, int], ...]], relax.Expr]"
-"""Parts of constants, by the sharding, number and count of devices along each axis that splits them."""
+Cuts: TypeAlias = "dict[relax.Expr, dict[tuple[tuple[Sharding, int, int], ...], relax.Expr]]"
+"""Parts of each constant on meshes, by the sharding, number and count of devices along each axis that splits it; the
+constant itself, without any, where devices have the whole."""
 
 
 class Weights:
@@ -42,7 +43,10 @@ class Weights:
     def __init__(self, bindings: LocalBindings, cuts: Cuts) -> None:
         self.values: dict[relax.Var, relax.Expr] = {}
         self._bindings, self._cuts = bindings, cuts
-        self._cut_elsewhere = {constant for constant, _ in cuts}
+        self._stored = {
+            constant: {tuple((sharding, count) for sharding, _, count in key) for key in parts}
+            for constant, parts in cuts.items()
+        }
         self._parts: dict[tuple[relax.Expr, Mesh, Shardings], list[relax.Expr]] = {}
 
     def __contains__(self, expr: relax.Expr) -> bool:
@@ -54,32 +58,40 @@ class Weights:
             return None
         return sum(
             float(math.prod(constant.value.shape) * np.dtype(str(constant.ty.dtype)).itemsize)
-            for constant in self._constants(expr)
+            for constant, _ in self._needed(expr, (), ()) or ()
         )
-
-    def is_cut_elsewhere(self, expr: relax.Expr) -> bool:
-        """Return whether another function has cut constants that a weight follows from."""
-        return expr in self and any(constant in self._cut_elsewhere for constant in self._constants(expr))
-
-    def _constants(self, expr: relax.Expr) -> list[relax.Expr]:
-        value = self.values.get(expr, expr)
-        if is_tensor_constant(value):
-            return [value]
-        operands = [value] if isinstance(value, relax.Var) else filter(_is_tensor, value.args)
-        return [constant for operand in operands for constant in self._constants(operand)]
 
     def can_cut(self, expr: relax.Expr, shardings: Shardings, counts: Sequence[int]) -> bool:
         """Return whether the devices of a mesh, `counts` along its first axes, can have parts of a weight."""
+        return self._needed(expr, shardings, counts) is not None
+
+    def is_stored(self, expr: relax.Expr, shardings: Shardings, counts: Sequence[int]) -> bool | None:
+        """Return whether other functions store a weight's parts; None if their meshes do not use its constants.
+
+        False means that these parts would be stored besides others. See `can_cut` for the arguments.
+        """
+        is_stored = []
+        for constant, own in self._needed(expr, shardings, counts) or ():
+            split = tuple((each, count) for each, count in zip(own, counts, strict=True) if each.is_split)
+            if constant in self._stored:
+                is_stored.append(any(stored[: len(split)] == split for stored in self._stored[constant]))
+        return all(is_stored) if is_stored else None
+
+    def _needed(
+        self, expr: relax.Expr, shardings: Shardings, counts: Sequence[int]
+    ) -> list[tuple[relax.Expr, Shardings]] | None:
+        """Constants that a weight follows from, with their shardings; None if it cannot have these shardings."""
         value = self.values.get(expr, expr)
         if is_tensor_constant(value):
-            return divide(shardings, shape_of(value) or [], counts)
+            return [(value, shardings)] if divide(shardings, shape_of(value) or [], counts) else None
         if isinstance(value, relax.Var):
-            return self.can_cut(value, shardings, counts)
+            return self._needed(value, shardings, counts)
         plan = self._plan(value, shardings, counts)
-        tensors = filter(_is_tensor, value.args)
-        return plan is not None and all(
-            self.can_cut(tensor, each, counts) for tensor, each in zip(tensors, plan.operands, strict=True)
-        )
+        if plan is None:
+            return None
+        operands = zip(filter(_is_tensor, value.args), plan.operands, strict=True)
+        needed = [self._needed(tensor, each, counts) for tensor, each in operands]
+        return None if None in needed else [pair for pairs in needed for pair in pairs or ()]
 
     def parts(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
         """The part of each device of a mesh."""
@@ -110,28 +122,29 @@ class Weights:
         local = LocalCall(call, tensors, _rebuilt, self._bindings.normalized)
         operands: list[Shardings] = [()] * len(tensors)
         for sharding, count in zip(shardings, counts, strict=True):
-            found: tuple[list[Sharding], Local | None] | None = [REPLICATED] * len(tensors), None
+            along: tuple[list[Sharding], Local | None] | None = [REPLICATED] * len(tensors), None
             if sharding.is_split:
-                found = weight_operands(local.call, local.shapes, sharding, count)
-            if found is None:
+                along = weight_operands(local.call, local.shapes, sharding, count)
+            if along is None:
                 return None
-            operands = [(*earlier, each) for earlier, each in zip(operands, found[0], strict=True)]
-            local.split(*found, count)
+            operands = extended(operands, along[0])
+            local.split(*along, count)
         return CallPlan(operands, [shardings], local.make)
 
     def _cut(self, constant: relax.Expr, mesh: Mesh, shardings: Shardings, number: int) -> relax.Expr:
         """A device's part of a constant."""
         along = zip(shardings, mesh.coordinates(number), mesh.shape, strict=True)
         cuts = tuple((sharding, index, count) for sharding, index, count in along if sharding.is_split)
+        parts = self._cuts.setdefault(constant, {}) if len(mesh) > 1 else {}
         if not cuts:
-            return constant
-        if (constant, cuts) not in self._cuts:
+            parts[cuts] = constant
+        elif cuts not in parts:
             part = host_array(constant.value)
             for sharding, index, count in cuts:
                 part = sharding.part(part, index, count)
             ty = relax.TensorType(list(part.shape), constant.ty.dtype)
-            self._cuts[constant, cuts] = tvm.ir.GenericConst(share_or_copy(part), ty)
-        return self._cuts[constant, cuts]
+            parts[cuts] = tvm.ir.GenericConst(share_or_copy(part), ty)
+        return parts[cuts]
 
 
 def _is_tensor(expr: relax.Expr) -> bool:

@@ -7,10 +7,11 @@ import functools
 import itertools
 import threading
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
+import tvm_ffi
 from tvm import runtime
 
 from .cuda_driver import CudaError
@@ -97,6 +98,21 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
     if to_host:
         raise_reported(from_device.index)
     return True
+
+
+def copies_within(target: runtime.Tensor) -> Callable[[int, int], None] | None:
+    """`Backend.copies_within` of CUDA; None if it does not work."""
+    library = cuda_library()
+    if library is None:
+        return None
+    device, address, use, quick = target.device, target.data_ptr(), library.use, library.quick
+    gpu, stream_of = device.index, tvm_ffi.get_raw_stream
+
+    def copy(source: int, nbytes: int) -> None:
+        use(gpu)
+        quick("cuMemcpyDtoDAsync_v2", address, source, nbytes, int(stream_of(device)))
+
+    return copy
 
 
 class _Streamed(threading.local):

@@ -69,8 +69,17 @@ _GRAPH_ARGUMENTS = {
     "cuStreamUpdateCaptureDependencies": (c_void_p, POINTER(c_void_p), c_size_t, c_uint),
     "cuGraphAddChildGraphNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, c_void_p),
     "cuGraphDestroy": (c_void_p,),
+    "cuGraphGetNodes": (c_void_p, c_void_p, POINTER(c_size_t)),
+    "cuGraphGetEdges_v2": (c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_size_t)),
+    "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
+    "cuGraphRemoveDependencies_v2": (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t),
+    "cuGraphAddDependencies_v2": (c_void_p, c_void_p, c_void_p, c_void_p, c_size_t),
+    "cuGraphAddEventRecordNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, c_void_p),
+    "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_uint64),
+    "cuGraphUpload": (c_void_p, c_void_p),
+    "cuGraphExecDestroy": (c_void_p,),
 }
-"""Functions that only collectives of NCCL need: a driver may lack them."""
+"""Functions that only collectives of NCCL and profiles of meshes need: a driver may lack them."""
 
 
 class CudaLibrary:

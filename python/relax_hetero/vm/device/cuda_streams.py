@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import time
 import weakref
+from collections.abc import Callable
 from functools import cache
 
 import tvm_ffi
@@ -13,6 +15,17 @@ from .cuda_library import NOT_READY, CudaLibrary, cuda_device
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _BLOCKING_SYNC, _DISABLE_TIMING = 1, 2  # CU_EVENT_*
+
+_UNCHECKED_SECONDS = 0.002
+"""Time that a thread waits before its first check."""
+_POLL_SHARE, _MAX_POLL_SECONDS = 0.02, 0.01
+"""Polling interval, as a share of the time that a thread has waited, and its maximum."""
+
+wait_checks: dict[int, Callable[[float], None]] = {}
+"""Checks of GPUs that may never end their work: functions of the seconds that a thread has waited, which raise errors.
+
+With 0 seconds they raise the error of an earlier check.
+"""
 
 
 class Event:
@@ -45,8 +58,8 @@ class Event:
         return _has_ended(self.library, "cuEventQuery", self.handle)
 
     def synchronize(self) -> None:
-        """Wait until it has been reached; CudaError if the GPU has failed."""
-        if not self.done():
+        """Wait until it has been reached; CudaError if the GPU has failed, or an error of `wait_checks`."""
+        if not _has_waited(self.gpu, self.done) and not self.done():
             self.library.call("cuEventSynchronize", self.handle)
 
     def milliseconds_since(self, earlier: Event) -> float:
@@ -98,12 +111,38 @@ class Stream:
     def done(self) -> bool:
         """Return whether all its work has ended; CudaError if the GPU has failed."""
         self.library.use(self.gpu)
+        return self.has_ended()
+
+    def has_ended(self) -> bool:
+        """`done` of a stream that is not a default one; this thread's current GPU stays the same."""
         return _has_ended(self.library, "cuStreamQuery", self.handle)
 
     def synchronize(self) -> None:
-        """Wait until all its work has ended; CudaError if the GPU has failed."""
-        self.library.use(self.gpu)
-        self.library.call("cuStreamSynchronize", self.handle)
+        """Wait until all its work has ended; errors are those of `Event.synchronize`."""
+        if not _has_waited(self.gpu, self.done):
+            self.library.use(self.gpu)
+            self.library.call("cuStreamSynchronize", self.handle)
+
+
+def check_wait(gpu: int, seconds: float) -> None:
+    """Raise the error of a GPU's check, if it has one, for a thread that has waited for so many seconds."""
+    check = wait_checks.get(gpu)
+    if check is not None:
+        check(seconds)
+
+
+def _has_waited(gpu: int, is_done: Callable[[], bool]) -> bool:
+    """Wait for a GPU that has a check; False without one."""
+    if gpu not in wait_checks:
+        return False
+    begin = time.monotonic()
+    while not is_done():
+        seconds = time.monotonic() - begin
+        if seconds > _UNCHECKED_SECONDS:
+            check_wait(gpu, seconds)
+        time.sleep(min(_POLL_SHARE * seconds, _MAX_POLL_SECONDS))
+    check_wait(gpu, 0)  # the check of another thread may have ended the work
+    return True
 
 
 def _has_ended(library: CudaLibrary, query: str, handle: int) -> bool:
@@ -123,3 +162,9 @@ def shared_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
     """A stream of a GPU that all machines share for one purpose; it synchronizes with the default stream."""
     library.use(gpu)
     return Stream(library, gpu, library.create("cuStreamCreate", 0))
+
+
+@cache
+def copy_stream(library: CudaLibrary, gpu: int, purpose: str) -> Stream:
+    """A stream of a GPU that all machines share for copies of one purpose; no other stream waits for it by itself."""
+    return Stream(library, gpu)

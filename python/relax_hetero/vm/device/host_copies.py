@@ -1,28 +1,32 @@
-"""Copies from devices to the host: those that do not wait for later work, and of parts that become one matrix."""
+"""Copies between devices and the host: those that run alongside other work, and of parts that become one matrix."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 from tvm import runtime
 
+from ...errors import HeteroError
 from ...target.backend import backend_of_device
 from .cuda_copies import begin_copy, begin_copy_of_rows
 from .cuda_library import cuda_library
-from .cuda_streams import Stream
+from .cuda_streams import Event, Stream, copy_stream
 from .error_records import raise_reported
 from .memory_pools import receive_buffer, send_buffer
-from .tensors import empty, is_host, on_host, part_of
+from .tensors import copy_into, empty, is_host, on_host, part_of
 
 
 def begin_copy_to_host(tensor: runtime.Tensor) -> Callable[[], np.ndarray]:
-    """Begin a copy of a tensor after the device's earlier work.
+    """Begin a copy of a tensor after the device's earlier work; later work does not wait for it.
 
     Parameters
     ----------
     tensor : runtime.Tensor
-        Contiguous tensor. One on a CPU is not copied, and one on a device without pinned memory only at the end.
+        Contiguous tensor, which later work must not write. One on a CPU is not copied, and one on a device without
+        pinned memory only at the end.
 
     Returns
     -------
@@ -35,14 +39,50 @@ def begin_copy_to_host(tensor: runtime.Tensor) -> Callable[[], np.ndarray]:
     library = None if target is None else cuda_library()
     if target is None or library is None:
         return lambda: np.from_dlpack(on_host(tensor))
-    array, end = np.from_dlpack(target), begin_copy(tensor, target, Stream.current(library, device))
+    stream = copy_stream(library, device.index, "to the host")
+    stream.wait(Stream.current(library, device).record())
+    array, end = np.from_dlpack(target), begin_copy(tensor, target, stream)
 
     def wait() -> np.ndarray:
         end.synchronize()
         raise_reported(device.index)
         return array
 
+    weakref.finalize(wait, _finish, end, tensor, target).atexit = False
     return wait
+
+
+def _finish(end: Event, *_tensors: runtime.Tensor) -> None:
+    """Wait for the end of a copy, before the memory of its tensors is used again."""
+    with suppress(HeteroError):  # `wait` raises it
+        end.synchronize()
+
+
+class EarlyCopies:
+    """Copies from the host to a device, for work that is launched next, while earlier work still runs.
+
+    Copies to a GPU begin after the work that was launched before the last `send`, so consecutive ones need different
+    targets. Copies to other devices are those of `tensors.copy_into`.
+    """
+
+    def __init__(self, device: runtime.Device) -> None:
+        self._device = device
+        self._last_work: Event | None = None
+
+    def send(self, copies: Sequence[tuple[runtime.Tensor, runtime.Tensor]]) -> None:
+        """Copy pageable memory, each at most `SENT_BYTES`, from sources to targets; sources may be changed at once."""
+        library = cuda_library() if backend_of_device(self._device).pins_memory else None
+        if library is None:
+            for source, target in copies:
+                copy_into(source, target, wait=False)
+            return
+        main, stream = Stream.current(library, self._device), copy_stream(library, self._device.index, "from the host")
+        work = main.record()
+        stream.wait(self._last_work or work)
+        self._last_work = work
+        ends = [begin_copy(source, target, stream) for source, target in copies]
+        if ends:
+            main.wait(ends[-1])
 
 
 def joined_buffer(parts: Sequence[runtime.Tensor]) -> runtime.Tensor:

@@ -5,6 +5,7 @@ Importing CuPy takes 0.2 s, so it is imported only on hosts with a GPU.
 
 from __future__ import annotations
 
+import ctypes
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ class Nccl:
         Function of the number of ranks, an id and a rank; returns once all ranks have called it.
     communicators : callable
         Function of a list of GPUs, that returns a communicator of each for this process.
+    abort : callable
+        Function of a communicator that ends its kernels, and may wait until no CUDA graph has them any more. It leaves
+        Python's global lock to others, which CuPy's method keeps; the communicator must live on.
     start, end : callable
         Begin and end a group of operations, which run as one.
     byte : int
@@ -39,6 +43,7 @@ class Nccl:
     create_id: Callable[[], Any]
     communicator: Callable[[int, Any, int], Any]
     communicators: Callable[[list[int]], list[Any]]
+    abort: Callable[[Any], None]
     start: Callable[[], None]
     end: Callable[[], None]
     byte: int
@@ -61,12 +66,20 @@ def load_nccl() -> Nccl | str:
         create_id=nccl.get_unique_id,
         communicator=nccl.NcclCommunicator,
         communicators=nccl.NcclCommunicator.initAll,
+        abort=_abort,
         start=nccl.groupStart,
         end=nccl.groupEnd,
         byte=int(nccl.NCCL_UINT8),
         float32=int(nccl.NCCL_FLOAT32),
         sum=int(nccl.NCCL_SUM),
     )
+
+
+def _abort(communicator: Any) -> None:
+    function = ctypes.CDLL("libnccl.so.2").ncclCommAbort  # of the library that CuPy has loaded
+    function.argtypes = [ctypes.c_void_p]
+    if status := function(communicator.comm):
+        raise HostError(f"ncclCommAbort failed: {status}")
 
 
 def require_nccl() -> Nccl:

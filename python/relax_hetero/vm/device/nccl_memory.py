@@ -6,6 +6,10 @@ a child graph. NCCL's kernels wait for each other as those of `peer_memory` do, 
 
 A communicator belongs to one machine at a time. It is never destroyed: NCCL would wait until nothing has its kernels
 any more, at process exit forever.
+
+NCCL's kernels wait for a lost GPU without limit. So threads that wait for a GPU look whether NCCL or a GPU of the mesh
+has failed, and how long they have waited (`cuda_streams.wait_checks`). Then they abort the communicators, which ends
+NCCL's kernels with undefined data: all waits for these GPUs raise an error until the machine is freed.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import tvm_ffi
@@ -32,7 +37,7 @@ from ...artifact.nccl_layout import (
 )
 from ...errors import HeteroError
 from .cuda_library import CudaLibrary, cuda_library
-from .cuda_streams import Stream
+from .cuda_streams import Stream, wait_checks
 from .nccl import Nccl, load_nccl
 from .peer_memory import addresses_on, devices_of_call, different_gpus
 from .tensors import empty
@@ -42,7 +47,77 @@ _log = logging.getLogger("relax_hetero")
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SET = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
+TIMEOUT_SECONDS = 60.0
+"""Default time after which a thread ends its wait for collectives, as kernels that sum without NCCL do."""
+
 Mesh = tuple[int, ...]
+
+
+class Communicators:
+    """NCCL's communicators of a machine for some GPUs.
+
+    Parameters
+    ----------
+    gpus : tuple of int
+        Indices of the GPUs.
+    each : list of object
+        NCCL's communicator of each GPU.
+    nccl : Nccl
+    library : CudaLibrary
+    limit : float
+        Seconds that a thread waits for the GPUs.
+
+    Attributes
+    ----------
+    problem : str
+        Error after which the communicators were aborted; empty while they work.
+    """
+
+    def __init__(
+        self, gpus: Mesh, each: list[Any], nccl: Nccl, library: CudaLibrary, limit: float = TIMEOUT_SECONDS
+    ) -> None:
+        self.gpus, self.each, self.nccl, self.library, self.problem = gpus, each, nccl, library, ""
+        self._limit, self._lock = limit, threading.Lock()
+        self._streams = [Stream(library, gpu) for gpu in gpus]
+
+    def check(self, seconds: float = 0) -> None:
+        """Raise HeteroError after a failure; a thread that has waited for some seconds looks for a new one."""
+        reason = self._failure(seconds) if seconds and not self.problem else ""
+        if reason:
+            self._fail(reason)
+        if self.problem:
+            raise HeteroError(self.problem)
+
+    def _fail(self, reason: str) -> None:
+        with self._lock:
+            if self.problem:
+                return
+            names = ", ".join(f"cuda:{gpu}" for gpu in self.gpus)
+            self.problem = (
+                f"NCCL's exchange between {names} failed: {reason}; its results are lost, and so is this machine: "
+                "expected GPUs that nvidia-smi lists without errors, and a new VirtualMachine after this one is deleted"
+            )
+        for communicator in self.each:  # at once; the last abort waits until no graph has NCCL's kernels any more
+            threading.Thread(target=self._abort, args=(communicator,), name="relax_hetero abort", daemon=True).start()
+
+    def _abort(self, communicator: Any) -> None:
+        try:
+            self.nccl.abort(communicator)
+        except Exception:  # of NCCL
+            _log.debug("a communicator was not aborted", exc_info=True)
+
+    def _failure(self, seconds: float) -> str:
+        """The reason why exchanges will not end; empty if they may."""
+        if seconds > self._limit:
+            return f"it has not ended after {self._limit:g} s (collective_timeout=)"
+        try:
+            for stream in self._streams:  # a lost GPU is an error of all its streams
+                stream.has_ended()
+            for communicator in self.each:
+                communicator.check_async_error()
+        except Exception as error:  # of NCCL or the driver
+            return f"{error}"
+        return ""
 
 
 class NcclMemory:
@@ -54,30 +129,32 @@ class NcclMemory:
         GPUs of the mesh.
     collectives : sequence of tuple of int
         Collectives of the function (`nccl_layout`).
-    communicators : sequence of object
-        NCCL's, one for each GPU, which nothing else uses now.
-    nccl : Nccl
-    library : CudaLibrary
+    communicators : Communicators
+        NCCL's, which nothing else uses now.
 
     Attributes
     ----------
     addresses : dict of int to runtime.Tensor
         For each GPU, the addresses of all GPUs' buffers.
+
+    Raises
+    ------
+    HeteroError
+        If a GPU does not answer in time.
     """
 
     def __init__(
         self,
         devices: list[runtime.Device],
         collectives: Sequence[Collective],
-        communicators: Sequence[Any],
-        nccl: Nccl,
-        library: CudaLibrary,
+        communicators: Communicators,
     ) -> None:
-        self._devices, self._communicators, self._nccl, self._library = devices, communicators, nccl, library
+        self._devices, self.communicators, self._nccl = devices, communicators, communicators.nccl
+        self._library = library = communicators.library
         self._buffers = [empty((buffer_bytes(collectives),), "uint8", device) for device in devices]
         self.addresses = addresses_on(devices, self._buffers)
         for device in devices:  # other functions may use the communicators
-            device.sync()
+            Stream.current(library, device).synchronize()
         streams = [Stream(library, device.index) for device in devices]
         self._graphs = [self._captured(each, streams) for each in collectives]
 
@@ -86,12 +163,12 @@ class NcclMemory:
         nccl.start()
         try:
             if len(collective) == 1:
-                for communicator, address, stream in zip(self._communicators, addresses, streams, strict=True):
+                for communicator, address, stream in zip(self.communicators.each, addresses, streams, strict=True):
                     communicator.allReduce(address, address, *collective, nccl.float32, nccl.sum, stream.handle)
                 return
             for (source, target, nbytes), offset in zip(transfers(collective), offsets(collective), strict=True):
                 for rank, peer, call in (source, target, "send"), (target, source, "recv"):
-                    operation = getattr(self._communicators[rank], call)
+                    operation = getattr(self.communicators.each[rank], call)
                     operation(addresses[rank] + offset, nbytes, nccl.byte, peer, streams[rank].handle)
         finally:
             nccl.end()
@@ -108,9 +185,10 @@ class NcclMemory:
         add_child_graph(self._library, Stream.current(self._library, self._devices[rank]), self._graphs[number][rank])
 
     def free(self) -> None:
-        """Destroy the graphs after all work of the GPUs."""
-        for device in self._devices:
-            device.sync()
+        """Destroy the graphs after all work of the GPUs; after a failure, at once, so that aborts end."""
+        if not self.communicators.problem:
+            for device in self._devices:
+                device.sync()
         for graph in (graph for graphs in self._graphs for graph in graphs):
             self._library.call("cuGraphDestroy", graph)
 
@@ -150,21 +228,49 @@ def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:
     library.call("cuStreamUpdateCaptureDependencies", stream.handle, ctypes.byref(node), 1, _SET)
 
 
-_unused: defaultdict[tuple[int, ...], list[list[Any]]] = defaultdict(list)
+_unused: defaultdict[Mesh, list[list[Any]]] = defaultdict(list)
 """Communicators that no machine uses, by their GPUs."""
-_communicators: dict[tuple[int, tuple[int, ...]], list[Any]] = {}
+_communicators: dict[tuple[int, Mesh], Communicators] = {}
 """Communicators of machines."""
+_limits: dict[int, float] = {}
+"""Seconds that threads wait for the GPUs of a machine, if not `TIMEOUT_SECONDS`."""
 
 
-def _communicators_of(machine: int, devices: Sequence[runtime.Device], nccl: Nccl) -> list[Any]:
+def limit_waits(machine: int, seconds: float) -> None:
+    """Set the limit of waits for the GPUs of a machine, given the identity of its list of devices."""
+    _limits[machine] = seconds
+
+
+def _communicators_of(
+    machine: int, devices: Sequence[runtime.Device], nccl: Nccl, library: CudaLibrary
+) -> Communicators:
     gpus = tuple(device.index for device in devices)
     if (machine, gpus) not in _communicators:
         if not _unused[gpus]:
             _unused[gpus].append(nccl.communicators(list(gpus)))
             for communicator in _unused[gpus][0]:
                 ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
-        _communicators[machine, gpus] = _unused[gpus].pop()
+        limit = _limits.get(machine, TIMEOUT_SECONDS)
+        _communicators[machine, gpus] = Communicators(gpus, _unused[gpus].pop(), nccl, library, limit)
+        for gpu in gpus:
+            wait_checks[gpu] = partial(_check, gpu)
     return _communicators[machine, gpus]
+
+
+def _check(gpu: int, seconds: float) -> None:
+    """Check all communicators of a GPU, whose machines share its streams."""
+    for communicators in list(_communicators.values()):
+        if gpu in communicators.gpus:
+            communicators.check(seconds)
+
+
+def _remove(machine: int, gpus: Mesh) -> Communicators | None:
+    """Take the communicators from a machine, and end the checks of GPUs without others."""
+    removed = _communicators.pop((machine, gpus), None)
+    for gpu in gpus:
+        if not any(gpu in others for _, others in _communicators):
+            wait_checks.pop(gpu, None)
+    return removed
 
 
 class _Call(threading.local):
@@ -185,9 +291,9 @@ def _new_memory(machine: int, gpus: list[runtime.Device], collectives: Sequence[
         raise HeteroError(f"exchanges of a mesh's GPUs need NCCL: {nccl if library else 'CUDA does not work'}")
     different_gpus(gpus)
     try:
-        return NcclMemory(gpus, collectives, _communicators_of(machine, gpus, nccl), nccl, library)
+        return NcclMemory(gpus, collectives, _communicators_of(machine, gpus, nccl, library))
     except Exception as error:
-        _communicators.pop((machine, tuple(device.index for device in gpus)), None)  # they are of no use
+        _remove(machine, tuple(device.index for device in gpus))  # they are of no use
         if isinstance(error, HeteroError):
             raise
         raise HeteroError(
@@ -205,6 +311,7 @@ def nccl_memory(index: int, ranks: int, *numbers: int) -> Any:
         if memory is None:
             gpus = [devices[position] for position in mesh]
             memory = _memories[key] = _new_memory(id(devices), gpus, collectives)
+    memory.communicators.check()
     _call.memory[mesh] = memory
     return memory.addresses[devices[index].index]
 
@@ -219,12 +326,14 @@ def free_nccl_memory(machine: int) -> None:
     """Free the memory of a machine, given the identity of its list of devices."""
     with _lock:
         freed = [_memories.pop(key) for key in [key for key in _memories if key[0] == machine]]
-        held = {key[1]: _communicators.pop(key) for key in [key for key in _communicators if key[0] == machine]}
+        held = [_remove(*key) for key in [key for key in _communicators if key[0] == machine]]
+        _limits.pop(machine, None)
         try:
             for memory in freed:
                 memory.free()
         except Exception:  # a failed GPU, whose communicators are of no use
             _log.debug("memory of NCCL was not freed", exc_info=True)
             return
-        for gpus, communicators in held.items():
-            _unused[gpus].append(communicators)
+        for communicators in held:
+            if communicators is not None and not communicators.problem:
+                _unused[communicators.gpus].append(communicators.each)

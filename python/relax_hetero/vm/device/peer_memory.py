@@ -4,6 +4,9 @@ A kernel that waits for other GPUs occupies its GPU until they have launched the
 for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
 until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a machine that
 is freed waits for its GPUs.
+
+A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or the same slot to
+the next kernel. Then the memory is cleared, and so as new.
 """
 
 from __future__ import annotations
@@ -18,11 +21,13 @@ import numpy as np
 import tvm_ffi
 from tvm import runtime
 
-from ...artifact.peer_layout import PEER_MEMORY, memory_bytes
+from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
-from .tensors import copy_into, empty, from_array
+from .cuda_library import CUDA
+from .cuda_streams import check_wait
+from .tensors import copy_into, empty, from_array, part_of
 
 
 class _PeerCall(threading.local):
@@ -38,6 +43,8 @@ class _PeerCall(threading.local):
         Command buffer that became a graph last, and its device.
     waits : bool
         Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
+    is_repeated : bool
+        Whether it is the second call of compiled code, after one that made graphs.
     has_lock : bool
         Whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`).
     collects_later : bool
@@ -48,6 +55,7 @@ class _PeerCall(threading.local):
     is_incomplete = False
     missing = ""
     waits = False
+    is_repeated = False
     has_lock = False
     collects_later = False
 
@@ -78,32 +86,37 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
         Devices of the machine.
     """
     call = peer_call
-    outer = call.uses_peers, call.is_incomplete, call.has_lock, call.collects_later  # of a call around this one
-    call.uses_peers = call.is_incomplete = call.has_lock = call.collects_later = False
+    # Of a call that this one is nested in.
+    outer = call.uses_peers, call.is_incomplete, call.is_repeated, call.has_lock, call.collects_later
+    call.uses_peers = call.is_incomplete = call.is_repeated = call.has_lock = call.collects_later = False
     try:
         result = function(*values)
         if call.uses_peers and call.is_incomplete:
-            call.is_incomplete = False
+            call.is_incomplete, call.is_repeated = False, True
             del result
-            for device in devices:
-                device.sync()
+            _clear_memory(devices)
             result = function(*values)
             if call.is_incomplete:
                 raise HeteroError(
                     f"command buffer {call.missing} made its graph in a repeated call; expected the graphs of all "
                     "GPUs of the mesh after the first"
                 )
+    except BaseException:
+        if call.uses_peers:
+            _unfinished.add(id(devices))
+        raise
     finally:
         if call.collects_later:
             gc.enable()
         if call.has_lock:
             _launching.release()
-        call.uses_peers, call.is_incomplete, call.has_lock, call.collects_later = outer
+        call.uses_peers, call.is_incomplete, call.is_repeated, call.has_lock, call.collects_later = outer
     return result
 
 
 _launching = threading.RLock()  # kernels of two machines begin in the same order on all GPUs
 _memories: dict[tuple[int, int, tuple[int, ...]], _PeerMemory] = {}
+_unfinished: set[int] = set()  # identities of machines' lists of devices whose last call ended with an error
 _lock = threading.RLock()  # a garbage collection within may free memory
 
 
@@ -133,11 +146,30 @@ class _PeerMemory:
                         'allreduce_strategy="nccl"'
                     )
         nbytes = memory_bytes(len(devices), slot_bytes)
+        self._zeros = initial_zeros(len(devices), slot_bytes)
         self.memory = [empty((nbytes,), "uint8", device) for device in devices]
-        zeros = from_array(np.zeros(nbytes, "uint8"))
-        for tensor in self.memory:
-            copy_into(zeros, tensor)
+        self.clear()
         self.addresses = addresses_on(devices, self.memory)
+
+    def clear(self) -> None:
+        """Make the memory, which no kernel uses meanwhile, as it was at first."""
+        for begin, nbytes in self._zeros:
+            zeros = from_array(np.zeros(nbytes, "uint8"))
+            for tensor in self.memory:
+                copy_into(zeros, part_of(tensor, (nbytes,), "uint8", begin))
+
+
+def _clear_memory(devices: Sequence[runtime.Device]) -> None:
+    """Wait for a machine's devices, none of which waits for another one, and clear the memory of its meshes."""
+    for device in devices:
+        if device.dlpack_device_type() == CUDA:
+            check_wait(device.index, 0)  # after a failure of NCCL the wait might not end
+        device.sync()
+    with _lock:
+        for key, memory in _memories.items():
+            if key[0] == id(devices):
+                memory.clear()
+    _unfinished.discard(id(devices))
 
 
 def different_gpus(devices: Sequence[runtime.Device]) -> None:
@@ -162,14 +194,16 @@ def devices_of_call() -> Sequence[runtime.Device]:
         raise HeteroError("memory of a mesh is asked for outside of a machine")
     if peer_call.waits:
         raise HeteroError(
-            "this function's kernels wait for those of other GPUs, so that their times cannot be measured one by one; "
-            "expected a function over no mesh of GPUs"
+            "this function's kernels wait for those of other GPUs, so that they cannot be measured one by one; "
+            "expected a file of this version, whose profiles measure them by events: compile it again"
         )
     if not peer_call.uses_peers:
         _launching.acquire()
         peer_call.uses_peers = peer_call.has_lock = True
         peer_call.collects_later = gc.isenabled()
         gc.disable()
+        if id(current[0]) in _unfinished:  # before the first launch of a kernel that waits
+            _clear_memory(current[0])
     return current[0]
 
 
@@ -187,6 +221,7 @@ def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
 
 def free_peer_memory(machine: int) -> None:
     """Free the memory of a machine, given the identity of its list of devices."""
+    _unfinished.discard(machine)
     with _lock:
         for key in [key for key in _memories if key[0] == machine]:
             del _memories[key]

@@ -18,7 +18,8 @@ import logging
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -26,13 +27,16 @@ import tvm_ffi
 from tvm import runtime
 
 from ...artifact import graph_layout
-from ...artifact.commands import RegionSpec
+from ...artifact.commands import Dispatch, RegionSpec
 from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import CACHED_GRAPHS, RING_ROWS, Layout
 from ...artifact.metadata import Metadata
 from ..device.cuda_driver import CudaDriver, CudaError, cuda_driver, free_after_use
+from ..device.cuda_library import cuda_library
+from ..device.cuda_streams import check_wait
 from ..device.peer_memory import peer_call
 from ..device.tensors import alias, copy_into, empty, from_array
+from .timed_graph import TimedGraph
 
 _log = logging.getLogger("relax_hetero")
 
@@ -79,6 +83,8 @@ class CudaGraph:
         Pinned words that `submit_function` reads and writes (`graph_layout`).
     submit_function : callable
         `submit`.
+    region : RegionSpec
+        `region`.
     """
 
     def __init__(
@@ -93,6 +99,8 @@ class CudaGraph:
         has_mailboxes: bool = False,
     ) -> None:
         self._has_mailboxes, self._reason = has_mailboxes, ""
+        self.region, self._times_kernels = region, False
+        self._timed: TimedGraph | None = None
         self._name, self._device, self._launch_all = region.name, device, launch_all
         self.submit_function = submit
         self._layout = layout = Layout(len(region.slots), len(region.parameters))
@@ -126,6 +134,8 @@ class CudaGraph:
         layout, words = self._layout, self._words
         bindings = words[layout.slow_bindings : layout.slow_bindings + layout.slots]
         values = tuple(map(int, words[layout.slow_parameters : layout.slow_parameters + layout.parameters]))
+        if self._times_kernels and self._driver is not None:
+            return self._submit_timed(bindings, values)
         needs_graph = self._has_mailboxes or peer_call.uses_peers
         if needs_graph and values not in self._captured:
             if self._driver is not None:
@@ -149,10 +159,47 @@ class CudaGraph:
             return
         self._captured.move_to_end(values)
         self._cache_graph(values, graph)
+        self._launch(graph, bindings)
+
+    def begin_timing(self) -> None:
+        """Measure kernels of calls over GPUs of a mesh, by a graph with events, until `end_timing`."""
+        self._times_kernels = True
+        self._words[graph_layout.GRAPH] = 0  # so that compiled code leaves submissions to the machine
+        self._cached = [None] * CACHED_GRAPHS
+        self._write_cache()
+
+    def end_timing(self) -> None:
+        """Launch graphs without events again."""
+        self._times_kernels, self._timed = False, None
+
+    def times(self) -> list[tuple[Dispatch, float]]:
+        """The commands that were launched, and the time of each in microseconds, once the GPU's work has ended."""
+        if self._timed is None:
+            return []
+        commands = [command for command in self.region.commands if isinstance(command, Dispatch)]
+        times = self._timed.microseconds()
+        fetches = len(times) - len(commands)
+        assert fetches in (0, 1), "a kernel that fetches the bindings may come before one kernel for each command"
+        return list(zip(commands, times[fetches:], strict=True))
+
+    def _submit_timed(self, bindings: np.ndarray, values: _ParameterValues) -> None:
+        if peer_call.is_repeated:
+            assert self._timed is not None, "a call that only makes graphs comes first"
+            return self._launch(self._timed.handle, bindings)
+        library = cuda_library()
+        assert library is not None, "a mesh of GPUs has a driver"
+        self._reserve_arena(values)
+        self._timed = TimedGraph(library, self._device.index, lambda stream: self._record(stream.handle, values))
+        peer_call.is_incomplete, peer_call.missing = True, f"{self._name!r} on {self._device}"
+
+    def _launch(self, graph: int, bindings: np.ndarray) -> None:
+        assert self._driver is not None, "there is no graph without a driver"
+        layout, words = self._layout, self._words
         stream = tvm_ffi.get_raw_stream(self._device)
-        ticket = int(words[graph_layout.SUBMITTED])
+        ticket, begin = int(words[graph_layout.SUBMITTED]), time.monotonic()
         while ticket - int(words[graph_layout.CONSUMED]) >= RING_ROWS:
             self._driver.is_done(stream)  # raises the error of a failed stream
+            check_wait(self._device.index, time.monotonic() - begin)
             time.sleep(_POLL_SECONDS)
         row = layout.ring + ticket % RING_ROWS * layout.slots
         words[row : row + layout.slots] = bindings
@@ -202,16 +249,8 @@ class CudaGraph:
 
     def _capture(self, values: _ParameterValues) -> None:
         assert self._driver is not None, "capturing needs a driver"
-        words = self.state.data_ptr()
-        self._plan[graph_layout.RING] = words + 8 * self._layout.ring
-        self._plan[graph_layout.CONSUMED_ADDRESS] = words + 8 * graph_layout.CONSUMED
-
-        def launch(stream: int) -> None:
-            with tvm_ffi.use_raw_stream(self._device, stream):
-                self._run_plan(values)
-
         try:
-            graph = self._driver.capture(launch)
+            graph = self._driver.capture(lambda stream: self._record(stream, values))
         except Exception as error:  # a kernel may do something that cannot be captured
             while self._captured:
                 self._drop(next(iter(self._captured)))
@@ -223,6 +262,14 @@ class CudaGraph:
         self._captured[values] = graph
         self._words[graph_layout.LAUNCH] = self._driver.graph_launch
         self._cache_graph(values, graph)
+
+    def _record(self, stream: int, values: _ParameterValues) -> None:
+        """Launch all kernels on a stream that captures them."""
+        words = self.state.data_ptr()
+        self._plan[graph_layout.RING] = words + 8 * self._layout.ring
+        self._plan[graph_layout.CONSUMED_ADDRESS] = words + 8 * graph_layout.CONSUMED
+        with tvm_ffi.use_raw_stream(self._device, stream):
+            self._run_plan(values)
 
     def _cache_graph(self, values: _ParameterValues, graph: int) -> None:
         """Put a graph into the cache that compiled code searches, in place of the oldest entry."""
@@ -302,6 +349,18 @@ def make_graphs(
             graphs.append(graph)
             values[index] = graph.state
     return (tvm_ffi.convert(values) if graphs else constants), graphs
+
+
+@contextmanager
+def timing_kernels(graphs: Sequence[CudaGraph]) -> Iterator[None]:
+    """Context of calls over GPUs of a mesh whose graphs measure their kernels (`CudaGraph.times`)."""
+    for graph in graphs:
+        graph.begin_timing()
+    try:
+        yield
+    finally:
+        for graph in graphs:
+            graph.end_timing()
 
 
 def _shared_arenas(graphs: Sequence[tuple[RegionSpec, runtime.Device]]) -> dict[runtime.Device, runtime.Tensor]:

@@ -9,13 +9,54 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from relax_hetero.target.backend import backend_of
 
 httpx = pytest.importorskip("httpx")
 pytest.importorskip("ray")
 
 FOLDERS = [str(Path(__file__).resolve().parents[4] / "python"), str(Path(__file__).resolve().parents[2])]
+
+
+@pytest.mark.parametrize(
+    ("outer", "gpus", "expected"),
+    [(None, 2, "0,2,1,3"), ("5,6,7,9", 2, "5,7,6,9"), ("5,6,7,9", 0.5, "5,6,7,9"), (None, 1, None), (None, 4, None)],
+)
+def test_ray_assigns_gpus_with_links(outer, gpus, expected, monkeypatch):
+    """GPUs 0 and 2 have a link, and 1 and 3; Ray gives each replica the next ones of the environment."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if outer is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", outer)
+    from relax_hetero.llm.server import replicas
+    from relax_hetero.llm.server.app import Settings
+
+    started, backend = [], type(backend_of("cuda"))
+    monkeypatch.setattr(backend, "count", lambda self: 4)
+    monkeypatch.setattr(backend, "accesses_peer", lambda self, index, peer: (index - peer) % 2 == 0)
+
+    class Serve:
+        """Ray Serve, which runs until Ctrl-C."""
+
+        ingress = staticmethod(lambda app: lambda: app)
+        shutdown = staticmethod(lambda: None)
+
+        def deployment(self, _):
+            return SimpleNamespace(options=lambda **_: SimpleNamespace(bind=lambda: None))
+
+        def start(self, **_):
+            started.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+        def run(self, *_, **__):
+            started.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(replicas, "_ray_serve", Serve)
+    with pytest.raises(KeyboardInterrupt):
+        replicas.run_replicas(dict, Settings("toy"), 2, "127.0.0.1", 1, gpus=gpus)
+    assert started == [expected, outer]
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ using std::min;
 
 struct Index { unsigned x; };
 struct uint2 { unsigned x, y; };
+struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
@@ -48,6 +49,7 @@ Fiber* current;
 ucontext_t scheduler;
 unsigned turns;
 bool is_trapped;
+std::mt19937 random_bits;
 
 void yield() { swapcontext(&current->context, &scheduler); }
 void run_fiber() { for (;; yield()) { (*current->body)(); current->is_done = true; } }
@@ -87,27 +89,30 @@ void ld_acquire_sys_global_u32(unsigned& seen, const unsigned* flag) { yield(); 
 void bar_sync(int id, int threads) { meet(id, threads); }
 void cvt_rn_f16x2_f32(unsigned& to, float high, float low) { _Float16 h[2] = {low, high}; memcpy(&to, h, 4); }
 void mov_b32(float& low, float& high, unsigned h) { _Float16 v[2]; memcpy(v, &h, 4); low = v[0], high = v[1]; }
-void st_volatile_global_v4_u32(void* to, unsigned x, unsigned epoch, unsigned y) {
-  unsigned line[] = {x, epoch, y, epoch};
-  memcpy(to, line, 16);
+void st_volatile_global_v4_u32(long long to, unsigned x, unsigned y, unsigned z, unsigned w) {
+  for (unsigned word : {x, y, z, w}) {
+    memcpy((void*)to, &word, 4), to += 4;
+    if (word && random_bits() % 64 == 0) yield();  // words of a vector may arrive one by one
+  }
 }
-void ld_volatile_global_v4_u32(unsigned& x, unsigned& epoch, unsigned& y, unsigned& epoch2, const void* from) {
+void ld_volatile_global_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, long long from) {
   yield();
-  for (unsigned *each : {&x, &epoch, &y, &epoch2}) memcpy(each, from, 4), from = (const char*)from + 4;
+  for (unsigned *each : {&x, &y, &z, &w}) memcpy(each, (const void*)from, 4), from += 4;
 }
+void atomicAdd(unsigned* to, unsigned by) { *to += by; }
 
 // Run kernels of each GPU. Returns 0 when all have ended, 1 if a thread trapped, 2 if threads wait for each other.
 int run(const std::vector<std::vector<Launch>>& gpus, unsigned seed) {
   struct Gpu { size_t next = 0, count = 0; std::vector<Block> blocks; std::vector<std::unique_ptr<Fiber>> fibers; };
   std::vector<Gpu> states(gpus.size());
-  std::mt19937 random(seed);
+  random_bits.seed(seed);
   turns = 0, is_trapped = false;
   for (size_t left = gpus.size(); left;) {
-    size_t rank = random() % gpus.size();
+    size_t rank = random_bits() % gpus.size();
     Gpu& gpu = states[rank];
-    unsigned late = random() & random();  // warps of each block that do nothing
-    for (int turn = 1 << random() % 8; turn && gpu.next <= gpus[rank].size(); --turn) {
-      size_t offset = random(), waiting = 0;
+    unsigned late = random_bits() & random_bits();  // warps of each block that do nothing
+    for (int turn = 1 << random_bits() % 8; turn && gpu.next <= gpus[rank].size(); --turn) {
+      size_t offset = random_bits(), waiting = 0;
       for (size_t i = 0; i < gpu.count; ++i) {
         Fiber& fiber = *gpu.fibers[(i + offset) % gpu.count];
         bool waits = fiber.barrier && fiber.barrier->phase == fiber.phase;

@@ -23,62 +23,97 @@ from tvm_ffi import structural_walk
 from relax_hetero.artifact import peer_layout
 from relax_hetero.tir.core.builder import Function, int64
 from relax_hetero.tir.cuda import all_reduce
-from relax_hetero.tir.cuda.all_reduce import SENT_TILE, AllReduce, RankReduce, RowNorm, all_reduce_kernel, send_tile
+from relax_hetero.tir.cuda.all_reduce import (
+    SENT_TILE,
+    AllReduce,
+    RankReduce,
+    RowNorm,
+    all_reduce_kernel,
+    send_tile,
+    send_words,
+    word_places,
+)
 from relax_hetero.tir.cuda.loops.launch import launch
 from seeds import fresh_seed
 
-pytestmark = [
-    pytest.mark.skipif(not sys.platform.startswith("linux") or not shutil.which("g++"), reason="no g++ on Linux"),
-    pytest.mark.sampled(1),
-]
+needs_compiler = pytest.mark.skipif(
+    not sys.platform.startswith("linux") or not shutil.which("g++"), reason="no g++ on Linux"
+)
+pytestmark = [needs_compiler, pytest.mark.sampled(1)]
 
-SMALLER = {"_THREADS": 64, "_MAX_THREADS": 128, "_LONG_BLOCKS": 3, "LL_BYTES": 8192}
+SMALLER = {"_THREADS": 64, "_MAX_THREADS": 128, "_LONG_BLOCKS": 3, "LAMPORT_BYTES": 8192}
 HEADER = Path(__file__).with_name("gpu_threads.hpp")
 CALLS = 3
 HALF, FLOAT = RowNorm(1e-5, "float16"), RowNorm(1e-3, "float32")
 LAYER, HALF_LAYER = RowNorm(1e-5, "float32", is_centered=True), RowNorm(1e-3, "float16", is_centered=True)
 
-# Of each kernel: shape, norm, whether there is a residual, the sum is kept, and tiles are sent.
+# Of each kernel: shape, norm, whether there is a residual, the sum is kept, and products send.
 PROGRAMS = {
-    "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((2, 5, 34), LAYER, 0, 0, 0)]),
+    "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((140, 12), LAYER, 0, 1, 0)]),
+    "words": (2, [((4, 132), None, 0, 0, 0), ((2, 68), HALF, 0, 1, 1), ((204,), None, 0, 0, 1)]),
     "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF_LAYER, 0, 0, 0)]),
     "sent": (2, [((512, 256), HALF, 1, 1, 1), ((14, 260), FLOAT, 0, 1, 0)] * 2),
-    "three": (3, [((7, 36), HALF, 0, 0, 0), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
-    "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), HALF, 0, 1, 0)]),
+    "three": (3, [((3, 36), HALF, 0, 0, 1), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
+    "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), LAYER, 0, 1, 1), ((1, 1540), HALF, 0, 1, 0)]),
 }
 
 
-def senders(sent, shape):
-    """A kernel that sends all tiles, in any order."""
-    function = Function("send", registers="local")
+def senders(sent, reduce):
+    """A kernel that sends all tiles, or words, in any order."""
+    function, shape, rng = Function("send", registers="local"), reduce.shape, np.random.default_rng(sent.rank)
     with function:
-        pointers = function.argument("x", shape, "float32"), function.argument("bases", [sent.ranks], "int64")
-        with function.body(), launch(1, 64):
-            tiles = np.indices(np.floor_divide(shape, SENT_TILE)).reshape(2, -1).T * SENT_TILE
-            for origin in np.random.default_rng(sent.rank).permutation(tiles).tolist():
-                addresses = [T.address_of(each[(0,) * len(each.shape)]) for each in pointers]
-                send_tile(sent, shape, addresses, tuple(map(int64, origin)))
+        x, bases = function.argument("x", shape, "float32"), function.argument("bases", [sent.ranks], "int64")
+        with function.body(), launch(1, 1 if reduce.is_short else 64):
+            if reduce.is_short:
+                places = word_places(sent, bases)
+                for start in rng.permutation(range(0, reduce.count, 4)).tolist():
+                    values = [x[np.unravel_index(start + i, shape)] for i in range(4)]
+                    send_words(places, values, int64(start))
+            else:
+                tiles = np.indices(np.floor_divide(shape, SENT_TILE)).reshape(2, -1).T * SENT_TILE
+                addresses = [T.address_of(each[(0,) * len(each.shape)]) for each in (x, bases)]
+                for origin in rng.permutation(tiles).tolist():
+                    send_tile(sent, shape, addresses, tuple(map(int64, origin)))
     return function.result
 
 
 def launch_of(kernel, pointers):
-    """A `Launch` in C++, with pointers for the names of the kernel's operands."""
-    grid, calls = {}, []
+    """A `Launch` in C++, with pointers for the names of the kernel's operands; rows in registers have names."""
+    grid, names, lines = {}, {}, []
 
-    def argument(value):
+    def text(value):
+        if isinstance(value, tirx.Add):
+            return f"({text(value.a)} + {text(value.b)})"
+        if isinstance(value, tvm.ir.TensorLoad):
+            at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
+            kind = {"int64": "long long", "float32": "float"}[str(value.source.dtype)]
+            return f"(({kind}*){pointers[value.source.name]}.address)[{at}]"
         if isinstance(value, tvm.ir.Call):
-            return pointers[value.args[0].source.name]
-        return argument(value.value) if isinstance(value, tirx.Cast) else repr(value.value)
+            buffer = value.args[0].source
+            if buffer.name in pointers:
+                return pointers[buffer.name]
+            if buffer not in names:
+                names[buffer] = f"row{len(names)}"
+                lines.append(f"float4 {names[buffer]}[{buffer.shape[0]}];")
+            return names[buffer]
+        if isinstance(value, tirx.Cast):
+            return text(value.value)
+        return names[value] if value in names else repr(value.value)
 
     def call(node):
         if node.op.name == "tirx.cuda.func_call":
-            calls.append(f"{node.args[0].value}({', '.join(map(argument, node.args[1:-1]))});")
+            arguments = ", ".join(map(text, node.args[1:-1]))
+            lines.append(f"{node.args[0].value}({arguments});")
 
     def loop(node):
         grid[node.thread_binding.thread_tag] = int(node.extent)
 
-    structural_walk(kernel.body, [(tvm.ir.Call, call), (tirx.For, loop)])
-    return f"{{{grid['blockIdx.x']}, {grid['threadIdx.x']}, [=] {{ {' '.join(calls)} }}}}"
+    def bind(node):
+        names[node.var] = f"v{len(names)}"
+        lines.append(f"auto {names[node.var]} = {text(node.value)};")
+
+    structural_walk(kernel.body, [(tirx.Bind, bind), (tvm.ir.Call, call), (tirx.For, loop)])
+    return f"{{{grid['blockIdx.x']}, {grid['threadIdx.x']}, [=] {{ {' '.join(lines)} }}}}"
 
 
 def on_cpu(source):
@@ -94,6 +129,17 @@ def on_cpu(source):
     return re.sub(r"__shared__ (\w+) (\w+)\[(\d+)\];", shared, source)
 
 
+def compiled(folder, source, functions):
+    """A library of functions in C++ that launch kernels of a CUDA source."""
+    check = subprocess.run(["g++", "-fsyntax-only", "-xc++", "-"], input=b"_Float16 x;", stderr=subprocess.DEVNULL)
+    if check.returncode:
+        pytest.skip("this g++ lacks _Float16")
+    (folder / "kernels.cpp").write_text("\n".join([f'#include "{HEADER}"', on_cpu(source), functions]))
+    options = "-std=c++17 -O1 -w -fPIC -shared".split()
+    subprocess.run(["g++", *options, folder / "kernels.cpp", "-o", folder / "kernels.so"], check=True)
+    return ctypes.CDLL(str(folder / "kernels.so"))
+
+
 class Program:
     """Kernels of GPUs that are called in a row: a function in C++, and its operands by kernel and rank."""
 
@@ -101,9 +147,7 @@ class Program:
         self.reduces = [AllReduce(shape, ranks, norm, bool(residual)) for shape, norm, residual, *_ in kernels]
         self.ranks, self.slot_bytes = ranks, max(reduce.slot_bytes for reduce in self.reduces)
         self.operands, lines, slots = [], [], all_reduce.slots_of(len(kernels))
-        for number, (reduce, slot, (shape, *_, keeps, sends)) in enumerate(
-            zip(self.reduces, slots, kernels, strict=True)
-        ):
+        for number, (reduce, slot, (*_, keeps, sends)) in enumerate(zip(self.reduces, slots, kernels, strict=True)):
             for rank in range(ranks):
                 own = RankReduce(reduce, rank, bool(keeps), slot, self.slot_bytes)
                 after = ((1,), "float32")
@@ -112,7 +156,7 @@ class Program:
                     each.name: f"Pointer{{p[{len(self.operands) + i}]}}" for i, each in enumerate(kernel.params)
                 }
                 self.operands += [(number, rank, param) for param in kernel.params]
-                for each in [senders(own.sent, shape), kernel] if sends else [kernel]:
+                for each in [senders(own.sent, reduce), kernel] if sends else [kernel]:
                     lines.append(f"gpus[{rank}].push_back({launch_of(each, pointers)});")
         head = f'extern "C" int run_{name}(void** p, int calls, int gpus_that_run, unsigned seed) {{'
         loop = f"std::vector<std::vector<Launch>> gpus({ranks}); for (; calls--; p += {len(self.operands)}) {{"
@@ -138,35 +182,35 @@ class Program:
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    if subprocess.run(
-        ["g++", "-fsyntax-only", "-xc++", "-"], input=b"_Float16 x;", stderr=subprocess.DEVNULL
-    ).returncode:
-        pytest.skip("this g++ lacks _Float16")
-    folder = tmp_path_factory.mktemp("sums")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in SMALLER.items():
             patch.setattr(all_reduce, name, value)
-        patch.setattr(all_reduce, "_OPERANDS", 2 * SMALLER["LL_BYTES"] + all_reduce._SENT_BYTES)
+        for module in (all_reduce, peer_layout):
+            patch.setattr(module, "LONG_OPERANDS", SMALLER["LAMPORT_BYTES"] + peer_layout.SENT_FLAGS_BYTES)
         made = {name: Program(name, *how) for name, how in PROGRAMS.items()}
-        texts = [f'#include "{HEADER}"', on_cpu(all_reduce.SOURCE), *(program.text for program in made.values())]
-        (folder / "sums.cpp").write_text("\n".join(texts))
-        options = "-std=c++17 -O1 -w -fPIC -shared".split()
-        subprocess.run(["g++", *options, folder / "sums.cpp", "-o", folder / "sums.so"], check=True)
-        yield made, ctypes.CDLL(str(folder / "sums.so"))
+        functions = "\n".join(program.text for program in made.values())
+        yield made, compiled(tmp_path_factory.mktemp("sums"), all_reduce.SOURCE, functions)
 
 
-def run(programs, name, gpus, seed):
-    """Call a program three times on GPUs whose memory is as at first; returns its end and the calls' arrays."""
+def run(programs, name, gpus, seed, change=lambda call: None):
+    """Call a program three times on GPUs whose memory is as at first; returns its end and the calls' arrays.
+
+    Places of words are all zero afterwards.
+    """
     program, rng = programs[0][name], np.random.default_rng(seed)
     nbytes = peer_layout.memory_bytes(program.ranks, program.slot_bytes)
-    memory = [np.zeros(nbytes, "uint8") for _ in range(program.ranks)]
-    begin = peer_layout.data_offset(0, program.ranks, program.slot_bytes)
-    for each in memory:  # operands that are read before they are there are NaN
-        each[begin:].reshape(-1, program.slot_bytes)[:, all_reduce._OPERANDS :] = 0xFF
+    memory = np.full((program.ranks, nbytes), 0xFF, "uint8")  # operands that are read before they are there are NaN
+    for begin, size in peer_layout.initial_zeros(program.ranks, program.slot_bytes):
+        memory[:, begin : begin + size] = 0
     addresses = np.array([each.ctypes.data for each in memory], "int64")
     calls = [program.arrays(rng) for _ in range(CALLS)]
+    for call in calls:
+        change(call)
     pointers = [(addresses if each is None else each).ctypes.data for call in calls for each in call.values()]
     end = programs[1][f"run_{name}"]((ctypes.c_void_p * len(pointers))(*pointers), CALLS, gpus, seed)
+    slots = memory[:, peer_layout.data_offset(0, program.ranks, program.slot_bytes) :]
+    words = slots.reshape(program.ranks, -1, program.slot_bytes)[..., : all_reduce.LAMPORT_BYTES]
+    assert gpus < program.ranks or not words.any()
     return end, calls
 
 
@@ -200,6 +244,27 @@ def test_numbers(programs, name, order):
                 kept = call[number, rank, "total"].reshape(-1, reduce.width)
                 own = np.s_[: len(kept)] if reduce.is_short else np.s_[rank * len(kept) : (rank + 1) * len(kept)]
                 assert (abs(kept - total[own]) <= bound[own]).all(), (number, rank)
+
+
+def test_words_of_any_number_arrive(programs):
+    """Zeros of both signs, which are sent as one, and numbers that are neither zero nor normal."""
+    numbers = np.array([0, -0.0, 1e-45, -1e-40, 1, -np.inf, np.nan, 3e38], "float32")
+    pairs = np.stack(np.meshgrid(numbers, numbers)).reshape(2, -1)
+
+    def change(call):
+        for (number, rank, operand), array in call.items():
+            if operand == "x" and programs[0]["words"].reduces[number].norm is None:
+                array[...] = np.resize(pairs[rank], array.size).reshape(array.shape)
+
+    end, calls = run(programs, "words", 2, fresh_seed(), change)
+    assert end == 0
+    plain = [number for number, reduce in enumerate(programs[0]["words"].reduces) if reduce.norm is None]
+    for call, number in product(calls, plain):
+        with np.errstate(over="ignore", invalid="ignore"):
+            expected = call[number, 0, "x"] + call[number, 1, "x"]
+        for rank in range(2):
+            np.testing.assert_array_equal(call[number, rank, "out"], expected)
+            np.testing.assert_array_equal(*(call[number, each, "out"].view("uint32") for each in (0, rank)))
 
 
 def test_a_gpu_that_waits_for_a_minute_traps(programs):

@@ -1,16 +1,11 @@
-"""Kernels around NCCL's collectives, compiled as C++ with threads of the host in place of a GPU's, against numpy."""
+"""Kernels around NCCL's collectives as their CUDA source computes them (`gpu_threads.hpp`), against numpy."""
 
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
 
 import numpy as np
 import pytest
-import tvm
-from tvm import tirx
-from tvm_ffi import structural_walk
 
 from relax_hetero.tir.cuda import nccl_kernels
 from relax_hetero.tir.cuda.all_reduce import AllReduce, RankReduce, RowNorm
@@ -22,8 +17,10 @@ from relax_hetero.tir.cuda.nccl_kernels import (
     send_kernel,
     stage_kernel,
 )
+from seeds import fresh_seed
+from tir.cuda.test_all_reduce import compiled, launch_of, needs_compiler
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+pytestmark = needs_compiler
 
 AFTER = (1,), "float32"
 SHORT, LONG, ODD = (6, 64), (2050, 64), (4 * 251,)  # two GPUs cannot share 251 fours equally
@@ -40,118 +37,39 @@ MIXED = Exchange(
     ),
 )
 KERNELS = {
-    "stage short": stage_kernel(RankReduce(AllReduce(SHORT, 2), 1, False), AFTER),
-    "stage residual": stage_kernel(RankReduce(AllReduce(LONG, 2, None, True), 1, False), AFTER),
-    "finish odd": finish_kernel(RankReduce(AllReduce(ODD, 2), 1, False), 0, (0, 1)),
-    "finish long": finish_kernel(RankReduce(AllReduce(LONG, 2), 0, False), 0, (0, 1)),
-    "finish short norm": finish_kernel(RankReduce(AllReduce(SHORT, 2, NORMS["float16"]), 1, True), 0, (0, 1)),
-    "finish long norm": finish_kernel(RankReduce(AllReduce(LONG, 2, NORMS["float32"]), 1, True), 0, (0, 1)),
-    "finish layer norm": finish_kernel(RankReduce(AllReduce(SHORT, 2, LAYER_NORM), 1, True), 0, (0, 1)),
-    "send": send_kernel(MIXED, 0, AFTER),
-    "receive": receive_kernel(MIXED, 0, 0, (0, 1, 2)),
+    "stage short": lambda: stage_kernel(RankReduce(AllReduce(SHORT, 2), 1, False), AFTER),
+    "stage residual": lambda: stage_kernel(RankReduce(AllReduce(LONG, 2, None, True), 1, False), AFTER),
+    "finish odd": lambda: finish_kernel(RankReduce(AllReduce(ODD, 2), 1, False), 0, (0, 1)),
+    "finish long": lambda: finish_kernel(RankReduce(AllReduce(LONG, 2), 0, False), 0, (0, 1)),
+    "finish short norm": lambda: finish_kernel(RankReduce(AllReduce(SHORT, 2, NORMS["float16"]), 1, True), 0, (0, 1)),
+    "finish long norm": lambda: finish_kernel(RankReduce(AllReduce(LONG, 2, NORMS["float32"]), 1, True), 0, (0, 1)),
+    "finish layer norm": lambda: finish_kernel(RankReduce(AllReduce(SHORT, 2, LAYER_NORM), 1, True), 0, (0, 1)),
+    "send": lambda: send_kernel(MIXED, 0, AFTER),
+    "receive": lambda: receive_kernel(MIXED, 0, 0, (0, 1, 2)),
 }
-SHIM = r"""
-#include <barrier>
-#include <cmath>
-#include <thread>
-#include <vector>
-#define __device__
-#define __forceinline__ inline
-struct Dim { int x; };
-thread_local Dim blockIdx, threadIdx;
-Dim blockDim, gridDim;
-struct float4 { float x, y, z, w; };
-struct uint4 { unsigned x, y, z, w; };
-struct Pointer { void* p; template <class T> operator T*() const { return (T*)p; } };
-float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-float4 rh_add(float4 a, float4 b) { return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w}; }
-using std::min;
-float rsqrtf(float x) { return 1 / std::sqrt(x); }
-template <class V> V __ldcg(const V* from) { return *from; }
-template <class To> void store(void* out, long long i, float4 v) {
-  To* to = (To*)out + 4 * i;
-  to[0] = v.x; to[1] = v.y; to[2] = v.z; to[3] = v.w;
-}
-template <bool HALF> void rh_store(void* out, long long i, float4 v) {
-  HALF ? store<_Float16>(out, i, v) : store<float>(out, i, v);
-}
-std::barrier<>* together;
-float partial[1024];
-template <bool MAX> float rh_reduce(float value, int) {
-  partial[threadIdx.x] = value;
-  together->arrive_and_wait();
-  float sum = 0;
-  for (int i = 0; i < blockDim.x; ++i) sum += partial[i];
-  together->arrive_and_wait();
-  return sum;
-}
-template <class Kernel> void launch(int blocks, int threads, bool waits, Kernel kernel) {
-  gridDim.x = blocks; blockDim.x = threads;
-  std::barrier<> barrier(threads);
-  together = &barrier;
-  for (int block = 0; block < blocks; ++block) {
-    std::vector<std::thread> running;
-    for (int thread = 0; thread < threads; ++thread) {
-      auto body = [=] { blockIdx.x = block; threadIdx.x = thread; kernel(); };
-      if (waits) running.emplace_back(body); else body();
-    }
-    for (auto& each : running) each.join();
-  }
-}
-"""
-
-
-def _function(number: int, name: str) -> str:
-    """A function of the addresses of a kernel's buffers, in C++."""
-    kernel, calls, loops = KERNELS[name], [], {}
-    names = [str(param.name) for param in kernel.params]
-
-    def visit(call: tvm.ir.Call) -> None:
-        if str(call.op.name) == "tirx.cuda.func_call":
-            args = [
-                f"Pointer{{buffers[{names.index(str(arg.args[0].source.name))}]}}"
-                if isinstance(arg, tvm.ir.Call)
-                else repr(arg.value)
-                for arg in call.args[1:-1]
-            ]
-            calls.append(f"{call.args[0].value}({', '.join(args)});")
-
-    structural_walk(kernel.body, (tvm.ir.Call, visit))
-    structural_walk(
-        kernel.body, (tirx.For, lambda loop: loops.update({loop.thread_binding.thread_tag: int(loop.extent)}))
-    )
-    size = f"{loops['blockIdx.x']}, {loops['threadIdx.x']}, {str('norm' in name).lower()}"
-    return f'extern "C" void kernel_{number}(void** buffers) {{ launch({size}, [=] {{ {" ".join(calls)} }}); }}'
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """Run a kernel by its name on arrays, in the order of its parameters."""
-    folder = tmp_path_factory.mktemp("kernels")
-    code = "#if 1" + nccl_kernels._SOURCE.partition("#define RH_NCCL")[2]
-    functions = [_function(number, name) for number, name in enumerate(KERNELS)]
-    (folder / "kernels.cpp").write_text("\n".join([SHIM, code, *functions]))
-    command = [
-        "g++",
-        "-std=c++20",
-        "-O1",
-        "-fpermissive",
-        "-w",
-        "-shared",
-        "-fPIC",
-        "-pthread",
-        "kernels.cpp",
-        "-o",
-        "kernels.so",
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nccl_kernels, "_THREADS", 64)
+        patch.setattr(nccl_kernels, "_MAX_BLOCKS", 3)
+        kernels = {name: make() for name, make in KERNELS.items()}
+    lines = [
+        'extern "C" int run_kernel(int number, void** p, unsigned seed) {',
+        "std::vector<std::vector<Launch>> gpus(1);",
     ]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    library = ctypes.CDLL(str(folder / "kernels.so"))
+    for number, kernel in enumerate(kernels.values()):
+        pointers = {each.name: f"Pointer{{p[{i}]}}" for i, each in enumerate(kernel.params)}
+        lines.append(f"if (number == {number}) gpus[0] = {{{launch_of(kernel, pointers)}}};")
+    functions = "\n".join([*lines, "return run(gpus, seed); }"])
+    library = compiled(tmp_path_factory.mktemp("kernels"), nccl_kernels._SOURCE, functions)
 
-    def run_on(name: str, *arrays: np.ndarray) -> None:
-        assert len(arrays) == len(KERNELS[name].params)
+    def run_on(name, *arrays):
+        assert len(arrays) == len(kernels[name].params)
         addresses = (ctypes.c_void_p * len(arrays))(*(array.ctypes.data for array in arrays))
-        library[f"kernel_{list(KERNELS).index(name)}"](addresses)
+        assert library.run_kernel(list(kernels).index(name), addresses, fresh_seed()) == 0
 
     return run_on
 

@@ -216,6 +216,34 @@ def test_a_product_of_an_older_operand_waits_in_its_epilogue():
     assert waits == [False, True, False], products
 
 
+def test_sums_of_gpus_read_constants_before_they_wait():
+    """Addresses of the GPUs' memory and a norm's weight; a long sum, of more than 512 KB, waits first."""
+    weights = [np.ones(shape, "float16") for shape in [(4096, 64), (64, 4096)]]
+    scale = np.ones(4096, "float32")
+
+    def waits(rows):
+        @ir_module({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
+        def module(x: R.Tensor((rows, 4096), "float16", "cuda[0:2]")):
+            with R.dataflow():
+                a = R.matmul(R.matmul(x, R.const(weights[0])), R.const(weights[1]), out_dtype="float32")
+                b = R.astype(R.nn.rms_norm(a, R.const(scale), axes=[-1]), "float16")
+                c = R.matmul(b, R.const(weights[0]))
+                R.output(c)
+            return c
+
+        by_name = functions(form_cuda_graphs(recorded(rh.transform.PartitionByMesh(by_cost=False)(module))))
+        records = [func for name, func in by_name.items() if name.endswith("_record")]
+        assert len(records) == 2
+        for func in records:
+            for name in [name for name in callees(func.body) if "all_reduce" in name]:
+                text = by_name[name].script()
+                assert text.count("griddepcontrol") == 2
+                yield text.index("griddepcontrol") > text.index("bases[") and "rh_all_reduce_short<" in text
+
+    assert [*waits(32)] == [True] * 4  # the only sum of a function is computed twice
+    assert [*waits(48)] == [False] * 4
+
+
 def test_gpus_that_cannot_begin_early_do_not():
     older = rh.VDevice({"kind": "cuda", "arch": "sm_89"})
     by_name = functions(form_cuda_graphs(recorded(rh.transform.UpdateVDevice(older, 0)(Steps))))

@@ -11,8 +11,7 @@ from relax_hetero.transform.shard.exchanges import Exchanges
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 from seeds import fresh_rng
 from transform.interpreting import run
-
-GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
+from transform.shard.test_gpu_sums import GPUS
 
 
 def gathered(columns, dtype="float32"):

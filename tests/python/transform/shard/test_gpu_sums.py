@@ -173,12 +173,12 @@ def test_blocks_cover_all_rows_and_fit_the_gpu(shape, ranks):
     if plain.supports_rows:
         kinds += [AllReduce(shape, ranks, RowNorm(1e-5, "float16")), AllReduce(shape, ranks, None, not plain.is_short)]
     for reduce in kinds:
-        assert reduce.row * reduce.lanes <= reduce.count
-        assert reduce.threads * (8 if reduce.is_short else 4) >= reduce.row  # registers of a thread
+        assert reduce.row * 4 <= reduce.count
+        assert reduce.threads * 4 >= reduce.row  # registers of a thread
         assert reduce.blocks <= 128  # all are resident on any GPU that NVLink connects
-        assert reduce.slot_bytes >= (8 * reduce.count if reduce.is_short else 8 * reduce.count // ranks)
+        assert reduce.slot_bytes >= (4 * reduce.count if reduce.is_short else 8 * reduce.count // ranks)
         if reduce.norm is not None or reduce.has_residual:
-            assert reduce.row * reduce.lanes == shape[-1]
+            assert reduce.row * 4 == shape[-1]
 
 
 def test_a_slot_holds_the_first_pass_of_a_lone_sum():

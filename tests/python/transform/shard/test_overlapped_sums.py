@@ -14,16 +14,17 @@ from relax_hetero.transform.ir.rewriting import walk_bindings
 from relax_hetero.transform.pipeline import pipeline_steps
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
-ROWS, WIDTH, DEPTH = 2048, 4096, 1024
+ROWS, FEW_ROWS, WIDTH, DEPTH = 2048, 32, 4096, 1024
 UP, DOWN = np.ones((WIDTH, DEPTH), "float16"), np.ones((DEPTH, WIDTH), "float16")
 SCALE = np.ones(WIDTH, "float32")
 
 
-def before_products(follows):
-    """Two sums with norms, of which the second adds the first; its product follows from the first if `follows`."""
+def before_products(follows, rows=ROWS):
+    """Three sums with norms, each of which adds the last; the second's product follows from the first if `follows`."""
+    shape = (rows, WIDTH)
 
     @ir_module(*GPUS)
-    def module(x: R.Tensor((ROWS, WIDTH), "float32", "cuda[0:2]")):
+    def module(x: R.Tensor(shape, "float32", "cuda[0:2]")):
         with R.dataflow():
             h = R.astype(x, "float16")
             a = R.add(x, R.matmul(R.matmul(h, R.const(UP)), R.const(DOWN), out_dtype="float32"))
@@ -31,9 +32,11 @@ def before_products(follows):
             read = b if follows else h  # noqa: F841
             c = R.add(a, R.matmul(R.matmul(read, R.const(UP)), R.const(DOWN), out_dtype="float32"))
             d = R.astype(R.nn.rms_norm(c, R.const(SCALE), axes=[-1]), "float16")
-            e = R.add(R.matmul(b, R.const(UP)), R.matmul(d, R.const(UP)))
-            R.output(e)
-        return e
+            e = R.add(c, R.matmul(R.matmul(d, R.const(UP)), R.const(DOWN), out_dtype="float32"))
+            f = R.astype(R.nn.rms_norm(e, R.const(SCALE), axes=[-1]), "float16")
+            g = R.add(R.matmul(b, R.const(UP)), R.matmul(f, R.const(UP)))
+            R.output(g)
+        return g
 
     module = rh.transform.PartitionByMesh(by_cost=False)(module)
     for step in pipeline_steps():
@@ -57,22 +60,34 @@ def following():
     return before_products(follows=True)
 
 
-def test_products_send_the_tiles_of_all_but_the_first_sum(following):
+SUMS = {
+    ROWS: (
+        "rh_all_reduce_long<4, 256, {rank}, 2, RH_RMS_NORM, true, {keeps}, true, true>",
+        "rh_send_tile<{rank}, 2>",
+    ),
+    FEW_ROWS: ("rh_all_reduce_short<2, 512, {rank}, 2, RH_RMS_NORM, true, {keeps}, true>", "rh_send_words"),
+}
+"""Functions of a sum's kernel and of its product's, by their number of rows."""
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", SUMS)
+def test_products_send_the_operands_of_all_but_the_first_sum(following, rows):
     """Before the first sum there are no addresses."""
-    step, before = following
+    step, before = following if rows == ROWS else before_products(True, rows)
     after = step.run(before)
     assert_structural_equal(step.run(after), after)
     names = [(call.args[0].name_hint, product.args[0].name_hint) for call, product in sums_of(after)]
     assert [("_sent" in call, "_sent" in product) for call, product in names] == [(False, False)] * 2 + [
         (True, True)
-    ] * 2
-    for (call, product), (unsent, _), rank in zip(sums_of(after)[2:], sums_of(before)[2:], range(2), strict=True):
-        _, _, addresses = product.args[1].fields
+    ] * 4
+    for (call, product), (unsent, _), rank in zip(sums_of(after)[2:], sums_of(before)[2:], (0, 1, 0, 1), strict=True):
+        addresses = product.args[1].fields[2]
         assert addresses.same_as(call.args[1].fields[1])
         assert len(call.args[1].fields) == len(unsent.args[1].fields)
-        source = after[call.args[0]].script()
-        assert f"rh_all_reduce_long<4, 256, {rank}, 2, RH_RMS_NORM, true, false, true, true>" in source
-        assert f"rh_send_tile<{rank}, 2>" in after[product.args[0]].script()
+        keeps = str(hasattr(call.ty, "fields")).lower()  # of short sums the first GPU, which adds it to the next one
+        for gv, name in zip((call.args[0], product.args[0]), SUMS[rows], strict=True):
+            assert f'"{name.format(rank=rank, keeps=keeps)}"' in after[gv].script()
 
 
 def test_all_gpus_send_or_none(following, monkeypatch):
@@ -85,10 +100,13 @@ def test_all_gpus_send_or_none(following, monkeypatch):
         assert "_sent" not in call.args[0].name_hint + product.args[0].name_hint
 
 
-def test_a_product_that_may_run_before_the_last_sum_does_not_send():
-    step, before = before_products(follows=False)
-    for call, product in sums_of(step.run(before)):
-        assert "_sent" not in call.args[0].name_hint + product.args[0].name_hint
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("rows", SUMS)
+def test_a_product_that_may_run_before_the_last_sum_does_not_send(rows):
+    step, before = before_products(False, rows)
+    calls = sums_of(step.run(before))
+    assert ["_sent" in call.args[0].name_hint for call, _ in calls] == [False] * 4 + [True] * 2
+    assert ["_sent" in product.args[0].name_hint for _, product in calls] == [False] * 4 + [True] * 2
 
 
 @pytest.mark.parametrize(
@@ -97,13 +115,14 @@ def test_a_product_that_may_run_before_the_last_sum_does_not_send():
         ((2048, 4096), "float16", True),
         ((2048, 4096), "float32", False),  # rows are sent as they are
         ((2048, 4096), "", False),
-        ((64, 1024), "float16", False),  # short
+        ((64, 1024), "float16", True),  # short
+        ((3, 68), "", True),
         ((2048, 4160), "float16", False),  # no whole tiles
         ((1920, 4096), "float16", False),
         ((16384, 16384), "float16", False),  # too many flags
     ],
 )
-def test_sums_that_tiles_are_sent_for(shape, dtype, is_sent):
+def test_sums_that_products_send_for(shape, dtype, is_sent):
     reduce = AllReduce(shape, 2, RowNorm(1e-5, dtype) if dtype else None)
     own = RankReduce(reduce, 1, True, 2, 1 << 30)
     assert RankReduce.from_json(own.to_json()) == own

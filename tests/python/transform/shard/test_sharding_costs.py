@@ -12,10 +12,12 @@ from tvm.script import ir as I
 from tvm.script import relax as R
 
 import relax_hetero as rh
+from free_exchanges import FreeExchanges
 from modules import calls_of, ir_module, ops_of
+from relax_hetero import providers
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
+from transform.shard.test_gpu_sums import GPUS
 
-GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
 CORES = ({"kind": "llvm", "num-cores": 1}, ({"kind": "llvm", "num-cores": 1}, 1))
 
 
@@ -164,6 +166,73 @@ def test_functions_follow_the_splits_of_those_with_more_work(rows):
     assert [gv.name_hint for gv in after.functions] == ["step", "prefill"]
     parts = [tuple(map(int, call.args[1].ty.shape.values)) for call in calls_of("relax.matmul", after)]
     assert parts == [(384, 192), (384, 192), (192, 384), (192, 384)] * 2
+
+
+class SlowLink(FreeExchanges):
+    """Costs of a mesh with a link that is slow for large values."""
+
+    def transfer_seconds(self, size, _source, _destination):
+        return 1e-5 * size
+
+
+def short_and_long(build):
+    """A module of a function for one row and one for 256."""
+    short, long = build(1), build(256)
+    return tvm.IRModule({"step": short["main"], "prefill": long["main"]}, global_infos=long.global_infos)
+
+
+def weights_of(module, name):
+    calls = calls_of("relax.matmul", partition_by_mesh(module)[name])
+    return [tuple(map(int, call.args[1].ty.shape.values)) for call in calls]
+
+
+@pytest.fixture
+def _slow_link(monkeypatch):
+    monkeypatch.setitem(providers._providers, "device_costs", (__name__, "SlowLink"))
+
+
+@pytest.mark.usefixtures("_slow_link")
+def test_functions_follow_those_that_do_not_split():
+    up, down = relax.const(weight(384, 384)), relax.const(weight(384, 384))
+
+    def build(rows):
+        @ir_module(*CORES)
+        def module(x: R.Tensor((rows, 384), "float32", "llvm[0:2]")):
+            with R.dataflow():
+                z = R.matmul(R.nn.relu(R.matmul(x, up)), down)
+                R.output(z)
+            return z
+
+        return module
+
+    assert weights_of(build(1), "main") == [(384, 192), (384, 192), (192, 384), (192, 384)], "alone it is split"
+    both = short_and_long(build)
+    assert weights_of(both, "prefill") == weights_of(both, "step") == [(384, 384)] * 2
+    reasons = {entry["function"]: entry["reason"] for entry in rh.compile(both).metadata.placement}
+    assert reasons["step"].endswith("as another function stores the weight")
+
+
+@pytest.mark.usefixtures("_slow_link")
+def test_functions_follow_those_that_split_columns_of_a_gathered_operand():
+    """The operand's split would allow one of the rows, too, which would store the weight again."""
+    up, down = relax.const(weight(384, 64)), relax.const(weight(64, 12800))
+    parts = {"z": {"placement": "S[1]", "names": ["z", "z@1"], "mesh": [0, 1]}}
+
+    def build(rows):
+        @ir_module(*CORES)
+        def module(x: R.Tensor((rows, 384), "float32", "llvm[0:2]")):
+            with R.dataflow():
+                y = R.max(R.reshape(R.hetero.shard(R.matmul(x, up), "S[1]"), (rows, 64, 1)), axis=[-1])
+                z = R.matmul(y, down)
+                R.output(z)
+            return z
+
+        attributes = {SPLIT_PARAMETERS: json.dumps(parts), "output_names": ["z"]}
+        module.update_func(module.get_global_var("main"), module["main"].with_attrs(attributes))
+        return module
+
+    both = short_and_long(build)
+    assert weights_of(both, "prefill") == weights_of(both, "step") == [(384, 32)] * 2 + [(64, 6400)] * 2
 
 
 def test_a_result_that_the_caller_takes_in_parts_is_computed_in_parts():

@@ -10,8 +10,8 @@ import tvm
 from relax_hetero.vm.device import cuda_copies, host_copies, memory_pools, pinned_staging, tensors
 from relax_hetero.vm.device.cuda_copies import SENT_BYTES, begin_copy
 from relax_hetero.vm.device.cuda_driver import CudaError
-from relax_hetero.vm.device.cuda_streams import Event, Stream
-from relax_hetero.vm.device.host_copies import begin_copy_to_host
+from relax_hetero.vm.device.cuda_streams import Event, Stream, copy_stream
+from relax_hetero.vm.device.host_copies import EarlyCopies, begin_copy_to_host
 from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
 from relax_hetero.vm.device.tensors import alias, copy_into, copy_to, from_numpy
@@ -145,14 +145,41 @@ def test_a_copy_to_the_host_waits_for_earlier_work_only(cuda, library, monkeypat
     monkeypatch.setattr(host_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
-    source = on_gpu(expected := random(100))
-    before = expected.copy()
+    source, before, later = on_gpu(np.zeros(100, "uint8")), np.full(100, 7, "uint8"), []
+    library.use(0)
+    cuda._push(0, lambda: ctypes.memset(source.data_ptr(), 7, 100))
     wait = begin_copy_to_host(source)
-    later = []
     cuda._push(0, lambda: later.append(ctypes.memset(source.data_ptr(), 0, 100)))
     np.testing.assert_array_equal(wait(), before)
     assert not later and cuda.copies == [("to the host", 100)]
     np.testing.assert_array_equal(begin_copy_to_host(on_cpu(before))(), before)
+    wait, copies = begin_copy_to_host(source), cuda.streams[copy_stream(library, 0, "to the host").handle]
+    assert copies
+    del wait  # before the end of the copy, for which the memory of both tensors has to wait
+    assert not copies
+
+
+def test_an_early_copy_waits_for_work_before_the_last_one(cuda, library, monkeypatch):
+    """Steps take turns with two targets: a copy runs while the last step, which reads the other target, still waits."""
+    monkeypatch.setattr(host_copies, "cuda_library", lambda: library)
+    library.use(0)
+    copies, host = EarlyCopies(tvm.cuda(0)), on_cpu(np.zeros(4, "uint8"))
+    targets, seen = [on_gpu(np.zeros(4, "uint8")) for _ in range(2)], []
+    for step in range(4):
+        np.from_dlpack(host)[:] = step + 1
+        copies.send([(host, targets[step % 2])])
+        if step > 1:
+            copy_stream(library, 0, "from the host").synchronize()
+            assert (values(targets[step % 2]) == step + 1).all() and len(seen) == step - 1
+        cuda._push(0, lambda step=step: seen.append(values(targets[step % 2]).copy()))
+    Stream(library, 0, 0).synchronize()
+    np.testing.assert_array_equal(seen, [[step + 1] * 4 for step in range(4)])
+
+
+def test_an_early_copy_to_a_cpu_is_a_plain_one():
+    source, target = on_cpu(random(10)), on_cpu(np.zeros(10, "uint8"))
+    EarlyCopies(tvm.cpu(0)).send([(source, target)])
+    np.testing.assert_array_equal(target.numpy(), source.numpy())
 
 
 def test_copies_come_after_the_streams_of_both_gpus(cuda, library):

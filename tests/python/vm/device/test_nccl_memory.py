@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections import defaultdict
 from dataclasses import replace
 
@@ -13,11 +14,11 @@ import relax_hetero as rh
 from relax_hetero.vm.device import nccl_memory, peer_memory
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_driver import CudaError
-from relax_hetero.vm.device.cuda_streams import Stream
+from relax_hetero.vm.device.cuda_streams import Stream, check_wait, wait_checks
 from relax_hetero.vm.device.nccl import Nccl
-from relax_hetero.vm.device.nccl_memory import NcclMemory, add_child_graph, captured
+from relax_hetero.vm.device.nccl_memory import Communicators, NcclMemory, add_child_graph, captured
 from relax_hetero.vm.device.peer_memory import peer_call
-from vm.fake_cuda import INVALID, FakeCuda, FakeLibrary
+from vm.fake_cuda import INVALID, LOST, FakeCuda, FakeLibrary
 
 GPUS = [tvm.runtime.device("cpu", index) for index in range(2)]  # memory of GPUs is memory of the host
 
@@ -25,6 +26,15 @@ GPUS = [tvm.runtime.device("cpu", index) for index in range(2)]  # memory of GPU
 class FakeCommunicator:
     def __init__(self, gpu, notes, cuda):
         self.gpu, self._notes, self._cuda = gpu, notes, cuda
+        self.error, self.aborted = None, threading.Event()
+
+    def check_async_error(self):
+        if self.error is not None:
+            raise self.error
+
+    def abort(self):
+        self._notes.append(("abort", self.gpu))
+        self.aborted.set()
 
     def allReduce(self, source, target, count, dtype, op, stream):
         assert source == target and (dtype, op) == (7, 0)
@@ -64,14 +74,15 @@ def fake_nccl(notes, cuda):
         notes.append(("communicators", *gpus))
         return [FakeCommunicator(gpu, notes, cuda) for gpu in gpus]
 
-    return Nccl(None, None, communicators, lambda: None, lambda: None, byte=1, float32=7, sum=0)
+    abort = FakeCommunicator.abort
+    return Nccl(None, None, communicators, abort, lambda: None, lambda: None, byte=1, float32=7, sum=0)
 
 
 def memory_of(collectives, notes, cuda, library):
     nccl = fake_nccl(notes, cuda)
     communicators = nccl.communicators([0, 1])
     notes.clear()
-    return NcclMemory(GPUS, collectives, communicators, nccl, library)
+    return NcclMemory(GPUS, collectives, Communicators((0, 1), communicators, nccl, library))
 
 
 def capturing(library, gpu):
@@ -214,3 +225,75 @@ def test_without_nccl_the_first_call_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(nccl_memory, "load_nccl", lambda: "the package cupy-cuda13x cannot be imported: pip install x")
     with pytest.raises(rh.HeteroError, match=r"need NCCL.*pip install"):
         nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+
+
+def hanging(library, gpu):
+    """An event of a GPU that is never reached, unless someone waits without a check, and its stream."""
+    stream = Stream(library, gpu)
+    return stream.record(), stream
+
+
+def fail_by_time(group, cuda):
+    group._limit = 0.01
+    return r"not ended after 0\.01 s \(collective_timeout=\)"
+
+
+def fail_by_nccl(group, cuda):
+    group.each[1].error = RuntimeError("NCCL_ERROR_REMOTE_ERROR")
+    return "NCCL_ERROR_REMOTE_ERROR"
+
+
+def fail_by_a_lost_gpu(group, cuda):
+    cuda.failing["cuStreamQuery"] = LOST
+    return "cuStreamQuery failed: CUDA_ERROR_LAUNCH_FAILED"
+
+
+@pytest.mark.parametrize("fail", [fail_by_time, fail_by_nccl, fail_by_a_lost_gpu])
+def test_waits_for_a_lost_gpu_end(cuda, library, notes, machine, monkeypatch, fail):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+    (group,) = nccl_memory._communicators.values()
+    (event, _), (_, other) = streams = hanging(library, 0), hanging(library, 1)
+    message = f"NCCL's exchange between cuda:0, cuda:1 failed: .*{fail(group, cuda)}.*a new VirtualMachine"
+    library.use(0)
+    with pytest.raises(rh.HeteroError, match=message):
+        event.synchronize()
+    assert cuda.current.context == library.context(0)  # launches on default streams go there
+    assert all(communicator.aborted.wait(10) for communicator in group.each)
+    cuda.failing.clear()
+    with pytest.raises(rh.HeteroError, match=message):  # what the others wait for may have ended with undefined data
+        check_wait(1, 0)
+    with pytest.raises(rh.HeteroError, match=message):
+        nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+    with pytest.raises(rh.HeteroError, match=message):
+        other.synchronize()
+    nccl_memory.free_nccl_memory(id(machine))
+    assert not cuda.graphs and not wait_checks
+    streams[1][1].synchronize()
+    nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+    assert notes.count(("communicators", 0, 1)) == 2 and notes.count(("abort", 0)) == 1
+    nccl_memory.free_nccl_memory(id(machine))
+
+
+def test_a_wait_that_ends_in_time_is_no_failure(cuda, library, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+    stream = Stream(library, 0)
+    event = stream.record()
+    ends = threading.Timer(0.05, library.call, ("cuEventSynchronize", event.handle))
+    ends.start()
+    event.synchronize()
+    ends.join()
+    stream.synchronize()
+    nccl_memory.free_nccl_memory(id(machine))
+    assert not wait_checks and ("abort", 0) not in notes
+
+
+def test_a_machine_limits_its_waits(cuda, library, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    nccl_memory.limit_waits(id(machine), 0.02)
+    nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+    with pytest.raises(rh.HeteroError, match=r"after 0\.02 s"):
+        hanging(library, 1)[1].synchronize()
+    nccl_memory.free_nccl_memory(id(machine))
+    assert id(machine) not in nccl_memory._limits

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import gc
 import threading
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import tvm
 
 import relax_hetero as rh
+from relax_hetero.artifact.peer_layout import LONG_OPERANDS, SLOTS, data_offset
 from relax_hetero.vm.device import peer_memory
 from relax_hetero.vm.device.builtins import current_machine
+from relax_hetero.vm.device.cuda_streams import wait_checks
 from relax_hetero.vm.device.peer_memory import peer_call, run_over_peers
 
 
@@ -58,6 +63,63 @@ def test_a_call_that_made_graphs_is_repeated():
     assert run_over_peers(function, [3], []) == 5 and runs == [3, 3]
     assert run_over_peers(function, [4], []) == 7 and len(runs) == 3
     assert not (peer_call.uses_peers or peer_call.is_incomplete or peer_call.has_lock)
+
+
+class Devices(tuple):
+    """Devices of a machine."""
+
+
+def test_memory_is_cleared_after_calls_that_ended_halfway(monkeypatch):
+    """Before a call is repeated, and before the first kernel of the call after an error; not of other machines."""
+    machine, other, events = Devices(), Devices(), []
+    for devices in (machine, other):
+        memory = SimpleNamespace(clear=lambda devices=devices: events.append(devices is machine))
+        monkeypatch.setitem(peer_memory._memories, (id(devices), 1024, (0, 1)), memory)
+    monkeypatch.setattr(current_machine, "devices_and_scopes", (machine, ()))
+    misses = [True, False, False, False]
+
+    def function(value):
+        peer_memory.devices_of_call()
+        events.append(value)
+        peer_call.is_incomplete = misses.pop(0)
+        return 1 // value
+
+    assert run_over_peers(function, [1], machine) == 1
+    with pytest.raises(ZeroDivisionError):
+        run_over_peers(function, [0], machine)
+    assert run_over_peers(function, [2], machine) == 0
+    assert events == [1, True, 1, 0, True, 2] and id(machine) not in peer_memory._unfinished
+
+
+def test_a_call_after_a_failure_of_nccl_does_not_wait(monkeypatch):
+    """The GPUs' kernels may never end: the next call raises the failure instead of clearing memory."""
+    machine = (tvm.cuda(0), tvm.cpu())
+    monkeypatch.setattr(peer_memory, "_unfinished", {id(machine)})
+
+    def check(seconds):
+        raise rh.HeteroError(f"cuda:0 is lost, found after {seconds} s")
+
+    monkeypatch.setitem(wait_checks, 0, check)
+    monkeypatch.setattr(current_machine, "devices_and_scopes", (machine, ("global",) * 2))
+    for _ in range(2):
+        with pytest.raises(rh.HeteroError, match="cuda:0 is lost, found after 0 s"):
+            run_over_peers(peer_memory.devices_of_call, [], machine)
+    assert not is_locked()
+
+
+def test_all_but_long_operands_is_cleared(monkeypatch):
+    for name in ("different_gpus", "enable_peer_access"):
+        monkeypatch.setattr(peer_memory, name, lambda devices: None)
+    monkeypatch.setattr(peer_memory, "has_peer_access", lambda *indices: True)
+    devices, slot_bytes = [tvm.cpu(0), tvm.cpu(1)], LONG_OPERANDS + 48
+    for tensor in (memory := peer_memory._PeerMemory(devices, slot_bytes)).memory:
+        tensor.copyfrom(np.full(tensor.shape, 255, "uint8"))
+    memory.clear()
+    begin = data_offset(0, 2, slot_bytes)
+    for tensor in memory.memory:
+        slots = tensor.numpy()[begin:].reshape(SLOTS * 2, slot_bytes)
+        assert not tensor.numpy()[:begin].any() and not slots[:, :LONG_OPERANDS].any()
+        assert (slots[:, LONG_OPERANDS:] == 255).all()
 
 
 def test_graphs_that_are_missing_after_all_are_named():

@@ -21,6 +21,7 @@ from relax_hetero.errors import HeteroError
 from relax_hetero.vm.device import cuda_library
 from relax_hetero.vm.device.cuda_library import CudaLibrary
 from relax_hetero.vm.device.cuda_memory import DeviceBlock, PinnedBlock
+from relax_hetero.vm.device.cuda_streams import wait_checks
 from relax_hetero.vm.device.machine_lock import MachineLock
 from relax_hetero.vm.device.memory_pools import BlockPool
 from relax_hetero.vm.device.tensors import alias
@@ -189,6 +190,23 @@ def test_random_schedules(monkeypatch, seed):
     for fence, arrays in zip(fences, inputs, strict=True):
         machine.check(fence, *arrays)
     assert machine.calls.wait(SECONDS)
+
+
+@pytest.mark.parametrize("others", [(), (GPU_1,)])
+def test_a_fence_of_a_lost_gpu_ends(monkeypatch, others):
+    machine = Machine(monkeypatch, schedule_of([Step(GPU, (1,), (2,), "on_gpu", other_devices=others)], (2,)))
+
+    def check(seconds):
+        if seconds > 0.02:
+            raise HeteroError("cuda:0 is lost")
+
+    monkeypatch.setitem(wait_checks, 0, check)
+    with pytest.raises(HeteroError, match="cuda:0 is lost"):
+        machine.submit(*numbers()).result(SECONDS)
+    assert machine.calls.wait(SECONDS)
+    monkeypatch.delitem(wait_checks, 0)
+    inputs = numbers()
+    machine.check(machine.submit(*inputs), *inputs)
 
 
 @pytest.mark.parametrize("seed", range(100, 115))

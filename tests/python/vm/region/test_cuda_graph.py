@@ -15,15 +15,17 @@ from tvm import tirx
 import relax_hetero as rh
 from relax_hetero.artifact import graph_layout
 from relax_hetero.artifact.commands import GRAPH as RUNS_AS_GRAPH
-from relax_hetero.artifact.commands import RegionSpec, SlotSpec
+from relax_hetero.artifact.commands import Dispatch, RegionSpec, SlotSpec
 from relax_hetero.artifact.graph_layout import REPORT_INTERVAL, RING_ROWS, Layout
 from relax_hetero.artifact.memory_plan import MemoryPlan
 from relax_hetero.artifact.metadata import ConstantSpec, DeviceSpec, Metadata
 from relax_hetero.tir.commands.command_list import Tensor
 from relax_hetero.tir.commands.graph_functions import submit_function
+from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_driver import CudaDriver, CudaError
+from relax_hetero.vm.device.peer_memory import devices_of_call, peer_call, run_over_peers
 from relax_hetero.vm.region import cuda_graph
-from relax_hetero.vm.region.cuda_graph import CudaGraph
+from relax_hetero.vm.region.cuda_graph import CudaGraph, timing_kernels
 
 EXTENT = 4
 LAYOUT = Layout(2)
@@ -141,9 +143,9 @@ def tensor(values=0.0):
     return tvm.runtime.tensor(np.full(EXTENT, values, "float32"))
 
 
-def graph_of(submit, device, driver=None):
+def graph_of(submit, device, driver=None, commands=()):
     slots = tuple(SlotSpec(name, 0, 4 * EXTENT, 64, access) for name, access in (("x", "read"), ("y", "write")))
-    region = RegionSpec("main_commands", "main", 0, slots, (), (0,), 0, ())
+    region = RegionSpec("main_commands", "main", 0, slots, (), (0,), 0, commands)
     constant = tensor(10.0)
     driver = CudaDriver(device.api) if driver is None else driver
     graph = CudaGraph(region, tvm.cpu(0), [constant.data_ptr()], submit, device.record, driver)
@@ -164,6 +166,40 @@ def test_first_submission_records_and_later_ones_launch(submit):
         _, y = call(graph, iteration)
         np.testing.assert_array_equal(y.numpy(), np.full(EXTENT, iteration + 10.0))
     assert (device.filled, device.recordings, device.launches) == (1, 1, 3 * RING_ROWS - 1)
+
+
+class Timed:
+    """Stand-in for a graph with events after two kernels, the first of which fetches the bindings."""
+
+    handle, microseconds = GRAPH, lambda _: [1.0, 5.0]
+
+    def __init__(self, library, gpu, launch):
+        launch(SimpleNamespace(handle=CAPTURE))
+
+
+def test_profiled_calls_of_a_mesh_launch_graphs_with_events(submit, monkeypatch):
+    monkeypatch.setattr(cuda_graph, "TimedGraph", Timed)
+    monkeypatch.setattr(cuda_graph, "cuda_library", lambda: "a driver")
+    device, command, outputs = Device(), Dispatch("sum", (), variable="y"), []
+    graph = graph_of(submit, device, commands=(command,))
+
+    def function():
+        devices_of_call()
+        outputs.append(call(graph, 1.0)[1])
+        assert device.launches == peer_call.is_repeated
+
+    def run():
+        device.launches = 0
+        with running_on((tvm.cpu(0), tvm.cpu(1)), ("global",) * 2):
+            run_over_peers(function, (), [])
+        np.testing.assert_array_equal(outputs[-1].numpy(), np.full(EXTENT, 11.0))
+
+    with timing_kernels([graph]):
+        assert graph.times() == []
+        run()
+        assert graph.times() == [(command, 5.0)] and (device.recordings, device.filled) == (1, 0)
+    run()  # as before the profile
+    assert graph.times() == [] and (device.recordings, len(outputs)) == (2, 4)
 
 
 def test_submissions_in_flight_keep_their_bindings(submit):

@@ -148,11 +148,16 @@ LATE_WAIT = "relax_hetero.late_wait"
 previous launch must not write. Attribute of a statement: place of that wait."""
 
 
+WAIT = "relax_hetero.wait"
+"""Attribute of a statement: place where the kernel waits for the previous launch, and lets the next one begin, on GPUs
+with programmatic dependent launch. Kernels that run on others have it instead of `ptx.griddepcontrol_wait`."""
+
+
 def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:
     """Mark a kernel for programmatic dependent launch: it may begin before the previous launch has ended.
 
-    Every thread executes `ptx.griddepcontrol_wait` before it writes, or reads anything but `operands`: these must be
-    constants, or not be written by earlier launches of the graph. The kernel may call `ptx.launch_dependents` at once:
-    the next launch waits for the end of this one, and so for all earlier ones.
+    Every thread executes `ptx.griddepcontrol_wait`, or a statement with `WAIT`, before it writes, or reads anything but
+    `operands`: these must be constants, or not be written by earlier launches of the graph. The kernel may call
+    `ptx.launch_dependents` at once: the next launch waits for the end of this one, and so for all earlier ones.
     """
     return kernel.with_attr(READS_EARLY, list(operands))

@@ -28,6 +28,13 @@ def cuda_matmul_kernel(problem: MatmulProblem, gpu: GpuTarget) -> tirx.PrimFunc:
     return simt_matmul_kernel(problem, gpu)
 
 
+def sends_sum(problem: MatmulProblem, gpu: GpuTarget) -> bool:
+    """Return whether the product's kernel can send its result to the GPUs that add it, and it saves time."""
+    if _is_skinny(problem) and not skinny_gemm.unsupported_reason(problem, gpu):
+        return skinny_gemm.saves_by_sending(problem)
+    return wgmma_matmul.sends_tiles(problem, gpu)
+
+
 def _is_skinny(problem: MatmulProblem) -> bool:
     """Return whether few rows share a right operand, counting batch dimensions that it lacks."""
     lhs, shared = problem.lhs, problem.rhs.index_map

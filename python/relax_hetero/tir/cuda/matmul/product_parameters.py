@@ -32,7 +32,7 @@ class ProductParameters:
         Extents of m, n and k.
     batches : Batches
     addresses : GpuOperand or None
-        Addresses of the memory of GPUs that tiles are sent to.
+        Addresses of the memory of GPUs that the result is sent to.
     """
 
     problem: MatmulProblem

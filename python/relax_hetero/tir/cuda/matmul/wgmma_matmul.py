@@ -17,7 +17,7 @@ from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
-from ....encoding.problem import MatmulProblem, SentTiles
+from ....encoding.problem import MatmulProblem, SentSum
 from ....errors import EncodingError
 from ....target.element_types import TF32, bytes_of
 from ....target.gpu_target import WARP, WARPGROUP, GpuTarget
@@ -173,14 +173,14 @@ class Senders:
 
     Parameters
     ----------
-    sent : SentTiles
+    sent : SentSum
     shape : tuple of int
         Rows and columns of the result.
     result, addresses : GpuOperand
         Opened.
     """
 
-    def __init__(self, sent: SentTiles, shape: tuple[int, int], result: GpuOperand, addresses: GpuOperand) -> None:
+    def __init__(self, sent: SentSum, shape: tuple[int, int], result: GpuOperand, addresses: GpuOperand) -> None:
         self._sent, self._shape, self._result, self._addresses = sent, shape, result, addresses
         self.group = shape[0] // sent.ranks // SENT_TILE[0]
         """Row tiles of a GPU's rows."""
@@ -508,10 +508,39 @@ class WgmmaProduct:
         """Write that consumers and senders meet: the tile is stored, and the one before is sent."""
         ptx.named_barrier(_STORED_BARRIER, self.consumers * WARPGROUP + _SENDERS)
 
-    def _descriptors(self, group: Expr) -> tuple[list[Expr], list[Expr]]:
+    def _consume(self, part: int) -> None:
+        """Write what consumers do with each tile: `part` rows (swapped operands) or columns of it are a block's own."""
+        if self.reallocates_registers:
+            ptx.set_max_registers(self._registers[1], grows=True)
+        kind = sums_dtype(self.left.view.nominal)
+        self.sums = local(self.blocks * self.registers, kind)
+        position = RingPosition(self.tiling.stages)
+        self.member = self.thread % WARPGROUP
+        self.group = T.bind(self.thread // WARPGROUP - 1)
+        self.warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
+        self.low, self.high = self._descriptors()
+        team, thread = (self.group, self.member) if self.swap_ab else (self.warp, lane)
+        extents = self.blocks, part
+
+        def tile(_: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
+            own = self._origin_of_sums(row, column, part)
+            self._multiply_tile(position, lambda: self.store.fetch(extents, at, own, thread))
+            totals = self.sums
+            if self.tiling.cluster_split_k > 1:
+                reduction = ClusterReduction(
+                    self.shared, self.left_at, self.tiling.cluster_split_k, self.rank, self.consumers
+                )
+                totals = reduction.add(self.sums, (self.blocks, self.registers), kind, self.group, self.member)
+            self.store.emit(totals, extents, at, own, team, thread)
+            if self.senders is not None:
+                self._meet_when_stored()
+
+        self._each_tile(tile)
+
+    def _descriptors(self) -> tuple[list[Expr], list[Expr]]:
         """Matrix descriptors of a warpgroup's operands in stage 0: their low words, which vary, and high words."""
         base, left, right = local(2, "uint64"), self.left, self.right
-        rows_at = group * (self.blocks * self.block_bytes)
+        rows_at = self.group * (self.blocks * self.block_bytes)
         left_begin = self.left_at + (0 if self.swap_ab else rows_at)
         right_begin = self.shared.at(self.right_at + (rows_at if self.swap_ab else 0))
         ptx.matrix_descriptor(base[int(self.swap_ab)], self.shared.at(left_begin), left.leading)
@@ -521,90 +550,69 @@ class WgmmaProduct:
         high = [T.bind(T.shift_left(T.shift_right(base[i], T.uint64(32)), T.uint64(32))) for i in range(2)]
         return low, high
 
-    def _consume(self, part: int) -> None:
-        if self.reallocates_registers:
-            ptx.set_max_registers(self._registers[1], grows=True)
-        kind = sums_dtype(self.left.view.nominal)
-        sums = local(self.blocks * self.registers, kind)
-        position = RingPosition(self.tiling.stages)
-        member = self.thread % WARPGROUP
-        group = T.bind(self.thread // WARPGROUP - 1)
-        warp, lane = T.bind(self.thread // WARP - PRODUCERS // WARP), T.bind(self.thread % WARP)
+    def _origin_of_sums(self, row: Expr, column: Expr, part: int) -> tuple[Expr, Expr]:
+        """First row and column of what a team stores of a tile: with split k, of this block's part."""
+        part_offset: Expr = 0 if self.tiling.cluster_split_k == 1 else T.Cast("int64", self.rank * part)
+        if self.swap_ab:
+            return row + part_offset, column + T.Cast("int64", self.group * (self.blocks * SWAPPED_COLUMNS))
+        return row + T.Cast("int64", self.warp * WARP_ROWS), column + part_offset
+
+    def _multiply_tile(self, position: RingPosition, fetch: Callable[[], None]) -> None:
+        """Write all k-steps of a tile, and `fetch`, which reads other operands of the epilogue."""
+        last = local(1, "int32")
+
+        def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
+            self._multiply_step(number, stage, parity)
+            # The previous step is complete, and its stage free.
+            ptx.wgmma_wait(1)
+            self._release(last[0], number > 0)
+            T.buffer_store(last, stage, [0])
+
+        def last_step(number: Expr, stage: Expr, parity: Expr) -> None:
+            # Outside the loop: ptxas may read accumulators before products issued in a loop are complete.
+            if self.may_wait_late:
+                with T.attr(0, LATE_WAIT, 1):
+                    T.evaluate(0)
+                fetch()
+            self._multiply_step(number, stage, parity)
+            ptx.wgmma_wait(0)
+            self._release(last[0], number > 0)
+            self._release(stage)
+
+        if not self.may_wait_late:
+            fetch()
+        self._each_step(position, step, last_step)
+
+    def _multiply_step(self, number: Expr, stage: Expr, parity: Expr) -> None:
+        """Wait for a stage, and issue its products as a group."""
         first, second = (self.right, self.left) if self.swap_ab else (self.left, self.right)
-        low, high = self._descriptors(group)
 
         def descriptor(operand: int, word: Expr) -> Expr:
-            return T.bitwise_or(high[operand], T.Cast("uint64", word))
+            return T.bitwise_or(self.high[operand], T.Cast("uint64", word))
 
-        def release(stage: Expr, *conditions: Expr) -> None:
-            with when(tirx.all(member == 0, *conditions)):
-                ptx.barrier_arrive(self.ring.empty(stage))
+        ptx.barrier_wait(self.ring.full(stage), parity)
+        # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
+        ptx.async_proxy_fence()
+        a = T.bind(self.low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
+        b = T.bind(self.low[1] + T.Cast("uint32", stage) * T.uint32(second.size // 16))
+        ptx.wgmma_fence()
+        for i in range(self.right.step_bytes // ptx.CONTRACTION_BYTES):
+            adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
+            for block in range(self.blocks):
+                for begin in range(0, self.registers, self.issued):
+                    # A second instruction multiplies further rows of the right tile.
+                    column_offset = begin * 2 * self.right.step_bytes // 16
+                    ptx.wgmma(
+                        [self.sums[block * self.registers + begin + r] for r in range(self.issued)],
+                        descriptor(0, a + T.uint32(i * first.advance + block * self.block_bytes // 16)),
+                        descriptor(1, b + T.uint32(i * second.advance + column_offset)),
+                        (first.view.nominal, second.view.nominal),
+                        adds,
+                        (first.is_transposed, second.is_transposed),
+                    )
+        ptx.wgmma_commit()
 
-        def tile(tile_index: Expr, at: Coordinates, row: Expr, column: Expr) -> None:
-            last = local(1, "int32")
-            # With split k, offset of this block's part of the tile.
-            part_offset: Expr = 0 if self.tiling.cluster_split_k == 1 else T.Cast("int64", self.rank * part)
-            if self.swap_ab:
-                own = row + part_offset, column + T.Cast("int64", group * (self.blocks * SWAPPED_COLUMNS))
-            else:
-                own = row + T.Cast("int64", warp * WARP_ROWS), column + part_offset
-            team, thread = (group, member) if self.swap_ab else (warp, lane)
-
-            def fetch() -> None:
-                self.store.fetch((self.blocks, part), at, own, thread)
-
-            def multiply(number: Expr, stage: Expr, parity: Expr) -> None:
-                ptx.barrier_wait(self.ring.full(stage), parity)
-                # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
-                ptx.async_proxy_fence()
-                a = T.bind(low[0] + T.Cast("uint32", stage) * T.uint32(first.size // 16))
-                b = T.bind(low[1] + T.Cast("uint32", stage) * T.uint32(second.size // 16))
-                ptx.wgmma_fence()
-                for i in range(self.right.step_bytes // ptx.CONTRACTION_BYTES):
-                    adds = T.uint32(1) if i else T.if_then_else(number > 0, T.uint32(1), T.uint32(0))
-                    for block in range(self.blocks):
-                        for begin in range(0, self.registers, self.issued):
-                            # A second instruction multiplies further rows of the right tile.
-                            column_offset = begin * 2 * self.right.step_bytes // 16
-                            ptx.wgmma(
-                                [sums[block * self.registers + begin + r] for r in range(self.issued)],
-                                descriptor(0, a + T.uint32(i * first.advance + block * self.block_bytes // 16)),
-                                descriptor(1, b + T.uint32(i * second.advance + column_offset)),
-                                (first.view.nominal, second.view.nominal),
-                                adds,
-                                (first.is_transposed, second.is_transposed),
-                            )
-                ptx.wgmma_commit()
-
-            def step(number: Expr, _: Expr, stage: Expr, parity: Expr) -> None:
-                multiply(number, stage, parity)
-                # The previous step is complete, and its stage free.
-                ptx.wgmma_wait(1)
-                release(last[0], number > 0)
-                T.buffer_store(last, stage, [0])
-
-            def last_step(number: Expr, stage: Expr, parity: Expr) -> None:
-                # Outside the loop: ptxas may read accumulators before products issued in a loop are complete.
-                if self.may_wait_late:
-                    with T.attr(0, LATE_WAIT, 1):
-                        T.evaluate(0)
-                    fetch()
-                multiply(number, stage, parity)
-                ptx.wgmma_wait(0)
-                release(last[0], number > 0)
-                release(stage)
-
-            if not self.may_wait_late:
-                fetch()
-            self._each_step(position, step, last_step)
-            totals = sums
-            if self.tiling.cluster_split_k > 1:
-                reduction = ClusterReduction(
-                    self.shared, self.left_at, self.tiling.cluster_split_k, self.rank, self.consumers
-                )
-                totals = reduction.add(sums, (self.blocks, self.registers), kind, group, member)
-            self.store.emit(totals, (self.blocks, part), at, own, team, thread)
-            if self.senders is not None:
-                self._meet_when_stored()
-
-        self._each_tile(tile)
+    def _release(self, stage: Expr, *conditions: Expr) -> None:
+        """Give a stage back to the producers, by each warpgroup."""
+        with when(tirx.all(self.member == 0, *conditions)):
+            ptx.barrier_arrive(self.ring.empty(stage))

@@ -95,6 +95,7 @@ class EpilogueWriter:
         exists: Sequence[Expr | None] = (),
         end: Expr | None = None,
         loaded: tuple[Sequence[Any], Expr] | None = None,
+        send: Callable[[Sequence[Expr], Expr], None] | None = None,
     ) -> None:
         """Store neighbouring elements.
 
@@ -113,6 +114,8 @@ class EpilogueWriter:
             Extent of `along`, if some elements may be beyond it.
         loaded : tuple, optional
             Registers that `load` has filled, and the vector's index.
+        send : callable, optional
+            Function that writes the sending of a vector: of the elements that are stored, and the number of the first.
         """
         width, vector = len(sums), self.result.vector(along)
         # A vector does not cross the end, which is a multiple of its width.
@@ -127,10 +130,16 @@ class EpilogueWriter:
                         operands = self._loaded_values(own, along, len(group))
                     else:
                         operands = [values[i:] for values in self._loaded_values(loaded, along, width)]
-                    self._write(group, place, operands)
+                    self._write(group, place, operands, send)
 
-    def _write(self, sums: Sequence[Callable[[], Expr]], at: Coordinates, operands: list[list[Expr]]) -> None:
-        """Compute and store the elements of one access."""
+    def _write(
+        self,
+        sums: Sequence[Callable[[], Expr]],
+        at: Coordinates,
+        operands: list[list[Expr]],
+        send: Callable[[Sequence[Expr], Expr], None] | None,
+    ) -> None:
+        """Compute, store and perhaps send the elements of one access."""
         width = len(sums)
         out = T.alloc_buffer((width,), self.result.dtype, scope="local") if width > 1 else None
         for i, read in enumerate(sums):
@@ -142,6 +151,8 @@ class EpilogueWriter:
         if out is not None:
             start = lane_indices(self.result.address(at), width)
             T.buffer_store(self.result.data, out[lane_indices(tirx.const(0, "int32"), width)], [start])
+            if send is not None:
+                send([out[i] for i in range(width)], self.result.address(at))
 
     def _loaded_values(self, loaded: tuple[Sequence[Any], Expr], along: str, width: int) -> list[list[Expr]]:
         registers, index = loaded

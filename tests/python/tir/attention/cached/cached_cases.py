@@ -9,7 +9,7 @@ import tvm
 from tvm import relax
 
 import relax_hetero as rh
-from relax_hetero.encoding.pages import PAGE, page_shape, unpacked_pages
+from relax_hetero.encoding.pages import PAGE, page_shape
 from relax_hetero.encoding.resolver import resolver_or_default
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.make_vdevice import parse_vdevices
@@ -237,3 +237,47 @@ def fill(cache: Cache, slot: int, length: int, machines: dict) -> None:
         inputs = cache.inputs(sequences, positions)
         cache.check(inputs, cache.call(machines["chunk"], inputs))
     assert case.rows == "chunk"
+
+
+def unpacked_pages(pages: np.ndarray, size: int, order: str, shared: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """The keys and values of pages as numbers.
+
+    Parameters
+    ----------
+    pages : array, (pages, kv_heads, elements)
+        The device's pages, of float16, float32 or int8 (bfloat16: as uint16).
+    size : int
+        Numbers of a key.
+    order : str
+        One of `ORDERS`.
+    shared : bool
+        True if keys are the values.
+
+    Returns
+    -------
+    tuple of array of float32
+        Keys and values, each (pages, kv_heads, 64, size).
+    """
+    count, heads = pages.shape[:2]
+    if pages.dtype == np.uint16:
+        pages = (pages.astype(np.uint32) << 16).view(np.float32)
+    if shared:  # as a page of keys and of the same values, in the order of values
+        begin = PAGE * size
+        parts = [pages[..., :begin], pages[..., :begin], pages[..., begin:], pages[..., begin:]]
+        pages, order = np.concatenate(parts, axis=-1), order if order == "chunks" else "rows"
+    keys = pages[..., : PAGE * size].astype(np.float32)
+    values = pages[..., PAGE * size : 2 * PAGE * size].astype(np.float32).reshape(count, heads, PAGE, size)
+    if order == "chunks":
+        keys, values = (_rows_from_chunks(x.reshape(count, heads, size // 8, PAGE, 8)) for x in (keys, values))
+    if order == "lanes":
+        keys = keys.reshape(count, heads, size, PAGE).swapaxes(2, 3)
+    keys = keys.reshape(count, heads, PAGE, size)
+    if pages.dtype == np.int8:
+        scales = np.ascontiguousarray(pages[..., 2 * PAGE * size :]).view(np.float32).reshape(count, heads, 2, PAGE, 1)
+        keys, values = keys * scales[:, :, 0], values * scales[:, :, 1]
+    return keys, values
+
+
+def _rows_from_chunks(tiles: np.ndarray) -> np.ndarray:
+    pages, heads, chunks, tokens, width = tiles.shape
+    return tiles.swapaxes(2, 3).reshape(pages, heads, tokens, chunks * width)

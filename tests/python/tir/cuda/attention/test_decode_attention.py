@@ -38,6 +38,7 @@ CASES = {
         case((70,), heads=3, kv_heads=1, size=80, rotary="halves", rotated=40, page_dtype="bfloat16"),
         TWO,
     ),
+    "more pages than stages": (case((200, 191), kv_heads=1, heads=2, rotary="halves", rotated=32), ONE),
     "three blocks of a cluster": (case((263, 30), rotary="halves", rotated=32), 3),
     "sinks": (case((263, 3, 70), heads=6, kv_heads=2, sinks=True, padded=1), 3),
     "sinks, softcap": (case((70,), sinks=True, softcap=2.0, dtype="bfloat16"), ONE),

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tvm.target import Target
 
 from cuda_reports import reports_of, sources_of
 from gpu_interpreter import run
+from gpu_interpreter.calls import EXTERNS
+from relax_hetero.artifact.peer_layout import data_offset
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand
+from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand, SentSum
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
 from relax_hetero.tir.commands.graph_functions import launched_early
 from relax_hetero.tir.commands.table_kernel import is_one_launch
 from relax_hetero.tir.cuda.core.launch import READS_EARLY
-from relax_hetero.tir.cuda.matmul.skinny_gemm import WEIGHT_BYTES, SkinnyPlan, skinny_gemm_kernel, skinny_plan
+from relax_hetero.tir.cuda.matmul.skinny_gemm import (
+    WEIGHT_BYTES,
+    SkinnyPlan,
+    sends_words,
+    skinny_gemm_kernel,
+    skinny_plan,
+)
 from seeds import fresh_rng
 
 TARGET = Target({"kind": "cuda", "arch": "sm_90a"})
@@ -134,6 +144,65 @@ def test_a_launch_may_begin_before_the_end_of_the_one_before():
     (report,) = reports_of(func, TARGET)
     assert report.serialized == "" and not report.touched and report.spill_stores == 0
     assert report.registers <= 64, "four blocks share a multiprocessor"
+
+
+@pytest.mark.parametrize("plan", [None, SkinnyPlan(4, 2, 2)])
+def test_all_that_is_stored_is_sent_to_the_other_gpus(plan, monkeypatch):
+    """After the epilogue; the places of words are those of this GPU, in the slot of the sum, on each other one."""
+    m, n, k, sent = 5, 68, 260, SentSum(1, 3, 2, 1 << 20)
+    problem = replace(problem_of(m, n, k, result="float32", epilogue=BIAS_RELU), sent=sent)
+    addresses, places = np.array([10 << 40, 20 << 40, 30 << 40]), {}
+
+    def send(expressions, call):
+        numbers = [expressions.compiled(argument) for argument in call.args[1:-1]]
+
+        def evaluate(lanes, mask):
+            values = [np.broadcast_to(each(lanes, mask), lanes.count)[mask].tolist() for each in numbers]
+            for place, start, *words in zip(*values, strict=True):
+                row = places.setdefault(place, np.full(m * n, np.nan, "float32"))
+                assert np.isnan(row[4 * start : 4 * start + 4]).all()
+                row[4 * start : 4 * start + 4] = words
+
+        return evaluate
+
+    monkeypatch.setitem(EXTERNS, "rh_send_words", send)
+    rng = fresh_rng()
+    lhs, rhs = (rng.standard_normal(shape).astype("float16") for shape in ((m, k), (k, n)))
+    bias, residual = rng.standard_normal(n).astype("float32"), rng.standard_normal((m, n)).astype("float16")
+    result = np.full((m, n), 77, "float32")
+    kernel = skinny_gemm_kernel(problem, GPU, plan)
+    run(kernel, lhs, problem.rhs.layout.pack(rhs), addresses, bias, residual, result)
+    want = np.maximum(lhs.astype("float64") @ rhs + bias, 0) + residual
+    np.testing.assert_allclose(result, want, atol=1e-2)
+    data = data_offset(sent.slot, sent.ranks, sent.slot_bytes) + sent.rank * sent.slot_bytes
+    assert sorted(places) == (addresses[[0, 2]] + data).tolist()
+    for row in places.values():
+        np.testing.assert_array_equal(row.reshape(m, n), result)
+    (report,) = reports_of(kernel, TARGET)
+    assert report.spill_stores == 0 and report.registers <= 64
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("m", "n", "how", "is_sent"),
+    [
+        (32, 4096, {}, True),
+        (5, 68, {"epilogue": BIAS_RELU}, True),
+        (5, 70, {}, False),  # no whole vectors
+        (64, 4096, {}, False),  # a long sum
+        ("s0", 64, {}, False),
+        (5, 68, {"result": "float16"}, False),
+        (5, 68, {"batch": (2,)}, False),
+    ],
+)
+def test_products_that_can_send(m, n, how, is_sent):
+    problem = problem_of(m, n, 64, **{"result": "float32", **how})
+    assert sends_words(problem) == is_sent
+    if not is_sent:
+        with pytest.raises(
+            EncodingError, match=r"is sent, expected a static, row-major one of float32 for a short sum"
+        ):
+            skinny_gemm_kernel(replace(problem, sent=SentSum(0, 2, 0, 1 << 20)), GPU)
 
 
 def test_unsupported_problems_are_refused():

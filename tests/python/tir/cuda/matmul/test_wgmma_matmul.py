@@ -16,7 +16,7 @@ from gpu_interpreter import run
 from gpu_interpreter.calls import EXTERNS
 from relax_hetero.encoding import PackedLayout
 from relax_hetero.encoding.expression import Expression
-from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand, SentTiles
+from relax_hetero.encoding.problem import Epilogue, MatmulProblem, Operand, SentSum
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import bytes_of, numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
@@ -281,7 +281,7 @@ def test_blocks_that_share_the_k_of_a_symbolic_number_of_tiles(rows):
         pytest.param({}, (128, 256), {}, marks=pytest.mark.slow),
         pytest.param({}, (128, 128), {"cluster_split_k": 4}, marks=pytest.mark.slow),
         pytest.param({"dtype": "int8", "acc": "int32", "result": "int32"}, (128, 256), {}, marks=pytest.mark.slow),
-        ({"result": "float32", "sent": SentTiles(0, 2, 1, 1 << 25)}, (128, 256), {}),
+        ({"result": "float32", "sent": SentSum(0, 2, 1, 1 << 25)}, (128, 256), {}),
     ],
     ids=["residual", "gelu", "plain", "split", "int8", "sent"],
 )
@@ -441,7 +441,7 @@ def test_tiles_of_other_gpus_are_sent_first(rank, monkeypatch):
     """Two warps send each tile when it is stored, tiles of the GPU's own rows last, for which the call does nothing."""
     sizes = {"m": 512, "n": 512, "k": 64}
     plain = problem_of(sizes, result="float32")
-    problem = dataclasses.replace(plain, sent=SentTiles(rank, 2, 1, 1 << 20))
+    problem = dataclasses.replace(plain, sent=SentSum(rank, 2, 1, 1 << 20))
     tiling = dataclasses.replace(tiling_of(problem, GPU, (512, 512, 64), [], (128, 256)), blocks=1)
     stored, want = operands_of(plain, sizes)
     got, sent = poisoned([512, 512], "float32").numpy(), []
@@ -490,4 +490,4 @@ def test_other_tiles_are_not_sent():
     problem = problem_of({"m": 512, "n": 512, "k": 64}, result="float32")
     tiling = tiling_of(problem, GPU, (512, 512, 64), [], (128, 128))
     with pytest.raises(EncodingError, match=r"found Tiling\(rows=128, columns=128.*, expected tiles of \(128, 256\)"):
-        wgmma_matmul_kernel(dataclasses.replace(problem, sent=SentTiles(0, 2, 1, 1 << 20)), GPU, tiling)
+        wgmma_matmul_kernel(dataclasses.replace(problem, sent=SentSum(0, 2, 1, 1 << 20)), GPU, tiling)

@@ -1,0 +1,93 @@
+"""LaunchTogether: the command buffers of a mesh's GPUs are launched right after one another.
+
+Before::
+
+    cls.main_commands(x, addresses, state, alloc)                                # on cuda:0
+    R.memory.kill_tensor(addresses)
+    storage = R.memory.alloc_storage(R.shape([64]), 1, "global", "uint8")
+    alloc_1 = R.memory.alloc_tensor(storage, 0, ...)
+    cls.main_commands_1(x_1, addresses_1, state_1, alloc_1)                      # on cuda:1
+
+After::
+
+    storage = R.memory.alloc_storage(R.shape([64]), 1, "global", "uint8")
+    alloc_1 = R.memory.alloc_tensor(storage, 0, ...)
+    cls.main_commands(x, addresses, state, alloc)
+    cls.main_commands_1(x_1, addresses_1, state_1, alloc_1)
+    R.memory.kill_tensor(addresses)
+
+Kernels of the first GPU wait for those of the others, so the host allocates before it launches any of them. Only
+allocations move before a launch, and at most one launch of each GPU after them: memory that is released between
+launches of the same GPU is released as early as before.
+
+Assumes PlanMemoryPerDevice and KillAfterLastUse. Functions without memory that GPUs of a mesh share stay as they are. A
+second run changes nothing.
+"""
+
+from __future__ import annotations
+
+import tvm
+from tvm import relax
+
+from ...artifact.nccl_layout import NCCL_MEMORY
+from ...artifact.peer_layout import PEER_MEMORY
+from ..ir.blocks import Block, rewrite_function
+from ..ir.declare import declare_pass
+from ..ir.rewriting import copy_module, op_name, relax_functions, walk_bindings
+from ..record.region_attrs import regions_of
+
+_ALLOCATIONS = ("relax.memory.alloc_storage", "relax.memory.alloc_tensor")
+_RELEASES = ("relax.memory.kill_storage", "relax.memory.kill_tensor", "relax.vm.kill_object")
+
+
+def launch_together(mod: tvm.IRModule) -> tvm.IRModule:
+    """See the module's docstring."""
+    devices = {region.name: region.device for region in regions_of(mod)}
+
+    def rewrite(block: Block) -> list[relax.Binding] | None:
+        return _together(block, devices)
+
+    shared = [(gv, func) for gv, func in relax_functions(mod) if any(map(_is_shared, walk_bindings(func)))]
+    if not shared:
+        return mod
+    functions = {gv: rewrite_function(func, rewrite) for gv, func in shared}
+    return copy_module(mod, {**dict(mod.functions.items()), **functions})
+
+
+LaunchTogether = declare_pass("LaunchTogether", launch_together)
+
+
+def _is_shared(binding: relax.Binding) -> bool:
+    """Return whether a binding asks for memory that the GPUs of a mesh share."""
+    value = binding.value
+    is_packed = isinstance(value, relax.Call) and isinstance(value.op, relax.ExternFunc)
+    return is_packed and str(value.op.global_symbol) in (PEER_MEMORY, NCCL_MEMORY)
+
+
+def _together(block: Block, devices: dict[str, int]) -> list[relax.Binding] | None:
+    result: list[relax.Binding] = []
+    launches: list[relax.Binding] = []
+    after: list[relax.Binding] = []  # releases, and tuples of results
+    launched: set[int] = set()
+
+    def flush() -> None:
+        result.extend([*launches, *after])
+        for pending in (launches, after, launched):
+            pending.clear()
+
+    for binding in block.bindings:
+        value = binding.value
+        device = devices.get(value.op.name_hint) if isinstance(getattr(value, "op", None), tvm.ir.GlobalVar) else None
+        if device is not None:
+            if device in launched:
+                flush()
+            launches.append(binding)
+            launched.add(device)
+        elif launches and (op_name(value) in _RELEASES or isinstance(value, relax.Tuple)):
+            after.append(binding)
+        else:
+            if op_name(value) not in _ALLOCATIONS:
+                flush()
+            result.append(binding)
+    flush()
+    return None if all(new is old for new, old in zip(result, block.bindings, strict=True)) else result
