@@ -219,9 +219,9 @@ def test_products_send_what_other_gpus_add():
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=5e-3 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("rows", [1, 5, 32])
+@pytest.mark.parametrize("rows", [1, 9, 32])
 def test_products_send_short_sums(rows):
-    """Sums of several widths in the same places, of rows of numbers, of zeros and of NaN."""
+    """Sums of several widths in the same places, of rows of numbers, of zeros and of NaN; fewer rows are not sent."""
     generator, widths = np.random.default_rng(5), (1024, 4096, 260, 2048)
     ups = [(generator.standard_normal((width, 512)) / width**0.5).astype("float16") for width in widths]
     downs = [(generator.standard_normal((512, width)) / 512**0.5).astype("float16") for width in widths]
@@ -252,7 +252,8 @@ def test_products_send_short_sums(rows):
         return x / np.sqrt((x * x).mean(1, keepdims=True) + 1e-5) * scale
 
     executable = rh.compile(mod)
-    assert sum("_sent" in name for name in executable.metadata.kernels) >= 12  # products and sums of both GPUs
+    num_sent = sum("_sent" in name for name in executable.metadata.kernels)
+    assert num_sent >= 12 if rows > 8 else num_sent == 0  # products and sums of both GPUs
     vm = rh.vm.VirtualMachine(executable)
     for _ in range(20):
         x = fresh_rng().standard_normal(shape).astype("float32")
@@ -385,17 +386,21 @@ lost["main"](x).numpy()
 nccl, address = memory._nccl, memory._buffers[0].data_ptr()
 cuda_library().use(0)
 memory.communicators.each[0].allReduce(address, address, 1024, nccl.float32, nccl.sum, 0)  # without the other GPU
-fence = lost.submit("main", x)
-print(type(fence.exception(30)).__name__, fence.exception(), flush=True)
+try:
+    error = lost.submit("main", x).exception(30)
+except rh.HeteroError as at_once:  # the copy of an argument waits for the GPU
+    error = at_once
+print(type(error).__name__, error, flush=True)
 try:
     lost["main"](x)
-except rh.HeteroError as error:
-    print(error, flush=True)
+except rh.HeteroError as again:
+    print(again, flush=True)
 begin = time.monotonic()
 while not all(Stream(cuda_library(), gpu, 0).done() for gpu in (0, 1)) and time.monotonic() < begin + 20:
     time.sleep(0.1)
 print("aborted", time.monotonic() < begin + 20, flush=True)
-del lost, memory, fence
+error = None  # whose frames refer to the machine
+del lost, memory
 gc.collect()
 print(vm["main"](x).numpy().tolist() == [[5] * 1024], flush=True)
 os._exit(0)
