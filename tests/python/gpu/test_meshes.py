@@ -71,20 +71,11 @@ def test_sums(count, strategy):
     np.testing.assert_array_equal(np.asarray(vm.submit("main", x).result()), 2 * x.sum(0, keepdims=True) + 1)
 
 
-# Short; long; rows that GPUs cannot share; rows of more than 512 threads, short and long.
-@pytest.mark.parametrize(("rows", "width"), [(3, 64), (96, 2048), (97, 2048), (2, 12288), (40, 16384)])
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize("strategy", STRATEGIES)
-def test_norms_of_sums(rows, width, dtype, kind, strategy):
-    generator = np.random.default_rng(2)
-    scale = generator.uniform(0.5, 2, width).astype("float32")
-    ups = [generator.standard_normal((width, 64)).astype("float32") / width**0.5 for _ in range(3)]
-    downs = [(generator.standard_normal((64, width)) * size).astype("float32") for size in (1, 1e6)]
-    shape, shift, is_layer = (rows, width), generator.standard_normal(width).astype("float32"), kind == "layer"
+def norm_of_sums(shape, ups, downs, scale, shift, kind, dtype):
+    """Two sums with a norm of each, of which the second one adds the first."""
 
     def norm_op(a):
-        if is_layer:
+        if kind == "layer":
             return relax.op.nn.layer_norm(a, relax.const(scale), relax.const(shift), axes=[-1], epsilon=1e-5)
         return relax.op.nn.rms_norm(a, relax.const(scale), axes=[-1], epsilon=1e-5)
 
@@ -98,18 +89,42 @@ def test_norms_of_sums(rows, width, dtype, kind, strategy):
             R.output(y)
         return y
 
-    def norm(a):
-        centered = a - a.mean(1, keepdims=True) if is_layer else a
-        return centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * scale + is_layer * shift
+    return mod
+
+
+NORMS = [(kind, dtype) for kind in ("rms", "layer") for dtype in ("float32", "float16")]
+
+
+# Short; long; rows that GPUs cannot share; rows of more than 512 threads, short and long.
+@pytest.mark.parametrize(("rows", "width"), [(3, 64), (96, 2048), (97, 2048), (2, 12288), (40, 16384)])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_norms_of_sums(rows, width, strategy):
+    generator = np.random.default_rng(2)
+    scale = generator.uniform(0.5, 2, width).astype("float32")
+    ups = [generator.standard_normal((width, 64)).astype("float32") / width**0.5 for _ in range(3)]
+    downs = [(generator.standard_normal((64, width)) * size).astype("float32") for size in (1, 1e6)]
+    shape, shift = (rows, width), generator.standard_normal(width).astype("float32")
+    mod = norm_of_sums(shape, ups, downs, scale, shift, *NORMS[0])
+    for kind, dtype in NORMS:
+        name = f"{kind}_{dtype}"
+        other = norm_of_sums(shape, ups, downs, scale, shift, kind, dtype)["main"]
+        mod[name] = other.with_attr("global_symbol", name)
+    del mod["main"]
+
+    def norm(a, kind):
+        centered = a - a.mean(1, keepdims=True) if kind == "layer" else a
+        normal = centered / np.sqrt((centered**2).mean(1, keepdims=True) + 1e-5) * scale
+        return normal + shift if kind == "layer" else normal
 
     vm = rh.vm.VirtualMachine(rh.compile(mod, allreduce_strategy=strategy))
     for _ in range(3):
-        x = fresh_rng().standard_normal(shape).astype("float32") * np.float32(1e6)  # beyond float16
-        a = x + x.astype("float64") @ ups[0] @ downs[0]
-        c = a + norm(a) @ ups[1] @ downs[1]
-        expected = 1e-6 * c @ ups[2]
-        atol = {"float32": 1e-5, "float16": 2e-3}[dtype] * np.abs(expected).max()
-        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, atol=atol, rtol=1e-4)
+        for kind, dtype in NORMS:
+            x = fresh_rng().standard_normal(shape).astype("float32") * np.float32(1e6)  # beyond float16
+            a = x + x.astype("float64") @ ups[0] @ downs[0]
+            c = a + norm(a, kind) @ ups[1] @ downs[1]
+            expected = 1e-6 * c @ ups[2]
+            atol = {"float32": 1e-5, "float16": 2e-3}[dtype] * np.abs(expected).max()
+            np.testing.assert_allclose(np.asarray(vm[f"{kind}_{dtype}"](x)), expected, atol=atol, rtol=1e-4)
 
 
 @pytest.mark.skipif(GPUS < 4, reason="fewer than four NVIDIA GPUs")

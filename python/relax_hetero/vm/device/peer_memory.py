@@ -2,7 +2,8 @@
 
 A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait
 for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
-until all its command buffers are graphs (`run_over_peers`).
+until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a machine that
+is freed waits for its GPUs.
 
 A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or the same slot to
 the next kernel. Then the memory is cleared, and so as new.
@@ -10,6 +11,7 @@ the next kernel. Then the memory is cleared, and so as new.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -45,6 +47,8 @@ class _PeerCall(threading.local):
         Whether it is the second call of compiled code, after one that made graphs.
     has_lock : bool
         Whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`).
+    collects_later : bool
+        Whether Python collects garbage again after the call.
     """
 
     uses_peers = False
@@ -53,6 +57,7 @@ class _PeerCall(threading.local):
     waits = False
     is_repeated = False
     has_lock = False
+    collects_later = False
 
 
 peer_call = _PeerCall()
@@ -81,28 +86,31 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
         Devices of the machine.
     """
     call = peer_call
-    outer = call.uses_peers, call.is_incomplete, call.has_lock, call.is_repeated  # of a call that this one is nested in
-    call.uses_peers = call.is_incomplete = call.has_lock = call.is_repeated = False
+    # Of a call that this one is nested in.
+    outer = call.uses_peers, call.is_incomplete, call.is_repeated, call.has_lock, call.collects_later
+    call.uses_peers = call.is_incomplete = call.is_repeated = call.has_lock = call.collects_later = False
     try:
         result = function(*values)
-        if peer_call.uses_peers and peer_call.is_incomplete:
-            peer_call.is_incomplete, peer_call.is_repeated = False, True
+        if call.uses_peers and call.is_incomplete:
+            call.is_incomplete, call.is_repeated = False, True
             del result
             _clear_memory(devices)
             result = function(*values)
-            if peer_call.is_incomplete:
+            if call.is_incomplete:
                 raise HeteroError(
-                    f"command buffer {peer_call.missing} made its graph in a repeated call; expected the graphs of all "
+                    f"command buffer {call.missing} made its graph in a repeated call; expected the graphs of all "
                     "GPUs of the mesh after the first"
                 )
     except BaseException:
-        if peer_call.uses_peers:
+        if call.uses_peers:
             _unfinished.add(id(devices))
         raise
     finally:
-        if peer_call.has_lock:
+        if call.collects_later:
+            gc.enable()
+        if call.has_lock:
             _launching.release()
-        peer_call.uses_peers, peer_call.is_incomplete, peer_call.has_lock, peer_call.is_repeated = outer
+        call.uses_peers, call.is_incomplete, call.is_repeated, call.has_lock, call.collects_later = outer
     return result
 
 
@@ -192,6 +200,8 @@ def devices_of_call() -> Sequence[runtime.Device]:
     if not peer_call.uses_peers:
         _launching.acquire()
         peer_call.uses_peers = peer_call.has_lock = True
+        peer_call.collects_later = gc.isenabled()
+        gc.disable()
         if id(current[0]) in _unfinished:  # before the first launch of a kernel that waits
             _clear_memory(current[0])
     return current[0]

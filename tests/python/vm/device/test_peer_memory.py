@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from types import SimpleNamespace
 
@@ -17,14 +18,22 @@ from relax_hetero.vm.device.cuda_streams import wait_checks
 from relax_hetero.vm.device.peer_memory import peer_call, run_over_peers
 
 
+@pytest.fixture(autouse=True)
+def _machine(monkeypatch):
+    """Calls are those of a machine; Python collects garbage after them."""
+    monkeypatch.setattr(current_machine, "devices_and_scopes", ([], []))
+    assert gc.isenabled()
+    yield
+    assert gc.isenabled()
+
+
 def launching(*misses):
-    """Compiled code that takes the lock as `peer_memory` does; its n-th run makes a graph if the n-th miss is true."""
+    """Compiled code that asks for memory of a mesh; its n-th run makes a graph if the n-th miss is true."""
     runs = []
 
     def function(value):
-        if not peer_call.uses_peers:
-            peer_memory._launching.acquire()
-            peer_call.uses_peers = peer_call.has_lock = True
+        peer_memory.devices_of_call()
+        assert not gc.isenabled()
         if misses[len(runs)]:
             peer_call.is_incomplete, peer_call.missing = True, "'main_commands' on cuda:1"
         runs.append(value)
