@@ -172,7 +172,7 @@ def _emit_chains(
         for start in starts:
             reader.prefetch_weights(panel, start, spec.chain, reader.prefetch.distance)
 
-    # Long chains share the distance, and the end of each prefetches the beginning of one that follows all of these.
+    # Parallel chains share the distance, and a chain's end prefetches the beginning of a chain after all of these.
     distance = reader.prefetch.distance // len(chains)
 
     def prefetch_group(start: Expr, number: Expr) -> None:
