@@ -5,8 +5,8 @@ for the first GPU, but loading code and making graphs may. So a call of a functi
 until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a machine that
 is freed waits for its GPUs.
 
-A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or the same slot to
-the next kernel. Then the memory is cleared, and so as new.
+A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, and the next call's
+first kernel may use the slot of its last one. So the memory is cleared before the next call.
 """
 
 from __future__ import annotations

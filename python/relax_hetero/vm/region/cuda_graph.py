@@ -9,6 +9,9 @@ A graph fixes the grids of its launches and their scalar arguments. A command bu
 after its first submission. A command buffer with symbolic extents has a graph for each set of their values, captured at
 the second occurrence: a length that grows with each call never occurs twice, and needs no graph. Of more than
 `MAX_GRAPHS` graphs, the least recently used one is dropped.
+
+A call over GPUs of a mesh launches graphs only (`vm.device.peer_memory`), and its GPUs have graphs for the same values:
+each of them captures a graph at the first occurrence, and drops the oldest one.
 """
 
 from __future__ import annotations
