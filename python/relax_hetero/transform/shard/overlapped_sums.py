@@ -42,7 +42,7 @@ class ProductKernels(Protocol):
     """Kernels of the module's products."""
 
     def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
-        """The kernel of a product that sends its result; None if there is none, or it would overlap nothing."""
+        """The kernel of a product that sends its result; None if there is none, or sending saves no time."""
 
     def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel, once for each name."""
