@@ -25,8 +25,8 @@ from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
-from .cuda_library import CUDA
-from .cuda_streams import check_wait
+from .cuda_library import CUDA, cuda_library
+from .cuda_streams import Stream
 from .tensors import copy_into, empty, from_array, part_of
 
 
@@ -160,11 +160,13 @@ class _PeerMemory:
 
 
 def _clear_memory(devices: Sequence[runtime.Device]) -> None:
-    """Wait for a machine's devices, none of which waits for another one, and clear the memory of its meshes."""
+    """Wait for a machine's devices, and clear the memory of its meshes; errors are those of `Event.synchronize`."""
+    library = cuda_library()
     for device in devices:
-        if device.dlpack_device_type() == CUDA:
-            check_wait(device.index, 0)  # after a failure of NCCL the wait might not end
-        device.sync()
+        if library is not None and device.dlpack_device_type() == CUDA:
+            Stream.current(library, device).synchronize()  # NCCL's kernels may wait for ones that were not launched
+        else:
+            device.sync()
     with _lock:
         for key, memory in _memories.items():
             if key[0] == id(devices):
