@@ -255,6 +255,7 @@ def fail_by_an_event_of_a_lost_gpu(group, cuda):
     return fail_by_a_lost_gpu(group, cuda)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("fail", [fail_by_time, fail_by_nccl, fail_by_a_lost_gpu, fail_by_an_event_of_a_lost_gpu])
 def test_waits_for_a_lost_gpu_end(cuda, library, notes, machine, monkeypatch, fail):
     monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))

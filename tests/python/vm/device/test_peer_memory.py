@@ -92,6 +92,7 @@ def test_memory_is_cleared_after_calls_that_ended_halfway(monkeypatch):
     assert events == [1, True, 1, 0, True, 2] and id(machine) not in peer_memory._unfinished
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("hangs", [False, True])
 def test_a_call_after_a_failure_of_nccl_does_not_wait(hangs, monkeypatch):
     """The GPUs' kernels may never end: the next call raises the failure instead of clearing memory."""
