@@ -91,6 +91,14 @@ _ROW_RANGES = (
     _RowRange(32, 1.75, 32, short=(8, 8), long=(8, 8), alone=(16, 8)),
     _RowRange(MAX_ROWS, 1.75, 32, short=(6, 6), long=(6, 6), alone=(14, 6)),
 )
+# What does not help, in a decode step of 32 rows on two H200s (products by 7,168 x 4,096 without it: 15.6 to 15.9 us):
+#
+# - Prefetching 12 MB of the next product's first tiles into L2 when a block has issued its last loads: 16.9 to 17.3 us.
+#   The prefetches delay other blocks' last loads, and are of tiles that the next blocks load while they wait anyway.
+# - At most one block per multiprocessor, with room for one of the next launch beside it: 21 to 22 us. Blocks that begin
+#   early go where the last launch left multiprocessors free, which then have twice the work.
+# - Letting the next launch begin only when a block has issued its last loads: 16.0 to 16.1 us.
+#
 # In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
 # by 4,096 x 6,144 with a split of two 13.0 and 16.9.
 _DEEP_STAGES = (11, 5)
