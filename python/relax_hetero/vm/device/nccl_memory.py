@@ -77,7 +77,7 @@ class Communicators:
         self, gpus: Mesh, each: list[Any], nccl: Nccl, library: CudaLibrary, limit: float = TIMEOUT_SECONDS
     ) -> None:
         self.gpus, self.each, self.nccl, self.library, self.problem = gpus, each, nccl, library, ""
-        self._limit, self._lock = limit, threading.Lock()
+        self._limit, self._lock = limit, threading.RLock()  # a garbage collection within may wait for a GPU
         self._streams = [Stream(library, gpu) for gpu in gpus]
 
     def check(self, seconds: float = 0) -> None:
@@ -90,6 +90,8 @@ class Communicators:
             raise HeteroError(self.problem)
 
     def _fail(self, reason: str) -> None:
+        if self.problem:
+            return
         names = ", ".join(f"cuda:{gpu}" for gpu in self.gpus)
         self.problem = (
             f"NCCL's exchange between {names} failed: {reason}; its results are lost, and so is this machine: "
@@ -329,13 +331,14 @@ def free_nccl_memory(machine: int) -> None:
     with _lock:
         freed = [_memories.pop(key) for key in [key for key in _memories if key[0] == machine]]
         _limits.pop(machine, None)
-        has_failed = False
-        for memory in freed:  # whose waits are checked
-            try:
-                memory.free()
-            except Exception:  # a failed GPU, whose communicators are of no use
-                _log.debug("memory of NCCL was not freed", exc_info=True)
-                has_failed = True
+    has_failed = False
+    for memory in freed:  # without the lock: another thread may have to launch what GPUs wait for
+        try:
+            memory.free()
+        except Exception:  # a failed GPU, whose communicators are of no use
+            _log.debug("memory of NCCL was not freed", exc_info=True)
+            has_failed = True
+    with _lock:
         for key in [key for key in _communicators if key[0] == machine]:
             communicators = _remove(*key)
             if communicators is not None and not has_failed:
