@@ -188,7 +188,7 @@ class NcclMemory:
         """Destroy the graphs after all work of the GPUs; after a failure, which it raises, so that aborts end."""
         try:
             for device in self._devices:
-                Stream.current(self._library, device).synchronize()
+                Stream(self._library, device.index, 0).synchronize()
         finally:
             for graph in (graph for graphs in self._graphs for graph in graphs):
                 self._library.call("cuGraphDestroy", graph)

@@ -164,7 +164,7 @@ def _clear_memory(devices: Sequence[runtime.Device]) -> None:
     library = cuda_library()
     for device in devices:
         if library is not None and device.dlpack_device_type() == CUDA:
-            Stream.current(library, device).synchronize()  # NCCL's kernels may wait for ones that were not launched
+            Stream(library, device.index, 0).synchronize()  # NCCL's kernels may wait for ones that were not launched
         else:
             device.sync()
     with _lock:
