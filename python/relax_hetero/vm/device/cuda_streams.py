@@ -23,9 +23,9 @@ _POLL_SHARE, _MAX_POLL_SECONDS = 0.02, 0.01
 """Polling interval, as a share of the time that a thread has waited, and its maximum."""
 
 wait_checks: dict[int, Callable[[float], None]] = {}
-"""Checks of GPUs that may never end their work: functions of the seconds that a thread has waited, which raise errors.
+"""For each GPU that may never end its work, a function of the seconds that a thread has waited, which raises errors.
 
-With 0 seconds they raise the error of an earlier check.
+With 0 seconds it raises the error of an earlier check only.
 """
 
 

@@ -5,8 +5,8 @@ for the first GPU, but loading code and making graphs may. So a call of a functi
 until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a machine that
 is freed waits for its GPUs.
 
-A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or the same slot to
-the next kernel. Then the memory is cleared, and so as new.
+A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or let the next
+kernel begin with the slot that the last one used. So the memory is cleared before the next call.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class _PeerMemory:
         self.addresses = addresses_on(devices, self.memory)
 
     def clear(self) -> None:
-        """Make the memory, which no kernel uses meanwhile, as it was at first."""
+        """Set the memory to its initial state; no kernel may use it meanwhile."""
         for begin, nbytes in self._zeros:
             zeros = from_array(np.zeros(nbytes, "uint8"))
             for tensor in self.memory:
