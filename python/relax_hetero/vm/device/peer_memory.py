@@ -1,9 +1,9 @@
 """Memory of GPUs that the other GPUs of a mesh write to (`artifact.peer_layout`), one for each machine and mesh.
 
-A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait
-for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
-until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a machine that
-is freed waits for its GPUs.
+A kernel that waits for other GPUs occupies its GPU until the host has launched theirs. Meanwhile the host must not wait
+for the first GPU, as it may when it loads code or makes graphs. So a call of a function over GPUs of a mesh launches
+nothing until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a
+machine that is freed waits for its GPUs.
 
 A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or let the next
 kernel begin with the slot that the last one used. So the memory is cleared before the next call.

@@ -7,7 +7,7 @@ pipeline of stages ahead, and the first of them before the launch that writes th
 (`ptx.griddepcontrol_wait`), so that consecutive launches keep memory busy. The left operand has a pipeline of its own,
 filled by asynchronous copies of all producers.
 
-The result may be part of a short sum over GPUs: each vector is also sent to all of them (`cuda.all_reduce`).
+The result may be an operand of a short sum over GPUs: each vector is also sent to the other ones (`cuda.all_reduce`).
 
 The blocks of a cluster split k. Each writes its accumulators of a row to the shared memory of the block that stores the
 row, which adds them in a fixed order. Remote stores need one cluster barrier at the end; remote loads would need two,
@@ -200,7 +200,8 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
     """
     reason = unsupported_reason(problem, gpu)
     if not reason and problem.sent is not None and not sends_words(problem):
-        reason = f"result {problem.result} is sent, expected a static, row-major one of float32 for a short sum"
+        expected = "a static, row-major one of float32 for a short sum, of a multiple of 4 columns"
+        reason = f"result {problem.result} is sent, expected {expected}"
     if reason:
         raise EncodingError(f"matmul of few rows on {gpu.arch}: {reason}")
     function = Function("matmul", registers="local")
