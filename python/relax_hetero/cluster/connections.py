@@ -417,8 +417,10 @@ def connect(address: Address, node: str, token: bytes, index: int, peer: str, co
     except OSError as error:
         if sock is not None:
             sock.close()
-        where = "on this node" if address.tcp is None else "at {}:{}".format(*address.tcp)
-        raise HostError(f"host {peer!r} cannot be reached {where}: {error}") from error
+        where, expected = "on this node", "both processes in one container"
+        if address.tcp is not None:
+            where, expected = "at {}:{}".format(*address.tcp), "open ports between hosts"
+        raise HostError(f"host {peer!r} cannot be reached {where}: {error}; expected {expected}") from error
     return Connection(sock, peer, blocks, is_near, problem)
 
 

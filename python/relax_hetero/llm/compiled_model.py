@@ -101,6 +101,7 @@ class IntegerInputs:
             offsets[name] = count
             count += -(-prod(shape) // alignment_elements) * alignment_elements
         index, source = inputs[0].device, self._sources.get(tuple(shapes))
+        assert source is not None or not shapes.keys() & self.arrays.keys(), "devices share all inputs or none"
         target = self._on_host.get(index)
         if target is None:
             target = empty((count,), "int32", device)

@@ -122,7 +122,8 @@ class VirtualMachine:
     collective_timeout : float
         Seconds that the host waits for GPUs of a mesh that exchange values by NCCL. Then NCCL is aborted, and calls
         raise HeteroError, which they also do as soon as NCCL or a GPU reports an error. TVM's own waits, such as
-        ``numpy()`` of a result, have no limit; those of fences do.
+        ``numpy()`` of a result, have no limit; those of fences do. Waits of other machines for these GPUs count, too,
+        as machines share a GPU's streams.
 
     Attributes
     ----------

@@ -294,7 +294,7 @@ def test_steps_in_flight_on_a_gpu_read_their_own_integers(cuda):
         seen.append([array.copy() for array in arrays])
         on_host(result)[:] = arrays[0] + 1
 
-    counts, versions = (3, 3, 2, 4, 4, 1), (0, 0, 2, 2, 2, 5)
+    counts, versions = (3, 3, 2, 4, 4, 1), (0, 1, 1, 1, 4, 4)
     for number, (count, version) in enumerate(zip(counts, versions, strict=True)):
         inputs.write_rows([2, 1, 0, 3][:count], [number] * count)
         inputs.arrays["tokens"][:count] = 10
@@ -312,6 +312,30 @@ def test_steps_in_flight_on_a_gpu_read_their_own_integers(cuda):
     np.testing.assert_array_equal(positions, np.arange(6)[:, None] * rows)
     np.testing.assert_array_equal(tables, [np.full((200, 100), version) for version in versions])
     np.testing.assert_array_equal(sequences, np.where(rows, [2, 1, 0, 3], -1))
+
+
+def test_cpus_and_gpus_have_the_integers_of_the_last_step(cuda):
+    """Also after a step that failed before its call; the tensors of a CPU stay the same."""
+    shapes = {"tokens": (2,), "positions": (2,), "sequences": (2,), "table_full": (2, 2)}
+    for devices in ([tvm.cpu(0), tvm.cuda(0)], [tvm.cuda(0), tvm.cpu(0)]):
+        specs = [
+            TensorSpec(f"{name}{'@1' * number}", shape, "int32", device=number)
+            for number in (0, 1)
+            for name, shape in shapes.items()
+        ]
+        inputs, on_cpu = compiled_model.IntegerInputs(specs, devices, 64), set()
+        for step in range(5):
+            inputs.write_rows([1], [step])
+            inputs.arrays["tokens"][0] = 10 + step
+            inputs.send({"table_full": np.full((2, 2), step // 2)}, step // 2)
+            on_cpu |= {tensor.data_ptr() for tensor in inputs.tensors if tensor.device.dlpack_device_type() == 1}
+            if step == 2:
+                continue
+            cuda.cuStreamSynchronize(0)
+            expected = [[10 + step, 0], [step, 0], [1, -1], np.full((2, 2), step // 2)] * 2
+            for tensor, array in zip(inputs.tensors, expected, strict=True):
+                np.testing.assert_array_equal(np.from_dlpack(alias(tensor, tvm.cpu(0))), array)
+        assert len(on_cpu) == len(shapes)
 
 
 def test_logits_that_are_not_finite_end_the_request(model, monkeypatch):

@@ -45,8 +45,8 @@ def run_replicas(
     on_ready : callable, optional
         Called with the URL once all replicas are ready.
     gpus : float
-        GPUs of each replica, which sees no others; a fraction is a share of one. Several access each other's memory
-        where they can, if Ray starts here.
+        GPUs of each replica, which sees no others; a fraction is a share of one. Those of a replica access each
+        other's memory where enough GPUs do, unless Ray runs already.
 
     Raises
     ------

@@ -229,7 +229,7 @@ class EncodingKernels:
         return self._kernel(problem, target, full_name, [encoding.op_type, *epilogue], op_text)
 
     def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
-        """The kernel of the same product that sends its result; None if there is none, or it would overlap nothing."""
+        """The kernel of the same product that sends its result; None if there is none, or sending saves no time."""
         problem = self._table.key_of(kernel)
         if not isinstance(problem, MatmulProblem):
             return None

@@ -17,8 +17,8 @@ After::
     R.memory.kill_tensor(addresses)
 
 Kernels of the first GPU wait for those of the others, so the host allocates before it launches any of them. Only
-allocations move before a launch, and at most one launch of each GPU after them: memory that is released between
-launches of the same GPU is released as early as before.
+allocations move before launches, and each GPU has at most one of the launches that then follow one another: memory that
+is released between two launches of the same GPU is released before the second one, as without this pass.
 
 Assumes PlanMemoryPerDevice and KillAfterLastUse. Functions without memory that GPUs of a mesh share stay as they are. A
 second run changes nothing.

@@ -10,10 +10,9 @@ After::
     part = R.call_tir(cls.matmul_2048x4096x7168_f16f16_cuda_0_sent, (x, weight, addresses), ...)
     norm, rows = R.call_tir(cls.all_reduce_0_of_2_sent, (part, addresses, before, residual, scale), ...)
 
-The operand of a short sum is sent in vectors, by products of few rows, as they are stored.
-
-Of a long one, tiles are sent. The product computes those that others add first, and sends each while it computes the
-next ones, so that only its last tiles are before the sum.
+A product of few rows sends the operand of a short sum in vectors, as it stores them. Other products send the operand
+of a long sum in tiles: they compute those that other GPUs add first, and send each while they compute the next ones, so
+that only the last tiles are left when the sum begins.
 
 A kernel may write to the slot of its sum when the sum before that has ended on its GPU (`tir.cuda.all_reduce`). So the
 product must read something that follows from that sum. It also reads the addresses, which must be there.
@@ -30,7 +29,7 @@ from tvm import relax, tirx
 
 from ...encoding.problem import SentSum
 from ...tir.cuda.all_reduce import ALL_REDUCE, RankReduce, all_reduce_kernel
-from ..ir.blocks import shape_of, used_vars
+from ..ir.blocks import static_form, used_vars
 from ..ir.kernels import called_prim_func, opaque_kernel
 from ..ir.op_names import CALL_TIR
 from ..ir.rewriting import map_bindings, op_name, typed, walk_bindings
@@ -43,7 +42,7 @@ class ProductKernels(Protocol):
     """Kernels of the module's products."""
 
     def sending(self, kernel: tvm.ir.GlobalVar, sent: SentSum) -> tvm.ir.GlobalVar | None:
-        """The kernel of a product that sends its result; None if there is none, or it would overlap nothing."""
+        """The kernel of a product that sends its result; None if there is none, or sending saves no time."""
 
     def add(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel, once for each name."""
@@ -116,8 +115,8 @@ class _Writer:
             return {}
         operands = list(product.args[1].fields)
         operands.insert(_ADDRESSES, addresses)
-        after = tuple(int(extent) for extent in shape_of(before) or ()), str(before.ty.dtype)
-        kernel = all_reduce_kernel(own.reduce, own.rank, own.slot, own.slot_bytes, after, own.keeps_sum, is_sent=True)
+        how = own.slot, own.slot_bytes, static_form(before), own.keeps_sum
+        kernel = all_reduce_kernel(own.reduce, own.rank, *how, is_sent=True)
         gv = self._kernels.add(opaque_kernel(kernel), f"{item.kernel.name_hint}_sent")
         return {part: _call(sending, operands, product.ty), item.binding.var: _call(gv, call.args[1].fields, call.ty)}
 

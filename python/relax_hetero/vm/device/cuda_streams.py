@@ -11,6 +11,7 @@ from functools import cache
 import tvm_ffi
 from tvm import runtime
 
+from .cuda_driver import CudaError
 from .cuda_library import NOT_READY, CudaLibrary, cuda_device
 
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
@@ -22,9 +23,9 @@ _POLL_SHARE, _MAX_POLL_SECONDS = 0.02, 0.01
 """Polling interval, as a share of the time that a thread has waited, and its maximum."""
 
 wait_checks: dict[int, Callable[[float], None]] = {}
-"""Checks of GPUs that may never end their work: functions of the seconds that a thread has waited, which raise errors.
+"""For each GPU that may never end its work, a function of the seconds that a thread has waited, which raises errors.
 
-With 0 seconds they raise the error of an earlier check.
+With 0 seconds it raises the error of an earlier check only.
 """
 
 
@@ -136,11 +137,15 @@ def _has_waited(gpu: int, is_done: Callable[[], bool]) -> bool:
     if gpu not in wait_checks:
         return False
     begin = time.monotonic()
-    while not is_done():
-        seconds = time.monotonic() - begin
-        if seconds > _UNCHECKED_SECONDS:
-            check_wait(gpu, seconds)
-        time.sleep(min(_POLL_SHARE * seconds, _MAX_POLL_SECONDS))
+    try:
+        while not is_done():
+            seconds = time.monotonic() - begin
+            if seconds > _UNCHECKED_SECONDS:
+                check_wait(gpu, seconds)
+            time.sleep(min(_POLL_SHARE * seconds, _MAX_POLL_SECONDS))
+    except CudaError:  # of a lost GPU, for which others may wait
+        check_wait(gpu, _UNCHECKED_SECONDS)
+        raise
     check_wait(gpu, 0)  # the check of another thread may have ended the work
     return True
 

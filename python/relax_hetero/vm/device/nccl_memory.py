@@ -77,26 +77,26 @@ class Communicators:
         self, gpus: Mesh, each: list[Any], nccl: Nccl, library: CudaLibrary, limit: float = TIMEOUT_SECONDS
     ) -> None:
         self.gpus, self.each, self.nccl, self.library, self.problem = gpus, each, nccl, library, ""
-        self._limit, self._lock = limit, threading.Lock()
+        self._limit, self._lock = limit, threading.RLock()  # a garbage collection within may wait for a GPU
         self._streams = [Stream(library, gpu) for gpu in gpus]
 
     def check(self, seconds: float = 0) -> None:
         """Raise HeteroError after a failure; a thread that has waited for some seconds looks for a new one."""
-        reason = self._failure(seconds) if seconds and not self.problem else ""
-        if reason:
-            self._fail(reason)
+        if seconds:
+            with self._lock:  # no thread asks a communicator that another one aborts
+                if not self.problem and (reason := self._failure(seconds)):
+                    self._fail(reason)
         if self.problem:
             raise HeteroError(self.problem)
 
     def _fail(self, reason: str) -> None:
-        with self._lock:
-            if self.problem:
-                return
-            names = ", ".join(f"cuda:{gpu}" for gpu in self.gpus)
-            self.problem = (
-                f"NCCL's exchange between {names} failed: {reason}; its results are lost, and so is this machine: "
-                "expected GPUs that nvidia-smi lists without errors, and a new VirtualMachine after this one is deleted"
-            )
+        if self.problem:
+            return
+        names = ", ".join(f"cuda:{gpu}" for gpu in self.gpus)
+        self.problem = (
+            f"NCCL's exchange between {names} failed: {reason}; its results are lost, and so is this machine: "
+            "expected GPUs that nvidia-smi lists without errors, and a new VirtualMachine after this one is deleted"
+        )
         for communicator in self.each:  # at once; the last abort waits until no graph has NCCL's kernels any more
             threading.Thread(target=self._abort, args=(communicator,), name="relax_hetero abort", daemon=True).start()
 
@@ -185,12 +185,13 @@ class NcclMemory:
         add_child_graph(self._library, Stream.current(self._library, self._devices[rank]), self._graphs[number][rank])
 
     def free(self) -> None:
-        """Destroy the graphs after all work of the GPUs; after a failure, at once, so that aborts end."""
-        if not self.communicators.problem:
+        """Destroy the graphs after all work of the GPUs; after a failure, which it raises, so that aborts end."""
+        try:
             for device in self._devices:
-                device.sync()
-        for graph in (graph for graphs in self._graphs for graph in graphs):
-            self._library.call("cuGraphDestroy", graph)
+                Stream(self._library, device.index, 0).synchronize()
+        finally:
+            for graph in (graph for graphs in self._graphs for graph in graphs):
+                self._library.call("cuGraphDestroy", graph)
 
 
 def captured(library: CudaLibrary, streams: Sequence[Stream], launch: Callable[[], None]) -> list[int]:
@@ -268,7 +269,7 @@ def _remove(machine: int, gpus: Mesh) -> Communicators | None:
     """Take the communicators from a machine, and end the checks of GPUs without others."""
     removed = _communicators.pop((machine, gpus), None)
     for gpu in gpus:
-        if not any(gpu in others for _, others in _communicators):
+        if not any(gpu in others for _, others in list(_communicators)):
             wait_checks.pop(gpu, None)
     return removed
 
@@ -293,7 +294,10 @@ def _new_memory(machine: int, gpus: list[runtime.Device], collectives: Sequence[
     try:
         return NcclMemory(gpus, collectives, _communicators_of(machine, gpus, nccl, library))
     except Exception as error:
-        _remove(machine, tuple(device.index for device in gpus))  # they are of no use
+        mesh = tuple(device.index for device in gpus)
+        failed = _communicators.get((machine, mesh))
+        if not any(memory.communicators is failed for memory in list(_memories.values())):
+            _remove(machine, mesh)  # they are of no use
         if isinstance(error, HeteroError):
             raise
         raise HeteroError(
@@ -326,14 +330,16 @@ def free_nccl_memory(machine: int) -> None:
     """Free the memory of a machine, given the identity of its list of devices."""
     with _lock:
         freed = [_memories.pop(key) for key in [key for key in _memories if key[0] == machine]]
-        held = [_remove(*key) for key in [key for key in _communicators if key[0] == machine]]
         _limits.pop(machine, None)
+    has_failed = False
+    for memory in freed:  # without the lock: another thread may have to launch what GPUs wait for
         try:
-            for memory in freed:
-                memory.free()
+            memory.free()
         except Exception:  # a failed GPU, whose communicators are of no use
             _log.debug("memory of NCCL was not freed", exc_info=True)
-            return
-        for communicators in held:
-            if communicators is not None and not communicators.problem:
+            has_failed = True
+    with _lock:
+        for key in [key for key in _communicators if key[0] == machine]:
+            communicators = _remove(*key)
+            if communicators is not None and not has_failed:
                 _unused[communicators.gpus].append(communicators.each)

@@ -1,12 +1,12 @@
 """Memory of GPUs that the other GPUs of a mesh write to (`artifact.peer_layout`), one for each machine and mesh.
 
-A kernel that waits for other GPUs occupies its GPU until they have launched theirs. Meanwhile the host must not wait
-for the first GPU, but loading code and making graphs may. So a call of a function over GPUs of a mesh launches nothing
-until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a machine that
-is freed waits for its GPUs.
+A kernel that waits for other GPUs occupies its GPU until the host has launched theirs. Meanwhile the host must not wait
+for the first GPU, as it may when it loads code or makes graphs. So a call of a function over GPUs of a mesh launches
+nothing until all its command buffers are graphs (`run_over_peers`). Nor does Python collect garbage during it: a
+machine that is freed waits for its GPUs.
 
-A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or the same slot to
-the next kernel. Then the memory is cleared, and so as new.
+A call that ends halfway, with an error or to be repeated, may leave words that no kernel has read, or let the next
+kernel begin with the slot that the last one used. So the memory is cleared before the next call.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from ...artifact.peer_layout import PEER_MEMORY, initial_zeros, memory_bytes
 from ...errors import HeteroError
 from .builtins import current_machine
 from .cuda_copies import enable_peer_access, has_peer_access
-from .cuda_library import CUDA
-from .cuda_streams import check_wait
+from .cuda_library import CUDA, cuda_library
+from .cuda_streams import Stream
 from .tensors import copy_into, empty, from_array, part_of
 
 
@@ -152,7 +152,7 @@ class _PeerMemory:
         self.addresses = addresses_on(devices, self.memory)
 
     def clear(self) -> None:
-        """Make the memory, which no kernel uses meanwhile, as it was at first."""
+        """Set the memory to its initial state; no kernel may use it meanwhile."""
         for begin, nbytes in self._zeros:
             zeros = from_array(np.zeros(nbytes, "uint8"))
             for tensor in self.memory:
@@ -160,11 +160,13 @@ class _PeerMemory:
 
 
 def _clear_memory(devices: Sequence[runtime.Device]) -> None:
-    """Wait for a machine's devices, none of which waits for another one, and clear the memory of its meshes."""
+    """Wait for a machine's devices, and clear the memory of its meshes; errors are those of `Event.synchronize`."""
+    library = cuda_library()
     for device in devices:
-        if device.dlpack_device_type() == CUDA:
-            check_wait(device.index, 0)  # after a failure of NCCL the wait might not end
-        device.sync()
+        if library is not None and device.dlpack_device_type() == CUDA:
+            Stream(library, device.index, 0).synchronize()  # NCCL's kernels may wait for ones that were not launched
+        else:
+            device.sync()
     with _lock:
         for key, memory in _memories.items():
             if key[0] == id(devices):

@@ -9,6 +9,9 @@ A graph fixes the grids of its launches and their scalar arguments. A command bu
 after its first submission. A command buffer with symbolic extents has a graph for each set of their values, captured at
 the second occurrence: a length that grows with each call never occurs twice, and needs no graph. Of more than
 `MAX_GRAPHS` graphs, the least recently used one is dropped.
+
+A call over GPUs of a mesh launches graphs only (`vm.device.peer_memory`), and its GPUs have graphs for the same values:
+each of them captures a graph at the first occurrence, and drops the oldest one.
 """
 
 from __future__ import annotations
@@ -106,6 +109,7 @@ class CudaGraph:
         self._layout = layout = Layout(len(region.slots), len(region.parameters))
         self._parameters, self._arena_size = region.parameters, region.arena
         self._captured: OrderedDict[_ParameterValues, int] = OrderedDict()
+        self._arenas: dict[_ParameterValues, runtime.Tensor] = {}  # that the graphs use
         self._cached: list[_ParameterValues | None] = [None] * CACHED_GRAPHS
         self._seen_once: OrderedDict[_ParameterValues, None] = OrderedDict()
         self._driver = driver if isinstance(driver, CudaDriver) else None
@@ -157,7 +161,8 @@ class CudaGraph:
             if self._driver is not None and self._is_repeated(values):
                 self._capture(values)
             return
-        self._captured.move_to_end(values)
+        if not peer_call.uses_peers:  # all GPUs of a mesh drop the same graphs, whichever come here
+            self._captured.move_to_end(values)
         self._cache_graph(values, graph)
         self._launch(graph, bindings)
 
@@ -224,7 +229,11 @@ class CudaGraph:
         return False
 
     def _reserve_arena(self, values: _ParameterValues) -> None:
-        """Grow the arena if necessary. Graphs contain its address, so growing drops them all."""
+        """Grow the arena if necessary. Graphs contain its address, so growing drops them all.
+
+        Graphs of a mesh stay, with their arenas: without one of them, those of other GPUs for the same parameters,
+        whose arenas grow at other ones, would wait for it.
+        """
         if not isinstance(self._arena_size, str):
             return
         evaluate = parse_dim(self._arena_size).evaluate
@@ -232,9 +241,9 @@ class CudaGraph:
         nbytes, capacity = evaluate(dict(zip(self._parameters, values, strict=True))), int(self._arena.shape[0])
         if nbytes <= capacity:
             return
-        while self._captured:
+        while self._captured and not peer_call.uses_peers:
             self._drop(next(iter(self._captured)))
-        # Earlier launches may still use the old arena, which the next line frees.
+        # Earlier launches may still use the old arena, which the next line may free.
         self._device.sync()
         self._arena = empty((max(nbytes, capacity * 5 // 4),), "uint8", self._device)
         self._plan[-1] = self._arena.data_ptr()
@@ -259,7 +268,7 @@ class CudaGraph:
             return
         if len(self._captured) == MAX_GRAPHS:
             self._drop(next(iter(self._captured)))
-        self._captured[values] = graph
+        self._captured[values], self._arenas[values] = graph, self._arena
         self._words[graph_layout.LAUNCH] = self._driver.graph_launch
         self._cache_graph(values, graph)
 
@@ -281,7 +290,7 @@ class CudaGraph:
 
     def _drop(self, values: _ParameterValues) -> None:
         assert self._driver is not None, "there is no graph without a driver"
-        graph = self._captured.pop(values)
+        graph, _ = self._captured.pop(values), self._arenas.pop(values)
         if not values:
             self._words[graph_layout.GRAPH] = 0
         elif values in self._cached:

@@ -30,7 +30,6 @@ def cuda():
 def library(cuda, monkeypatch):
     library = FakeLibrary(cuda)
     monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
-    monkeypatch.setattr(cuda_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(cuda_copies, "STAGED_BYTES", STAGED_BYTES)
     monkeypatch.setattr(
         cuda_copies, "staging", cache(lambda library, gpu: Staging(library, gpu, 3, staging_loop(), 10_000))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import threading
 from collections import defaultdict
 from dataclasses import replace
@@ -162,8 +163,9 @@ def machine(monkeypatch, library):
     devices = (*GPUS, tvm.cpu())
     with running_on(devices, ("global",) * 3):
         yield devices
+    gc.enable()
     peer_memory._launching.release()
-    peer_call.uses_peers = peer_call.has_lock = False
+    peer_call.uses_peers = peer_call.has_lock = peer_call.collects_later = False
 
 
 def test_memory_is_made_once_for_each_machine_and_function(cuda, library, notes, machine, monkeypatch):
@@ -248,7 +250,13 @@ def fail_by_a_lost_gpu(group, cuda):
     return "cuStreamQuery failed: CUDA_ERROR_LAUNCH_FAILED"
 
 
-@pytest.mark.parametrize("fail", [fail_by_time, fail_by_nccl, fail_by_a_lost_gpu])
+def fail_by_an_event_of_a_lost_gpu(group, cuda):
+    cuda.failing["cuEventQuery"] = LOST
+    return fail_by_a_lost_gpu(group, cuda)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("fail", [fail_by_time, fail_by_nccl, fail_by_a_lost_gpu, fail_by_an_event_of_a_lost_gpu])
 def test_waits_for_a_lost_gpu_end(cuda, library, notes, machine, monkeypatch, fail):
     monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
     nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
@@ -297,3 +305,34 @@ def test_a_machine_limits_its_waits(cuda, library, notes, machine, monkeypatch):
         hanging(library, 1)[1].synchronize()
     nccl_memory.free_nccl_memory(id(machine))
     assert id(machine) not in nccl_memory._limits
+
+
+def test_a_machine_is_freed_while_its_gpus_wait(cuda, library, notes, machine, monkeypatch):
+    """The limit ends that wait, too, and the graphs are destroyed, so that the aborts end."""
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    nccl_memory.limit_waits(id(machine), 0.02)
+    for count in (8, 16):
+        nccl_memory.nccl_memory(1, 2, 0, 1, 1, count)
+    (group,) = nccl_memory._communicators.values()
+    library.use(0)
+    cuda._push(0, lambda: None)
+    nccl_memory.free_nccl_memory(id(machine))
+    assert all(communicator.aborted.wait(10) for communicator in group.each)
+    assert not cuda.graphs and not wait_checks and not any(nccl_memory._unused.values())
+
+
+def test_a_function_that_finds_no_memory_leaves_the_others_their_checks(cuda, notes, machine, monkeypatch):
+    monkeypatch.setattr(nccl_memory, "load_nccl", lambda: fake_nccl(notes, cuda))
+    nccl_memory.nccl_memory(1, 2, 0, 1, 1, 8)
+
+    def fail(*_):
+        raise CudaError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(nccl_memory, "empty", fail)
+        with pytest.raises(CudaError, match="out of memory"):
+            nccl_memory.nccl_memory(1, 2, 0, 1, 1, 16)
+    assert sorted(wait_checks) == [0, 1]
+    nccl_memory.nccl_memory(1, 2, 0, 1, 1, 16)
+    assert notes.count(("communicators", 0, 1)) == 1
+    nccl_memory.free_nccl_memory(id(machine))

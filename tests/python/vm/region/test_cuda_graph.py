@@ -331,7 +331,7 @@ class SymbolicDevice(Device):
         self.api.cuGraphInstantiate = lambda graph, _: (0, self._instantiated())
 
     def record(self, plan, extent):
-        words = words_at(plan.value, self.LAYOUT.constants + 2)
+        words = words_at(plan.value, self.LAYOUT.constants + 1)
         self.arenas.append(int(words[-1]))
         if words[graph_layout.RING]:
             self.recordings += 1
@@ -347,8 +347,11 @@ class SymbolicDevice(Device):
     def _launched(self, graph, stream):
         self._add(words_at(self.ring + 16 * (self.launches % RING_ROWS), 2), self.graphs[graph])
         self.launches += 1
+        return self._queried(stream)[0]
+
+    def _queried(self, _stream):
         words_at(self.ring - 8 * self.LAYOUT.ring + 8 * graph_layout.CONSUMED, 1)[0] = self.launches
-        return 0
+        return (0,)
 
     def _destroyed(self, graph):
         self.destroyed += self.graphs.pop(graph) > 0
@@ -367,9 +370,9 @@ def submit_symbolic():
     return tvm.tirx.build(tvm.IRModule({"main_commands": function}), rh.native("llvm"))["main_commands"]
 
 
-def symbolic_graph_of(submit, device):
+def symbolic_graph_of(submit, device, arena="64*n"):
     slots = tuple(SlotSpec(name, 0, "4*n", 64, access) for name, access in (("x", "read"), ("y", "write")))
-    region = RegionSpec("main_commands", "main", 0, slots, ("n",), (), "64*n", ())
+    region = RegionSpec("main_commands", "main", 0, slots, ("n",), (), arena, ())
     return CudaGraph(region, tvm.cpu(0), [], submit, device.record, CudaDriver(device.api))
 
 
@@ -404,6 +407,36 @@ def test_graphs_go_where_the_arena_must_grow(submit_symbolic):
     for extent in (4, 4, 4, 400, 4, 4, 4):
         call_symbolic(graph, extent)
     assert (device.recordings, device.destroyed, device.launches) == (2, 1, 2)
+
+
+def test_gpus_of_a_mesh_have_graphs_for_the_same_extents(submit_symbolic, monkeypatch):
+    """Though their arenas grow at different ones, and one of them finds its rows in use."""
+    monkeypatch.setattr(cuda_graph, "MAX_GRAPHS", 3)
+    devices = [SymbolicDevice(), SymbolicDevice()]
+    arenas = ("64*n", "64*n + 4096")
+    graphs = [symbolic_graph_of(submit_symbolic, *each) for each in zip(devices, arenas, strict=True)]
+
+    def function(extent):
+        devices_of_call()
+        for graph in graphs:
+            x, y = (tvm.runtime.tensor(np.zeros(extent, "float32")) for _ in range(2))
+            graph.submit_function(x, graph.state, y)
+        assert devices[0].launches == devices[1].launches
+
+    def run(extent):
+        with running_on((tvm.cpu(0), tvm.cpu(1)), ("global",) * 2):
+            run_over_peers(function, (extent,), [])
+
+    for extent in (100, 120, 126, 120):
+        run(extent)
+    assert [len(set(device.arenas)) for device in devices] == [3, 2]
+    assert [device.recordings for device in devices] == [3, 3]
+    graphs[0]._words[graph_layout.CONSUMED] -= RING_ROWS
+    run(100)  # the first GPU's submission comes to the machine
+    run(90)  # in place of the first graph of both
+    for extent in (100, 120, 126):
+        run(extent)
+        assert [device.recordings for device in devices].count(devices[0].recordings) == 2
 
 
 def test_more_graphs_than_are_searched_and_kept(submit_symbolic, monkeypatch):

@@ -150,7 +150,7 @@ previous launch must not write. Attribute of a statement: place of that wait."""
 
 WAIT = "relax_hetero.wait"
 """Attribute of a statement: place where the kernel waits for the previous launch, and lets the next one begin, on GPUs
-with programmatic dependent launch. Kernels that run on others have it instead of `ptx.griddepcontrol_wait`."""
+with programmatic dependent launch. Kernels that also run on other GPUs have it instead of `ptx.griddepcontrol_wait`."""
 
 
 def enable_pdl(kernel: tirx.PrimFunc, operands: Sequence[int] = ()) -> tirx.PrimFunc:

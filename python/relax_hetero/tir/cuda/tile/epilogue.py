@@ -116,6 +116,7 @@ class EpilogueWriter:
             Registers that `load` has filled, and the vector's index.
         send : callable, optional
             Function that writes the sending of a vector: of the elements that are stored, and the number of the first.
+            Elements must be stored in vectors.
         """
         width, vector = len(sums), self.result.vector(along)
         # A vector does not cross the end, which is a multiple of its width.
@@ -141,6 +142,7 @@ class EpilogueWriter:
     ) -> None:
         """Compute, store and perhaps send the elements of one access."""
         width = len(sums)
+        assert send is None or width > 1, "what is sent is stored in vectors"
         out = T.alloc_buffer((width,), self.result.dtype, scope="local") if width > 1 else None
         for i, read in enumerate(sums):
             value = self.result.bits(self._value(read(), [values[i] for values in operands]))
