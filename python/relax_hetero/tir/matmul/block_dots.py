@@ -476,8 +476,8 @@ class DotProduct(PanelProduct):
         number = first // plan.superblock_size if plan.superblocks > 1 else 0
         superblock = materialize(reader.superblock(tile.packed_panel, number))
         block = materialize(start_in_superblock // plan.block) if plan.blocks > 1 else 0
-        if isinstance(spec.m, int) and spec.rows_of_matrix <= _FEW_ROWS and plan.form.bits < 8:
-            reader.prefetch_weights(tile.packed_panel, first, self.chain)
+        if isinstance(spec.m, int) and spec.rows_of_matrix <= _FEW_ROWS and reader.is_prefetched:
+            reader.prefetch_weights(tile.packed_panel, first, self.chain, reader.prefetch.distance)
         group = materialize(start_in_superblock // plan.group)
 
         def quads(first: Expr) -> Iterator[Sequence[Expr]]:

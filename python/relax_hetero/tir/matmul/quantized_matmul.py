@@ -52,9 +52,6 @@ from .block_spec import (
 )
 from .weight_unpacking import Numbers, PanelReader
 
-PREFETCH_ROWS = 16
-"""Maximum number of rows for which weights are prefetched: reading them takes most of the time."""
-
 MAX_NARROW_CHAINS = 2
 """Maximum number of parallel chains with vectors of 16 bytes, whose weights take many instructions: for four, LLVM
 needs 418 instructions for 64 multiply-adds on Neoverse N1, and spills; for two, 314."""
@@ -164,18 +161,25 @@ def _emit_chains(
         for start in starts
     ]
     rows = [[materialize(spec.lhs.address({"m": row, "k": start})) for row in left_rows] for start in starts]
-    # The C target lacks prefetching (and vectors). 8-bit quants are unpacked faster than they arrive, and prefetching
-    # takes line fill buffers from the CPU's own prefetcher: weights of 178 MB were read in 15.8 ms without it, in
-    # 18.5 ms with it (Xeon), while those of 4 to 6 bits took two thirds of the time with it.
-    has_few_rows = isinstance(spec.m, int) and spec.rows_of_matrix <= PREFETCH_ROWS
-    prefetches = spec.lanes > 1 and has_few_rows and plan.form.bits < 8
+    # The C target lacks prefetching (and vectors).
+    has_few_rows = isinstance(spec.m, int) and spec.rows_of_matrix <= reader.prefetch.max_rows
+    prefetches = spec.lanes > 1 and has_few_rows and reader.is_prefetched
     prefetches_chain = prefetches and spec.chain <= MAX_PREFETCHED_CHAIN
     chain_sums = VectorTile(FLOAT32_FMA, accs, tile.rows, spec.vectors, lanes)
     chain_sums.clear(banks=len(chains))
 
     if prefetches_chain:
         for start in starts:
-            reader.prefetch_weights(panel, start, spec.chain)
+            reader.prefetch_weights(panel, start, spec.chain, reader.prefetch.distance)
+
+    # Parallel chains share the distance, and a chain's end prefetches the beginning of a chain after all of these.
+    distance = reader.prefetch.distance // len(chains)
+
+    def prefetch_group(start: Expr, number: Expr) -> None:
+        at = number * plan.group
+        chains_ahead = (at + distance * plan.superblock_size // plan.offsets["end"]) // spec.chain
+        skipped = chains_ahead * ((len(chains) - 1) * spec.chain)
+        reader.prefetch_weights(panel, start + at + skipped, plan.group, distance)
 
     def left(row_starts: list[Expr], at_k: Expr, i: int) -> Expr:
         return spec.lhs.data[row_starts[i] + at_k]
@@ -188,7 +192,7 @@ def _emit_chains(
         for start, start_in_superblock, superblock in zip(starts, starts_in_superblock, superblocks, strict=True):
             group_index = materialize(start_in_superblock // plan.group + number)
             if prefetches and not prefetches_chain:
-                reader.prefetch_weights(panel, start + number * plan.group, plan.group)
+                prefetch_group(start, number)
             readers.append([reader.group(superblock, group_index, j) for j in range(spec.vectors)])
         for step in range(steps):
             for c in range(len(chains)):

@@ -17,7 +17,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ...encoding.block_formats import SCALES_OF_BYTES, stored_scale_type
 from ...encoding.block_panels import HIGH_BITS, PanelPlan
-from ...target.cpu_target import CpuTarget
+from ...target.cpu_target import CpuTarget, WeightPrefetch
 from ...target.element_types import bytes_of
 from ..core.builder import (
     CACHE_LINE_BYTES,
@@ -67,8 +67,7 @@ class PanelReader:
         Vectors of the values of fields as float32; empty if the CPU lacks a look-up of floats.
     has_halves : bool
         Whether the CPU converts float16 by an instruction.
-    prefetch_distance : int
-        Bytes between reads and prefetches.
+    prefetch : WeightPrefetch
     codes : Buffer or None
         float32 codes of the quants, if they are from a table and the CPU lacks the look-up.
     """
@@ -78,7 +77,7 @@ class PanelReader:
     elements: dict[str, Expr]
     tables: list[Expr]
     has_halves: bool
-    prefetch_distance: int
+    prefetch: WeightPrefetch
     codes: Any = None
 
     @staticmethod
@@ -102,7 +101,7 @@ class PanelReader:
             number = tirx.bitwise_and(lane_numbers(16), constant((1 << form.bits) - 1, "int32", 16))
             low = let(tirx.Cast("float32x16", number) + constant(form.min_code, "float32", 16))
             tables = [low] if form.bits < 5 else [low, let(low + constant(16, "float32", 16))]
-        return PanelReader(plan, lanes, elements, tables, has_halves, cpu.prefetch_distance, codes)
+        return PanelReader(plan, lanes, elements, tables, has_halves, cpu.weight_prefetch, codes)
 
     @staticmethod
     def of_columns(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:
@@ -119,13 +118,16 @@ class PanelReader:
         """Offset of a superblock."""
         return panel * (self.plan.panel_bytes // 4) + number * (self.plan.offsets["end"] // 4)
 
-    def prefetch_weights(self, panel: Expr, k: Expr, count: int) -> None:
-        """Prefetch the lines of `count` weights of a panel, `prefetch_distance` after those at `k`."""
+    @property
+    def is_prefetched(self) -> bool:
+        """Whether weights of this format are prefetched."""
+        return self.plan.form.bits <= self.prefetch.max_bits
+
+    def prefetch_weights(self, panel: Expr, k: Expr, count: int, distance: int) -> None:
+        """Prefetch the lines of `count` weights of a panel, `distance` bytes after those at `k`."""
         plan, memory = self.plan, self.elements["int8"]
         end = plan.offsets["end"]
-        start = materialize(
-            panel * plan.panel_bytes + tirx.floordiv(k * end, plan.superblock_size) + self.prefetch_distance
-        )
+        start = materialize(panel * plan.panel_bytes + tirx.floordiv(k * end, plan.superblock_size) + distance)
         for line in range(ceil_div(count * end, plan.superblock_size * CACHE_LINE_BYTES)):
             prefetch(memory, start + line * CACHE_LINE_BYTES)
 

@@ -7,6 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import tvm
+from tvm import tirx
+from tvm.script.ir_builder import tirx as T
 
 from marks import in_turns
 from relax_hetero.encoding.block_formats import FILE_FORMATS, integer_format
@@ -14,9 +17,10 @@ from relax_hetero.encoding.block_panels import BlockSource
 from relax_hetero.encoding.block_weights import panel_columns
 from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue
+from relax_hetero.tir.matmul import weight_unpacking
 from relax_hetero.tir.matmul.quantized_matmul import quantized_matmul_kernel
 from seeds import fresh_rng
-from tir.kernel_runs import cpu_named, kernel
+from tir.kernel_runs import assembly, cpu_named, kernel, runs_here
 from tir.matmul.block_problems import (
     FLOAT_NAMES,
     Weights,
@@ -121,3 +125,49 @@ def test_zero_points_and_weights_at_the_ends_are_exact(tmp_path):
         function = kernel(quantized_matmul_kernel(problem_of(weights, 16, panel), cpu_named(name)), name, tmp_path)
         got = call(function, np.eye(16, dtype="float32"), weights.packed(panel), 256)
         np.testing.assert_array_equal(got, weights.numbers.T)
+
+
+needs_zen5 = pytest.mark.skipif(not runs_here("vnni"), reason="this CPU lacks instructions of a Zen 5")
+
+
+@pytest.mark.sampled(1)
+@needs_zen5
+@pytest.mark.parametrize("rows", [1, 2, 8])
+def test_each_line_of_weights_is_prefetched_once(rows, monkeypatch, tmp_path):
+    """Except for the first ones of all, also with chains in parallel (four of one row, two of two rows)."""
+
+    def count(buffer, index):
+        T.buffer_store(buffer, buffer[index] + tirx.const(1, "int8"), [index])
+
+    monkeypatch.setattr(weight_unpacking, "prefetch", count)
+    weights = of_file("f16", 128, 2048)
+    packed = weights.packed(32)[0]
+    after = packed[0].nbytes  # prefetches of the last panel are for one after it
+    memory = np.zeros(packed.nbytes + after + 64, "uint8")
+    memory = memory[-memory.ctypes.data % 64 :][: packed.nbytes + after]
+    function = kernel(quantized_matmul_kernel(problem_of(weights, rows, 32), cpu_named("vnni")), "vnni", tmp_path)
+    result = tvm.runtime.tensor(np.empty((rows, 128), "float32"))
+    view = memory[: packed.nbytes].view(packed.dtype).reshape(packed.shape)
+    function(tvm.runtime.tensor(np.zeros((rows, 2048), "float32")), tvm.runtime.from_dlpack(view), result)
+    counts = memory.reshape(-1, 64)[:, 0].astype(int)
+    lines = packed.nbytes // 64
+    assert counts.max() == 1
+    assert counts.sum() == lines
+    assert lines - counts[:lines].sum() == 8192 // 64
+
+
+@pytest.mark.sampled(1)
+def test_prefetched_rows_depend_on_the_cpu():
+    """An ordinary CPU does not prefetch weights of 16 bits, nor a Zen 5 those of many rows."""
+    weights = of_file("f16", 32, 512)
+    for name, rows, prefetches in (("vnni", 8, True), ("vnni", 257, False), ("avx512", 8, False)):
+        text = assembly(quantized_matmul_kernel(problem_of(weights, rows, 32), cpu_named(name)), name)
+        assert ("prefetch" in text) == prefetches, (name, rows)
+
+
+@pytest.mark.sampled(1)
+@needs_zen5
+@pytest.mark.parametrize(("form", "rows"), [("f16", 1), ("bf16", 2), ("f16", 11)])
+def test_prefetches_with_ragged_ends(form, rows, tmp_path):
+    """A rest of parallel chains, of a chain and of columns."""
+    check(of_file(form, 37, 5 * 256 + 67), rows, "vnni", tmp_path)

@@ -15,6 +15,7 @@ from tvm.script.ir_builder import tirx as T
 from ....encoding.block_panels import PanelPlan
 from ....encoding.problem import BlockRowsProblem, QuantizedMatmulProblem
 from ....errors import EncodingError
+from ....target.cpu_target import WeightPrefetch
 from ....target.gpu_target import WARP
 from ...core.builder import Expr, Function, ceil_div, int64, lane_indices, let, when
 from ...core.view import View, extent_of
@@ -43,7 +44,7 @@ def _reader(view: View, plan: PanelPlan, thread: Expr, shared: Any = None) -> Pa
             with when(thread == number):
                 T.buffer_store(codes, T.float32(code), [number])
         barrier()
-    return PanelReader(plan, 1, elements, [], False, 0, codes)
+    return PanelReader(plan, 1, elements, [], False, WeightPrefetch(0, max_bits=0, max_rows=0), codes)
 
 
 class _Block:
