@@ -37,12 +37,12 @@ from ..core.builder import (
     lane_mask,
     lane_numbers,
     let,
+    load_lanes,
     loop,
     materialize,
     minimum,
     over_columns,
     prefetch,
-    vector_type,
     zeros,
 )
 from ..core.view import Coordinates
@@ -213,13 +213,12 @@ def _transform_image(work: _Work, origin: Coordinates, target: Expr) -> None:
 
         def vector(first: Expr, count: int) -> None:
             def load(i: int, j: int) -> Expr:
-                index = lane_indices(base + i * strides[0] + j * strides[1] + first, lanes)
+                start = base + i * strides[0] + j * strides[1] + first
                 if is_inside and count == lanes:
-                    return let(conv.data.data[index])
+                    return let(load_lanes(conv.data.data, start, lanes))
                 existing_lanes = tirx.const(count, "int32") if is_inside else count * existing[0][i] * existing[1][j]
                 mask = lane_numbers(lanes) < broadcast(existing_lanes, lanes)
-                value = let(T.masked_load(vector_type(conv.data.dtype, lanes), conv.data.data, index, mask))
-                return let(T.Select(mask, value, zeros(conv.data.dtype, lanes)))
+                return let(load_lanes(conv.data.data, start, lanes, mask))
 
             square = [[load(i, j) for j in range(size)] for i in range(size)]
             values = _both_dimensions(square, lambda line: _transform_data_line(line, work.m, lanes))
@@ -286,13 +285,8 @@ def _multiply(work: _Work, registers: Registers, panel: Expr, position: Expr, co
 
 def _weights(work: _Work, start: Expr, vector: int) -> Expr:
     weight, lanes = work.conv.weight, work.lanes
-    left = weight.layout.tile(0) - vector * lanes
-    index = lane_indices(start + vector * lanes, lanes)
-    if left >= lanes:
-        return weight.data[index]
-    mask = lane_mask(left, lanes)
-    value = let(T.masked_load(vector_type(weight.dtype, lanes), weight.data, index, mask))
-    return T.Select(mask, value, zeros(weight.dtype, lanes))
+    mask = lane_mask(weight.layout.tile(0) - vector * lanes, lanes)
+    return load_lanes(weight.data, start + vector * lanes, lanes, mask)
 
 
 def _finish_panel(

@@ -314,8 +314,12 @@ def load_lanes(buffer: Any, start: Expr, lanes: int, mask: Expr | None = None) -
     if mask is None:
         return buffer[index]
     # Masked lanes are poison until the selection, which LLVM merges into the load.
-    loaded = let(T.masked_load(vector_type(buffer.dtype, lanes), buffer, index, mask))
-    return T.Select(mask, loaded, zeros(str(buffer.dtype), lanes))
+    loaded, dtype = T.masked_load(vector_type(buffer.dtype, lanes), buffer, index, mask), str(buffer.dtype)
+    if dtype != "bfloat16":
+        return T.Select(mask, let(loaded), zeros(dtype, lanes))
+    # Selected as bits: TVM's legalization would select between float32 values.
+    bits = let(tirx.reinterpret(vector_type("uint16", lanes), loaded))
+    return tirx.reinterpret(loaded.ty.dtype, T.Select(mask, bits, zeros("uint16", lanes)))
 
 
 def store_lanes(buffer: Any, start: Expr, value: Expr, lanes: int, mask: Expr | None = None) -> None:

@@ -23,6 +23,7 @@ from .builder import (
     int64,
     lane_indices,
     lane_of,
+    load_lanes,
     masked_store,
     materialize,
     vector_type,
@@ -215,7 +216,7 @@ class OperandView(View):
         if mask is None:
             return self.data[lane_indices(self.address(at), lanes, stride)]
         if isinstance(stride, int) and stride == 1:
-            return T.masked_load(vector_type(self.dtype, lanes), self.data, lane_indices(self.address(at), lanes), mask)
+            return load_lanes(self.data, self.address(at), lanes, mask)
         return T.Shuffle(
             [self.load(_shifted(at, along, lane), along, 1, lane_of(mask, lane)) for lane in range(lanes)],
             list(range(lanes)),

@@ -82,14 +82,15 @@ def problem_of(weights: Weights, rows: int | str, panel: int, activation_bits: i
     )
 
 
-def as_bytes(x: np.ndarray, chain: int) -> np.ndarray:
-    """Numbers rounded to bytes with a scale for each chain, as float64."""
+def as_bytes(x: np.ndarray, chain: int, name: str) -> np.ndarray:
+    """Numbers rounded to bytes with a scale for each chain, as float64, as the machine `name` rounds them."""
     padded = np.zeros((len(x), -(-x.shape[1] // chain), chain), "float32")
     padded.reshape(len(x), -1)[:, : x.shape[1]] = x
     largest = np.abs(padded).max(-1, keepdims=True)
     factor = np.divide(np.float32(127), largest, out=np.zeros_like(largest), where=largest > 0)
-    codes = np.rint(padded.astype("float64") * factor)  # exact, as LLVM fuses the product with what rounds it
-    return (codes * largest / 127).reshape(len(x), -1)[:, : x.shape[1]]
+    # LLVM fuses the product with what rounds it, where the CPU has fused multiply-adds: it is exact there.
+    product = padded.astype("float32" if cpu_named(name).isa.name == "sse" else "float64") * factor
+    return (np.rint(product) * largest.astype("float64") / 127).reshape(len(x), -1)[:, : x.shape[1]]
 
 
 def call(function: Callable[..., None], x: np.ndarray, packed: list[np.ndarray], columns: int, dtype: str = "float32"):

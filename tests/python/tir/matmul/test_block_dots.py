@@ -38,7 +38,7 @@ def check(weights: Weights, rows: int, name: str, folder, bits: int = 16) -> Non
     else:  # the same bytes in numpy leave but the rounding of float32
         block = PanelPlan(weights.form, weights.source.depth, panel_columns(cpu_named(name))).block
         chain = block if block <= MAX_INTEGER_CHAIN[1] else np.gcd(block, MAX_INTEGER_CHAIN[1])
-        assert_close(got, as_bytes(x, int(chain)), weights.numbers, 2e-6)
+        assert_close(got, as_bytes(x, int(chain), name), weights.numbers, 2e-6)
 
 
 @pytest.mark.parametrize(("rows", "columns", "superblocks"), [(1, 37, 3), (4, 64, 1), (13, 5, 2)])
@@ -75,6 +75,14 @@ def test_activations_of_bytes(name, form, rows, columns, superblocks, tmp_path):
 def test_integers(name, activation_bits, rows, columns, depth, block, bits, zeros, tmp_path):
     """Ragged ends of rows, columns and blocks; blocks longer than what is added up at once; panels unpacked first."""
     check(integers(fresh_rng(), columns, depth, block, zeros, bits), rows, name, tmp_path, activation_bits)
+
+
+@pytest.mark.parametrize("activation_bits", [8, 16])
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.sampled(1)
+def test_rows_that_end_within_a_vector(name, activation_bits, tmp_path):
+    """The lanes after the last number are zeros, also where a CPU loads single numbers for want of masks."""
+    check(integers(fresh_rng(), 70, 77, 128), 11, name, tmp_path, activation_bits)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -87,7 +87,7 @@ def test_dot_products_of_bytes(name, form, bits, tokens, cores, tmp_path):
     function = kernel(quantized_matmul_kernel(problem, cpu), name, tmp_path)
     x = rng.standard_normal((tokens, 1, 1, depth), "float32")
     index = np.where(rng.random((tokens, used)) < 0.8, 2, rng.integers(-1, experts - 1, (tokens, used))).astype("int32")
-    read = x if bits == 16 else as_bytes(x[:, 0, 0], min(32, weights.form.block))[:, None, None]
+    read = x if bits == 16 else as_bytes(x[:, 0, 0], min(32, weights.form.block), name)[:, None, None]
     want, size = expected(read, weights, experts, index)
     actual = call(function, x, weights, experts, panel, index)
     tolerance = (3e-5 if bits == 16 else 2e-6) * size
