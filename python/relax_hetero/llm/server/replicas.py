@@ -11,6 +11,7 @@ from typing import Any
 
 from starlette.types import ASGIApp
 
+from ...backends.cuda import CudaBackend
 from ...errors import HeteroError, pip_install
 from ...target.backend import backend_of
 from .app import Settings, make_app
@@ -93,7 +94,7 @@ def _gpus_in_order_of_links(count: int) -> Iterator[None]:
 
     Ray assigns GPUs in their order in the environment.
     """
-    outer, backend = os.environ.get(_VISIBLE), backend_of("cuda")
+    outer, backend = os.environ.get(_VISIBLE), backend_of(CudaBackend.KIND)
     names = [str(gpu) for gpu in range(backend.count())] if outer is None else outer.split(",")
     order = backend.in_order_of_links(count) if count > 1 else []
     if order == sorted(order):

@@ -120,7 +120,7 @@ class PanelReader:
 
     @property
     def is_prefetched(self) -> bool:
-        """Whether weights of this format are prefetched."""
+        """True if weights of this format are prefetched."""
         return self.plan.form.bits <= self.prefetch.max_bits
 
     def prefetch_weights(self, panel: Expr, k: Expr, count: int, distance: int) -> None:
