@@ -53,7 +53,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil, prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
@@ -787,57 +787,84 @@ def all_reduce_kernel(
         bias = function.argument("bias", [reduce.width], "float32") if is_centered else None
         out = function.argument("out", shape, norm.dtype if norm is not None else "float32")
         total = function.argument("total", reduce.sum_shape, "float32") if keeps_sum else None
-
-        def pointer(buffer: Any) -> tirx.PrimExpr:
-            """Address of a buffer; of any for one that the kernel does not use."""
-            buffer = x if buffer is None else buffer
-            return T.address_of(buffer[(0,) * len(buffer.shape)])
-
-        norm_kind = "RH_NO_NORM" if norm is None else "RH_LAYER_NORM" if is_centered else "RH_RMS_NORM"
-        is_half = norm is not None and norm.dtype == "float16"
-        vectors, threads = ceil(reduce.row / reduce.row_threads), reduce.row_threads
-        # Words of short operands have a place of their own, which is all zero when they arrive.
-        data = data_offset(slot, reduce.ranks, slot_bytes) + (0 if reduce.is_short else LONG_OPERANDS)
-        offsets = [data, slot_bytes, state_offset(reduce.ranks)]
-        sizes = [slot, reduce.count // 4, reduce.row]
-        eps = T.float32(norm.eps if norm is not None else 0.0)
-        mesh = [vectors, threads, rank, reduce.ranks, norm_kind]
+        own = RankReduce(reduce, rank, keeps_sum, slot, slot_bytes)
+        buffers = _Buffers(x, bases, residual, weight, bias, out, total)
         with function.body(), launch(reduce.blocks, reduce.threads):
-            if not reduce.is_short:
-                _call(
-                    "rh_all_reduce_long",
-                    [*mesh, is_half, keeps_sum, reduce.has_residual, is_sent],
-                    *map(pointer, (x, residual, weight, bias, out, total, bases)),
-                    *map(T.int64, (*offsets[:2], flags_offset(slot, reduce.ranks), offsets[2])),
-                    *map(T.int32, sizes),
-                    eps,
-                )
-            else:
-                # Constants may be read before the kernels before have ended. Words may, too, which saves nothing: on an
-                # H200, a product of 32 rows by 7168 x 4096 took 19.5 us, not 16.4, while the sum's kernel loaded words.
-                addresses = [T.bind(bases[int64(each)]) for each in range(reduce.ranks)]
-                columns = []
-                for constant in (weight, bias):
-                    registers = T.address_of(T.alloc_buffer((vectors,), "float32x4", scope="local")[0])
-                    if constant is not None:
-                        _call("rh_load_numbers", [vectors, threads], pointer(constant), registers, 0, reduce.row)
-                    columns.append(registers)
-                with T.attr(0, WAIT, 1):
-                    T.evaluate(0)
-                _call(
-                    "rh_all_reduce_short",
-                    [*mesh, is_half, keeps_sum, is_sent],
-                    *map(pointer, (x, out, total)),
-                    *columns,
-                    *map(T.int64, offsets),
-                    *map(T.int32, sizes),
-                    eps,
-                    *addresses,
-                )
-    own = RankReduce(reduce, rank, keeps_sum, slot, slot_bytes)
+            (_write_short if reduce.is_short else _write_long)(own, buffers, is_sent)
     kernel = function.result.with_attrs({"tirx.is_scheduled": True, ALL_REDUCE: own.to_json()})
     constants = [1, *range(3, 3 + (weight is not None) + (bias is not None))]
     return enable_pdl(kernel, constants) if reduce.is_short else kernel
+
+
+class _Buffers(NamedTuple):
+    """Buffers of a kernel; None for those that it does not have."""
+
+    x: tirx.Buffer
+    bases: tirx.Buffer
+    residual: tirx.Buffer | None
+    weight: tirx.Buffer | None
+    bias: tirx.Buffer | None
+    out: tirx.Buffer
+    total: tirx.Buffer | None
+
+    def pointers(self, *names: str) -> list[tirx.PrimExpr]:
+        """Addresses of buffers; that of `x` for one that the kernel does not have, and so does not use."""
+        buffers = [self.x if (buffer := getattr(self, name)) is None else buffer for name in names]
+        return [T.address_of(buffer[(0,) * len(buffer.shape)]) for buffer in buffers]
+
+
+def _template(own: RankReduce) -> list[Any]:
+    """Template parameters of the functions of short and of long operands."""
+    reduce, norm = own.reduce, own.reduce.norm
+    vectors, threads = ceil(reduce.row / reduce.row_threads), reduce.row_threads
+    kind = "RH_NO_NORM" if norm is None else "RH_LAYER_NORM" if norm.is_centered else "RH_RMS_NORM"
+    return [vectors, threads, own.rank, reduce.ranks, kind, norm is not None and norm.dtype == "float16", own.keeps_sum]
+
+
+def _sizes(own: RankReduce) -> list[tirx.PrimExpr]:
+    """The slot, fours of numbers of the operand and of a row, and the norm's epsilon."""
+    reduce, norm = own.reduce, own.reduce.norm
+    return [*map(T.int32, (own.slot, reduce.count // 4, reduce.row)), T.float32(norm.eps if norm is not None else 0.0)]
+
+
+def _write_long(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
+    """Write the body of the kernel of a long operand."""
+    reduce, ranks = own.reduce, own.reduce.ranks
+    data = data_offset(own.slot, ranks, own.slot_bytes) + LONG_OPERANDS
+    _call(
+        "rh_all_reduce_long",
+        [*_template(own), reduce.has_residual, is_sent],
+        *buffers.pointers("x", "residual", "weight", "bias", "out", "total", "bases"),
+        *map(T.int64, (data, own.slot_bytes, flags_offset(own.slot, ranks), state_offset(ranks))),
+        *_sizes(own),
+    )
+
+
+def _write_short(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
+    """Write the body of the kernel of a short operand, whose words have a place of their own, zero when they arrive.
+
+    It reads constants before the kernels before have ended. Words may be read, too, which saves nothing: on an H200, a
+    product of 32 rows by 7168 x 4096 took 19.5 us, not 16.4, while the sum's kernel loaded words.
+    """
+    reduce, ranks, template = own.reduce, own.reduce.ranks, _template(own)
+    addresses = [T.bind(buffers.bases[int64(each)]) for each in range(ranks)]
+    columns = []
+    for name in ("weight", "bias"):
+        registers = T.address_of(T.alloc_buffer((template[0],), "float32x4", scope="local")[0])
+        if getattr(buffers, name) is not None:
+            _call("rh_load_numbers", template[:2], *buffers.pointers(name), registers, 0, reduce.row)
+        columns.append(registers)
+    with T.attr(0, WAIT, 1):
+        T.evaluate(0)
+    _call(
+        "rh_all_reduce_short",
+        [*template, is_sent],
+        *buffers.pointers("x", "out", "total"),
+        *columns,
+        *map(T.int64, (data_offset(own.slot, ranks, own.slot_bytes), own.slot_bytes, state_offset(ranks))),
+        *_sizes(own),
+        *addresses,
+    )
 
 
 def _call(name: str, parameters: Sequence[Any], *arguments: Any) -> None:
