@@ -26,9 +26,6 @@ from ..errors import EncodingError
 PAGE = 64
 """Tokens of a page."""
 
-MANY_PAGES = 24
-"""Pages of a sequence from which on kernels do not depend on their maximum number."""
-
 EXPERT_COUNTS = "expert_counts_"
 """Begin of the names of a language model's counters, before the number of the layer."""
 
