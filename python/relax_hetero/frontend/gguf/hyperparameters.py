@@ -264,6 +264,13 @@ class Hyperparameters:
         is_window = self.windows[layer] > 0
         return next(other for other in range(own - 1, -1, -1) if (self.windows[other] > 0) == is_window)
 
+    def full_layers(self, all_rows: bool) -> int:
+        """Number of first layers that compute all rows of a chunk; the next one's attention is the last that does.
+
+        Nobody reads the other rows of later layers but who needs `all_rows`, as these layers write no cache of their own.
+        """
+        return self.layers if all_rows else len(self.caches) - 1
+
     def has_delta_rule(self, layer: int) -> bool:
         """Return whether a layer has the gated delta rule in place of attention."""
         return self.delta is not None and layer % self.delta.period != self.delta.period - 1

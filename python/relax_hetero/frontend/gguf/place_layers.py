@@ -202,7 +202,7 @@ class LayerProblem:
         ordered: list[tuple[int, str, str, str]] = []
         for part, device in zip(self.search.parts, plan.devices, strict=True):
             reason = self.reason(part, device, plan)
-            for rank, pattern in _patterns(part, self.model, self.cache):
+            for rank, pattern in _patterns(part, self.model):
                 ordered.append((rank, pattern, self.names[device], reason))
         # The first match decides.
         return [rule[1:] for rule in sorted(ordered, key=lambda rule: rule[0])]
@@ -271,7 +271,7 @@ class LayerProblem:
         return choice("staying saves transfers of activations", seconds, device, names)
 
 
-def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
+def _patterns(part: Part, model: Hyperparameters) -> list[tuple[int, str]]:
     """Patterns that match the names of a part's variables, none of them unused, and their ranks among all patterns."""
     prefix = f"blk.{part.layer}."
     if part.name == "embd":
@@ -279,7 +279,7 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
     if part.name == "inputs":  # before the others
         return [(-1, f"token_embd.{name}*") for name in ("layers", *(["altup"] if model.streams else []))]
     if part.name == "output":
-        return [(0, "output*"), *([] if cache.all_logits else [(0, "last_row*")])]
+        return [(0, "output*")]
     if part.name == "experts":  # all values of chosen pairs of a token and an expert
         return [(1, f"{prefix}ffn_*_exps*")]
     if part.name in ("ffn", "router"):
