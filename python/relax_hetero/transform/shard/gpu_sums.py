@@ -15,13 +15,17 @@ After, for a long one, of which each GPU adds and keeps a part of the rows::
 
     norm, rows = all_reduce(part, addresses, ..., weight)
     ...                                        # `rows` is an operand of the next sum's kernel, on all GPUs
+
+If a row of the sum is taken, too, such as that whose logits a prefill returns, the GPU that keeps it has the row, and
+the others zeros, as parts of the next sum.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol, TypeAlias
 
 import tvm
@@ -33,6 +37,9 @@ from ..ir.blocks import same_shape, shape_of, static_form, used_vars
 from ..ir.kernels import opaque_kernel
 from ..ir.relax_expressions import scalar_of
 from ..ir.rewriting import is_tensor_constant, op_name
+
+Make: TypeAlias = "Callable[[Sequence[relax.Expr]], relax.Expr]"
+"""Maker of what a device computes from its operands."""
 
 Group: TypeAlias = "tuple[int, ...]"
 """Positions of devices in the module's list, which exchange values: those of a mesh, or along an axis of it."""
@@ -69,6 +76,12 @@ class Writer(Protocol):
 
     def add_binding(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind a value whose type is that of the variable."""
+
+    def emit(self, make: Make, args: Sequence[relax.Expr], device: int, name: str) -> relax.Var:
+        """Bind what a device computes; its type is inferred."""
+
+    def keep(self, binding: relax.Binding) -> None:
+        """Add a binding that was written before."""
 
     def add_kernel(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel to the module, under a name of its own."""
@@ -127,6 +140,26 @@ class _Plan:
     rows: list[relax.Var] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _TakenRow:
+    """Row of a long sum as a part of a GPU: zeros if another GPU keeps it.
+
+    Attributes
+    ----------
+    rows : relax.Var
+        Rows of the sum that the GPU keeps.
+    total : int
+        Rows of all GPUs.
+    rank, device : int
+        Number of the GPU in its group, and its position in the module's list.
+    """
+
+    rows: relax.Var
+    total: int
+    rank: int
+    device: int
+
+
 _NormPattern: TypeAlias = "tuple[float | None, list[relax.Expr], list[relax.VarBinding]]"
 """Epsilon, weights and bindings of a norm."""
 
@@ -144,10 +177,6 @@ class GpuSums:
     outputs : iterable of relax.Var
         Results of the function.
 
-    Attributes
-    ----------
-    replaced : set of relax.Var
-        Variables whose bindings the kernels replace.
     """
 
     def __init__(
@@ -160,10 +189,11 @@ class GpuSums:
         self._writer = writer
         self._users = _users_of(items)
         self._outputs = set(outputs)
-        self.replaced: set[relax.Var] = set()
+        self._replaced: set[relax.Var] = set()
+        self._taken: dict[relax.Var, _TakenRow] = {}
         plain = {id(each): AllReduce(each.shape, len(each.group)) for each in sums}
         self._plans = {id(each): _Plan(plain[id(each)], list(each.parts)) for each in sums}
-        for each in sums:
+        for each in reversed(sums):  # a sum becomes the residual of one whose plan is made
             self._plan(each)
         # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
         counts = Counter(each.group for each in sums)
@@ -194,14 +224,22 @@ class GpuSums:
             if not is_one or not self._joins(item, all_readers[0]):
                 return
             keeps_sum = [True] * len(norms)
+        elif not reduce.is_short and (takes := self._row_takes(item)):
+            plan.rows = self._new_rows(item, reduce)
+            ends = enumerate(zip(takes, plan.rows, item.group, strict=True))
+            self._taken |= {
+                take.var: _TakenRow(rows, item.shape[0], rank, device) for rank, (take, rows, device) in ends
+            }
+            keeps_sum = [True] * len(norms)
         plan.reduce, plan.norms, plan.keeps_sum = reduce, norms, keeps_sum
-        self.replaced.update(binding.var for norm in norms for binding in norm.bindings)
+        self._replaced.update(binding.var for norm in norms for binding in norm.bindings)
 
     def _joins(self, item: Sum, reader: relax.VarBinding | Sum) -> bool:
         """Make a sum the residual of the next one, if its reader only adds it to a part of that."""
         if isinstance(reader, Sum) or op_name(reader.value) != "relax.add" or reader.var in self._outputs:
             return False
         users = self._users.get(reader.var, [])
+        users = [user for user in users if isinstance(user, Sum) or user.var not in self._taken]
         if len(users) != 1 or id(users[0]) not in self._plans:
             return False
         after = users[0]
@@ -213,12 +251,23 @@ class GpuSums:
         plan = self._plans[id(after)]
         plan.reduce = replace(plan.reduce, has_residual=True)
         plan.parts = [operands[0] if part.same_as(reader.var) else part for part in after.parts]
-        plan.residuals = self._plans[id(item)].rows = [
-            self._writer.new_local(f"{result.name}_rows", _tensor(plan.reduce.sum_shape, "float32", result))
+        plan.residuals = self._plans[id(item)].rows = self._new_rows(item, plan.reduce)
+        self._replaced.add(reader.var)
+        return True
+
+    def _new_rows(self, item: Sum, reduce: AllReduce) -> list[relax.Var]:
+        """Variables of the rows of a long sum that each GPU keeps."""
+        return [
+            self._writer.new_local(f"{result.name}_rows", _tensor(reduce.sum_shape, "float32", result))
             for result in item.results
         ]
-        self.replaced.add(reader.var)
-        return True
+
+    def _row_takes(self, item: Sum) -> list[relax.VarBinding]:
+        """Bindings that take rows of the operand of each GPU, so that their sum is that of the results' rows."""
+        users = [self._users.get(part, []) for part in item.parts if isinstance(part, relax.Var)]
+        takes = [[user for user in each if not isinstance(user, Sum) and _is_row_take(user)] for each in users]
+        are_single = len(takes) == len(item.parts) and all(len(each) == 1 for each in takes)
+        return [each[0] for each in takes] if are_single else []
 
     def _other_users(self, result: relax.Var, norm: _Norm) -> list[relax.VarBinding | Sum]:
         inside = {binding.var for binding in norm.bindings}
@@ -310,7 +359,27 @@ class GpuSums:
             return None
         return users[0] if op_name(users[0].value) == name else None
 
-    # -- kernels
+    # -- bindings and kernels
+
+    def keep(self, binding: relax.VarBinding) -> None:
+        """Write a binding of the function, unless kernels replace it."""
+        if binding.var in self._taken:
+            self._take(binding, self._taken[binding.var])
+        elif binding.var not in self._replaced:
+            self._writer.keep(binding)
+
+    def _take(self, binding: relax.VarBinding, taken: _TakenRow) -> None:
+        """Write a row of a long sum as a part of a GPU."""
+        emit = partial(self._writer.emit, device=taken.device, name=f"{binding.var.name}_kept")
+        index, count = binding.value.args[1], int(taken.rows.ty.shape.values[0])
+        begin = relax.const(taken.rank * count, str(index.ty.dtype))
+        index = emit(lambda args: relax.op.clip(args[0], 0, taken.total - 1), [index])
+        offset = emit(lambda args: relax.op.subtract(args[0], begin), [index])
+        own = emit(lambda args: relax.op.clip(args[0], 0, count - 1), [offset])
+        row = emit(lambda args: relax.op.take(*args, axis=0, mode="clip"), [taken.rows, own])
+        is_own = emit(lambda args: relax.op.equal(*args), [offset, own])
+        column = emit(lambda args: relax.op.expand_dims(args[0], 1), [is_own])
+        self._writer.add_binding(binding.var, relax.op.where(column, row, relax.const(0.0, "float32")))
 
     def add(self, item: Sum) -> None:
         """Add the kernels of a sum, one for each device."""
@@ -365,6 +434,15 @@ def _other(binding: relax.VarBinding, operand: relax.Var) -> relax.Expr:
     """The other operand of a call of two."""
     first, second = binding.value.args
     return second if first.same_as(operand) else first
+
+
+def _is_row_take(binding: relax.VarBinding) -> bool:
+    """Return whether a value is rows of a matrix of float32, by a vector of indices."""
+    value = binding.value
+    if op_name(value) != "relax.take" or value.attrs.axis is None or str(value.attrs.mode) != "clip":
+        return False
+    is_matrix = len(shape_of(value.args[0]) or []) == 2 and str(value.ty.dtype) == "float32"
+    return is_matrix and int(value.attrs.axis) == 0 and len(shape_of(value.args[1]) or []) == 1
 
 
 def _is_row_mean(binding: relax.VarBinding, var: relax.Var) -> bool:

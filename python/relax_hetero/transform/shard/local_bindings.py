@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import tvm
 from tvm import relax, tirx
@@ -11,10 +10,7 @@ from tvm import relax, tirx
 from ...target.vdevice import vdevice_index
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name, typed
-from .gpu_sums import Sum
-
-Make: TypeAlias = "Callable[[Sequence[relax.Expr]], relax.Expr]"
-"""Maker of what a device computes from its operands."""
+from .gpu_sums import Make, Sum
 
 
 class LocalBindings:

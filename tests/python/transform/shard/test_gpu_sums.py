@@ -97,6 +97,45 @@ def test_long_sums_share_rows_and_keep_residuals():
     assert ops_of(after).count("relax.add") == 1  # the first residual
 
 
+def prefill(rows):
+    """Two sums with norms and a residual, then one of a row, as at the end of a prefill."""
+    shape = (rows, WIDTH)
+
+    @ir_module(*GPUS)
+    def module(x: R.Tensor(shape, "float32", "cuda[0:2]"), last: R.Tensor((1,), "int32", "cuda[0:2]")):
+        with R.dataflow():
+            a = R.add(x, R.matmul(R.matmul(x, R.const(UP)), R.const(DOWN)))
+            b = R.nn.layer_norm(a, R.const(SCALE), R.const(SCALE), axes=[-1])
+            c = R.add(a, R.matmul(R.matmul(b, R.const(UP)), R.const(DOWN)))
+            d = R.nn.layer_norm(c, R.const(SCALE), R.const(SCALE), axes=[-1])
+            e = R.matmul(R.matmul(d, R.const(UP)), R.const(DOWN))
+            f = R.add(R.take(c, last, axis=0, mode="clip"), R.take(e, last, axis=0, mode="clip"))
+            g = R.matmul(R.nn.layer_norm(f, R.const(SCALE), R.const(SCALE), axes=[-1]), R.const(UP))
+            R.output(g)
+        return (g,)
+
+    return module
+
+
+@pytest.mark.parametrize("last", [-1, 0, 1, 2047, 2048, 4095, 4096])
+def test_the_gpu_that_keeps_a_row_of_a_long_sum_adds_it(last):
+    before = prefill(4096)
+    first, _, after = kernels_of(before)
+    kept = [([4096, 64], "float32"), ([2048, 64], "float32")]
+    assert [shapes_of(call) for call in first] == [kept, kept, [([1, 64], "float32")]]
+    values = {binding.var: binding.value for binding in walk_bindings(after["main"].body)}
+    assert [op_name(values[call.args[1].fields[0]]) for call in first] == ["relax.add", "relax.matmul", "relax.add"]
+    x, index = np.random.default_rng(3).standard_normal((4096, WIDTH)).astype("float32"), np.array([last], "int32")
+    for actual, expected in zip(run_sums(after, x, index), run(before, x, index), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4 * np.abs(expected).max())
+
+
+def test_a_row_of_a_short_sum_is_taken_before_the_sum():
+    first, _, after = kernels_of(prefill(4))
+    assert [shapes_of(call)[-1] for call in first] == [([4, 64], "float32")] * 2 + [([1, 64], "float32")]
+    assert "relax.where" not in ops_of(after)
+
+
 def layer_norms(rows, form):
     """Sums with layer norms after them, as BERT has: an op, or those of older exporters."""
     shape, bias = (rows, WIDTH), np.float32(0.1) * SCALE
@@ -260,10 +299,10 @@ def random_layers(pick, mesh_shape, rows):
     return graph.module()
 
 
-def run_sums(module, x):
+def run_sums(module, *inputs):
     """Results of a function with kernels that sum, in numpy."""
     func = module["main"]
-    values, definitions, sums = {func.params[0]: x}, {}, {}
+    values, definitions, sums = dict(zip(func.params, inputs, strict=True)), {}, {}
     group = []
     for binding in func.body.blocks[0].bindings:
         definitions[binding.var] = binding.value
