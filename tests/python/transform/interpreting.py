@@ -31,8 +31,6 @@ def _softmax(x: np.ndarray, axis: int) -> np.ndarray:
 _FUNCTIONS = {f"relax.{function.op}": function.evaluate for function in FUNCTIONS.values()} | {
     "relax.power": np.power,
     "relax.less": np.less,
-    "relax.equal": np.equal,
-    "relax.where": np.where,
 }
 
 
@@ -98,8 +96,6 @@ def run_call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) ->
     if name == "relax.take":
         mode = "clip" if call.attrs.mode == "clip" else "raise"
         return np.take(args[0], args[1], int(call.attrs.axis), mode=mode)
-    if name == "relax.expand_dims":
-        return np.expand_dims(args[0], [int(axis) for axis in call.attrs.axis])
     if name == "relax.broadcast_to":
         return np.broadcast_to(args[0], [int(extent) for extent in call.args[1].values])
     if name == "relax.nn.layer_norm":

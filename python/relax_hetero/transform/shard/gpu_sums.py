@@ -23,13 +23,12 @@ the others zeros, as parts of the next sum.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Protocol, TypeAlias
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from ...artifact.peer_layout import PEER_MEMORY
 from ...tir.cuda.all_reduce import AllReduce, RowNorm, all_reduce_kernel, slots_of
@@ -37,9 +36,6 @@ from ..ir.blocks import same_shape, shape_of, static_form, used_vars
 from ..ir.kernels import opaque_kernel
 from ..ir.relax_expressions import scalar_of
 from ..ir.rewriting import is_tensor_constant, op_name
-
-Make: TypeAlias = "Callable[[Sequence[relax.Expr]], relax.Expr]"
-"""Maker of what a device computes from its operands."""
 
 Group: TypeAlias = "tuple[int, ...]"
 """Positions of devices in the module's list, which exchange values: those of a mesh, or along an axis of it."""
@@ -76,9 +72,6 @@ class Writer(Protocol):
 
     def add_binding(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind a value whose type is that of the variable."""
-
-    def emit(self, make: Make, args: Sequence[relax.Expr], device: int, name: str) -> relax.Var:
-        """Bind what a device computes; its type is inferred."""
 
     def keep(self, binding: relax.Binding) -> None:
         """Add a binding that was written before."""
@@ -150,14 +143,13 @@ class _TakenRow:
         Rows of the sum that the GPU keeps.
     total : int
         Rows of all GPUs.
-    rank, device : int
-        Number of the GPU in its group, and its position in the module's list.
+    rank : int
+        Number of the GPU in its group.
     """
 
     rows: relax.Var
     total: int
     rank: int
-    device: int
 
 
 _NormPattern: TypeAlias = "tuple[float | None, list[relax.Expr], list[relax.VarBinding]]"
@@ -176,7 +168,6 @@ class GpuSums:
         Items that are added by kernels, in order.
     outputs : iterable of relax.Var
         Results of the function.
-
     """
 
     def __init__(
@@ -226,10 +217,8 @@ class GpuSums:
             keeps_sum = [True] * len(norms)
         elif not reduce.is_short and (takes := self._row_takes(item)):
             plan.rows = self._new_rows(item, reduce)
-            ends = enumerate(zip(takes, plan.rows, item.group, strict=True))
-            self._taken |= {
-                take.var: _TakenRow(rows, item.shape[0], rank, device) for rank, (take, rows, device) in ends
-            }
+            ends = enumerate(zip(takes, plan.rows, strict=True))
+            self._taken |= {take.var: _TakenRow(rows, item.shape[0], rank) for rank, (take, rows) in ends}
             keeps_sum = [True] * len(norms)
         plan.reduce, plan.norms, plan.keeps_sum = reduce, norms, keeps_sum
         self._replaced.update(binding.var for norm in norms for binding in norm.bindings)
@@ -370,16 +359,10 @@ class GpuSums:
 
     def _take(self, binding: relax.VarBinding, taken: _TakenRow) -> None:
         """Write a row of a long sum as a part of a GPU."""
-        emit = partial(self._writer.emit, device=taken.device, name=f"{binding.var.name}_kept")
-        index, count = binding.value.args[1], int(taken.rows.ty.shape.values[0])
-        begin = relax.const(taken.rank * count, str(index.ty.dtype))
-        index = emit(lambda args: relax.op.clip(args[0], 0, taken.total - 1), [index])
-        offset = emit(lambda args: relax.op.subtract(args[0], begin), [index])
-        own = emit(lambda args: relax.op.clip(args[0], 0, count - 1), [offset])
-        row = emit(lambda args: relax.op.take(*args, axis=0, mode="clip"), [taken.rows, own])
-        is_own = emit(lambda args: relax.op.equal(*args), [offset, own])
-        column = emit(lambda args: relax.op.expand_dims(args[0], 1), [is_own])
-        self._writer.add_binding(binding.var, relax.op.where(column, row, relax.const(0.0, "float32")))
+        index = binding.value.args[1]
+        kernel = self._writer.add_kernel(_kept_rows_kernel(taken, index), "kept_rows")
+        call = relax.op.call_tir(kernel, relax.Tuple([taken.rows, index]), binding.var.ty)
+        self._writer.add_binding(binding.var, call)
 
     def add(self, item: Sum) -> None:
         """Add the kernels of a sum, one for each device."""
@@ -436,13 +419,28 @@ def _other(binding: relax.VarBinding, operand: relax.Var) -> relax.Expr:
     return second if first.same_as(operand) else first
 
 
+def _kept_rows_kernel(taken: _TakenRow, index: relax.Expr) -> tirx.PrimFunc:
+    """Kernel of the rows of a long sum with some indices, zeros in the place of those of other GPUs."""
+    count, width = (int(extent) for extent in taken.rows.ty.shape.values)
+    rows = te.placeholder((count, width), "float32", "rows")
+    indices = te.placeholder(shape_of(index), str(index.ty.dtype), "indices")
+
+    def row(i: tirx.Var, j: tirx.Var) -> tvm.ir.Expr:
+        own = tirx.max(tirx.min(indices[i], taken.total - 1), 0) - taken.rank * count
+        kept = rows[tirx.max(tirx.min(own, count - 1), 0), j]
+        return tirx.Select(tirx.all(own >= 0, own < count), kept, tirx.const(0.0, "float32"))
+
+    return te.create_prim_func([rows, indices, te.compute((shape_of(index)[0], width), row, "kept_rows")])
+
+
 def _is_row_take(binding: relax.VarBinding) -> bool:
-    """Return whether a value is rows of a matrix of float32, by a vector of indices."""
+    """Return whether a value is rows of a matrix of float32, by a vector of indices of known length."""
     value = binding.value
     if op_name(value) != "relax.take" or value.attrs.axis is None or str(value.attrs.mode) != "clip":
         return False
     is_matrix = len(shape_of(value.args[0]) or []) == 2 and str(value.ty.dtype) == "float32"
-    return is_matrix and int(value.attrs.axis) == 0 and len(shape_of(value.args[1]) or []) == 1
+    indices = shape_of(value.args[1]) or []
+    return is_matrix and int(value.attrs.axis) == 0 and len(indices) == 1 and isinstance(indices[0], (int, tirx.IntImm))
 
 
 def _is_row_mean(binding: relax.VarBinding, var: relax.Var) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import tvm
 from tvm import relax, tirx
@@ -10,7 +11,10 @@ from tvm import relax, tirx
 from ...target.vdevice import vdevice_index
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name, typed
-from .gpu_sums import Make, Sum
+from .gpu_sums import Sum
+
+Make: TypeAlias = "Callable[[Sequence[relax.Expr]], relax.Expr]"
+"""Maker of what a device computes from its operands."""
 
 
 class LocalBindings:
