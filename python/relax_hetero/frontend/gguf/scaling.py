@@ -439,9 +439,10 @@ class Pipeline:
         return "greedy tokens", 8 * texts
 
     def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
-        work = part.work_seconds(0, self._costs, Step(rows, cached, texts))
+        step = Step(rows, cached, texts)
+        work = part.work_seconds(0, self._costs, step)
         launches = KERNELS[part.name] * self._costs.devices[0].launch
-        return work * self._imbalance(part, texts * rows) / self.tensor + launches
+        return work * self._imbalance(part, texts * part.rows_read(step)) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
         """Expected work of the device with the most chosen experts over the mean."""
