@@ -1,10 +1,10 @@
 """Relax functions of a language model: ``decode_B``, ``verify_R`` and ``prefill_C``.
 
 ``decode_B`` takes one token of each of B sequences and returns the logits and the greedy tokens; ``prefill_C`` takes C
-consecutive tokens of one sequence and returns the logits of one of them. ``verify_R`` is a decode function whose rows
-may be consecutive tokens of a sequence. All write keys and values into the cache: for
-each layer, they take its pages as a parameter, and return them as a result. Variables have the names of the file's
-tensors (``blk.3.attn_q``), which placement rules match.
+consecutive tokens of one sequence and returns the logits of one of them, for which it computes one row after the
+attention of the last layer that writes keys. ``verify_R`` is a decode function whose rows may be consecutive tokens of
+a sequence. All write keys and values into the cache: for each layer, they take its pages as a parameter, and return
+them as a result. Variables have the names of the file's tensors (``blk.3.attn_q``), which placement rules match.
 """
 
 from __future__ import annotations
