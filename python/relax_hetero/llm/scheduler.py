@@ -51,34 +51,19 @@ class Counts:
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the scheduler.
+    """Load of the scheduler."""
 
-    Attributes
-    ----------
-    waiting, active : int
-        Number of requests without and with a slot.
-    cached_tokens : int
-        Tokens in the cache; shared tokens count once for each sequence.
-    """
-
+    # Number of requests without and with a slot.
     waiting: int = 0
     active: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # tokens in the cache; shared tokens count once for each sequence
 
 
 @dataclass(frozen=True)
 class StepAhead:
-    """A decode step that was enqueued before the tokens of the last one were known.
+    """A decode step that was enqueued before the tokens of the last one were known."""
 
-    Attributes
-    ----------
-    sequences : list of Sequence
-        Sequences of its rows; some may have ended since.
-    step : DecodeStep
-        The step.
-    """
-
-    sequences: list[Sequence]
+    sequences: list[Sequence]  # sequences of its rows; some may have ended since
     step: DecodeStep
 
     def tokens(self) -> dict[Sequence, int]:

@@ -172,24 +172,12 @@ def _time_call(call: Callable[[], object], timing: Timing) -> None:
 
 @dataclass(frozen=True)
 class TracedCalls:
-    """Traced calls.
+    """Traced calls."""
 
-    Attributes
-    ----------
-    path : Path
-        File with the trace.
-    calls : int
-        Number of calls.
-    seconds : float
-        Time from the first submission to the last result.
-    busy : dict of str to float
-        Fraction of that time in which each queue worked.
-    """
-
-    path: Path
-    calls: int
-    seconds: float
-    busy: dict[str, float]
+    path: Path  # file with the trace
+    calls: int  # number of calls
+    seconds: float  # time from the first submission to the last result
+    busy: dict[str, float]  # fraction of that time in which each queue worked
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data."""

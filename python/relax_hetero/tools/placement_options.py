@@ -104,35 +104,18 @@ class BytesParam(click.ParamType):
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """Values of the options for devices, placement and shapes.
+    """Values of the options for devices, placement and shapes."""
 
-    Attributes
-    ----------
-    vdevices : tuple of str or dict of str to object
-        Values of ``--vdevice``; empty for the native CPU.
-    rules : tuple of (str, str)
-        Values of ``--place``: pattern of node names or op types, and device.
-    auto : bool
-        Whether the cost model places the nodes.
-    objective : str or None
-        ``--objective``: latency or throughput; None for the default.
-    shapes : tuple of (str, list of int)
-        Values of ``--shape``: name of an input or of a symbolic dimension, and extents.
-    memory_limit : tuple of (str, str)
-        Values of ``--memory-limit``: device, and maximum number of bytes for ``--place-auto``.
-    optional : tuple of str
-        Values of ``--optional``: devices of the model that a computer may lack.
-    max_nodes, max_computed : int or None
-        ``--max-nodes`` and ``--max-computed``, limits of the import; None for the defaults.
-    """
-
-    vdevices: tuple[str | dict[str, Any], ...]
-    rules: tuple[tuple[str, str], ...]
-    auto: bool
-    objective: str | None
+    vdevices: tuple[str | dict[str, Any], ...]  # values of ``--vdevice``; empty for the native CPU
+    rules: tuple[tuple[str, str], ...]  # values of ``--place``: pattern of node names or op types, and device
+    auto: bool  # whether the cost model places the nodes
+    objective: str | None  # ``--objective``: latency or throughput; None for the default
+    # Values of ``--shape``: name of an input or of a symbolic dimension, and extents.
     shapes: tuple[tuple[str, list[int]], ...]
+    # Values of ``--memory-limit``: device, and maximum number of bytes for ``--place-auto``.
     memory_limit: tuple[tuple[str, str], ...] = ()
-    optional: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()  # values of ``--optional``: devices of the model that a computer may lack
+    # ``--max-nodes`` and ``--max-computed``, limits of the import; None for the defaults.
     max_nodes: int | None = None
     max_computed: int | None = None
 

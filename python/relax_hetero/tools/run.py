@@ -179,28 +179,15 @@ def _compare_all(
 
 @dataclass(frozen=True)
 class RunReport:
-    """Result of a call.
+    """Result of a call."""
 
-    Attributes
-    ----------
-    inputs, outputs : dict of str to np.ndarray
-        Arrays by ONNX name.
-    devices : dict of str to str
-        Devices of the outputs by name.
-    seconds : dict of str to float
-        Time of each step; ``run`` includes the copies to the host.
-    comparisons : list of Comparison or None
-        Comparisons of all outputs; None without ``--check``.
-    output_file : Path or None
-        File that the outputs were written to.
-    """
-
+    # Arrays by ONNX name.
     inputs: dict[str, np.ndarray]
     outputs: dict[str, np.ndarray]
-    devices: dict[str, str]
-    seconds: dict[str, float]
-    comparisons: list[Comparison] | None
-    output_file: Path | None
+    devices: dict[str, str]  # devices of the outputs by name
+    seconds: dict[str, float]  # time of each step; ``run`` includes the copies to the host
+    comparisons: list[Comparison] | None  # comparisons of all outputs; None without ``--check``
+    output_file: Path | None  # file that the outputs were written to
 
     def print(self) -> None:
         """Print tables."""

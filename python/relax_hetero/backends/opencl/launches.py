@@ -117,19 +117,12 @@ class KernelLauncher:
 
 
 class _Launch(NamedTuple):
-    """A launch of a sequence.
+    """A launch of a sequence."""
 
-    Attributes
-    ----------
-    position : int
-        Position in the sequence.
-    grid, group : ctypes array
-        Sizes in work-items.
-    """
-
-    position: int
+    position: int  # position in the sequence
     kernel: _Kernel
     arguments: list[Any]
+    # Sizes in work-items.
     grid: Any
     group: Any
 

@@ -37,16 +37,10 @@ class JoinedSequence:
 
 @dataclass(frozen=True)
 class GrowingSequence:
-    """A sequence in a trip of a loop, with the tensors that the trip appended.
-
-    Attributes
-    ----------
-    begin : object
-        Identity of the sequence.
-    """
+    """A sequence in a trip of a loop, with the tensors that the trip appended."""
 
     appended: tuple[relax.Expr, ...] = ()
-    begin: object = field(default_factory=object)
+    begin: object = field(default_factory=object)  # identity of the sequence
 
 
 def _items(node: Node, index: int = 0) -> list[relax.Expr]:

@@ -71,29 +71,15 @@ class Walk(Importer, Protocol):
 
 @dataclass
 class TorchNode:
-    """An op of an exported program.
+    """An op of an exported program."""
 
-    Attributes
-    ----------
-    op : str
-        Name with overload, "add.Tensor".
-    info : NodeInfo
-        Its names.
-    value : object
-        Fake tensor of its result, or a list of them.
-    tensors : sequence of object
-        Fake tensors (or numbers) of its arguments, in schema order.
-    used : frozenset of int
-        Indices of the results that are read.
-    """
-
-    op: str
-    info: NodeInfo
-    value: Any
-    tensors: Sequence[Any]
+    op: str  # name with overload, "add.Tensor"
+    info: NodeInfo  # its names
+    value: Any  # fake tensor of its result, or a list of them
+    tensors: Sequence[Any]  # fake tensors (or numbers) of its arguments, in schema order
     walk: Walk
     sizes: Sizes
-    used: frozenset[int] = frozenset()
+    used: frozenset[int] = frozenset()  # indices of the results that are read
 
     @property
     def name(self) -> str:

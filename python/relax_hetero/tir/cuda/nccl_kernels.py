@@ -192,16 +192,9 @@ def _copy_blocks(reduce: AllReduce) -> int:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that crosses from a GPU to another one.
+    """A tensor that crosses from a GPU to another one."""
 
-    Attributes
-    ----------
-    source, target : int
-        Ranks of the GPUs in their mesh.
-    shape : tuple of int
-    dtype : str
-    """
-
+    # Ranks of the GPUs in their mesh.
     source: int
     target: int
     shape: tuple[int, ...]
@@ -215,16 +208,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tensors that cross between the GPUs of a mesh at once.
+    """Tensors that cross between the GPUs of a mesh at once."""
 
-    Attributes
-    ----------
-    ranks : int
-        Number of GPUs.
-    transfers : tuple of Transfer
-    """
-
-    ranks: int
+    ranks: int  # number of GPUs
     transfers: tuple[Transfer, ...]
 
     @property

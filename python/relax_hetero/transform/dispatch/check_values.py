@@ -56,28 +56,15 @@ from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functio
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand of an op whose values are checked.
+    """An operand of an op whose values are checked."""
 
-    Attributes
-    ----------
-    number : int
-        Number of the operand.
-    ends : tuple
-        The end of the range for each position along the last axis, None where any value is valid; a single one for
-        all values. None: the values are divisors.
-    wraps : bool
-        True if negative values count from the end.
-    field : int, optional
-        Index of the field, if the operand is a tuple.
-    subject : str
-        Word for a value in messages.
-    """
-
-    number: int
+    number: int  # number of the operand
+    # The end of the range for each position along the last axis, None where any value is valid; a single one for all
+    # values. None: the values are divisors.
     ends: tuple[Any, ...] | None
-    wraps: bool = True
-    field: int | None = None
-    subject: str = "index"
+    wraps: bool = True  # True if negative values count from the end
+    field: int | None = None  # index of the field, if the operand is a tuple
+    subject: str = "index"  # word for a value in messages
 
 
 Operands = Callable[[relax.Call], "list[_Operand]"]

@@ -105,19 +105,12 @@ def _is_large(binding: relax.Binding, bounds: Mapping[str, int]) -> bool:
 
 @dataclass
 class _AliasWalk:
-    """A walk over a function in order.
-
-    Attributes
-    ----------
-    allocated : list of Binding
-        Bindings that allocate in the "global" memory of a CPU.
-    transferred : set of int
-        Numbers of the allocations that transfers copy to a GPU.
-    """
+    """A walk over a function in order."""
 
     vdevices: list[relax.VDevice]
+    # Bindings that allocate in the "global" memory of a CPU.
     allocated: list[relax.Binding] = field(default_factory=list)
-    transferred: set[int] = field(default_factory=set)
+    transferred: set[int] = field(default_factory=set)  # numbers of the allocations that transfers copy to a GPU
     _aliases: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr) -> Roots:

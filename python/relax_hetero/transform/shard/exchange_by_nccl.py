@@ -193,18 +193,10 @@ def unreachable(gpus: tuple[int, ...]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class _Transfers:
-    """Transfers that become one exchange.
-
-    Attributes
-    ----------
-    mesh : tuple of int
-    members : list of int
-        Indices of their bindings.
-    exchange : Exchange
-    """
+    """Transfers that become one exchange."""
 
     mesh: Group
-    members: list[int]
+    members: list[int]  # indices of their bindings
     exchange: Exchange
 
 

@@ -23,23 +23,13 @@ from .stream_queue import Point, StreamQueue
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call whose arguments were checked and placed.
+    """A call whose arguments were checked and placed."""
 
-    Attributes
-    ----------
-    values : sequence of object
-        Arguments as the function takes them.
-    sizes : mapping of str to int
-        Values of the function's symbolic dimensions.
-    finish : callable
-        Converts the function's result (a value, or nested tuples) to the caller's, in the thread of the last step.
-    memory : ArgumentMemory or None
-        Memory of the arguments; None unless calls in this process may consume donated arguments.
-    """
-
-    values: Sequence[Any]
-    sizes: Mapping[str, int]
+    values: Sequence[Any]  # arguments as the function takes them
+    sizes: Mapping[str, int]  # values of the function's symbolic dimensions
+    # Converts the function's result (a value, or nested tuples) to the caller's, in the thread of the last step.
     finish: Callable[[Any], Any]
+    # Memory of the arguments; None unless calls in this process may consume donated arguments.
     memory: ArgumentMemory | None = None
 
 

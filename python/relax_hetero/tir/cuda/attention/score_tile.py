@@ -25,21 +25,12 @@ from .team import Team
 
 @dataclass(frozen=True)
 class Visible:
-    """Keys that a lane's two rows see, int32.
+    """Keys that a lane's two rows see, int32."""
 
-    Attributes
-    ----------
-    ends : sequence of PrimExpr
-        Ends of the keys visible to both rows.
-    min_end : PrimExpr
-        Lower bound of the ends of all rows of the warp: tiles up to it have no hidden keys, except those of `begins`.
-    begins : sequence of PrimExpr, optional
-        First keys visible to both rows.
-    """
-
-    ends: Sequence[Expr]
+    ends: Sequence[Expr]  # ends of the keys visible to both rows
+    # Lower bound of the ends of all rows of the warp: tiles up to it have no hidden keys, except those of `begins`.
     min_end: Expr
-    begins: Sequence[Expr] | None = None
+    begins: Sequence[Expr] | None = None  # first keys visible to both rows
 
 
 def plain_scale(expression: Expression) -> float | None:

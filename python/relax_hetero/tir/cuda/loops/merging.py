@@ -23,35 +23,18 @@ from .arithmetic import accumulator_type
 
 @dataclass(frozen=True)
 class Merge:
-    """Reductions that are computed together as partial results.
-
-    Attributes
-    ----------
-    types : tuple of str
-        Types of partial results.
-    starts : tuple of PrimExpr
-        Initial values of partial results.
-    terms : tuple of PrimExpr
-        Values of a point that a partial result is combined with.
-    finals : tuple of PrimExpr or None
-        Initial values of the complete result, where they differ from `starts`.
-    own, new : tuple of Var
-        Variables for two partial results.
-    joined : tuple of PrimExpr
-        The combination of `own` and `new`.
-    selects : bool
-        Whether one partial result is selected, all its values together.
-    """
+    """Reductions that are computed together as partial results."""
 
     sums: tuple[Sum, ...]
-    types: tuple[str, ...]
-    starts: tuple[Expr, ...]
-    terms: tuple[Expr, ...]
-    finals: tuple[Expr | None, ...]
+    types: tuple[str, ...]  # types of partial results
+    starts: tuple[Expr, ...]  # initial values of partial results
+    terms: tuple[Expr, ...]  # values of a point that a partial result is combined with
+    finals: tuple[Expr | None, ...]  # initial values of the complete result, where they differ from `starts`
+    # Variables for two partial results.
     own: tuple[tirx.Var, ...]
     new: tuple[tirx.Var, ...]
-    joined: tuple[Expr, ...]
-    selects: bool = False
+    joined: tuple[Expr, ...]  # the combination of `own` and `new`
+    selects: bool = False  # whether one partial result is selected, all its values together
 
     def join(self, one: Sequence[Expr], other: Sequence[Expr]) -> list[Expr]:
         """Combine two partial results."""

@@ -64,24 +64,12 @@ _MIN_VECTORS_PER_THREAD = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """Distribution of a reduction among threads.
+    """Distribution of a reduction among threads."""
 
-    Attributes
-    ----------
-    threads_per_result : int
-        Threads that compute partial results of the same results.
-    are_neighbours : bool
-        Whether these threads are neighbours; otherwise neighbours compute neighbouring results.
-    lanes : int
-        Results of a thread, contiguous along the last loop.
-    terms : int
-        Terms that a thread loads as a vector.
-    """
-
-    threads_per_result: int
-    are_neighbours: bool
-    lanes: int
-    terms: int
+    threads_per_result: int  # threads that compute partial results of the same results
+    are_neighbours: bool  # whether these threads are neighbours; otherwise neighbours compute neighbouring results
+    lanes: int  # results of a thread, contiguous along the last loop
+    terms: int  # terms that a thread loads as a vector
 
 
 def write_reduction(box: FlatBox, gpu: GpuTarget) -> None:
