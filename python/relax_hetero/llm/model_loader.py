@@ -390,8 +390,6 @@ def compile_layers(
 
     Parameters
     ----------
-    file : GgufFile
-    vdevice : VDevice
     layers : int
         Number of layers.
     batches, chunks, context
@@ -559,8 +557,6 @@ def default_cache(
 
     Parameters
     ----------
-    model : Hyperparameters
-    vdevices : sequence of VDevice
     context : int or None
         Tokens of a text; None for that of `load`.
     slots : int or None

@@ -184,7 +184,6 @@ def block_dot_instruction(cpu: CpuTarget, max_code: int, steps: int, is_one_byte
 
     Parameters
     ----------
-    cpu : CpuTarget
     max_code : int
         Largest of the weights as unsigned bytes.
     steps : int

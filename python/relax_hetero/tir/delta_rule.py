@@ -128,7 +128,6 @@ class DeltaRuleTensors:
     ----------
     function : Function
         Function whose arguments they become.
-    problem : DeltaRuleProblem
     """
 
     inputs: Any

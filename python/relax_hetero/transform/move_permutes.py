@@ -82,7 +82,6 @@ class PermutedValues:
 
     Parameters
     ----------
-    block : Block
     emitter : Emitter
         Receives the permutations.
     """

@@ -128,12 +128,7 @@ class _Launch(NamedTuple):
 
 
 class _Recording:
-    """Kernels of a sequence with arguments, which are launched again and again.
-
-    Parameters
-    ----------
-    launches : list of _Launch
-    """
+    """Kernels of a sequence with arguments, which are launched again and again."""
 
     def __init__(self, device: Device, launches: list[_Launch]) -> None:
         self._device, self._launches = device, launches

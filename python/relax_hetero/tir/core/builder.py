@@ -38,7 +38,6 @@ class Function:
 
     Parameters
     ----------
-    name : str
     registers : str
         Scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
 

@@ -118,7 +118,6 @@ def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
 
     Parameters
     ----------
-    own : RankReduce
     after : tuple
         Shape and type of the last kernel's result.
 
@@ -149,7 +148,6 @@ def finish_kernel(own: RankReduce, number: int, mesh: Sequence[int]) -> tirx.Pri
 
     Parameters
     ----------
-    own : RankReduce
     number : int
         Number of the sum among the function's collectives.
     mesh : sequence of int
@@ -229,7 +227,6 @@ def send_kernel(exchange: Exchange, rank: int, after: Form) -> tirx.PrimFunc:
 
     Parameters
     ----------
-    exchange : Exchange
     rank : int
         Rank of the GPU.
     after : tuple
@@ -256,7 +253,6 @@ def receive_kernel(exchange: Exchange, rank: int, number: int, mesh: Sequence[in
 
     Parameters
     ----------
-    exchange : Exchange
     rank : int
         Rank of the GPU.
     number : int

@@ -306,14 +306,7 @@ def _activation_bytes(spec: BlockSpec) -> int:
 
 
 class DotProduct(PanelProduct):
-    """Products by dot products of bytes.
-
-    Parameters
-    ----------
-    spec : BlockSpec
-    cpu : CpuTarget
-    dot : DotInstruction
-    """
+    """Products by dot products of bytes."""
 
     def __init__(self, spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> None:
         self.spec, self.dot, self.terms = spec, dot, _activation_bytes(spec)

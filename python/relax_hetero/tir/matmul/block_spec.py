@@ -137,7 +137,6 @@ class PanelProduct(ABC):
 
     Attributes
     ----------
-    spec : BlockSpec
     tile_rows : int
         Rows of a tile.
     row_bytes, block_bytes : int
@@ -194,8 +193,6 @@ def emit_row_sums(
 
     Parameters
     ----------
-    lhs : OperandView
-    row : PrimExpr
     depth, chain : int
         Elements of the row and of a chain.
     lanes : int

@@ -207,7 +207,6 @@ class _RegionBuilder:
 
     Parameters
     ----------
-    block : Block
     root : relax.Var
         Result of an `unset_encoding`.
     bindings_in_regions : set of int

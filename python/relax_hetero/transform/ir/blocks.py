@@ -103,7 +103,6 @@ def with_regions(
 
     Parameters
     ----------
-    block : Block
     regions : mapping
         Regions by the index of their last binding.
     write : Callable

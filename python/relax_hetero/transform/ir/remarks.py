@@ -62,7 +62,6 @@ def kernel_nodes(
 
     Parameters
     ----------
-    mod : tvm.IRModule
     named : tuple of str and relax.Function
         A function with its name.
     graph : ModelGraph or None
@@ -396,7 +395,6 @@ def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequen
 
     Parameters
     ----------
-    mod : tvm.IRModule
     inside : mapping
         Function and variable to the names of the values that its fused kernel computes.
     """

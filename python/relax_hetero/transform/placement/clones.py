@@ -133,7 +133,6 @@ def add_reference(graph: Graph, callee: Unit, group: RecursionGroup, location: L
     ----------
     graph : Graph
         Graph of the caller, which gets the sites.
-    callee : Unit
     group : RecursionGroup
         Group of the callee.
     location : Location

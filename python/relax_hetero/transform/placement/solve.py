@@ -28,7 +28,6 @@ def propagate(graph: Graph, component: list[int], fixed: dict[int, int]) -> dict
 
     Parameters
     ----------
-    graph : Graph
     component : list of int
         All nodes of the component.
     fixed : dict

@@ -79,7 +79,6 @@ class RunFinder:
 
         Parameters
         ----------
-        block : Block
         free : set of relax.Var
             Variables from outside of the block that kernels may overwrite: nothing else uses them.
         """

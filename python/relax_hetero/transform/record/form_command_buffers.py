@@ -144,7 +144,6 @@ class RunOutliner:
 
     Parameters
     ----------
-    block : Block
     run : Run
         Run of the block.
     outside : set of relax.Var

@@ -289,11 +289,8 @@ class _BlockWriter:
 
     Parameters
     ----------
-    rewriter : _Rewriter
-    block : Block
     sums : dict of int to RankReduce
         Sums by NCCL by the indices of their bindings.
-    exchanges : list of _Transfers
     stays : bool
         True if kernels sum, too.
     """

@@ -44,13 +44,8 @@ class MeshValue:
 class Exchanges:
     """Values of a function over meshes, and the exchanges between their devices.
 
-    Parameters
-    ----------
-    bindings : LocalBindings
-
     Attributes
     ----------
-    values : dict of relax.Var to MeshValue
     repeatable : dict
         A value that follows from one other value, and the maker of it, so that the whole can be made again on a device
         instead of gathered.

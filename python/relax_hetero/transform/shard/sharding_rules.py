@@ -503,7 +503,6 @@ def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[in
 
     Parameters
     ----------
-    call : relax.Call
     shape : sequence
         Shape of the operand.
     result : tuple of int

@@ -123,11 +123,6 @@ _lock = threading.RLock()  # a garbage collection within may free memory
 class _PeerMemory:
     """Memory of all devices of a mesh, and on each of them the addresses of all.
 
-    Parameters
-    ----------
-    devices : list of runtime.Device
-    slot_bytes : int
-
     Raises
     ------
     HeteroError

@@ -57,7 +57,6 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
     ----------
     problem : CachedAttentionProblem
         Attention with keys of pages in "lanes".
-    cpu : CpuTarget
 
     Returns
     -------

@@ -99,8 +99,6 @@ class Tensors:
 
     Parameters
     ----------
-    function : Function
-    problem : CachedAttentionProblem
     lanes : int
         Maximum number of lanes of a vector of floats.
     """

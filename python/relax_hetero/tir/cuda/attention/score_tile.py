@@ -86,7 +86,6 @@ class ScoreTile:
         ``keys / 4`` registers: probabilities as a left operand fragment, after `pack`; those of all keys of a team.
     sums : RegisterTile
         Accumulators of values.
-    softmax : OnlineSoftmax
     """
 
     def __init__(

@@ -91,7 +91,6 @@ def simt_plan(
     ----------
     sizes : tuple of (int or None)
         Rows and columns of the result, and k; None where symbolic.
-    batch : int or None
     dtype : str
         Element type of the accumulators.
     staged : bool

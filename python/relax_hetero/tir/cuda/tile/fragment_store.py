@@ -95,11 +95,6 @@ class FragmentStore:
     """Writer of the epilogue and the stores of a product's fragments.
 
     `open` and `plan` belong to the function's body, before the launch; `fetch` and `emit` to the launch.
-
-    Parameters
-    ----------
-    writer : EpilogueWriter
-    gpu : GpuTarget
     """
 
     def __init__(self, writer: EpilogueWriter, gpu: GpuTarget) -> None:

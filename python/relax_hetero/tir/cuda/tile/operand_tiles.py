@@ -74,7 +74,6 @@ class StageTile(ABC):
         Rows of a tile.
     extent, depth : PrimExpr or int
         Rows of the operand, and extent of k.
-    source : Source
     threads : int
         Number of producer threads.
     """

@@ -79,7 +79,6 @@ class MatrixOperand:
 
     Parameters
     ----------
-    shared : SharedMemory
     begin : PrimExpr or int
         Offset in shared memory that the descriptor encodes.
     leading, stride : int
