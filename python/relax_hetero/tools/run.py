@@ -15,6 +15,8 @@ from ..display.console import console, print_json, print_table
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
 from .command import (
+    INPUT_FILE,
+    OUTPUT_FILE,
     accuracy_option,
     cache_option,
     checks_option,
@@ -29,7 +31,7 @@ from .placement_options import PlacementOptions, placement_options
 
 
 @command("run")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("model", type=INPUT_FILE)
 @click.option(
     "--input",
     "files",
@@ -37,8 +39,8 @@ from .placement_options import PlacementOptions, placement_options
     metavar="[NAME=]FILE",
     help="An .npy file for one input, or an .npz file with several. Repeatable; inputs not given are random.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
-@click.option("--function", "function_name", default="main", show_default=True, help="Name of the function to call.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random inputs.")
+@click.option("--function", "function_name", default="main", help="Name of the function to call.")
 @click.option(
     "--device",
     "remap",
@@ -46,22 +48,13 @@ from .placement_options import PlacementOptions, placement_options
     metavar="VDEVICE=DEVICE",
     help="Run a device of the model on another one, such as cuda:1=cuda:0. Repeatable.",
 )
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.npz", help="File to write the outputs to."
-)
+@click.option("--output", type=OUTPUT_FILE, metavar="OUT.npz", help="File to write the outputs to.")
 @click.option("--check", is_flag=True, help="Compare with ONNX Runtime; exit with 1 where they differ.")
 @click.option(
-    "--onnx",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="MODEL.onnx",
-    help="ONNX file that a library was compiled from, for --check.",
+    "--onnx", type=INPUT_FILE, metavar="MODEL.onnx", help="ONNX file that a library was compiled from, for --check."
 )
-@click.option(
-    "--rtol", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="Relative tolerance of --check."
-)
-@click.option(
-    "--atol", type=click.FloatRange(min=0), default=1e-4, show_default=True, help="Absolute tolerance of --check."
-)
+@click.option("--rtol", type=click.FloatRange(min=0), default=1e-3, help="Relative tolerance of --check.")
+@click.option("--atol", type=click.FloatRange(min=0), default=1e-4, help="Absolute tolerance of --check.")
 @placement_options
 @verify_option
 @cache_option

@@ -13,7 +13,7 @@ import click
 from ..display.console import console
 from ..errors import EncoderError, HeteroError, pip_install
 from ..llm.server.limits import Limits
-from .command import command
+from .command import INPUT, OUTPUT_FILE, command
 from .language_model import AUTO, LanguageModelOptions, language_model_options
 from .models import has_weights
 from .placement_options import BytesParam
@@ -50,26 +50,14 @@ _Command = Callable[..., Any]
 def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callable[[_Command], _Command]:
     """Declare an option that sets a field of `Limits`; a default of 0 is not shown."""
     value: float = getattr(Limits, field)
-    text_of_value = f"{int(value) >> 20}M" if isinstance(kind, BytesParam) else f"{value:g}"
-    default = text_of_value if value else None
-    return click.option(option, field, type=kind, default=default, show_default=default is not None, help=text)
+    default = f"{int(value) >> 20}M" if isinstance(kind, BytesParam) else f"{value:g}"
+    return click.option(option, field, type=kind, default=default if value else None, help=text)
 
 
 @command("serve")
 @language_model_options
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen at; 0.0.0.0 means every address of the machine.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="Port to listen at; 0 means a free one.",
-)
+@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0 means every address of the machine.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 means a free one.")
 @click.option("--name", help="Name of the model in requests and answers; the default is the name of its file.")
 @click.option(
     "--api-key",
@@ -144,12 +132,11 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "--prefixes",
     type=click.IntRange(min=0),
     default=8,
-    show_default=True,
     help="Number of texts to keep in the cache, for prompts with a common prefix.",
 )
 @click.option(
     "--count-experts",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUTPUT_FILE,
     metavar="FILE",
     help="Count the tokens that choose each expert of a mixture, and write the counts to this file every minute and at "
     "the end, added to those that it has. --expert-counts FILE --placement auto then keeps the most frequent experts "
@@ -163,7 +150,7 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
 )
 @click.option(
     "--embedding-model",
-    type=click.Path(exists=True, path_type=Path),
+    type=INPUT,
     metavar="MODEL",
     help="GGUF file or folder of an encoder, or of a language model, for /v1/embeddings.",
 )
@@ -171,7 +158,6 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "--generation-config",
     type=click.Choice(["auto", "none"]),
     default="auto",
-    show_default=True,
     help="Sampling of requests that state none: as the model's files recommend, or temperature 1 without filters.",
 )
 @click.option(
