@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, tirx
 
 from ...errors import FrontendError
+from ...tir.core.builder import int64
 from ..onnx.control_flow.subgraphs import Importer
 from ..onnx.node_names import NodeInfo
 from ..ops.elementwise import cast
@@ -113,7 +114,7 @@ class TorchNode:
     def _operand(self, value: Any) -> Any:
         if isinstance(value, relax.Expr):
             return value
-        dims = [tirx.IntImm("int64", dim) if isinstance(dim, int) else dim for dim in value]
+        dims = [int64(dim) for dim in value]
         if all(isinstance(dim, tirx.IntImm) for dim in dims):
             return const([int(dim) for dim in dims], "int64")
         return relax.ShapeExpr(dims)

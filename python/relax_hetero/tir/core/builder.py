@@ -275,6 +275,11 @@ def int64(value: Expr) -> Expr:
     return tirx.IntImm("int64", value) if isinstance(value, int) else value
 
 
+def as_type(value: Expr, dtype: str) -> Expr:
+    """A value of a type: itself if it has it."""
+    return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
+
+
 def plain_extent(extent: Expr) -> Any:
     """An int for a constant, other expressions unchanged."""
     return int(extent) if isinstance(extent, tirx.IntImm) else extent

@@ -32,7 +32,7 @@ from ...target.backend import backend_of
 from ...target.vdevice import is_cpu, vdevices_of
 from ...vm.device.memory_pools import PINNED_BYTES
 from ..ir.declare import declare_pass
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
+from ..ir.rewriting import map_bindings, op_name, relax_functions, with_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..partition.form_schedules import schedules_of
 from .lower_transfers import is_lowered_transfer
@@ -47,9 +47,9 @@ def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
     if not any(map(_copies_pinned, vdevices_of(mod))):
         return mod
     transferred = _transferred_results(mod)
-    functions = dict(mod.functions.items())
-    functions.update({gv: _pinned(func, mod, transferred.get(gv.name_hint, ())) for gv, func in relax_functions(mod)})
-    return copy_module(mod, functions)
+    return with_functions(
+        mod, {gv: _pinned(func, mod, transferred.get(gv.name_hint, ())) for gv, func in relax_functions(mod)}
+    )
 
 
 PinTransferred = declare_pass("PinTransferred", pin_transferred)

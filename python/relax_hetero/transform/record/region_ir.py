@@ -11,7 +11,7 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ...tir.commands.command_list import Address, Call, Tensor, host_function
-from ...tir.core.builder import plain_extent
+from ...tir.core.builder import int64, plain_extent
 from ..ir.kernels import bytes_of_extents
 
 
@@ -140,7 +140,7 @@ class OutlinedRegion:
             for number, value in enumerate(tensors)
         }
         if self.has_arena:
-            params.append(Tensor("arena", [_int64(renamed(self.arena))], "uint8"))
+            params.append(Tensor("arena", [int64(renamed(self.arena))], "uint8"))
 
         def address(value: RegionValue) -> Address:
             if value.root in indices:
@@ -152,7 +152,3 @@ class OutlinedRegion:
             for step in self.steps
         ]
         return host_function(self.gv.name_hint, params, calls, self.vdevice.target)
-
-
-def _int64(extent: Any) -> Any:
-    return tirx.IntImm("int64", extent) if isinstance(extent, int) else extent

@@ -34,6 +34,7 @@ from tvm import relax, te, tirx
 
 from ....errors import FrontendError
 from ....target.element_types import bytes_for
+from ....tir.core.builder import int64
 from ....transform.ir.rewriting import typed
 from ...import_limits import budget
 from ...joined_sizes import analyzer_for
@@ -729,11 +730,7 @@ def _require_length(importer: Importer, info: NodeInfo, length: Any, other: Any,
     """Require that scanned input `index` has as many slices as the others."""
     scan = Node("Scan", info.name, 0, importer.bb, [], {}, 0)
     message = f"goes along inputs of different lengths, {length} and, input {index}, {other}"
-    scan.require(tirx.EQ(_as_expr(length), _as_expr(other)), message)
-
-
-def _as_expr(size: Any) -> tirx.Expr:
-    return tirx.IntImm("int64", size) if isinstance(size, int) else size
+    scan.require(tirx.EQ(int64(length), int64(other)), message)
 
 
 def slice_at(importer: Importer, value: relax.Expr, axis: int, index: Any, is_backwards: bool) -> relax.Expr:

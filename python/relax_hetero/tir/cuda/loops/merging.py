@@ -13,7 +13,7 @@ import tvm
 from tvm import tirx
 from tvm_ffi import structural_equal, structural_map, structural_walk
 
-from ...core.builder import Expr
+from ...core.builder import Expr, as_type
 from ...loops.nests import Sum
 from ...loops.reduce_box import combined
 from ...loops.stages import Load, node_count, replaced, sources, with_loads
@@ -53,10 +53,10 @@ def merge_of(sums: Sequence[Sum]) -> Merge | None:
         for i, (combination, dtype) in enumerate(zip(combinations, types, strict=True)):
             assert combination is not None
             joined.append(combination.combine(own[i], new[i]))
-            starts.append(_cast(combination.neutral, dtype))
-            terms.append(_cast(combination.term, dtype))
+            starts.append(as_type(combination.neutral, dtype))
+            terms.append(as_type(combination.term, dtype))
             is_same = structural_equal(combination.neutral, combination.sum.initial)
-            finals.append(None if is_same else _cast(combination.sum.initial, dtype))
+            finals.append(None if is_same else as_type(combination.sum.initial, dtype))
         return Merge(tuple(sums), tuple(types), tuple(starts), tuple(terms), tuple(finals), own, new, tuple(joined))
     return _selection_merge(sums)
 
@@ -180,7 +180,3 @@ def _variables(value: Expr) -> set[tirx.Var]:
     variables: list[tirx.Var] = []
     structural_walk(value, (tvm.ir.Var, variables.append))
     return set(variables)
-
-
-def _cast(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
 from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
-from ...core.builder import Expr, ceil_div, int64
+from ...core.builder import Expr, as_type, ceil_div, int64
 from ...loops.flat import FlatBox, Loop, is_step
 from ...loops.loop_code import nested
 from ...loops.reduce_box import value_of
@@ -480,10 +480,6 @@ def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
     value: Expr = tirx.BufferLoad(value_register, [int64(0)])
     numbers = [tirx.const(n, "int32") for n in (distance, WARP, WARP)]
     shuffled = tirx.call_intrin(
-        wide, "tirx.tvm_warp_shuffle_down", tirx.const(ALL_LANES, "uint32"), _cast(value, wide), *numbers
+        wide, "tirx.tvm_warp_shuffle_down", tirx.const(ALL_LANES, "uint32"), as_type(value, wide), *numbers
     )
-    return _cast(_in_register(shuffled), dtype)
-
-
-def _cast(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
+    return as_type(_in_register(shuffled), dtype)
