@@ -30,27 +30,15 @@ class NodeArg:
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Descriptions that a model carries.
+    """Descriptions that a model carries."""
 
-    Attributes
-    ----------
-    custom_metadata_map : dict of str to str
-        The model's own entries.
-    description, graph_description : str
-        Texts of the model and of its graph.
-    domain, graph_name, producer_name : str
-        Names.
-    version : int
-        Version of the model.
-    """
-
-    custom_metadata_map: dict[str, str]
-    description: str
+    custom_metadata_map: dict[str, str]  # the model's own entries
+    description: str  # text of the model
     domain: str
-    graph_description: str
+    graph_description: str  # text of the graph
     graph_name: str
     producer_name: str
-    version: int
+    version: int  # version of the model
 
 
 @dataclass(frozen=True)
