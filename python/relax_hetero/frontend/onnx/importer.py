@@ -272,7 +272,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
 
     def _record_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
         """Charge the budget for a binding; the compiler evaluates those computed from constants only."""
-        budget().take_ops(1, f"node {info}")
+        budget().take_op(f"node {info}")
         if isinstance(binding.var.ty, relax.TensorType) and binding.var.ty.ndim > MAX_RANK:
             raise FrontendError(f"node {info} makes {binding.var.ty.ndim} dimensions, expected at most {MAX_RANK}")
         if isinstance(binding, relax.VarBinding) and self._is_constant(binding.value):

@@ -180,15 +180,7 @@ def store_row(spec: BlockSpec, row: Expr, panel: Expr, masks: Masks, total: Call
         spec.result.store(at, "n", spec.epilogue.result_at(total(j), at, mask), spec.lanes, mask)
 
 
-def emit_row_sums(
-    lhs: OperandView,
-    row: Expr,
-    depth: int,
-    chain: int,
-    lanes: int,
-    target: tuple[Any, Expr],
-    rounded: Callable[[Expr], Expr] = lambda value: value,
-) -> None:
+def emit_row_sums(lhs: OperandView, row: Expr, depth: int, chain: int, lanes: int, target: tuple[Any, Expr]) -> None:
     """Write the sums of each `chain` elements of a row, which the minimums of weights multiply.
 
     Parameters
@@ -199,9 +191,6 @@ def emit_row_sums(
         Lanes of a vector.
     target : tuple of Buffer and PrimExpr
         Buffer of float32 and the offset of the first sum.
-    rounded : callable
-        Rounding of elements in the product; with the same rounding here, errors multiply weights, which are smaller
-        than quants.
     """
     buffer, start = target
 
@@ -209,7 +198,7 @@ def emit_row_sums(
         total = None
         for at in range(0, size, lanes):
             mask = lane_mask(size - at, lanes)
-            value = let(rounded(lhs.load({"m": row, "k": first + at}, "k", lanes, mask)))
+            value = let(lhs.load({"m": row, "k": first + at}, "k", lanes, mask))
             total = value if total is None else let(total + value)
         return over_lanes(total, lambda a, b: a + b, lanes) if lanes > 1 else total
 

@@ -98,11 +98,11 @@ def extents_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
     return ty.shape.values[:]
 
 
-def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax.TensorType:
+def physical_type(stored: Stored) -> relax.TensorType:
     """The type of a stored tensor under its layout."""
     if stored.layout.is_identity:
         return stored.ty
     shape = stored.layout.packed_shape([plain_extent(extent) for extent in extents_of(stored.ty)])
     analyzer = tvm.sym.Analyzer()
     extents = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
-    return relax.TensorType(extents, stored.ty.dtype, vdevice or stored.ty.vdevice)
+    return relax.TensorType(extents, stored.ty.dtype, stored.ty.vdevice)

@@ -192,10 +192,10 @@ class ScoreTile:
         if visible is not None:
             begin = T.bind(first + first_column(self.lane))
             with when(first + self.keys > visible.min_end):
-                self.scores.keep_columns(-math.inf, [T.bind(end - begin) for end in visible.ends])
+                self.scores.keep_columns([T.bind(end - begin) for end in visible.ends])
             if visible.begins is not None:
                 limits = [T.bind(key - begin) for key in visible.begins]
-                self.scores.keep_columns(-math.inf, limits, is_below=False)
+                self.scores.keep_columns(limits, is_below=False)
         self.softmax.update()
 
     def pack(self) -> None:
