@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -318,47 +318,42 @@ def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:
     return 1 / -(-replicas // count)  # the shares of a replica are on one GPU
 
 
+@dataclass(frozen=True)
 class _Loader:
     """Makes an engine and a chat template, in this process or in a replica; can be pickled."""
 
-    def __init__(
-        self,
-        model_options: LanguageModelOptions,
-        in_flight: int,
-        prefixes: int,
-        count_experts: Path | None,
-        embedding_model: Path | None,
-        uses_defaults: bool,
-    ) -> None:
-        self._model_options, self._in_flight, self._prefixes = model_options, in_flight, prefixes
-        self._count_experts, self._embedding_model = count_experts, embedding_model
-        self._uses_defaults = uses_defaults
+    model_options: LanguageModelOptions
+    in_flight: int
+    prefixes: int
+    count_experts: Path | None
+    embedding_model: Path | None
+    uses_defaults: bool
 
     def __call__(self) -> Mapping[str, Any]:
         from ..llm import Engine
 
         try:
-            model, tokenizer = self._model_options.load(count_experts=self._count_experts is not None)
+            model, tokenizer = self.model_options.load(count_experts=self.count_experts is not None)
         except EncoderError:
             return {**self._load_encoder_alone(), "sampling_defaults": {}, "counts": None}
-        if self._count_experts is not None:
-            model.expert_counts.continue_file(self._count_experts)  # one that cannot be written is an error now
-        template = _chat_template(self._model_options, tokenizer)
+        if self.count_experts is not None:
+            model.expert_counts.continue_file(self.count_experts)  # one that cannot be written is an error now
+        template = _chat_template(self.model_options, tokenizer)
         # Room for all choices of all requests in flight.
-        max_waiting = 16 * self._in_flight
-        engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self._prefixes)
+        max_waiting = 16 * self.in_flight
+        engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self.prefixes)
         return {
             "engine": engine,
             "template": template,
-            "encoder": self._embedding_model and self._load_encoder(self._embedding_model),
-            "counts": self._count_experts and model.expert_counts,
-            "sampling_defaults": tokenizer.sampling_defaults if self._uses_defaults else {},
+            "encoder": self.embedding_model and self._load_encoder(self.embedding_model),
+            "counts": self.count_experts and model.expert_counts,
+            "sampling_defaults": tokenizer.sampling_defaults if self.uses_defaults else {},
         }
 
     def _load_encoder_alone(self) -> dict[str, Any]:
-        options = self._model_options
+        options = self.model_options
         others = [option for name, option in _LANGUAGE_MODEL_OPTIONS.items() if getattr(options, name)]
-        others += ["--count-experts"] * bool(self._count_experts) + ["--embedding-model"] * bool(self._embedding_model)
+        others += ["--count-experts"] * bool(self.count_experts) + ["--embedding-model"] * bool(self.embedding_model)
         rules = None if options.placement == AUTO else options.placement
         others += ["--placement auto"] * (options.placement == AUTO)
         if others:
@@ -369,7 +364,7 @@ class _Loader:
     def _load_encoder(self, path: Path, rules: dict[str, str] | None = None) -> Any:
         import relax_hetero.llm as llm
 
-        return llm.Encoder(path, self._model_options.vdevices, rules)
+        return llm.Encoder(path, self.model_options.vdevices, rules)
 
 
 def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer | JsonTokenizer) -> ChatTemplate:
