@@ -334,14 +334,14 @@ def two_gpus(tmp_path, monkeypatch):
     path, served = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16", sparse=True), []
     for kind in ("cuda", "opencl"):
         monkeypatch.setattr(type(backend_of(kind)), "count", lambda self: 2)
-    monkeypatch.setattr(replicas, "run_replicas", lambda loader, *given: served.append((loader._model_options, *given)))
+    monkeypatch.setattr(replicas, "run_replicas", lambda loader, *given: served.append((loader.model_options, *given)))
     monkeypatch.setattr("relax_hetero.tools.serve._Loader.__call__", lambda self: _served(self, served))
     monkeypatch.setattr(run, "serve", lambda *given: None)
     return path, served
 
 
 def _served(loader, served):
-    served.append((loader._model_options,))
+    served.append((loader.model_options,))
     return {"engine": None, "template": None, "encoder": None, "sampling_defaults": {}}
 
 
