@@ -34,12 +34,24 @@ NO_PAGE = -1
 
 @dataclass(frozen=True)
 class PageExtension:
-    """Plan of a sequence's extension in a group."""
+    """Plan of a sequence's extension in a group.
 
-    out_of_window: tuple[int, ...]  # columns whose pages have left the window
-    copied_column: int | None  # column of a shared page that will be written to, and so is copied
-    missing: tuple[int, ...]  # columns without a page
-    pages: int  # pages that it takes, less the pages that it frees
+    Attributes
+    ----------
+    out_of_window : tuple of int
+        Columns whose pages have left the window.
+    copied_column : int or None
+        Column of a shared page that will be written to, and so is copied.
+    missing : tuple of int
+        Columns without a page.
+    pages : int
+        Pages that it takes, less the pages that it frees.
+    """
+
+    out_of_window: tuple[int, ...]
+    copied_column: int | None
+    missing: tuple[int, ...]
+    pages: int
 
 
 class PageGroup:

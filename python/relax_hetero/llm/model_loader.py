@@ -390,6 +390,8 @@ def compile_layers(
 
     Parameters
     ----------
+    file : GgufFile
+    vdevice : VDevice
     layers : int
         Number of layers.
     batches, chunks, context
@@ -457,16 +459,32 @@ def _resolve_options(
 
 @dataclass(frozen=True)
 class _Compilation:
-    """Functions of a file that are compiled together, or found in the compile cache."""
+    """Functions of a file that are compiled together, or found in the compile cache.
 
-    file: GgufFile  # file that has been read
-    states: tuple[FileState, ...]  # its files, before they were opened
-    is_measured: bool  # whether the result depends on measurements of the devices
+    Attributes
+    ----------
+    file : GgufFile
+        File that has been read.
+    states : tuple of FileState
+        Its files, before they were opened.
+    is_measured : bool
+        Whether the result depends on measurements of the devices.
+    options : dict of str to object
+        Options of `rh.from_gguf`.
+    donated : list of str
+        Inputs that functions write in place.
+    allreduce_strategy : str
+        Option of `rh.compile`.
+    """
+
+    file: GgufFile
+    states: tuple[FileState, ...]
+    is_measured: bool
     devices: list[VDevice]
     placement: PlacementRules | None
-    options: dict[str, Any]  # options of `rh.from_gguf`
-    donated: list[str]  # inputs that functions write in place
-    allreduce_strategy: str  # option of `rh.compile`
+    options: dict[str, Any]
+    donated: list[str]
+    allreduce_strategy: str
 
     @property
     def functions(self) -> list[str]:
@@ -557,6 +575,8 @@ def default_cache(
 
     Parameters
     ----------
+    model : Hyperparameters
+    vdevices : sequence of VDevice
     context : int or None
         Tokens of a text; None for that of `load`.
     slots : int or None

@@ -50,12 +50,24 @@ layers of 4,096 take 484 us with one row if several tiles are reduced together, 
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Distribution of work among blocks and warps."""
+    """Distribution of work among blocks and warps.
 
-    fragments: int  # fragments of 16 columns of a block
-    groups: int  # groups of `GROUP_COLUMNS` rows (or parts of rows) of a block
-    warps: int  # warps that split k
-    ahead: int  # chunks of k that a warp has in flight
+    Attributes
+    ----------
+    fragments : int
+        Fragments of 16 columns of a block.
+    groups : int
+        Groups of `GROUP_COLUMNS` rows (or parts of rows) of a block.
+    warps : int
+        Warps that split k.
+    ahead : int
+        Chunks of k that a warp has in flight.
+    """
+
+    fragments: int
+    groups: int
+    warps: int
+    ahead: int
 
     @property
     def columns(self) -> int:
@@ -70,9 +82,15 @@ class BlockPlan:
 
 @dataclass(frozen=True)
 class SumPlan(BlockPlan):
-    """Plan of a block that adds up the rows of a token's experts: each has as many of its warps."""
+    """Plan of a block that adds up the rows of a token's experts: each has as many of its warps.
 
-    used: int = 1  # number of experts of a token
+    Attributes
+    ----------
+    used : int
+        Number of experts of a token.
+    """
+
+    used: int = 1
 
     @property
     def k_warps(self) -> int:
