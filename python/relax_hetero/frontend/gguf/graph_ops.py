@@ -115,15 +115,15 @@ class GraphOps:
         return self.emit(relax.op.strided_slice(x, [len(x.ty.shape.values) - 1], [begin], [end]), name)
 
     def _end_full_rows(self, layer: int) -> None:
-        """After the attention of the last layer that needs all rows of a chunk, compute the one whose logits are returned.
+        """Compute one row of a chunk from here on, in the attention of the last layer that needs all of them.
 
-        Counters of experts count all rows.
+        Functions that return the logits of all rows, or count the experts of all, need all to the end.
         """
         if "last" in self.params and layer == self.model.full_layers(bool(self.counters)):
             self._take_last()
 
     def _take_last(self) -> None:
-        """Compute one row of a chunk from here on, with the kernels of decode functions."""
+        """Compute the row whose logits are returned from here on, with the kernels of decode functions."""
         self.rows, self.kind, self.row_kind = 1, DECODE, DECODE
 
     def _current(self, x: relax.Expr, name: str) -> relax.Expr:

@@ -265,9 +265,10 @@ class Hyperparameters:
         return next(other for other in range(own - 1, -1, -1) if (self.windows[other] > 0) == is_window)
 
     def full_layers(self, all_rows: bool) -> int:
-        """Number of first layers that compute all rows of a chunk; the next one's attention is the last that does.
+        """Number of first layers that compute all rows of a chunk; the attention of the next one does, too.
 
-        Nobody reads the other rows of later layers but who needs `all_rows`, as these layers write no cache of their own.
+        That layer is the last with a cache of its own. What follows computes the row whose logits a prefill returns,
+        unless `all_rows` are needed.
         """
         return self.layers if all_rows else len(self.caches) - 1
 

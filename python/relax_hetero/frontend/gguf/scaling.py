@@ -420,9 +420,8 @@ class Pipeline:
         if self.tensor == 1:
             return seconds
         step = Step(rows, cached, texts)
-        seconds += sum(
-            self.sum_seconds(self._row_bytes * texts * part.rows_returned(step)) for part in parts if self._has_sum(part)
-        )
+        summed = [part.rows_returned(step) for part in parts if self._has_sum(part)]
+        seconds += sum(self.sum_seconds(self._row_bytes * texts * count) for count in summed)
         return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
     def sum_seconds(self, nbytes: float) -> float:

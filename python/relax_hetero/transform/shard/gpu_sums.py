@@ -423,14 +423,14 @@ def _kept_rows_kernel(taken: _TakenRow, index: relax.Expr) -> tirx.PrimFunc:
     """Kernel of the rows of a long sum with some indices, zeros in the place of those of other GPUs."""
     count, width = (int(extent) for extent in taken.rows.ty.shape.values)
     rows = te.placeholder((count, width), "float32", "rows")
-    indices = te.placeholder(shape_of(index), str(index.ty.dtype), "indices")
+    indices = te.placeholder(index.ty.shape.values, str(index.ty.dtype), "indices")
 
     def row(i: tirx.Var, j: tirx.Var) -> tvm.ir.Expr:
         own = tirx.max(tirx.min(indices[i], taken.total - 1), 0) - taken.rank * count
         kept = rows[tirx.max(tirx.min(own, count - 1), 0), j]
         return tirx.Select(tirx.all(own >= 0, own < count), kept, tirx.const(0.0, "float32"))
 
-    return te.create_prim_func([rows, indices, te.compute((shape_of(index)[0], width), row, "kept_rows")])
+    return te.create_prim_func([rows, indices, te.compute((indices.shape[0], width), row, "kept_rows")])
 
 
 def _is_row_take(binding: relax.VarBinding) -> bool:
