@@ -90,12 +90,17 @@ class PageGroup:
         """First column that the token at position `length` attends to."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
-    def fits(self, slot: int, length: int, count: int) -> bool:
-        """Return whether the last page takes `count` more tokens as it is, and none has left the window."""
-        used, first = length % PAGE, self.first_visible_column(length)
-        if not used or used + count > PAGE or (first and self.table[slot, first - 1] != NO_PAGE):
-            return False
-        return bool(self.reference_counts[self.table[slot, length // PAGE]] == 1)
+    def room(self, before: int, length: int) -> int:
+        """Number of further tokens that need no `extend`, after one of a sequence from `before` to `length` tokens.
+
+        The last page takes them, and no page leaves the window.
+        """
+        first, in_page = self.first_visible_column(length), -length % PAGE
+        if not self.window:
+            return in_page
+        if first > self.first_visible_column(before):
+            return 0
+        return min(in_page, (first + 1) * PAGE + self.window - 1 - length)
 
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
@@ -249,6 +254,7 @@ class KVCache:
         }
         self.tables = {name: group.table for name, group in self._groups.items()}
         self._lengths: list[int | None] = [None] * slots
+        self._room = [0] * slots  # tokens for which the pages of a sequence are as they have to be
         self._has_states = any(layer.state for layer in layers)
         self._computed = [0] * slots  # tokens that are in the states
         # None while a call has the pages.
@@ -358,7 +364,7 @@ class KVCache:
         slot = next((slot for slot, length in enumerate(self._lengths) if length is None), None)
         if slot is None:
             raise CacheError(f"all {self.slots} slots of the cache are in use; expected a free one")
-        self._lengths[slot] = self._computed[slot] = 0
+        self._lengths[slot] = self._computed[slot] = self._room[slot] = 0
         return slot
 
     def length(self, slot: int) -> int:
@@ -374,8 +380,8 @@ class KVCache:
             raise CacheError(f"slot {slot} is not in use; slots in use are {self._used_slots()}")
         return length
 
-    def extend(self, slot: int, count: int) -> None:
-        """Allocate pages for more tokens of a sequence, and add them to its length.
+    def extend(self, slot: int, count: int) -> int:
+        """Allocate pages for more tokens of a sequence, and add them to its length; returns the length before.
 
         Pages that have left the window are freed; `truncate` to the previous length undoes everything else.
 
@@ -392,16 +398,16 @@ class KVCache:
             If the sequence would be too long, or pages run out; nothing has changed then.
         """
         length = self.length(slot)
+        if 0 < count <= self._room[slot]:
+            self._room[slot] -= count
+            self._lengths[slot] = length + count
+            return length
         max_length = self._columns * PAGE
         if count < 0 or length + count > max_length:
             raise CacheError(
                 f"sequence {slot} of {length} tokens asks for {count} more, expected at most {max_length} tokens in all"
             )
-        plans = {
-            name: group.plan(slot, length, count)
-            for name, group in self._groups.items()
-            if not group.fits(slot, length, count)
-        }
+        plans = {name: group.plan(slot, length, count) for name, group in self._groups.items()}
         for name, plan in plans.items():
             group = self._groups[name]
             if plan.pages > group.free:
@@ -416,6 +422,10 @@ class KVCache:
             if copy is not None:
                 self._copy_page(name, *copy)
         self._lengths[slot] = length + count
+        if count:  # then a last page that was shared has been copied
+            rooms = (group.room(length, length + count) for group in self._groups.values())
+            self._room[slot] = min(rooms, default=0)
+        return length
 
     def fork(self, slot: int) -> int:
         """Add a sequence with the same tokens, which shares the pages; CacheError if no slot is free.
@@ -429,6 +439,7 @@ class KVCache:
         if self._has_states and self._layer_pages is None:
             raise CacheError(f"sequence {slot} has states, which cannot be copied while a call has them")
         new_slot = self.add()
+        self._room[slot] = 0
         for group in self._groups.values():
             group.share(slot, new_slot)
         for layer, array in zip(self.layers, self._layer_pages or (), strict=self._layer_pages is not None):
@@ -470,6 +481,7 @@ class KVCache:
         for group in self._groups.values():
             group.truncate(slot, length)
         self._lengths[slot], self._computed[slot] = length, min(self._computed[slot], length)
+        self._room[slot] = 0
 
     def free(self, slot: int) -> None:
         """Remove a sequence.

@@ -174,13 +174,8 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
     return stream.record()
 
 
-def begin_copy_of_rows(source: runtime.Tensor, target: runtime.Tensor, column: int, rows: int, stream: Stream) -> Event:
+def copy_rows(source: runtime.Tensor, target: runtime.Tensor, column: int, rows: int, stream: Stream) -> None:
     """Copy the first rows of a matrix on a GPU to those of a wider one on the host, from a column on; see `begin_copy`.
-
-    Returns
-    -------
-    Event
-        The end of the copies.
     """
     row = nbytes_of(source) // int(source.shape[0])
     begin, step = nbytes_of(target) // prod(target.shape) * column, nbytes_of(target) // int(target.shape[0])
@@ -192,7 +187,6 @@ def begin_copy_of_rows(source: runtime.Tensor, target: runtime.Tensor, column: i
             to_host._replace(address=to_host.address + begin + number * step),
         )
         issue_copy(stream.library, *pieces, nbytes, stream)
-    return stream.record()
 
 
 def _location_of(tensor: runtime.Tensor) -> Location:
