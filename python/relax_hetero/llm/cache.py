@@ -152,10 +152,9 @@ class PageGroup:
 
     def truncate(self, slot: int, length: int) -> None:
         """Free the pages after the first `length` tokens."""
-        row = self.table[slot]
-        for column in range(-(-length // PAGE), len(row)):
-            if row[column] != NO_PAGE:
-                self._release(row, column)
+        row, first = self.table[slot], -(-length // PAGE)
+        for column in np.flatnonzero(row[first:] != NO_PAGE):
+            self._release(row, first + column)
 
     def _allocate(self, row: np.ndarray, column: int) -> None:
         page = self._free.pop()
