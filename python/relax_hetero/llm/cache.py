@@ -68,7 +68,7 @@ class PageGroup:
     ----------
     table : array of int32, (slots, columns)
         Page of each column of a slot, or `NO_PAGE`; kernels read it.
-    reference_counts : array of int32, (pages,)
+    reference_counts : list of int
         Number of sequences that share each page.
     version : int
         Number of changes of the table.
@@ -77,7 +77,7 @@ class PageGroup:
     def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
         self.window, self.pages = window, pages
         self.table = np.full((slots, columns), NO_PAGE, "int32")
-        self.reference_counts = np.zeros(pages, "int32")
+        self.reference_counts = [0] * pages
         self.version = 0
         self._free = list(range(pages - 1, -1, -1))
 
@@ -111,11 +111,12 @@ class PageGroup:
         if not count:
             return PageExtension(out_of_window, None, (), 0)
         begin, end = length // PAGE, -(-(length + count) // PAGE)
-        missing = tuple(column for column in range(begin, end) if row[column] == NO_PAGE)
-        is_shared = length % PAGE != 0 and row[begin] != NO_PAGE and self.reference_counts[row[begin]] > 1
+        pages = row[begin:end].tolist()
+        missing = tuple(column for column, page in enumerate(pages, begin) if page == NO_PAGE)
+        is_shared = length % PAGE != 0 and pages[0] != NO_PAGE and self.reference_counts[pages[0]] > 1
         freed = sum(self.reference_counts[row[column]] == 1 for column in out_of_window)
-        pages = len(missing) + is_shared - int(freed)
-        return PageExtension(out_of_window, begin if is_shared else None, missing, pages)
+        needed = len(missing) + is_shared - freed
+        return PageExtension(out_of_window, begin if is_shared else None, missing, needed)
 
     def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
         """Carry out a plan; the group must have enough free pages.
@@ -142,19 +143,22 @@ class PageGroup:
         """Share a slot's pages with an empty slot."""
         self.table[target] = self.table[source]
         self.version += 1
-        pages = self.table[target]
-        self.reference_counts[pages[pages != NO_PAGE]] += 1
+        for page in self.table[target].tolist():
+            if page != NO_PAGE:
+                self.reference_counts[page] += 1
 
     def first_freed_column(self, slot: int, length: int) -> int | None:
         """First column that the token at position `length` attends to and that lacks a page; None if there is none."""
-        columns = range(self.first_visible_column(length), -(-length // PAGE))
-        return next((column for column in columns if self.table[slot, column] == NO_PAGE), None)
+        first = self.first_visible_column(length)
+        pages = self.table[slot, first : -(-length // PAGE)].tolist()
+        return first + pages.index(NO_PAGE) if NO_PAGE in pages else None
 
     def truncate(self, slot: int, length: int) -> None:
         """Free the pages after the first `length` tokens."""
         row, first = self.table[slot], -(-length // PAGE)
-        for column in np.flatnonzero(row[first:] != NO_PAGE):
-            self._release(row, first + column)
+        for column, page in enumerate(row[first:].tolist(), first):
+            if page != NO_PAGE:
+                self._release(row, column)
 
     def _allocate(self, row: np.ndarray, column: int) -> None:
         page = self._free.pop()

@@ -70,7 +70,6 @@ class IntegerInputs:
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self.turn = 0
-        self._slots: list[int] | None = None
         self._sources: dict[tuple[str, ...], runtime.Tensor] = {}  # host memory by the names in it
         self._on_host: dict[int, runtime.Tensor] = {}  # inputs of CPUs, which all turns share
         used = {
@@ -124,14 +123,12 @@ class IntegerInputs:
         names = [(spec.name, _plain_name(spec.name)) for spec in inputs]
         return {name: part_of(target, shapes[plain], "int32", 4 * offsets[plain]) for name, plain in names}
 
-    def write_rows(self, slots: Sequence[int], positions: _Integers) -> None:
+    def write_rows(self, slots: _Integers, positions: _Integers) -> None:
         """Write the positions and sequences of rows; further rows are padding."""
         arrays, count = self.arrays, len(slots)
-        if self._slots != slots:
-            self._slots = list(slots)
-            arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
-            arrays["tokens"][count:], arrays["positions"][count:] = 0, 0
-        arrays["positions"][: len(positions)] = positions
+        arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
+        arrays["tokens"][count:] = 0
+        arrays["positions"][: len(positions)], arrays["positions"][len(positions) :] = positions, 0
 
     def send(self, tables: Mapping[str, np.ndarray], version: int) -> None:
         """Copy `arrays`, and page tables unless those of the turn are the same, to GPUs; CPUs share their memory.
@@ -466,7 +463,7 @@ class CompiledModel:
         rows = next(rows for rows in self._chunks if rows >= count)
         length = self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        results = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
+        results = self._call(f"prefill_{rows}", tokens, positions, np.full(count, slot), count - 1)
         logits = self._to_host(f"prefill_{rows}", results, count if self._has_all_logits else 1)
         if all_logits:
             return logits[:count]
@@ -718,7 +715,7 @@ class CompiledModel:
         rows, length = int(function.rpartition("_")[2]), self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        inputs = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
+        inputs = self._inputs(function, [0] * count, positions, np.full(count, slot), count - 1)
         pages = self.cache.take()
         try:
             return self.machine.profile(function, *inputs.tensors, *pages, *self.expert_counts.tensors)
@@ -726,7 +723,7 @@ class CompiledModel:
             self.cache.release(pages)
 
     def _inputs(
-        self, name: str, tokens: _Tokens, positions: _Integers, slots: Sequence[int], last: int
+        self, name: str, tokens: _Tokens, positions: _Integers, slots: _Integers, last: int
     ) -> IntegerInputs:
         """Write and send inputs of a function, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
@@ -747,7 +744,7 @@ class CompiledModel:
         return integers
 
     def _call(
-        self, name: str, tokens: _Tokens, positions: _Integers, slots: Sequence[int], last: int
+        self, name: str, tokens: _Tokens, positions: _Integers, slots: _Integers, last: int
     ) -> Sequence[runtime.Tensor]:
         """Call a function; returns its results without the pages."""
         inputs, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
