@@ -26,7 +26,7 @@ from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.report.executable_report import report_of
 from relax_hetero.system import allowed_cpus
 from relax_hetero.vm.device import cuda_copies, host_copies
-from relax_hetero.vm.device.host_copies import join_columns, joined_buffer
+from relax_hetero.vm.device.host_copies import JoinedColumns
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.device.threads import Threads
 from vm.fake_cuda import FakeCuda, FakeLibrary
@@ -522,13 +522,12 @@ def test_logits_of_several_gpus_are_joined_on_the_host(monkeypatch):
         monkeypatch.setattr(module, "cuda_library", lambda: library)
     parts = np.random.default_rng(0).standard_normal((2, 3, 8)).astype("float32")
     logits = [alias(tvm.runtime.tensor(part), tvm.cuda(gpu)) for gpu, part in enumerate(parts)]
-    target = joined_buffer(logits)
-    array = np.from_dlpack(target)
-    assert array.shape == (3, 16)
-    array[:] = 7
-    join_columns(logits, target, 2)
-    np.testing.assert_array_equal(array, [*np.concatenate([part[:2] for part in parts], axis=1), [7] * 16])
-    alone = joined_buffer(logits[:1])
-    join_columns(logits[:1], alone, 3)
-    np.testing.assert_array_equal(np.from_dlpack(alone), parts[0])
+    joined = JoinedColumns(logits)
+    assert joined.array.shape == (3, 16)
+    joined.array[:] = 7
+    joined.copy(logits, 2)
+    np.testing.assert_array_equal(joined.array, [*np.concatenate([part[:2] for part in parts], axis=1), [7] * 16])
+    alone = JoinedColumns(logits[:1])
+    alone.copy(logits[:1], 3)
+    np.testing.assert_array_equal(alone.array, parts[0])
     assert len(cuda.copies) == 2 * 2 + 1  # whole rows are one copy
