@@ -462,7 +462,8 @@ class CompiledModel:
             raise BindingError(f"prefill: found {count} tokens, expected 1 to {self.chunk}")
         rows = next(rows for rows in self._chunks if rows >= count)
         length = self.cache.extend(slot, count)
-        positions = length + np.minimum(np.arange(rows), count - 1)
+        positions = np.arange(length, length + rows)
+        positions[count:] = length + count - 1
         results = self._call(f"prefill_{rows}", tokens, positions, np.full(count, slot), count - 1)
         logits = self._to_host(f"prefill_{rows}", results, count if self._has_all_logits else 1)
         if all_logits:

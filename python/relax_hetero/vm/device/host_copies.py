@@ -15,7 +15,7 @@ from tvm import runtime
 
 from ...errors import HeteroError
 from ...target.backend import backend_of_device
-from .cuda_copies import SENT_BYTES, copy_rows
+from .cuda_copies import SENT_BYTES, Location, issue_copy
 from .cuda_library import CudaLibrary, cuda_library
 from .cuda_streams import Event, Stream, copy_stream
 from .error_records import raise_reported
@@ -165,7 +165,7 @@ class JoinedColumns:
     Parameters
     ----------
     parts : sequence of tvm.runtime.Tensor
-        (rows, columns) each, of 4 bytes an element: those of `copy`, or ones like them.
+        (rows, columns) each, contiguous, of 4 bytes an element: those of `copy`, or ones like them.
 
     Attributes
     ----------
@@ -180,12 +180,10 @@ class JoinedColumns:
         pinned = send_buffer(4 * rows * shape[1], host, first.index) if backend_of_device(first).pins_memory else None
         self._tensor = empty(shape, dtype, host) if pinned is None else part_of(pinned, shape, dtype, 0)
         self.array = np.from_dlpack(self._tensor)
-        self._begins = [sum(widths[:number]) for number in range(len(widths))]
-        libraries = [_library_of(part.device) for part in parts]
-        self._ends = [
-            None if library is None else Event(library, part.device.index)
-            for library, part in zip(libraries, parts, strict=True)
-        ]
+        self._columns = [slice(sum(widths[:number]), sum(widths[: number + 1])) for number in range(len(widths))]
+        self._devices = [part.device for part in parts]
+        libraries = map(_library_of, self._devices)
+        self._ends = [library and Event(library, dev.index) for library, dev in zip(libraries, self._devices, strict=True)]
 
     def copy(self, parts: Sequence[runtime.Tensor], rows: int) -> None:
         """Copy the first rows of all parts, after their devices' earlier work, and wait for the end.
@@ -195,17 +193,21 @@ class JoinedColumns:
         Parameters
         ----------
         parts : sequence of tvm.runtime.Tensor
-            Contiguous.
         rows : int
             Number of rows to copy.
         """
-        for part, begin, end in zip(parts, self._begins, self._ends, strict=True):
+        target, pitch = self._tensor.data_ptr(), 4 * self.array.shape[1]
+        for part, device, columns, end in zip(parts, self._devices, self._columns, self._ends, strict=True):
             if end is None:
-                self.array[:rows, begin : begin + int(part.shape[1])] = np.from_dlpack(on_host(part))[:rows]
-            else:
-                stream = Stream.current(end.library, part.device)
-                copy_rows(part, self._tensor, begin, rows, stream)
-                end.record(stream)
+                self.array[:rows, columns] = np.from_dlpack(on_host(part))[:rows]
+                continue
+            source, row, stream = part.data_ptr(), 4 * (columns.stop - columns.start), Stream.current(end.library, device)
+            count, nbytes = (1, rows * row) if row == pitch else (rows, row)
+            for number in range(count):
+                from_gpu = Location(source + number * row, device.index)
+                to_host = Location(target + number * pitch + 4 * columns.start, None)
+                issue_copy(end.library, from_gpu, to_host, nbytes, stream)
+            end.record(stream)
         for end in self._ends:
             if end is not None:
                 end.synchronize()
