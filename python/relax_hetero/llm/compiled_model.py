@@ -116,10 +116,9 @@ class IntegerInputs:
                 self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         if source is not target:
             tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
-            for copies, begin, end in ((turn.copies, 0, tables), (turn.table_copies, tables, count)):
-                if begin < end:
-                    parts = [part_of(tensor, (end - begin,), "int32", 4 * begin) for tensor in (source, target)]
-                    copies[index] = self._early_copies[index].prepare(*parts)
+            for copies, end in ((turn.copies, tables), (turn.copies_with_tables, count)):
+                parts = [part_of(tensor, (end,), "int32", 0) for tensor in (source, target)]
+                copies[index] = self._early_copies[index].prepare(*parts)
         names = [(spec.name, _plain_name(spec.name)) for spec in inputs]
         return {name: part_of(target, shapes[plain], "int32", 4 * offsets[plain]) for name, plain in names}
 
@@ -149,8 +148,8 @@ class IntegerInputs:
                 columns = tables[name].shape[1]  # others belong to positions after the context
                 self.arrays[name][:, :columns] = tables[name]
             turn.tables_version = version
-        for index, copies in turn.copies.items():
-            self._early_copies[index].send([*copies, *turn.table_copies.get(index, ())] if is_new else copies)
+        for index, copies in (turn.copies_with_tables if is_new else turn.copies).items():
+            self._early_copies[index].send(copies)
 
     def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int) -> None:
         """Copy the first `count` tokens from devices that have them, in order with their work, after `send`.
@@ -179,7 +178,7 @@ class _DeviceInputs:
         self.tokens: list[runtime.Tensor] = []
         self.token_copies: list[tuple[int, Callable[[int, int], None] | None]] | None = None
         self.copies: dict[int, list[Callable[[], None]]] = {}
-        self.table_copies: dict[int, list[Callable[[], None]]] = {}
+        self.copies_with_tables: dict[int, list[Callable[[], None]]] = {}
         self.tables_version = -1
 
 
