@@ -38,24 +38,26 @@ class PageExtension:
 
     Attributes
     ----------
-    out_of_window : tuple of int
+    out_of_window : range
         Columns whose pages have left the window.
     copied_column : int or None
         Column of a shared page that will be written to, and so is copied.
-    missing : tuple of int
+    missing : range
         Columns without a page.
     pages : int
         Pages that it takes, less the pages that it frees.
     """
 
-    out_of_window: tuple[int, ...]
+    out_of_window: range
     copied_column: int | None
-    missing: tuple[int, ...]
+    missing: range
     pages: int
 
 
 class PageGroup:
     """Page table of a group of layers: column j holds the tokens at positions 64 * j to 64 * j + 63.
+
+    A sequence has pages in consecutive columns, to that of its last token.
 
     Parameters
     ----------
@@ -105,18 +107,14 @@ class PageGroup:
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
         row, first = self.table[slot], self.first_visible_column(length)
-        # Columns with pages are consecutive: if the one before the window lacks a page, so do all before it.
-        has_expired = first > 0 and row[first - 1] != NO_PAGE
-        out_of_window = tuple(map(int, np.flatnonzero(row[:first] != NO_PAGE))) if has_expired else ()
-        if not count:
-            return PageExtension(out_of_window, None, (), 0)
-        begin, end = length // PAGE, -(-(length + count) // PAGE)
-        pages = row[begin:end].tolist()
-        missing = tuple(column for column, page in enumerate(pages, begin) if page == NO_PAGE)
-        is_shared = length % PAGE != 0 and pages[0] != NO_PAGE and self.reference_counts[pages[0]] > 1
+        out_of_window = range(0)
+        if first and row[first - 1] != NO_PAGE:
+            out_of_window = range(int(np.argmax(row[:first] != NO_PAGE)), first)
+        missing = range(-(-length // PAGE), -(-(length + count) // PAGE))
+        last = length // PAGE
+        is_shared = bool(count and length % PAGE) and self.reference_counts[row[last]] > 1
         freed = sum(self.reference_counts[row[column]] == 1 for column in out_of_window)
-        needed = len(missing) + is_shared - freed
-        return PageExtension(out_of_window, begin if is_shared else None, missing, needed)
+        return PageExtension(out_of_window, last if is_shared else None, missing, len(missing) + is_shared - freed)
 
     def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
         """Carry out a plan; the group must have enough free pages.
@@ -127,16 +125,15 @@ class PageGroup:
             Source and destination of a copy-on-write.
         """
         row = self.table[slot]
-        for column in extension.out_of_window:
-            self._release(row, column)
+        self._release(row, extension.out_of_window)
         copy = None
         if extension.copied_column is not None:
+            columns = range(extension.copied_column, extension.copied_column + 1)
             source = int(row[extension.copied_column])
-            self._release(row, extension.copied_column)
-            self._allocate(row, extension.copied_column)
+            self._release(row, columns)
+            self._allocate(row, columns)
             copy = source, int(row[extension.copied_column])
-        for column in extension.missing:
-            self._allocate(row, column)
+        self._allocate(row, extension.missing)
         return copy
 
     def share(self, source: int, target: int) -> None:
@@ -156,23 +153,25 @@ class PageGroup:
     def truncate(self, slot: int, length: int) -> None:
         """Free the pages after the first `length` tokens."""
         row, first = self.table[slot], -(-length // PAGE)
-        for column, page in enumerate(row[first:].tolist(), first):
-            if page != NO_PAGE:
-                self._release(row, column)
+        columns = [column for column, page in enumerate(row[first:].tolist(), first) if page != NO_PAGE]
+        if columns:
+            self._release(row, range(columns[0], columns[-1] + 1))
 
-    def _allocate(self, row: np.ndarray, column: int) -> None:
-        page = self._free.pop()
-        self.reference_counts[page] = 1
-        row[column] = page
-        self.version += 1
+    def _allocate(self, row: np.ndarray, columns: range) -> None:
+        pages = [self._free.pop() for _ in columns]
+        for page in pages:
+            self.reference_counts[page] = 1
+        row[columns.start : columns.stop] = pages
+        self.version += len(pages)
 
-    def _release(self, row: np.ndarray, column: int) -> None:
-        page = int(row[column])
-        row[column] = NO_PAGE
-        self.version += 1
-        self.reference_counts[page] -= 1
-        if not self.reference_counts[page]:
-            self._free.append(page)
+    def _release(self, row: np.ndarray, columns: range) -> None:
+        pages = row[columns.start : columns.stop].tolist()
+        for page in pages:
+            self.reference_counts[page] -= 1
+            if not self.reference_counts[page]:
+                self._free.append(page)
+        row[columns.start : columns.stop] = NO_PAGE
+        self.version += len(pages)
 
 
 _FULL_TABLE, _WINDOW_TABLE = TABLES[False], TABLES[True]
@@ -383,8 +382,8 @@ class KVCache:
             raise CacheError(f"slot {slot} is not in use; slots in use are {self._used_slots()}")
         return length
 
-    def extend(self, slot: int, count: int) -> int:
-        """Allocate pages for more tokens of a sequence, and add them to its length; returns the length before.
+    def extend(self, slot: int, count: int) -> None:
+        """Allocate pages for more tokens of a sequence, and add them to its length.
 
         Pages that have left the window are freed; `truncate` to the previous length undoes everything else.
 
@@ -404,7 +403,7 @@ class KVCache:
         if 0 < count <= self._room[slot]:
             self._room[slot] -= count
             self._lengths[slot] = length + count
-            return length
+            return
         max_length = self._columns * PAGE
         if count < 0 or length + count > max_length:
             raise CacheError(
@@ -428,7 +427,6 @@ class KVCache:
         if count:  # then a last page that was shared has been copied
             rooms = (group.room(length, length + count) for group in self._groups.values())
             self._room[slot] = min(rooms, default=0)
-        return length
 
     def fork(self, slot: int) -> int:
         """Add a sequence with the same tokens, which shares the pages; CacheError if no slot is free.

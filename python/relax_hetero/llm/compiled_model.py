@@ -460,7 +460,8 @@ class CompiledModel:
         if not 0 < count <= self.chunk:
             raise BindingError(f"prefill: found {count} tokens, expected 1 to {self.chunk}")
         rows = next(rows for rows in self._chunks if rows >= count)
-        length = self.cache.extend(slot, count)
+        length = self.cache.length(slot)
+        self.cache.extend(slot, count)
         positions = np.arange(length, length + rows)
         positions[count:] = length + count - 1
         results = self._call(f"prefill_{rows}", tokens, positions, np.full(count, slot), count - 1)
@@ -567,20 +568,20 @@ class CompiledModel:
         if not isinstance(tokens, CompiledDecodeStep):  # whose calls are those of its batches
             self._take_rest()
         slots = list(map(int, slots))
-        counts: Mapping[int, int] = dict.fromkeys(slots, 1)
+        counts = Counter(slots)
         is_single = len(counts) == len(slots)
-        if not is_single:
-            if not self._rows_of_a_sequence:
-                raise BindingError(
-                    "decode: found a slot twice, expected each once: this model's steps take one row of each"
-                )
-            counts = Counter(slots)
-        kind, sizes = ("decode", self._batches) if is_single or not self._verify_rows else ("verify", [self._verify_rows])
+        if not is_single and not self._rows_of_a_sequence:
+            raise BindingError(
+                "decode: found a slot twice, expected each once: this model's steps take one row of each"
+            )
+        has_verify = not is_single and self._verify_rows
+        kind, sizes = ("verify", [self._verify_rows]) if has_verify else ("decode", self._batches)
         before: dict[int, int] = {}
         calls: list[DecodeCall] = []
         try:
             for slot, count in counts.items():
-                before[slot] = self.cache.extend(slot, count)
+                before[slot] = self.cache.length(slot)
+                self.cache.extend(slot, count)
             positions = list(before.values())
             if not is_single:
                 rows_of = {slot: itertools.count(length) for slot, length in before.items()}
@@ -722,9 +723,7 @@ class CompiledModel:
         finally:
             self.cache.release(pages)
 
-    def _inputs(
-        self, name: str, tokens: _Tokens, positions: _Integers, slots: _Integers, last: int
-    ) -> IntegerInputs:
+    def _inputs(self, name: str, tokens: _Tokens, positions: _Integers, slots: _Integers, last: int) -> IntegerInputs:
         """Write and send inputs of a function, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:

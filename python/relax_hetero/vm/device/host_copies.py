@@ -5,6 +5,7 @@ Decode steps make the same copies again and again, so each kind is an object tha
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -20,7 +21,7 @@ from .cuda_library import CudaLibrary, cuda_library
 from .cuda_streams import Event, Stream, copy_stream
 from .error_records import raise_reported
 from .memory_pools import receive_buffer, send_buffer
-from .tensors import copy_into, empty, is_host, nbytes_of, on_host, part_of
+from .tensors import copy_into, empty, nbytes_of, on_host, part_of
 
 
 def _library_of(device: runtime.Device) -> CudaLibrary | None:
@@ -180,10 +181,10 @@ class JoinedColumns:
         pinned = send_buffer(4 * rows * shape[1], host, first.index) if backend_of_device(first).pins_memory else None
         self._tensor = empty(shape, dtype, host) if pinned is None else part_of(pinned, shape, dtype, 0)
         self.array = np.from_dlpack(self._tensor)
-        self._columns = [slice(sum(widths[:number]), sum(widths[: number + 1])) for number in range(len(widths))]
-        self._devices = [part.device for part in parts]
-        libraries = map(_library_of, self._devices)
-        self._ends = [library and Event(library, dev.index) for library, dev in zip(libraries, self._devices, strict=True)]
+        begins = itertools.accumulate(widths, initial=0)
+        self._parts = [
+            _Part(part.device, begin, width) for part, begin, width in zip(parts, begins, widths, strict=False)
+        ]
 
     def copy(self, parts: Sequence[runtime.Tensor], rows: int) -> None:
         """Copy the first rows of all parts, after their devices' earlier work, and wait for the end.
@@ -197,18 +198,28 @@ class JoinedColumns:
             Number of rows to copy.
         """
         target, pitch = self._tensor.data_ptr(), 4 * self.array.shape[1]
-        for part, device, columns, end in zip(parts, self._devices, self._columns, self._ends, strict=True):
-            if end is None:
+        for part, about in zip(parts, self._parts, strict=True):
+            if about.end is None:
+                columns = slice(about.begin, about.begin + about.width)
                 self.array[:rows, columns] = np.from_dlpack(on_host(part))[:rows]
                 continue
-            source, row, stream = part.data_ptr(), 4 * (columns.stop - columns.start), Stream.current(end.library, device)
-            count, nbytes = (1, rows * row) if row == pitch else (rows, row)
-            for number in range(count):
-                from_gpu = Location(source + number * row, device.index)
-                to_host = Location(target + number * pitch + 4 * columns.start, None)
-                issue_copy(end.library, from_gpu, to_host, nbytes, stream)
-            end.record(stream)
-        for end in self._ends:
-            if end is not None:
-                end.synchronize()
-                raise_reported(end.gpu)
+            library, gpu, source, nbytes = about.end.library, about.device.index, part.data_ptr(), 4 * about.width
+            stream = Stream.current(library, about.device)
+            pieces, piece = (1, rows * nbytes) if nbytes == pitch else (rows, nbytes)
+            for number in range(pieces):
+                to_host = Location(target + number * pitch + 4 * about.begin, None)
+                issue_copy(library, Location(source + number * nbytes, gpu), to_host, piece, stream)
+            about.end.record(stream)
+        for about in self._parts:
+            if about.end is not None:
+                about.end.synchronize()
+                raise_reported(about.device.index)
+
+
+class _Part:
+    """Columns of a device in joined ones, from `begin` on, and the event at the end of a copy from a GPU."""
+
+    def __init__(self, device: runtime.Device, begin: int, width: int) -> None:
+        self.device, self.begin, self.width = device, begin, width
+        library = _library_of(device)
+        self.end = None if library is None else Event(library, device.index)
