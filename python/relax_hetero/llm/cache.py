@@ -10,9 +10,11 @@ Tokens cannot be removed from it: such a sequence can only be truncated to nothi
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tvm
@@ -32,8 +34,7 @@ if TYPE_CHECKING:
 NO_PAGE = -1
 
 
-@dataclass(frozen=True)
-class PageExtension:
+class PageExtension(NamedTuple):
     """Plan of a sequence's extension in a group.
 
     Attributes
@@ -93,7 +94,7 @@ class PageGroup:
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
     def room(self, before: int, length: int) -> int:
-        """Number of further tokens that need no `extend`, after one of a sequence from `before` to `length` tokens.
+        """Number of further tokens that need no plan, after an extension of a sequence from `before` to `length`.
 
         The last page takes them, and no page leaves the window.
         """
@@ -125,7 +126,8 @@ class PageGroup:
             Source and destination of a copy-on-write.
         """
         row = self.table[slot]
-        self._release(row, extension.out_of_window)
+        if extension.out_of_window:
+            self._release(row, extension.out_of_window)
         copy = None
         if extension.copied_column is not None:
             columns = range(extension.copied_column, extension.copied_column + 1)
@@ -133,7 +135,8 @@ class PageGroup:
             self._release(row, columns)
             self._allocate(row, columns)
             copy = source, int(row[extension.copied_column])
-        self._allocate(row, extension.missing)
+        if extension.missing:
+            self._allocate(row, extension.missing)
         return copy
 
     def share(self, source: int, target: int) -> None:
@@ -256,7 +259,7 @@ class KVCache:
         }
         self.tables = {name: group.table for name, group in self._groups.items()}
         self._lengths: list[int | None] = [None] * slots
-        self._room = [0] * slots  # tokens for which the pages of a sequence are as they have to be
+        self._room: dict[int, int] = {}  # tokens of sequences for which their pages are as they have to be
         self._has_states = any(layer.state for layer in layers)
         self._computed = [0] * slots  # tokens that are in the states
         # None while a call has the pages.
@@ -366,7 +369,7 @@ class KVCache:
         slot = next((slot for slot, length in enumerate(self._lengths) if length is None), None)
         if slot is None:
             raise CacheError(f"all {self.slots} slots of the cache are in use; expected a free one")
-        self._lengths[slot] = self._computed[slot] = self._room[slot] = 0
+        self._lengths[slot] = self._computed[slot] = 0
         return slot
 
     def length(self, slot: int) -> int:
@@ -400,10 +403,6 @@ class KVCache:
             If the sequence would be too long, or pages run out; nothing has changed then.
         """
         length = self.length(slot)
-        if 0 < count <= self._room[slot]:
-            self._room[slot] -= count
-            self._lengths[slot] = length + count
-            return
         max_length = self._columns * PAGE
         if count < 0 or length + count > max_length:
             raise CacheError(
@@ -428,6 +427,37 @@ class KVCache:
             rooms = (group.room(length, length + count) for group in self._groups.values())
             self._room[slot] = min(rooms, default=0)
 
+    def extend_rows(self, slots: Sequence[int]) -> list[int]:
+        """Extend sequences by a token for each of their rows in a step, and return the positions of these tokens.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slot of each row.
+
+        Raises
+        ------
+        CacheError
+            As for `extend`; then all sequences have their previous lengths.
+        """
+        counts, before = Counter(slots), dict[int, int]()
+        try:
+            for slot, count in counts.items():
+                before[slot] = length = self.length(slot)
+                if count <= self._room.get(slot, 0):
+                    self._room[slot] -= count
+                    self._lengths[slot] = length + count
+                else:
+                    self.extend(slot, count)
+        except BaseException:
+            for slot, length in before.items():
+                self.truncate(slot, length)
+            raise
+        if len(counts) == len(slots):
+            return list(before.values())
+        positions = {slot: itertools.count(length) for slot, length in before.items()}
+        return [next(positions[slot]) for slot in slots]
+
     def fork(self, slot: int) -> int:
         """Add a sequence with the same tokens, which shares the pages; CacheError if no slot is free.
 
@@ -440,7 +470,7 @@ class KVCache:
         if self._has_states and self._layer_pages is None:
             raise CacheError(f"sequence {slot} has states, which cannot be copied while a call has them")
         new_slot = self.add()
-        self._room[slot] = 0
+        self._room.pop(slot, None)
         for group in self._groups.values():
             group.share(slot, new_slot)
         for layer, array in zip(self.layers, self._layer_pages or (), strict=self._layer_pages is not None):
@@ -482,7 +512,7 @@ class KVCache:
         for group in self._groups.values():
             group.truncate(slot, length)
         self._lengths[slot], self._computed[slot] = length, min(self._computed[slot], length)
-        self._room[slot] = 0
+        self._room.pop(slot, None)
 
     def free(self, slot: int) -> None:
         """Remove a sequence.
@@ -496,6 +526,7 @@ class KVCache:
         for group in self._groups.values():
             group.truncate(slot, 0)
         self._lengths[slot] = None
+        self._room.pop(slot, None)
 
     def _used_slots(self) -> list[int]:
         return [slot for slot, length in enumerate(self._lengths) if length is not None]

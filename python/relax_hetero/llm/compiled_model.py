@@ -7,11 +7,9 @@ belong to any sequence.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
 import weakref
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
@@ -568,24 +566,15 @@ class CompiledModel:
         if not isinstance(tokens, CompiledDecodeStep):  # whose calls are those of its batches
             self._take_rest()
         slots = list(map(int, slots))
-        counts = Counter(slots)
-        is_single = len(counts) == len(slots)
+        is_single = len(set(slots)) == len(slots)
         if not is_single and not self._rows_of_a_sequence:
             raise BindingError(
                 "decode: found a slot twice, expected each once: this model's steps take one row of each"
             )
         has_verify = not is_single and self._verify_rows
         kind, sizes = ("verify", [self._verify_rows]) if has_verify else ("decode", self._batches)
-        before: dict[int, int] = {}
-        calls: list[DecodeCall] = []
+        positions, calls = self.cache.extend_rows(slots), list[DecodeCall]()
         try:
-            for slot, count in counts.items():
-                before[slot] = self.cache.length(slot)
-                self.cache.extend(slot, count)
-            positions = list(before.values())
-            if not is_single:
-                rows_of = {slot: itertools.count(length) for slot, length in before.items()}
-                positions = [next(rows_of[slot]) for slot in slots]
             for begin in range(0, len(slots), sizes[-1]):
                 batch = slice(begin, min(begin + sizes[-1], len(slots)))
                 count = batch.stop - batch.start
@@ -595,9 +584,9 @@ class CompiledModel:
                 parts = self._logit_parts
                 calls.append(DecodeCall(f"{kind}_{rows}", count, results[:parts], results[parts:]))
         except BaseException:
-            for slot, length in before.items():
+            for slot, position in zip(reversed(slots), reversed(positions), strict=True):
                 with suppress(CacheError):  # a state that the failed call has changed
-                    self.cache.truncate(slot, length)
+                    self.cache.truncate(slot, position)
             raise
         return calls
 
