@@ -342,7 +342,8 @@ class KVCache:
         if self._layer_pages is None:
             raise CacheError("the pages of the cache are taken already; expected them to be given back first")
         arrays, self._layer_pages = self._layer_pages, None
-        self._computed = [length or 0 for length in self._lengths]
+        if self._has_states:
+            self._computed = [length or 0 for length in self._lengths]
         return arrays
 
     def release(self, pages: Sequence[runtime.Tensor]) -> None:

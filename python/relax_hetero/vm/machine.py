@@ -317,14 +317,7 @@ class VirtualMachine:
         call = cached  # not None, which type checkers forget inside of `run`
         submitter, unchecked = self._submitter, self._unchecked.get(name)
         values, borrowed, constants = call.values(arguments), call.borrowed(arguments), self._constants.ranges
-        arguments_ranges = MemoryRanges(borrowed)
-
-        def of_caller(value: Any) -> Any:
-            if isinstance(value, _Tensor):
-                address = value.data_ptr()
-                if not (arguments_ranges.contain(address) or constants.contain(address)):
-                    return value
-            return to_python(value, constants, borrowed)
+        is_argument, is_constant = MemoryRanges(borrowed).contain, constants.contain
 
         def run() -> Any:
             with self._lock.held:
@@ -332,8 +325,13 @@ class VirtualMachine:
                     is_noted = call.pool_epoch == self._pool_watch.epoch or not call.dims.values
                     if results is None or memory_in_flight or not (call.has_shared and is_noted):
                         return self._run_cached(name, cache, call, arguments, None, results)
-                    result = self._run_function(name, unchecked, (*values, *call.shared))
-                    return tuple([of_caller(_item(result, index)) for index in range(results)])
+                    fields = self._run_function(name, unchecked, (*values, *call.shared))
+                    returned = [_item(fields, index) for index in range(results)]
+                    for index, value in enumerate(returned):
+                        address = value.data_ptr() if isinstance(value, _Tensor) else 0
+                        if not address or is_argument(address) or is_constant(address):
+                            returned[index] = to_python(value, constants, borrowed)
+                    return tuple(returned)
             result = self.call(name, tensors)
             return result if results is None else result[:results]
 
