@@ -5,6 +5,7 @@ Decode steps make the same copies again and again, so each kind is an object tha
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,8 +17,8 @@ from tvm import runtime
 
 from ...errors import HeteroError
 from ...target.backend import backend_of_device
-from .cuda_copies import SENT_BYTES, Location, issue_copy
-from .cuda_library import CudaLibrary, cuda_library
+from .cuda_copies import SENT_BYTES
+from .cuda_library import DEVICE_MEMORY, HOST_MEMORY, CudaLibrary, RowCopy, cuda_library
 from .cuda_streams import Event, Stream, copy_stream
 from .error_records import raise_reported
 from .memory_pools import receive_buffer, send_buffer
@@ -181,9 +182,9 @@ class JoinedColumns:
         pinned = send_buffer(4 * rows * shape[1], host, first.index) if backend_of_device(first).pins_memory else None
         self._tensor = empty(shape, dtype, host) if pinned is None else part_of(pinned, shape, dtype, 0)
         self.array = np.from_dlpack(self._tensor)
-        begins = itertools.accumulate(widths, initial=0)
         self._parts = [
-            _Part(part.device, begin, width) for part, begin, width in zip(parts, begins, widths, strict=False)
+            _Part(part.device, self.array[:, begin : begin + width])
+            for part, begin, width in zip(parts, itertools.accumulate(widths, initial=0), widths, strict=False)
         ]
 
     def copy(self, parts: Sequence[runtime.Tensor], rows: int) -> None:
@@ -197,29 +198,45 @@ class JoinedColumns:
         rows : int
             Number of rows to copy.
         """
-        target, pitch = self._tensor.data_ptr(), 4 * self.array.shape[1]
-        for part, about in zip(parts, self._parts, strict=True):
-            if about.end is None:
-                columns = slice(about.begin, about.begin + about.width)
-                self.array[:rows, columns] = np.from_dlpack(on_host(part))[:rows]
-                continue
-            library, gpu, source, nbytes = about.end.library, about.device.index, part.data_ptr(), 4 * about.width
-            stream = Stream.current(library, about.device)
-            pieces, piece = (1, rows * nbytes) if nbytes == pitch else (rows, nbytes)
-            for number in range(pieces):
-                to_host = Location(target + number * pitch + 4 * about.begin, None)
-                issue_copy(library, Location(source + number * nbytes, gpu), to_host, piece, stream)
-            about.end.record(stream)
-        for about in self._parts:
-            if about.end is not None:
-                about.end.synchronize()
-                raise_reported(about.device.index)
+        for tensor, part in zip(parts, self._parts, strict=True):
+            part.begin(tensor, rows)
+        for part in self._parts:
+            if part.end is not None:
+                part.end.synchronize()
+                raise_reported(part.end.gpu)
 
 
 class _Part:
-    """Columns of a device in joined ones, from `begin` on, and the event at the end of a copy from a GPU."""
+    """Columns of a device in joined ones.
 
-    def __init__(self, device: runtime.Device, begin: int, width: int) -> None:
-        self.device, self.begin, self.width = device, begin, width
+    Parameters
+    ----------
+    target : numpy.ndarray
+        The columns, of 4 bytes an element.
+
+    Attributes
+    ----------
+    end : Event or None
+        End of a copy from a GPU; copies from other devices have ended when `begin` returns.
+    """
+
+    def __init__(self, device: runtime.Device, target: np.ndarray) -> None:
+        self._device, self._target = device, target
         library = _library_of(device)
         self.end = None if library is None else Event(library, device.index)
+        nbytes = 4 * target.shape[1]
+        self._copy = RowCopy(
+            srcMemoryType=DEVICE_MEMORY, srcPitch=nbytes, WidthInBytes=nbytes,
+            dstMemoryType=HOST_MEMORY, dstPitch=target.strides[0], dstHost=target.ctypes.data,
+        )  # fmt: skip
+
+    def begin(self, tensor: runtime.Tensor, rows: int) -> None:
+        """Copy the first rows of a tensor of the device, after its earlier work."""
+        if self.end is None:
+            self._target[:rows] = np.from_dlpack(on_host(tensor))[:rows]
+            return
+        library, stream = self.end.library, Stream.current(self.end.library, self._device)
+        self._copy.srcDevice, self._copy.Height = tensor.data_ptr(), rows
+        library.use(self.end.gpu)
+        library.call("cuMemcpy2DAsync_v2", ctypes.byref(self._copy), stream.handle)
+        self.end.record(stream)
