@@ -93,17 +93,15 @@ class PageGroup:
         """First column that the token at position `length` attends to."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
-    def room(self, before: int, length: int) -> int:
-        """Number of further tokens that need no plan, after an extension of a sequence from `before` to `length`.
+    def planned_end(self, before: int, length: int) -> int:
+        """Length to which a sequence grows without a plan, after an extension from `before` to `length` tokens.
 
-        The last page takes them, and no page leaves the window.
+        The last page takes these tokens, and no page leaves the window; 0 if one has left it.
         """
-        first, in_page = self.first_visible_column(length), -length % PAGE
+        end, first = length + -length % PAGE, self.first_visible_column(length)
         if not self.window:
-            return in_page
-        if first > self.first_visible_column(before):
-            return 0
-        return min(in_page, (first + 1) * PAGE + self.window - 1 - length)
+            return end
+        return min(end, (first + 1) * PAGE + self.window - 1) if first == self.first_visible_column(before) else 0
 
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
@@ -259,7 +257,7 @@ class KVCache:
         }
         self.tables = {name: group.table for name, group in self._groups.items()}
         self._lengths: list[int | None] = [None] * slots
-        self._room: dict[int, int] = {}  # tokens of sequences for which their pages are as they have to be
+        self._planned_ends: dict[int, int] = {}  # lengths to which sequences grow with their pages as they are
         self._has_states = any(layer.state for layer in layers)
         self._computed = [0] * slots  # tokens that are in the states
         # None while a call has the pages.
@@ -425,8 +423,8 @@ class KVCache:
                 self._copy_page(name, *copy)
         self._lengths[slot] = length + count
         if count:  # then a last page that was shared has been copied
-            rooms = (group.room(length, length + count) for group in self._groups.values())
-            self._room[slot] = min(rooms, default=0)
+            ends = (group.planned_end(length, length + count) for group in self._groups.values())
+            self._planned_ends[slot] = min(ends, default=0)
 
     def extend_rows(self, slots: Sequence[int]) -> list[int]:
         """Extend sequences by a token for each of their rows in a step, and return the positions of these tokens.
@@ -445,8 +443,7 @@ class KVCache:
         try:
             for slot, count in counts.items():
                 before[slot] = length = self.length(slot)
-                if count <= self._room.get(slot, 0):
-                    self._room[slot] -= count
+                if length + count <= self._planned_ends.get(slot, 0):
                     self._lengths[slot] = length + count
                 else:
                     self.extend(slot, count)
@@ -471,7 +468,7 @@ class KVCache:
         if self._has_states and self._layer_pages is None:
             raise CacheError(f"sequence {slot} has states, which cannot be copied while a call has them")
         new_slot = self.add()
-        self._room.pop(slot, None)
+        self._planned_ends.pop(slot, None)
         for group in self._groups.values():
             group.share(slot, new_slot)
         for layer, array in zip(self.layers, self._layer_pages or (), strict=self._layer_pages is not None):
@@ -510,10 +507,11 @@ class KVCache:
                     f"sequence {slot} of {current} tokens cannot be truncated to {length}: the window of "
                     f"{group.window} would see positions from {freed * PAGE} on, whose pages {name} has freed"
                 )
-        for group in self._groups.values():
-            group.truncate(slot, length)
+        if -(-length // PAGE) < -(-current // PAGE):
+            for group in self._groups.values():
+                group.truncate(slot, length)
+            self._planned_ends.pop(slot, None)
         self._lengths[slot], self._computed[slot] = length, min(self._computed[slot], length)
-        self._room.pop(slot, None)
 
     def free(self, slot: int) -> None:
         """Remove a sequence.
@@ -527,7 +525,7 @@ class KVCache:
         for group in self._groups.values():
             group.truncate(slot, 0)
         self._lengths[slot] = None
-        self._room.pop(slot, None)
+        self._planned_ends.pop(slot, None)
 
     def _used_slots(self) -> list[int]:
         return [slot for slot, length in enumerate(self._lengths) if length is not None]
