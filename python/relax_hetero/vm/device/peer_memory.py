@@ -193,9 +193,9 @@ def peer_memory(index: int, slot_bytes: int, *mesh: int) -> Any:
     """Addresses of the memory of a mesh's devices, on the device of manifest entry `index`."""
     devices = devices_of_call()
     key = (id(devices), slot_bytes, mesh)
-    memory = _memories.get(key)
-    if memory is None:
-        with _lock:  # a call of this machine has its lock, so that none makes the same memory
+    with _lock:
+        memory = _memories.get(key)
+        if memory is None:
             memory = _memories[key] = _PeerMemory([devices[position] for position in mesh], slot_bytes)
     return memory.addresses[devices[index].index]
 
