@@ -270,6 +270,7 @@ def test_a_step_of_two_gpus_makes_two_copies_for_each(cuda):
     ]
     inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0), tvm.cuda(1)], 16)
     results = [alias(tvm.runtime.tensor(np.full(4, 7 + gpu, "int32")), tvm.cuda(gpu)) for gpu in (0, 1)]
+    events = set(cuda.events)
     for number in range(4):
         cuda.copies.clear()
         inputs.write_rows([0, 1, 2], [5, 6, 7])
@@ -277,6 +278,7 @@ def test_a_step_of_two_gpus_makes_two_copies_for_each(cuda):
         inputs.copy_tokens(results, 3)
         nbytes = 48 + 64 * (number < 2)  # tables once for both turns
         assert cuda.copies == [("to the GPU", nbytes)] * 2 + [("on the GPU", 12)] * 2
+        assert set(cuda.events) == events
     tokens = [np.from_dlpack(alias(tensor, tvm.cpu(0))) for tensor in inputs.tensors[:2]]
     cuda.cuStreamSynchronize(0)
     np.testing.assert_array_equal(tokens, [[7, 7, 7, 0], [8, 8, 8, 0]])
