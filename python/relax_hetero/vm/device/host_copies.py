@@ -42,7 +42,7 @@ class CopiesToHost:
     def __init__(self, like: runtime.Tensor) -> None:
         self._device, self._nbytes = like.device, nbytes_of(like)
         self._library = _library_of(like.device)
-        self._free: list[_Landing] = []
+        self._free: list[_PinnedBuffer] = []
         if self._library is not None:
             self._stream = copy_stream(self._library, self._device.index, "to the host")
 
@@ -61,25 +61,25 @@ class CopiesToHost:
             Function that waits for the end of the copy and returns an array. It raises HeteroError for errors that
             kernels reported.
         """
-        landing = self._free.pop() if self._free else self._new_landing(tensor)
-        if landing is None or self._library is None:
+        buffer = self._free.pop() if self._free else self._new_buffer(tensor)
+        if buffer is None or self._library is None:
             return lambda: np.from_dlpack(on_host(tensor))
         library, stream = self._library, self._stream.handle
         library.use(self._device.index)
-        library.quick("cuEventRecord", landing.begin.handle, int(tvm_ffi.get_raw_stream(self._device)))
-        library.quick("cuStreamWaitEvent", stream, landing.begin.handle, 0)
-        library.call("cuMemcpyDtoHAsync_v2", landing.address, tensor.data_ptr(), self._nbytes, stream)
-        library.quick("cuEventRecord", landing.end.handle, stream)
-        return _CopyToHost(landing, tensor, self._free)
+        library.quick("cuEventRecord", buffer.begin.handle, int(tvm_ffi.get_raw_stream(self._device)))
+        library.quick("cuStreamWaitEvent", stream, buffer.begin.handle, 0)
+        library.call("cuMemcpyDtoHAsync_v2", buffer.address, tensor.data_ptr(), self._nbytes, stream)
+        library.quick("cuEventRecord", buffer.end.handle, stream)
+        return _CopyToHost(buffer, tensor, self._free)
 
-    def _new_landing(self, tensor: runtime.Tensor) -> _Landing | None:
+    def _new_buffer(self, tensor: runtime.Tensor) -> _PinnedBuffer | None:
         """Memory and events of a copy; None without pinned memory."""
         library = self._library
         memory = None if library is None else receive_buffer(tensor, runtime.device("cpu", 0), min_bytes=1)
-        return None if library is None or memory is None else _Landing(library, self._device.index, memory)
+        return None if library is None or memory is None else _PinnedBuffer(library, self._device.index, memory)
 
 
-class _Landing:
+class _PinnedBuffer:
     """Pinned memory of a copy to the host, and events: before the copy, and at its end."""
 
     def __init__(self, library: CudaLibrary, gpu: int, memory: runtime.Tensor) -> None:
@@ -92,26 +92,26 @@ class _CopyToHost:
 
     Parameters
     ----------
-    landing : _Landing
+    buffer : _PinnedBuffer
         Its target.
     source : runtime.Tensor
         Tensor whose memory it reads.
-    free : list of _Landing
+    free : list of _PinnedBuffer
         List that the target joins, when nothing refers to the copy.
     """
 
-    def __init__(self, landing: _Landing, source: runtime.Tensor, free: list[_Landing]) -> None:
-        self._landing, self._source, self._free = landing, source, free
+    def __init__(self, buffer: _PinnedBuffer, source: runtime.Tensor, free: list[_PinnedBuffer]) -> None:
+        self._buffer, self._source, self._free = buffer, source, free
 
     def __call__(self) -> np.ndarray:
-        self._landing.end.synchronize()
-        raise_reported(self._landing.end.gpu)
-        return self._landing.array.copy()
+        self._buffer.end.synchronize()
+        raise_reported(self._buffer.end.gpu)
+        return self._buffer.array.copy()
 
     def __del__(self) -> None:
         with suppress(HeteroError):  # `__call__` raises it
-            self._landing.end.synchronize()  # before the memory of both tensors is used again
-        self._free.append(self._landing)
+            self._buffer.end.synchronize()  # before the memory of both tensors is used again
+        self._free.append(self._buffer)
 
 
 class EarlyCopies:
