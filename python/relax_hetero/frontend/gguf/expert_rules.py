@@ -45,6 +45,11 @@ class ExpertGroup:
     suffix: str
     experts: tuple[int, ...]
 
+    @property
+    def is_range(self) -> bool:
+        """True if the experts are neighbours."""
+        return self.experts[-1] - self.experts[0] + 1 == len(self.experts)
+
 
 @dataclass(frozen=True)
 class SplitRules:

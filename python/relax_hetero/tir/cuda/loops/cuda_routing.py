@@ -65,20 +65,25 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Ex
         _keep_groups(best, problem, numbers)
     if problem.normalizes:
         T.buffer_store(total, T.float32(0), [0])
+    own, places = local(1, "int32"), []
+    T.buffer_store(own, T.int32(0), [0])
     for number in range(problem.used):
         best.find()
+        id_ = problem.id_of(best.expert)
+        places.append(T.int32(problem.place_of(number, id_, own)))
         T.buffer_store(chosen, problem.power(tensors.scores[row * experts + best.expert], highest[0]), [number])
         if problem.normalizes:
             T.buffer_store(total, total[0] + chosen[number], [0])
         with when(tirx.EQ(lane, 0)):
-            T.buffer_store(tensors.ids, best.expert, [row * problem.used + number])
+            T.buffer_store(tensors.ids, id_, [row * problem.used + places[number]])
             if problem.has_counts:
                 with when(tensors.sequences[row] >= 0):
                     ptx.add_global(T.address_of(tensors.counts[best.expert]), T.uint32(1))
         best.drop()
-    with when(tirx.EQ(lane, 0)), unrolled(problem.used) as number:
-        share = problem.share(chosen[number], total[0])
-        T.buffer_store(tensors.shares, share, [row * problem.used + T.Cast("int64", number)])
+    with when(tirx.EQ(lane, 0)):
+        for number, place in enumerate(places):
+            share = problem.share(chosen[number], total[0])
+            T.buffer_store(tensors.shares, share, [row * problem.used + place])
 
 
 def _keep_groups(best: _Best, problem: RoutingProblem, numbers: list[Expr]) -> None:
