@@ -150,26 +150,27 @@ class BlockBody:
         """Initial value of an accumulator of a column tile."""
         return T.float32(0)
 
-    def _load_next(self, slot: int, progress: tuple[Expr, int], tile: Expr, more: Expr) -> None:
+    def _load_next(self, slot: int, progress: tuple[Expr, Expr], tile: Expr, more: Expr) -> None:
         """Load the next chunk of a slot, of this tile or of the block's next one."""
         number, rounds = progress
-        if rounds > 1:
+        is_single = isinstance(rounds, int) and rounds == 1
+        if not is_single:
             with T.If(number + 1 < rounds), T.Then():
                 self._load(slot, tile, (number + 1) * self.work.plan.ahead + slot)
         if self.work.is_persistent:
-            with T.If(more if rounds == 1 else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
+            with T.If(more if is_single else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
                 self._load(slot, tile + self.work.stride, slot)
 
     def _chunk_of(self, index: Expr) -> Expr:
         """Chunk of a warp; those of a block's warps are contiguous."""
-        return int64(index) * self.work.plan.k_warps + self.k_warp
+        return int64(index) * self.work.plan.warps + self.k_warp
 
     def _exists(self, index: Expr) -> Expr | None:
         """Predicate of a warp's chunk; None if it is known to exist."""
         plan, chunks = self.work.plan, self.work.chunks
         # A warp's last iteration loads as many chunks as the others, even if fewer are left.
         last = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
-        if (last + 1) * plan.k_warps <= chunks:
+        if (last + 1) * plan.warps <= chunks:
             return None
         return self._chunk_of(index) < chunks
 

@@ -7,7 +7,6 @@ has up to `GROUP_COLUMNS` of one expert, which the instruction multiplies at the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -29,8 +28,6 @@ from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
 from .block_rows import LeftRows, RowSource
-
-_LEFT_OUT = tirx.const(-math.inf, "float32")
 
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
@@ -146,10 +143,10 @@ class SumWork(BlockWork):
 
 
 class _ExpertRows(LeftRows):
-    """Rows of a token's experts, of which a warp multiplies one."""
+    """Rows of a token's experts, of which a warp multiplies one at a time."""
 
     work: SumWork
-    expert: Expr
+    number: Expr
 
     @property
     def _num_rows(self) -> Expr:
@@ -157,7 +154,7 @@ class _ExpertRows(LeftRows):
 
     @property
     def _first_held(self) -> Expr:
-        return self.expert * self.work.parts
+        return self.number * self.work.parts
 
     @property
     def _rows_of_lanes(self) -> int:
@@ -167,14 +164,14 @@ class _ExpertRows(LeftRows):
 class SumBody(ExpertBody):
     """Writer of the code of a block with the pairs of a token, whose products it adds up, times their shares.
 
-    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps. Pairs
-    of a negative index, whose rows may have any numbers, multiply the first expert, and add 0.
+    The chunks of the pairs up to the last with an expert are dealt to the warps, whatever their number is: on a mesh, a
+    device has some of a token's experts. Pairs of a negative index before it are skipped.
     """
 
     work: SumWork
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
-        assert isinstance(plan, SumPlan), "warps belong to experts"
+        assert isinstance(plan, SumPlan), "a block has all rows of a token"
         self._pairs = m  # of tokens and column tiles
         return SumWork(problem, plan)
 
@@ -182,26 +179,69 @@ class SumBody(ExpertBody):
         return self.first_row * self.work.plan.used + row
 
     def _emit_tile(self) -> None:
-        plan = self.work.plan
-        self.own = T.bind(tirx.floordiv(self.warp, plan.k_warps))
-        self.k_warp = T.bind(tirx.floormod(self.warp, plan.k_warps))
-        pair = T.bind(self._pair(self.own))
-        expert = T.bind(self._expert_of(pair))
-        self._expert = T.bind(T.max(expert, 0))
-        # No share is negative: this one marks a pair that is left out, in the register that it has anyway.
-        self._share = T.bind(T.Select(expert < 0, _LEFT_OUT, self._shares.data[pair]))
+        """Load the experts and shares of the pairs, one to a lane, and write the block."""
+        work = self.work
+        used, step = work.plan.used, work.plan.warps * work.plan.ahead
+        pair = T.bind(self._pair(T.min(self.lane, used - 1)))
+        self._experts, self._shares_of_lanes, last = local(1, "int32"), local(1, "float32"), local(1, "int32")
+        T.buffer_store(self._experts, self._expert_of(pair), [0])
+        T.buffer_store(self._shares_of_lanes, self._shares.data[pair], [0])
+        T.buffer_store(last, T.Select(self._experts[0] < 0, 0, T.min(self.lane + 1, used)), [0])
+        reduce_lanes(last, 0, T.max)
+        self._chunks = T.bind(last[0] * work.chunks)
+        self._iterations = T.bind(T.Cast("int64", T.truncdiv(self._chunks + (step - 1), step)))
+        self._weighted = local(4, "float32")
         BlockBody._emit_block(self)
 
-    def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
-        rows = _ExpertRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
-        rows.expert = self.own
-        return rows
+    def _open(self) -> None:
+        self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
+        self.left = _ExpertRows(
+            self.work, _Rows(self), self.shared, self.thread, (self.low, self.high), int64(0)
+        )
 
-    def _stage_sums(self, index_in_batch: Expr) -> None:
-        for number in range(4):
-            weighted = self.totals[number] * self._share
-            T.buffer_store(self.totals, T.Select(tirx.EQ(self._share, _LEFT_OUT), T.float32(0), weighted), [number])
-        super()._stage_sums(index_in_batch)
+    def _of_pair(self, registers: Any, number: Expr) -> Expr:
+        """The value of a pair, which a lane has."""
+        return T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), registers[0], number, WARP, WARP))
+
+    def _locate(self, index: Expr) -> tuple[Expr, Expr, Expr, Expr]:
+        """Number of a pair in its token, its expert, a chunk, and whether they exist, of a warp's chunk `index`."""
+        chunk = T.bind(T.Cast("int32", index) * self.work.plan.warps + self.warp)
+        number = T.bind(T.truncdiv(chunk, self.work.chunks))
+        expert = self._of_pair(self._experts, number)
+        in_pair = T.bind(chunk - number * self.work.chunks)
+        return number, expert, in_pair, tirx.all(chunk < self._chunks, expert >= 0)
+
+    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
+        _, expert, chunk, exists = self._locate(index)
+        with when(exists):
+            tile = T.Cast("int64", expert) * self.work.column_tiles + tile_of_block
+            self.weights.load(slot, tile, T.bind(T.Cast("int64", chunk)))
+
+    def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
+        tile = T.bind(self.first_block + index * self.work.stride)
+        for i in range(4):
+            T.buffer_store(self._weighted, T.float32(0), [i])
+        with T.serial(self._iterations) as number:
+            for slot in range(self.work.plan.ahead):
+                self._chunk_of_pair(slot, number * self.work.plan.ahead + slot, tile)
+                self._load_next(slot, (number, self._iterations), tile, index + 1 < num_tiles)
+        for i in range(4):
+            T.buffer_store(self.totals, self._weighted[i], [i])
+        self._stage_sums(index_in_batch)
+
+    def _chunk_of_pair(self, slot: int, index: Expr, tile: Expr) -> None:
+        """Accumulate the products of a chunk, and of the bias if it is the first of a pair, times the share."""
+        self.left.number, self._expert, self.k_warp, exists = self._locate(index)
+        share = self._of_pair(self._shares_of_lanes, self.left.number)
+        with when(exists):
+            for i in range(4):
+                T.buffer_store(self.totals, self._initial(i, tile), [i])
+            self._products(slot, index)
+            for i in range(4):
+                T.buffer_store(self._weighted, self._weighted[i] + self.totals[i] * share, [i])
+
+    def _chunk_of(self, index: Expr) -> Expr:
+        return T.Cast("int64", self.k_warp)  # of the pair
 
 
 class GroupedWork(BlockWork):
