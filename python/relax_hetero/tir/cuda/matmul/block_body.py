@@ -26,6 +26,9 @@ from .weight_parts import point_registers
 class BlockBody:
     """Writer of a block's code."""
 
+    _unrolls_k: bool | None = None
+    """Whether the compiler unrolls the loop over k; None: it decides."""
+
     def __init__(
         self,
         problem: QuantizedMatmulProblem,
@@ -140,7 +143,7 @@ class BlockBody:
         tile = T.bind(self.first_block + index * work.stride)
         for number in range(plan.fragments * plan.groups * 4):
             T.buffer_store(self.totals, self._initial(number, tile), [number])
-        with T.serial(int64(iterations)) as number:
+        with T.serial(int64(iterations), unroll=self._unrolls_k) as number:
             for slot in range(plan.ahead):
                 self._chunk(slot, number * plan.ahead + slot)
                 self._load_next(slot, (number, iterations), tile, index + 1 < num_tiles)

@@ -65,6 +65,9 @@ class _Rows:
 class ExpertBody(BlockBody):
     """Writer of the code of a block with one pair."""
 
+    # In straight code, ptxas moves each load of 16-bit weights to the product that reads it.
+    _unrolls_k = False
+
     def __init__(self, *arguments: Any, routes: list[GpuOperand], biases: list[GpuOperand]) -> None:
         super().__init__(*arguments)
         self._index, self._shares, self._biases = routes[0], routes[-1], biases
