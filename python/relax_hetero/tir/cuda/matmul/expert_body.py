@@ -183,68 +183,73 @@ class SumBody(ExpertBody):
 
     def _emit_tile(self) -> None:
         """Load the experts and shares of the pairs, one to a lane, and write the block."""
-        work = self.work
-        used, step = work.plan.used, work.plan.warps * work.plan.ahead
-        pair = T.bind(self._pair(T.min(self.lane, used - 1)))
+        work, plan = self.work, self.work.plan
+        step = plan.warps * plan.ahead
+        pair = T.bind(self._pair(T.min(self.lane, plan.used - 1)))
         self._experts, self._shares_of_lanes, last = local(1, "int32"), local(1, "float32"), local(1, "int32")
         T.buffer_store(self._experts, self._expert_of(pair), [0])
         T.buffer_store(self._shares_of_lanes, self._shares.data[pair], [0])
-        T.buffer_store(last, T.Select(self._experts[0] < 0, 0, T.min(self.lane + 1, used)), [0])
+        T.buffer_store(last, T.Select(self._experts[0] < 0, 0, T.min(self.lane + 1, plan.used)), [0])
         reduce_lanes(last, 0, T.max)
         self._chunks = T.bind(last[0] * work.chunks)
-        self._iterations = T.bind(T.Cast("int64", T.truncdiv(self._chunks + (step - 1), step)))
-        self._weighted = local(4, "float32")
+        self._rounds = T.bind(T.truncdiv(self._chunks + (step - 1), step))
+        # Of the chunk in each slot: its pair's number in the token (-1: no chunk), the pair's share, its own in the pair.
+        self._numbers, self._in_pair = local(plan.ahead, "int32"), local(plan.ahead, "int32")
+        self._share, self._weighted = local(plan.ahead, "float32"), local(4, "float32")
         BlockBody._emit_block(self)
 
     def _open(self) -> None:
         self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
-        self.left = _ExpertRows(
-            self.work, _Rows(self), self.shared, self.thread, (self.low, self.high), int64(0)
-        )
+        self.left = _ExpertRows(self.work, _Rows(self), self.shared, self.thread, (self.low, self.high), int64(0))
 
     def _of_pair(self, registers: Any, number: Expr) -> Expr:
         """The value of a pair, which a lane has."""
         return T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), registers[0], number, WARP, WARP))
 
-    def _locate(self, index: Expr) -> tuple[Expr, Expr, Expr, Expr]:
-        """Number of a pair in its token, its expert, a chunk, and whether they exist, of a warp's chunk `index`."""
-        chunk = T.bind(T.Cast("int32", index) * self.work.plan.warps + self.warp)
-        number = T.bind(T.truncdiv(chunk, self.work.chunks))
-        expert = self._of_pair(self._experts, number)
-        in_pair = T.bind(chunk - number * self.work.chunks)
-        return number, expert, in_pair, tirx.all(chunk < self._chunks, expert >= 0)
-
     def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
-        _, expert, chunk, exists = self._locate(index)
+        work = self.work
+        chunk = T.bind(index * work.plan.warps + self.warp)
+        number = T.bind(T.truncdiv(chunk, work.chunks))
+        expert = self._of_pair(self._experts, number)
+        exists = T.bind(tirx.all(chunk < self._chunks, expert >= 0))
+        T.buffer_store(self._numbers, T.Select(exists, number, -1), [slot])
+        T.buffer_store(self._in_pair, chunk - number * work.chunks, [slot])
+        T.buffer_store(self._share, self._of_pair(self._shares_of_lanes, number), [slot])
         with when(exists):
-            tile = T.Cast("int64", expert) * self.work.column_tiles + tile_of_block
-            self.weights.load(slot, tile, T.bind(T.Cast("int64", chunk)))
+            tile = T.Cast("int64", expert) * work.column_tiles + tile_of_block
+            self.weights.load(slot, tile, T.bind(T.Cast("int64", self._in_pair[slot])))
 
     def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
-        tile = T.bind(self.first_block + index * self.work.stride)
+        work, ahead = self.work, self.work.plan.ahead
+        tile = T.bind(self.first_block + index * work.stride)
         for i in range(4):
             T.buffer_store(self._weighted, T.float32(0), [i])
-        with T.serial(self._iterations) as number:
-            for slot in range(self.work.plan.ahead):
-                self._chunk_of_pair(slot, number * self.work.plan.ahead + slot, tile)
-                self._load_next(slot, (number, self._iterations), tile, index + 1 < num_tiles)
+        with T.serial(self._rounds) as number:
+            for slot in range(ahead):
+                self._add_chunk(slot, tile)
+                if work.is_persistent:
+                    self._load_next(slot, (number, self._rounds), tile, index + 1 < num_tiles)
+                else:
+                    self._load(slot, tile, (number + 1) * ahead + slot)
         for i in range(4):
             T.buffer_store(self.totals, self._weighted[i], [i])
         self._stage_sums(index_in_batch)
 
-    def _chunk_of_pair(self, slot: int, index: Expr, tile: Expr) -> None:
-        """Accumulate the products of a chunk, and of the bias if it is the first of a pair, times the share."""
-        self.left.number, self._expert, self.k_warp, exists = self._locate(index)
-        share = self._of_pair(self._shares_of_lanes, self.left.number)
-        with when(exists):
+    def _add_chunk(self, slot: int, tile: Expr) -> None:
+        """Add the products of a slot's chunk, and the bias if it is the first of a pair, times the share."""
+        self.left.number, self.k_warp = self._numbers[slot], self._in_pair[slot]
+        with when(self.left.number >= 0):
+            if self._biases:
+                self._expert = self._of_pair(self._experts, self.left.number)
             for i in range(4):
                 T.buffer_store(self.totals, self._initial(i, tile), [i])
-            self._products(slot, index)
+            self._products(slot, 0)
             for i in range(4):
-                T.buffer_store(self._weighted, self._weighted[i] + self.totals[i] * share, [i])
+                T.buffer_store(self._weighted, self._weighted[i] + self.totals[i] * self._share[slot], [i])
 
     def _chunk_of(self, index: Expr) -> Expr:
-        return T.Cast("int64", self.k_warp)  # of the pair
+        """The slot's chunk, in its pair."""
+        return T.Cast("int64", self.k_warp)
 
 
 class GroupedWork(BlockWork):
