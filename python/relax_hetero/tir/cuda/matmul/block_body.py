@@ -74,7 +74,7 @@ class BlockBody:
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
         self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.row_step)
-        self.warp = self.k_warp = T.bind(tirx.floordiv(place.thread, WARP))
+        self.warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
         self.lane = lane
@@ -166,7 +166,7 @@ class BlockBody:
 
     def _chunk_of(self, index: Expr) -> Expr:
         """Chunk of a warp; those of a block's warps are contiguous."""
-        return int64(index) * self.work.plan.warps + self.k_warp
+        return int64(index) * self.work.plan.warps + self.warp
 
     def _exists(self, index: Expr) -> Expr | None:
         """Predicate of a warp's chunk; None if it is known to exist."""

@@ -27,7 +27,7 @@ from ..tile.register_tile import add_lanes_before, reduce_lanes
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
-from .block_rows import LeftRows, RowSource
+from .block_rows import LeftRows
 
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
@@ -126,10 +126,15 @@ class ExpertBody(BlockBody):
         column = tile * work.product_columns + T.Cast("int64", fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2))
         columns = work.problem.columns
         bias = self._biases[product].data[self._expert * columns + T.min(column, int64(columns - 1))]
-        conditions = [tirx.EQ(self.k_warp, 0)]
+        conditions = [self._is_first_chunk]
         if work.parts > 1:
             conditions.append(tirx.EQ(self.low, 0) if i % 2 == 0 else tirx.const(False))
         return T.Select(tirx.all(*conditions), bias, T.float32(0))
+
+    @property
+    def _is_first_chunk(self) -> Expr:
+        """Predicate of a warp that multiplies the first chunk of k."""
+        return tirx.EQ(self.warp, 0)
 
     def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
         super()._load(slot, self._first_tile + tile_of_block, index)
@@ -172,6 +177,7 @@ class SumBody(ExpertBody):
     """
 
     work: SumWork
+    left: _ExpertRows
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         assert isinstance(plan, SumPlan), "a block has all rows of a token"
@@ -193,7 +199,7 @@ class SumBody(ExpertBody):
         reduce_lanes(last, 0, T.max)
         self._chunks = T.bind(last[0] * work.chunks)
         self._rounds = T.bind(T.truncdiv(self._chunks + (step - 1), step))
-        # Of the chunk in each slot: its pair's number in the token (-1: no chunk), the pair's share, its own in the pair.
+        # Of the chunk in each slot: number of its pair in the token (-1: no chunk), its own number in the pair, share.
         self._numbers, self._in_pair = local(plan.ahead, "int32"), local(plan.ahead, "int32")
         self._share, self._weighted = local(plan.ahead, "float32"), local(4, "float32")
         BlockBody._emit_block(self)
@@ -237,7 +243,7 @@ class SumBody(ExpertBody):
 
     def _add_chunk(self, slot: int, tile: Expr) -> None:
         """Add the products of a slot's chunk, and the bias if it is the first of a pair, times the share."""
-        self.left.number, self.k_warp = self._numbers[slot], self._in_pair[slot]
+        self.left.number, self._chunk_in_pair = self._numbers[slot], self._in_pair[slot]
         with when(self.left.number >= 0):
             if self._biases:
                 self._expert = self._of_pair(self._experts, self.left.number)
@@ -249,7 +255,11 @@ class SumBody(ExpertBody):
 
     def _chunk_of(self, index: Expr) -> Expr:
         """The slot's chunk, in its pair."""
-        return T.Cast("int64", self.k_warp)
+        return T.Cast("int64", self._chunk_in_pair)
+
+    @property
+    def _is_first_chunk(self) -> Expr:
+        return tirx.EQ(self._chunk_in_pair, 0)
 
 
 class GroupedWork(BlockWork):
