@@ -116,11 +116,15 @@ class BlockBody:
             ptx.block_barrier()
         if self.gpu.overlaps_launches:
             ptx.griddepcontrol_wait()
+        self._find_rows()
         if work.held_rows:
             self.left.hold()
             if not self.left.copies:
                 ptx.block_barrier()
         self._process(num_tiles)
+
+    def _find_rows(self) -> None:
+        """Find the block's rows, with the first weights in flight."""
 
     def _process(self, num_tiles: Expr) -> None:
         """Process the block's column tiles, and store their results."""

@@ -313,9 +313,8 @@ class GroupedBody(ExpertBody):
 
     def _emit_tile(self) -> None:
         self._count_pairs()
-        first = self._find_tile()
+        self._first_pair = self._find_tile()
         with when(self._expert >= 0):
-            self._collect_pairs(first)
             BlockBody._emit_block(self)
 
     @contextmanager
@@ -365,8 +364,8 @@ class GroupedBody(ExpertBody):
         self._expert = T.bind(found[0])
         return T.bind(found[1])
 
-    def _collect_pairs(self, first: Expr) -> None:
-        """Store the pairs of the expert from number `first` on, as many as a block has."""
+    def _find_rows(self) -> None:
+        """Store the pairs of the expert from the block's first one on, as many as a block has."""
         work = self.work
         count, end = local(1, "int32"), local(1, "int32")
         T.buffer_store(count, T.int32(0), [0])
@@ -381,7 +380,7 @@ class GroupedBody(ExpertBody):
             before = self._load_word(work.warp_sums_at, tirx.const(warp, "int32"))
             T.buffer_store(end, end[0] + T.Select(warp < self.warp, before, 0), [0])
         row = local(1, "int32")
-        T.buffer_store(row, end[0] - count[0] - first, [0])
+        T.buffer_store(row, end[0] - count[0] - self._first_pair, [0])
         with when(count[0] > 0), self._each(self._pairs) as pair, when(self._is_own(pair)):
             with when(tirx.all(row[0] >= 0, row[0] < GROUP_COLUMNS)):
                 self._store_word(work.pairs_at, row[0], T.Cast("uint32", pair))
