@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from tvm import relax
@@ -18,23 +18,6 @@ from .graph_ops import GraphOps, scalar
 
 _SWIGLU_ALPHA, _SWIGLU_LIMIT = 1.702, 7.0
 """Factor in the sigmoid of gpt-oss's gates, and limit of both factors of its product."""
-
-
-@dataclass(frozen=True)
-class _Routes:
-    """Experts of rows.
-
-    Attributes
-    ----------
-    ids, shares : relax.Expr
-        Numbers and shares, (rows, used) each.
-    are_own : bool
-        True if numbers are those of a device's own experts, -1 for others.
-    """
-
-    ids: relax.Expr
-    shares: relax.Expr
-    are_own: bool
 
 
 class FeedForwardGraph(GraphOps):
@@ -144,22 +127,25 @@ class FeedForwardGraph(GraphOps):
         scores = self._router_scores(x if router_input is None else router_input, name)
         groups = self.expert_groups.get(name)
         if groups is None:
-            return self._experts_of_device(x, self._routes(scores, name), name)
+            return self._experts_of_device(x, *self._routes(scores, name), name)
         device = self.types.device_of(f"{name}.ffn_moe_out")
         is_local = {group: self.types.device_of(f"{name}.ffn_sum_exps{group.suffix}") == device for group in groups}
         # What other devices compute begins first.
         order = sorted(groups, key=is_local.__getitem__)
-        # On a mesh, each device has the scores.
-        is_on_mesh = bool(mesh_positions(self.types.device_of(f"{name}.ffn_moe_topk")))
-        if is_on_mesh and all(group.is_range for group in groups):
+        if self._numbers_own_experts(name):
             routes = {group: self._routes(scores, name, group) for group in order}
         else:
             routes = dict.fromkeys(order, self._routes(scores, name))
-        sums = {group: self._experts_of_device(x, routes[group], name, group) for group in order}
+        sums = {group: self._experts_of_device(x, *routes[group], name, group) for group in order}
         total = sums[groups[0]]
         for group in groups[1:]:
             total = self.emit(relax.op.add(total, sums[group]), f"{name}.ffn_moe_out")
         return total
+
+    def _numbers_own_experts(self, name: str) -> bool:
+        """Return whether a layer's routing numbers each device's own experts: ranges of them, as a mesh has the scores."""
+        is_on_mesh = bool(mesh_positions(self.types.device_of(f"{name}.ffn_moe_topk")))
+        return is_on_mesh and all(group.is_range for group in self.expert_groups.get(name, ()))
 
     def _router_scores(self, x: relax.Expr, name: str) -> list[relax.Expr]:
         """Scores of all experts, (rows, experts), and perhaps their biases, (experts,)."""
@@ -171,8 +157,13 @@ class FeedForwardGraph(GraphOps):
             return [scores]
         return [scores, self.weights.vector(f"{name}.exp_probs_b.bias", model.experts)]
 
-    def _routes(self, inputs: Sequence[relax.Expr], name: str, group: ExpertGroup | None = None) -> _Routes:
-        """Experts of each row, given the results of `_router_scores`; with a group, numbers are of its experts."""
+    def _routes(
+        self, inputs: Sequence[relax.Expr], name: str, group: ExpertGroup | None = None
+    ) -> tuple[relax.Expr, relax.Expr]:
+        """Numbers and shares of the experts of each row, (rows, used) each, from the results of `_router_scores`.
+
+        With a group, numbers are those of its experts, -1 for others.
+        """
         model, rows, counters = self.model, self.rows, self.counters.get(name)
         assert model.routing is not None, "layers after the dense ones have experts"
         types = [relax.TensorType([rows, model.experts_used], dtype) for dtype in ("int32", "float32")]
@@ -192,20 +183,17 @@ class FeedForwardGraph(GraphOps):
             added = relax.TupleGetItem(routes, 2)
             self.counters[name] = self.emit(added, f"{name}.ffn_moe_counts", is_output=True)
         ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids{end}")
-        shares = self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights{end}")
-        return _Routes(ids, shares, group is not None)
+        return ids, self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights{end}")
 
     def _experts_of_device(
-        self, x: relax.Expr, routes: _Routes, name: str, group: ExpertGroup | None = None
+        self, x: relax.Expr, ids: relax.Expr, shares: relax.Expr, name: str, group: ExpertGroup | None = None
     ) -> relax.Expr:
         """The weighted sum of the chosen experts that a device has (by default all), (rows, hidden_size).
 
         Parameters
         ----------
-        x : relax.Expr
-            Rows.
-        routes : _Routes
-            Their experts.
+        x, ids, shares : relax.Expr
+            Rows, numbers of their experts, and the experts' shares.
         name : str
             Prefix of the layer, ``blk.3``.
         group : ExpertGroup, optional
@@ -220,8 +208,7 @@ class FeedForwardGraph(GraphOps):
             for part, sizes in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
                 tensor = f"{name}.ffn_{part}_exps"
                 self.weights.select_experts(tensor, f"{tensor}{kept}", own, [model.experts, *sizes])
-        ids, shares = routes.ids, routes.shares
-        if len(own) < model.experts and not routes.are_own:
+        if len(own) < model.experts and not self._numbers_own_experts(name):
             numbers = np.full(model.experts, -1, "int32")
             numbers[own] = range(len(own))
             ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_own_exps{end}")

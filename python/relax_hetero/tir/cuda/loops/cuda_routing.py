@@ -13,7 +13,7 @@ from ...core.builder import Expr, Function, ceil_div, materialize, when
 from ...routing import RoutingProblem, RoutingTensors
 from ..core import ptx
 from ..core.dialect import has_ptx
-from ..core.launch import local
+from ..core.launch import local, unrolled
 from ..tile.register_tile import add, reduce_lanes
 from .launch import launch, scheduled_as
 
@@ -65,26 +65,20 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Ex
         _keep_groups(best, problem, numbers)
     if problem.normalizes:
         T.buffer_store(total, T.float32(0), [0])
-    # Without stores in between, so that the loads of scores are in flight together.
-    found, own = local(problem.used, "int32"), local(1, "int32")
     for number in range(problem.used):
         best.find()
-        T.buffer_store(found, best.expert, [number])
-        best.drop()
-    for number in range(problem.used):
-        T.buffer_store(chosen, problem.power(tensors.scores[row * experts + found[number]], highest[0]), [number])
+        T.buffer_store(chosen, problem.power(tensors.scores[row * experts + best.expert], highest[0]), [number])
         if problem.normalizes:
             T.buffer_store(total, total[0] + chosen[number], [0])
-    T.buffer_store(own, T.int32(0), [0])
-    with when(tirx.EQ(lane, 0)):
-        for number in range(problem.used):
-            id_ = problem.id_of(found[number])
-            place = row * problem.used + problem.place_of(number, id_, own)
-            T.buffer_store(tensors.ids, id_, [place])
-            T.buffer_store(tensors.shares, problem.share(chosen[number], total[0]), [place])
+        with when(tirx.EQ(lane, 0)):
+            T.buffer_store(tensors.ids, problem.id_of(best.expert), [row * problem.used + number])
             if problem.has_counts:
                 with when(tensors.sequences[row] >= 0):
-                    ptx.add_global(T.address_of(tensors.counts[found[number]]), T.uint32(1))
+                    ptx.add_global(T.address_of(tensors.counts[best.expert]), T.uint32(1))
+        best.drop()
+    with when(tirx.EQ(lane, 0)), unrolled(problem.used) as number:
+        share = problem.share(chosen[number], total[0])
+        T.buffer_store(tensors.shares, share, [row * problem.used + T.Cast("int64", number)])
 
 
 def _keep_groups(best: _Best, problem: RoutingProblem, numbers: list[Expr]) -> None:

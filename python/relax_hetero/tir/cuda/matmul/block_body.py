@@ -26,9 +26,6 @@ from .weight_parts import point_registers
 class BlockBody:
     """Writer of a block's code."""
 
-    _unrolls_k: bool | None = None
-    """Whether the compiler unrolls the loop over k; None: it decides."""
-
     def __init__(
         self,
         problem: QuantizedMatmulProblem,
@@ -74,7 +71,7 @@ class BlockBody:
         block = T.Cast("int64", place.block)
         self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
         self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.row_step)
-        self.warp = T.bind(tirx.floordiv(place.thread, WARP))
+        self.warp = self.k_warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
         self.lane = lane
@@ -116,15 +113,11 @@ class BlockBody:
             ptx.block_barrier()
         if self.gpu.overlaps_launches:
             ptx.griddepcontrol_wait()
-        self._find_rows()
         if work.held_rows:
             self.left.hold()
             if not self.left.copies:
                 ptx.block_barrier()
         self._process(num_tiles)
-
-    def _find_rows(self) -> None:
-        """Find the block's rows, with the first weights in flight."""
 
     def _process(self, num_tiles: Expr) -> None:
         """Process the block's column tiles, and store their results."""
@@ -147,7 +140,7 @@ class BlockBody:
         tile = T.bind(self.first_block + index * work.stride)
         for number in range(plan.fragments * plan.groups * 4):
             T.buffer_store(self.totals, self._initial(number, tile), [number])
-        with T.serial(int64(iterations), unroll=self._unrolls_k) as number:
+        with T.serial(int64(iterations)) as number:
             for slot in range(plan.ahead):
                 self._chunk(slot, number * plan.ahead + slot)
                 self._load_next(slot, (number, iterations), tile, index + 1 < num_tiles)
@@ -157,27 +150,26 @@ class BlockBody:
         """Initial value of an accumulator of a column tile."""
         return T.float32(0)
 
-    def _load_next(self, slot: int, progress: tuple[Expr, Expr], tile: Expr, more: Expr) -> None:
+    def _load_next(self, slot: int, progress: tuple[Expr, int], tile: Expr, more: Expr) -> None:
         """Load the next chunk of a slot, of this tile or of the block's next one."""
         number, rounds = progress
-        is_single = isinstance(rounds, int) and rounds == 1
-        if not is_single:
+        if rounds > 1:
             with T.If(number + 1 < rounds), T.Then():
                 self._load(slot, tile, (number + 1) * self.work.plan.ahead + slot)
         if self.work.is_persistent:
-            with T.If(more if is_single else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
+            with T.If(more if rounds == 1 else tirx.all(tirx.EQ(number + 1, int64(rounds)), more)), T.Then():
                 self._load(slot, tile + self.work.stride, slot)
 
     def _chunk_of(self, index: Expr) -> Expr:
         """Chunk of a warp; those of a block's warps are contiguous."""
-        return int64(index) * self.work.plan.warps + self.warp
+        return int64(index) * self.work.plan.k_warps + self.k_warp
 
     def _exists(self, index: Expr) -> Expr | None:
         """Predicate of a warp's chunk; None if it is known to exist."""
         plan, chunks = self.work.plan, self.work.chunks
         # A warp's last iteration loads as many chunks as the others, even if fewer are left.
         last = index if isinstance(index, int) else -(-self.work.own // plan.ahead) * plan.ahead - 1
-        if (last + 1) * plan.warps <= chunks:
+        if (last + 1) * plan.k_warps <= chunks:
             return None
         return self._chunk_of(index) < chunks
 

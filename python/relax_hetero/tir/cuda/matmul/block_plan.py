@@ -8,7 +8,7 @@ from math import gcd, prod
 from ....encoding.block_weights import FRAGMENT_COLUMNS, NARROW_PLANES, chunk_of, lane_words
 from ....encoding.problem import QuantizedMatmulProblem
 from ....target.gpu_target import WARP, GpuTarget
-from ...core.builder import Expr, ceil_div
+from ...core.builder import Expr
 from .weight_parts import Part, parts_of, point_registers
 
 STEP = 16
@@ -74,10 +74,15 @@ class BlockPlan:
         """Number of columns of a block."""
         return self.fragments * FRAGMENT_COLUMNS
 
+    @property
+    def k_warps(self) -> int:
+        """Number of warps that split k."""
+        return self.warps
+
 
 @dataclass(frozen=True)
 class SumPlan(BlockPlan):
-    """Plan of a block that adds up the rows of a token's experts, whose chunks its warps take in turn.
+    """Plan of a block that adds up the rows of a token's experts: each has as many of its warps.
 
     Attributes
     ----------
@@ -86,6 +91,11 @@ class SumPlan(BlockPlan):
     """
 
     used: int = 1
+
+    @property
+    def k_warps(self) -> int:
+        """See `BlockPlan.k_warps`."""
+        return self.warps // self.used
 
 
 def block_plans(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> list[BlockPlan]:
@@ -118,9 +128,8 @@ def expert_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> BlockPlan:
     if problem.shares is not None:
         used = problem.shares.shape[1]
         assert isinstance(used, int), "a token has a known number of experts"
-        chunks = used * ceil_div(problem.depth, chunk_of(problem.bits))
-        warps = min(FEW_ROWS_WARPS, chunks)
-        return SumPlan(1, 1, warps, min(MAX_CHUNKS_AHEAD[1], ceil_div(chunks, warps)), used)
+        plan = _plan_of(problem, 1, FEW_ROWS_WARPS // used, 1)
+        return SumPlan(1, 1, plan.warps * used, plan.ahead, used)
     if problem.second:
         return _plan_of(problem, 1, fragments=2)
     return _plan_of(problem, 1, fragments=next((count for count in (4, 2) if fits(count)), 1))
@@ -192,7 +201,7 @@ class BlockWork:
         self.scaled = self.chunk // STEP // self.steps
         self.tiles = -(-problem.columns // FRAGMENT_COLUMNS)
         self.rows = plan.groups * (GROUP_COLUMNS // self.parts)
-        self.own = -(-self.chunks // plan.warps)
+        self.own = -(-self.chunks // plan.k_warps)
         self.pitch = self.chunks * self.chunk // 2 + _PAD_WORDS
         rows = min(m, self.rows) if isinstance(m, int) else self.rows
         self.held_rows = rows * self.parts if rows * self.parts * self.pitch * 4 <= MAX_LEFT_BYTES else 0

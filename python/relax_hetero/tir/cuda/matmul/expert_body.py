@@ -7,6 +7,7 @@ has up to `GROUP_COLUMNS` of one expert, which the instruction multiplies at the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,7 +28,9 @@ from ..tile.register_tile import add_lanes_before, reduce_lanes
 from .block_body import BlockBody
 from .block_fragments import WeightFragments
 from .block_plan import GROUP_COLUMNS, PARTS, BlockPlan, BlockWork, SumPlan, expert_plan
-from .block_rows import LeftRows
+from .block_rows import LeftRows, RowSource
+
+_LEFT_OUT = tirx.const(-math.inf, "float32")
 
 MIN_GROUPED_PAIRS = 256
 """Minimum pairs that are grouped by expert, which takes a block some microseconds."""
@@ -64,9 +67,6 @@ class _Rows:
 
 class ExpertBody(BlockBody):
     """Writer of the code of a block with one pair."""
-
-    # In straight code, ptxas moves each load of 16-bit weights to the product that reads it.
-    _unrolls_k = False
 
     def __init__(self, *arguments: Any, routes: list[GpuOperand], biases: list[GpuOperand]) -> None:
         super().__init__(*arguments)
@@ -126,15 +126,10 @@ class ExpertBody(BlockBody):
         column = tile * work.product_columns + T.Cast("int64", fragment * FRAGMENT_COLUMNS + self.high + 8 * (i // 2))
         columns = work.problem.columns
         bias = self._biases[product].data[self._expert * columns + T.min(column, int64(columns - 1))]
-        conditions = [self._is_first_chunk]
+        conditions = [tirx.EQ(self.k_warp, 0)]
         if work.parts > 1:
             conditions.append(tirx.EQ(self.low, 0) if i % 2 == 0 else tirx.const(False))
         return T.Select(tirx.all(*conditions), bias, T.float32(0))
-
-    @property
-    def _is_first_chunk(self) -> Expr:
-        """Predicate of a warp that multiplies the first chunk of k."""
-        return tirx.EQ(self.warp, 0)
 
     def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
         super()._load(slot, self._first_tile + tile_of_block, index)
@@ -151,10 +146,10 @@ class SumWork(BlockWork):
 
 
 class _ExpertRows(LeftRows):
-    """Rows of a token's experts, of which a warp multiplies one at a time."""
+    """Rows of a token's experts, of which a warp multiplies one."""
 
     work: SumWork
-    number: Expr
+    expert: Expr
 
     @property
     def _num_rows(self) -> Expr:
@@ -162,7 +157,7 @@ class _ExpertRows(LeftRows):
 
     @property
     def _first_held(self) -> Expr:
-        return self.number * self.work.parts
+        return self.expert * self.work.parts
 
     @property
     def _rows_of_lanes(self) -> int:
@@ -172,15 +167,14 @@ class _ExpertRows(LeftRows):
 class SumBody(ExpertBody):
     """Writer of the code of a block with the pairs of a token, whose products it adds up, times their shares.
 
-    The chunks of the pairs up to the last with an expert are dealt to the warps, whatever their number is: on a mesh, a
-    device has some of a token's experts. Pairs of a negative index before it are skipped.
+    Warps of an expert split k, and multiply their accumulators by its share before the reduction over all warps. Pairs
+    of a negative index, whose rows may have any numbers, multiply the first expert, and add 0.
     """
 
     work: SumWork
-    left: _ExpertRows
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
-        assert isinstance(plan, SumPlan), "a block has all rows of a token"
+        assert isinstance(plan, SumPlan), "warps belong to experts"
         self._pairs = m  # of tokens and column tiles
         return SumWork(problem, plan)
 
@@ -188,78 +182,26 @@ class SumBody(ExpertBody):
         return self.first_row * self.work.plan.used + row
 
     def _emit_tile(self) -> None:
-        """Load the experts and shares of the pairs, one to a lane, and write the block."""
-        work, plan = self.work, self.work.plan
-        step = plan.warps * plan.ahead
-        pair = T.bind(self._pair(T.min(self.lane, plan.used - 1)))
-        self._experts, self._shares_of_lanes, last = local(1, "int32"), local(1, "float32"), local(1, "int32")
-        T.buffer_store(self._experts, self._expert_of(pair), [0])
-        T.buffer_store(self._shares_of_lanes, self._shares.data[pair], [0])
-        T.buffer_store(last, T.Select(self._experts[0] < 0, 0, T.min(self.lane + 1, plan.used)), [0])
-        reduce_lanes(last, 0, T.max)
-        self._chunks = T.bind(last[0] * work.chunks)
-        self._rounds = T.bind(T.truncdiv(self._chunks + (step - 1), step))
-        # Of the chunk in each slot: number of its pair in the token (-1: no chunk), its own number in the pair, share.
-        self._numbers, self._in_pair = local(plan.ahead, "int32"), local(plan.ahead, "int32")
-        self._share, self._weighted = local(plan.ahead, "float32"), local(4, "float32")
+        plan = self.work.plan
+        self.own = T.bind(tirx.floordiv(self.warp, plan.k_warps))
+        self.k_warp = T.bind(tirx.floormod(self.warp, plan.k_warps))
+        pair = T.bind(self._pair(self.own))
+        expert = T.bind(self._expert_of(pair))
+        self._expert = T.bind(T.max(expert, 0))
+        # No share is negative: this one marks a pair that is left out, in the register that it has anyway.
+        self._share = T.bind(T.Select(expert < 0, _LEFT_OUT, self._shares.data[pair]))
         BlockBody._emit_block(self)
 
-    def _open(self) -> None:
-        self.weights = WeightFragments(self.work, self.packed, self.lane, self.high)
-        self.left = _ExpertRows(self.work, _Rows(self), self.shared, self.thread, (self.low, self.high), int64(0))
+    def _left_rows(self, lhs: RowSource, first: Expr) -> LeftRows:
+        rows = _ExpertRows(self.work, lhs, self.shared, self.thread, (self.low, self.high), first)
+        rows.expert = self.own
+        return rows
 
-    def _of_pair(self, registers: Any, number: Expr) -> Expr:
-        """The value of a pair, which a lane has."""
-        return T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), registers[0], number, WARP, WARP))
-
-    def _load(self, slot: int, tile_of_block: Expr, index: Expr) -> None:
-        work = self.work
-        chunk = T.bind(index * work.plan.warps + self.warp)
-        number = T.bind(T.truncdiv(chunk, work.chunks))
-        expert = self._of_pair(self._experts, number)
-        exists = T.bind(tirx.all(chunk < self._chunks, expert >= 0))
-        T.buffer_store(self._numbers, T.Select(exists, number, -1), [slot])
-        T.buffer_store(self._in_pair, chunk - number * work.chunks, [slot])
-        T.buffer_store(self._share, self._of_pair(self._shares_of_lanes, number), [slot])
-        with when(exists):
-            tile = T.Cast("int64", expert) * work.column_tiles + tile_of_block
-            self.weights.load(slot, tile, T.bind(T.Cast("int64", self._in_pair[slot])))
-
-    def _tile(self, index: Expr, num_tiles: Expr, index_in_batch: Expr) -> None:
-        work, ahead = self.work, self.work.plan.ahead
-        tile = T.bind(self.first_block + index * work.stride)
-        for i in range(4):
-            T.buffer_store(self._weighted, T.float32(0), [i])
-        with T.serial(self._rounds) as number:
-            for slot in range(ahead):
-                self._add_chunk(slot, tile)
-                if work.is_persistent:
-                    self._load_next(slot, (number, self._rounds), tile, index + 1 < num_tiles)
-                else:
-                    self._load(slot, tile, (number + 1) * ahead + slot)
-        for i in range(4):
-            T.buffer_store(self.totals, self._weighted[i], [i])
-        self._stage_sums(index_in_batch)
-
-    def _add_chunk(self, slot: int, tile: Expr) -> None:
-        """Add the products of a slot's chunk, and the bias if it is the first of a pair, times the share."""
-        self.left.number, self._chunk_in_pair = self._numbers[slot], self._in_pair[slot]
-        with when(self.left.number >= 0):
-            if self._biases:
-                self._expert = self._of_pair(self._experts, self.left.number)
-            for i in range(4):
-                T.buffer_store(self.totals, self._initial(i, tile), [i])
-            self._products(slot, 0)
-            for i in range(4):
-                T.buffer_store(self._weighted, self._weighted[i] + self.totals[i] * self._share[slot], [i])
-
-    def _chunk_of(self, index: Expr) -> Expr:
-        """The slot's chunk, in its pair."""
-        return T.Cast("int64", self._chunk_in_pair)
-
-    @property
-    def _is_first_chunk(self) -> Expr:
-        return tirx.EQ(self._chunk_in_pair, 0)
+    def _stage_sums(self, index_in_batch: Expr) -> None:
+        for number in range(4):
+            weighted = self.totals[number] * self._share
+            T.buffer_store(self.totals, T.Select(tirx.EQ(self._share, _LEFT_OUT), T.float32(0), weighted), [number])
+        super()._stage_sums(index_in_batch)
 
 
 class GroupedWork(BlockWork):
@@ -313,8 +255,9 @@ class GroupedBody(ExpertBody):
 
     def _emit_tile(self) -> None:
         self._count_pairs()
-        self._first_pair = self._find_tile()
+        first = self._find_tile()
         with when(self._expert >= 0):
+            self._collect_pairs(first)
             BlockBody._emit_block(self)
 
     @contextmanager
@@ -364,8 +307,8 @@ class GroupedBody(ExpertBody):
         self._expert = T.bind(found[0])
         return T.bind(found[1])
 
-    def _find_rows(self) -> None:
-        """Store the pairs of the expert from the block's first one on, as many as a block has."""
+    def _collect_pairs(self, first: Expr) -> None:
+        """Store the pairs of the expert from number `first` on, as many as a block has."""
         work = self.work
         count, end = local(1, "int32"), local(1, "int32")
         T.buffer_store(count, T.int32(0), [0])
@@ -380,7 +323,7 @@ class GroupedBody(ExpertBody):
             before = self._load_word(work.warp_sums_at, tirx.const(warp, "int32"))
             T.buffer_store(end, end[0] + T.Select(warp < self.warp, before, 0), [0])
         row = local(1, "int32")
-        T.buffer_store(row, end[0] - count[0] - self._first_pair, [0])
+        T.buffer_store(row, end[0] - count[0] - first, [0])
         with when(count[0] > 0), self._each(self._pairs) as pair, when(self._is_own(pair)):
             with when(tirx.all(row[0] >= 0, row[0] < GROUP_COLUMNS)):
                 self._store_word(work.pairs_at, row[0], T.Cast("uint32", pair))

@@ -106,14 +106,6 @@ def _held(value: Expr) -> Expr:
     return register[0]
 
 
-def _swizzled_place(quarter: Expr, column: Expr) -> Expr:
-    """Place in a chunk of the 16 bytes of 16-bit weights of a lane: a quarter of k of one of eight columns.
-
-    Eight lanes write to different banks, and 16 lanes that read 8 bytes each read from different ones.
-    """
-    return quarter * 8 + T.bitwise_xor(column, quarter % 2 * 4 + quarter // 2 * 2)
-
-
 class _OrderedFragments(StagedFragments):
     """Writer of the dequantization of staged weights, in the order of k, to scaled fragments."""
 
@@ -123,8 +115,7 @@ class _OrderedFragments(StagedFragments):
         # Offsets are linear in the bits of a lane's place among the four that share a column.
         low = T.bind(lane % 4)
         if work.is_plain:
-            places = (_swizzled_place(2 * pair + low // 2, high) for pair in range(2))
-            self._pair_offsets = [_held(place * CHUNK_BYTES + (low % 2) * 8) for place in places]
+            self.lane_offset = _held((low // 2) * (8 * CHUNK_BYTES) + (low % 2) * 8 + high * CHUNK_BYTES)
             return
         self._shift, self._high = T.Cast("uint32", _held(low % 2 * 8)), None
         if work.problem.bits < 4:
@@ -164,15 +155,14 @@ class _OrderedFragments(StagedFragments):
         chunk, parts : PrimExpr, list of list of PrimExpr
             Offsets of the chunk, and of the scales of `steps`, as in `load_staged`.
         """
+        weights = _held(chunk if self.work.problem.bits < 4 else chunk + self.lane_offset)
         if self.work.is_plain:  # chunks of a step each
-            for pair, offset in enumerate(self._pair_offsets):
-                weights = _held(chunk + offset)
-                for step in steps:
+            for step in steps:
+                for pair in range(2):
                     first = begin + (step - steps[0]) * 4 + 2 * pair
-                    address = shared.at(weights + step * self.work.chunk_bytes)
+                    address = shared.at(weights + (step * self.work.chunk_bytes + pair * 16 * CHUNK_BYTES))
                     ptx.load_shared([self.fragment[first], self.fragment[first + 1]], address)
             return
-        weights = _held(chunk if self.work.problem.bits < 4 else chunk + self.lane_offset)
         work, words = self.work, local(2, "uint32")
         self.load_parts(shared, 0, parts, steps[0] // work.steps)
         for step in steps:
@@ -367,8 +357,6 @@ class ExpertProduct:
         row_target = T.bind(line * SWIZZLED_BYTES + T.bitwise_xor(chunk, line % 8) * CHUNK_BYTES)
         warp, lane = T.bind(thread // WARP), T.bind(thread % WARP)
         place = lane if problem.bits < 4 else lane % 4 * 8 + lane // 4
-        if work.is_plain:
-            place = _swizzled_place(lane % 4, lane // 4)
         weight_target = T.bind(warp * work.chunk_bytes + place * CHUNK_BYTES)
         copies = None if problem.bits > 3 else lane < work.chunk_bytes // CHUNK_BYTES
         # In units of copies, as 32 bits suffice for these.
