@@ -143,7 +143,7 @@ class FeedForwardGraph(GraphOps):
         return total
 
     def _numbers_own_experts(self, name: str) -> bool:
-        """Return whether a layer's routing numbers the experts of each device: ranges, on a mesh that has the scores."""
+        """Return whether a layer's routing numbers each device's experts: ranges, on a mesh that has the scores."""
         is_on_mesh = bool(mesh_positions(self.types.device_of(f"{name}.ffn_moe_topk")))
         return is_on_mesh and all(group.is_range for group in self.expert_groups.get(name, ()))
 
