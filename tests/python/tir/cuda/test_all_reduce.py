@@ -126,7 +126,7 @@ def on_cpu(source):
 
     source = re.sub(r"asm(?: volatile)?\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);", call, source)
     shared = r"static \1 all_\2[MAX_BLOCKS][\3]; \1* \2 = all_\2[current->block->number];"
-    return re.sub(r"__shared__ (\w+) (\w+)\[(\d+)\];", shared, source)
+    return re.sub(r"__shared__ (\w+) (\w+)\[(\w+)\];", shared, source)
 
 
 def compiled(folder, source, functions):
@@ -186,7 +186,8 @@ def programs(tmp_path_factory):
         for name, value in SMALLER.items():
             patch.setattr(all_reduce, name, value)
         for module in (all_reduce, peer_layout):
-            patch.setattr(module, "LONG_OPERANDS", SMALLER["LAMPORT_BYTES"] + peer_layout.SENT_FLAGS_BYTES)
+            flags = peer_layout.RESULT_LINE_BYTES + peer_layout.SENT_FLAGS_BYTES
+            patch.setattr(module, "LONG_OPERANDS", SMALLER["LAMPORT_BYTES"] + flags)
         made = {name: Program(name, *how) for name, how in PROGRAMS.items()}
         functions = "\n".join(program.text for program in made.values())
         yield made, compiled(tmp_path_factory.mktemp("sums"), all_reduce.SOURCE, functions)

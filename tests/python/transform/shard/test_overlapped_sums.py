@@ -62,7 +62,7 @@ def following():
 
 SUMS = {
     ROWS: (
-        "rh_all_reduce_long<4, 256, {rank}, 2, RH_RMS_NORM, true, {keeps}, true, true>",
+        "rh_all_reduce_long<2, 512, {rank}, 2, RH_RMS_NORM, true, {keeps}, true, true>",
         "rh_send_tile<{rank}, 2>",
     ),
     FEW_ROWS: ("rh_all_reduce_short<2, 512, {rank}, 2, RH_RMS_NORM, true, {keeps}, true>", "rh_send_words"),
