@@ -57,6 +57,7 @@ from dataclasses import asdict, dataclass
 from math import ceil, prod
 from typing import Any, NamedTuple
 
+import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -646,12 +647,15 @@ class AllReduce:
         Norm of the sum's rows.
     has_residual : bool
         True if each GPU adds its part of a residual to its part of the rows; only for long operands.
+    is_residual_whole : bool
+        True if each GPU has all of the residual, not its part alone.
     """
 
     shape: tuple[int, ...]
     ranks: int
     norm: RowNorm | None = None
     has_residual: bool = False
+    is_residual_whole: bool = False
 
     @property
     def count(self) -> int:
@@ -672,6 +676,16 @@ class AllReduce:
     def sum_shape(self) -> tuple[int, ...]:
         """Shape of the sum beside a norm's result: a GPU's part of the rows if the operand is long."""
         return self.shape if self.is_short else (self.count // self.width // self.ranks, self.width)
+
+    def declare_residual(self, function: Function) -> tirx.Buffer | None:
+        """Declare the residual as a kernel's next operand; None if there is none."""
+        shape = self.shape if self.is_residual_whole else self.sum_shape
+        return function.argument("residual", list(shape), "float32") if self.has_residual else None
+
+    def residual_rows(self, residual: tirx.Buffer, rank: int) -> tirx.PrimExpr:
+        """Address of a GPU's part of the residual's rows."""
+        begin = rank * prod(self.sum_shape) if self.is_residual_whole else 0
+        return T.address_of(residual[tuple(map(int, np.unravel_index(begin, [int(each) for each in residual.shape])))])
 
     @property
     def supports_rows(self) -> bool:
@@ -834,9 +848,9 @@ def all_reduce_kernel(
     -------
     tirx.PrimFunc
         Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
-        only orders kernels; the residual, if there is one; the norm's weight, (width,) of float32, if there is a norm;
-        the bias of a layer norm; and the results: that of the norm or the sum, then the sum of `AllReduce.sum_shape` if
-        it is kept.
+        only orders kernels; the residual, or this GPU's rows of it, if there is one; the norm's weight, (width,) of
+        float32, if there is a norm; the bias of a layer norm; and the results: that of the norm or the sum, then the
+        sum of `AllReduce.sum_shape` if it is kept.
     """
     norm, shape = reduce.norm, list(reduce.shape)
     function = Function(f"all_reduce_{rank}", registers="local")
@@ -844,7 +858,7 @@ def all_reduce_kernel(
         x = function.argument("x", shape, "float32")
         bases = function.argument("bases", [reduce.ranks], "int64")
         function.argument("after", list(after[0]), after[1])
-        residual = function.argument("residual", reduce.sum_shape, "float32") if reduce.has_residual else None
+        residual = reduce.declare_residual(function)
         weight = function.argument("weight", [reduce.width], "float32") if norm is not None else None
         is_centered = norm is not None and norm.is_centered
         bias = function.argument("bias", [reduce.width], "float32") if is_centered else None
@@ -892,12 +906,14 @@ def _sizes(own: RankReduce) -> list[tirx.PrimExpr]:
 
 def _write_long(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
     """Write the body of the kernel of a long operand."""
-    reduce, ranks = own.reduce, own.reduce.ranks
+    reduce, ranks, residual = own.reduce, own.reduce.ranks, buffers.residual
     data = data_offset(own.slot, ranks, own.slot_bytes) + LONG_OPERANDS
     _call(
         "rh_all_reduce_long",
         [*_template(own), reduce.has_residual, is_sent],
-        *buffers.pointers("x", "residual", "weight", "bias", "out", "total", "bases"),
+        *buffers.pointers("x"),
+        *(buffers.pointers("x") if residual is None else [reduce.residual_rows(residual, own.rank)]),
+        *buffers.pointers("weight", "bias", "out", "total", "bases"),
         *map(T.int64, (data, own.slot_bytes, flags_offset(own.slot, ranks), state_offset(ranks))),
         *_sizes(own),
     )

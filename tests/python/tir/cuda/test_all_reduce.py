@@ -47,13 +47,14 @@ CALLS = 3
 HALF, FLOAT = RowNorm(1e-5, "float16"), RowNorm(1e-3, "float32")
 LAYER, HALF_LAYER = RowNorm(1e-5, "float32", is_centered=True), RowNorm(1e-3, "float16", is_centered=True)
 
-# Of each kernel: shape, norm, whether there is a residual, the sum is kept, and products send.
+# Of each kernel: shape, norm, whether there are rows of a residual (1) or all of it (2), the sum is kept, and products
+# send.
 PROGRAMS = {
     "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((140, 12), LAYER, 0, 1, 0)]),
     "words": (2, [((4, 132), None, 0, 0, 0), ((2, 68), HALF, 0, 1, 1), ((204,), None, 0, 0, 1)]),
     "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF_LAYER, 0, 0, 0)]),
-    "sent": (2, [((512, 256), HALF, 1, 1, 1), ((14, 260), FLOAT, 0, 1, 0)] * 2),
-    "three": (3, [((3, 36), HALF, 0, 0, 1), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
+    "sent": (2, [((512, 256), HALF, 1, 1, 1), ((2, 7, 260), FLOAT, 2, 1, 0)] * 2),
+    "three": (3, [((3, 36), HALF, 0, 0, 1), ((384, 512), HALF, 2, 1, 1), ((2052,), None, 0, 0, 0)]),
     "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), LAYER, 0, 1, 1), ((1, 1540), HALF, 0, 1, 0)]),
 }
 
@@ -81,17 +82,20 @@ def launch_of(kernel, pointers):
     """A `Launch` in C++, with pointers for the names of the kernel's operands; rows in registers have names."""
     grid, names, lines = {}, {}, []
 
+    def place(value):
+        at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
+        return f"Pointer{{(char*){pointers[value.source.name]}.address + {at * np.dtype(str(value.source.dtype)).itemsize}}}"
+
     def text(value):
         if isinstance(value, tirx.Add):
             return f"({text(value.a)} + {text(value.b)})"
         if isinstance(value, tvm.ir.TensorLoad):
-            at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
             kind = {"int64": "long long", "float32": "float"}[str(value.source.dtype)]
-            return f"(({kind}*){pointers[value.source.name]}.address)[{at}]"
+            return f"*({kind}*){place(value)}.address"
         if isinstance(value, tvm.ir.Call):
             buffer = value.args[0].source
             if buffer.name in pointers:
-                return pointers[buffer.name]
+                return place(value.args[0])
             if buffer not in names:
                 names[buffer] = f"row{len(names)}"
                 lines.append(f"float4 {names[buffer]}[{buffer.shape[0]}];")
@@ -144,7 +148,7 @@ class Program:
     """Kernels of GPUs that are called in a row: a function in C++, and its operands by kernel and rank."""
 
     def __init__(self, name, ranks, kernels):
-        self.reduces = [AllReduce(shape, ranks, norm, bool(residual)) for shape, norm, residual, *_ in kernels]
+        self.reduces = [AllReduce(shape, ranks, norm, each > 0, each > 1) for shape, norm, each, *_ in kernels]
         self.ranks, self.slot_bytes = ranks, max(reduce.slot_bytes for reduce in self.reduces)
         self.operands, lines, slots = [], [], all_reduce.slots_of(len(kernels))
         for number, (reduce, slot, (*_, keeps, sends)) in enumerate(zip(self.reduces, slots, kernels, strict=True)):
@@ -171,9 +175,11 @@ class Program:
             values = None if param.name == "bases" else np.full(shape, np.nan, str(param.dtype))
             if param.name in ("x", "residual"):
                 scale[1:3] = [0, 1e-36][: len(scale) - 1]  # no power of two scales these to 2^14
-                scale = np.split(scale, self.ranks)[rank] if param.name == "residual" else scale
+                scale = scale if prod(shape[:-1]) == len(scale) else np.split(scale, self.ranks)[rank]
                 values = (rng.normal(1, 1, (len(scale), shape[-1])) * scale[:, None]).reshape(shape)
                 values = values.astype("float32")
+            if param.name == "residual" and self.reduces[number].is_residual_whole:
+                values = arrays.get((number, 0, "residual"), values)
             if param.name in ("weight", "bias"):
                 values = arrays.get((number, 0, param.name), rng.uniform(-2, 2, shape).astype("float32"))
             arrays[number, rank, param.name] = values
@@ -224,7 +230,8 @@ def test_numbers(programs, name, order):
     for call, (number, reduce) in product(calls, enumerate(programs[0][name].reduces)):
         parts = [call[number, rank, "x"].astype("float64").reshape(-1, reduce.width) for rank in ranks]
         if reduce.has_residual:
-            parts.append(np.concatenate([call[number, rank, "residual"] for rank in ranks]).astype("float64"))
+            given = [call[number, rank, "residual"] for rank in ranks][: 1 if reduce.is_residual_whole else None]
+            parts.append(np.concatenate(given).astype("float64").reshape(-1, reduce.width))
         total, bound = sum(parts), sum(map(abs, parts))
         bound += bound.max(-1, keepdims=True) * 1e-5  # parts that are below the smallest float16
         norm = reduce.norm
