@@ -1,7 +1,6 @@
 """Layout of the memory that the GPUs of a mesh write to: flags of each slot, the state, then slots for operands.
 
-A slot has, for each GPU, words of short operands, then, of long ones, the address of the result, flags of tiles, and the
-operand.
+A slot has, for each GPU, words of short operands; of long ones, the address of the result, flags of tiles, and rows.
 """
 
 from __future__ import annotations

@@ -237,9 +237,10 @@ template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long lo
   if (HALF) ((uint2*)out)[i] = rh_to_halves(v);
   else ((float4*)out)[i] = v;
 }
-template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from, long long i) {
-  if (!HALF) return __ldcg((const float4*)from + i);
-  uint2 h = __ldcg((const uint2*)from + i);
+template <bool HALF> struct rh_Four { typedef float4 Type; };
+template <> struct rh_Four<true> { typedef uint2 Type; };
+__device__ __forceinline__ float4 rh_to_floats(float4 v) { return v; }
+__device__ __forceinline__ float4 rh_to_floats(uint2 h) {
   float2 a = rh_from_half(h.x), b = rh_from_half(h.y);
   return make_float4(a.x, a.y, b.x, b.y);
 }
@@ -519,6 +520,25 @@ template <int VECTORS, int THREADS, bool RESIDUAL> struct rh_OwnRow {
     }
   }
 };
+// Those of a row that another GPU has sent, and inverses of the powers of two that they are times: one, or one a tile.
+template <int VECTORS, int THREADS, bool HALF, bool SENT> struct rh_ReceivedRow {
+  typename rh_Four<HALF>::Type v[VECTORS];
+  float inverse[VECTORS];
+  __device__ __forceinline__ void load(const char* from, const float* inverses, int part_rows, int first, int end) {
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) {
+      int skip = threadIdx.x % THREADS + u * THREADS;
+      v[u] = {}, inverse[u] = 1.0f;
+      if (first + skip >= end) continue;
+      v[u] = __ldcg((const typename rh_Four<HALF>::Type*)from + first + skip);
+      if (HALF) inverse[u] = __ldcg(inverses + (SENT ? 4 * skip / RH_SENT_COLUMNS * part_rows : 0));
+    }
+  }
+  __device__ __forceinline__ void add_to(float4* total) const {
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) total[u] = rh_add(total[u], rh_scale(rh_to_floats(v[u]), inverse[u]));
+  }
+};
 
 // Long operands: GPU r adds part r, which the others send it (SENT: which kernels before have sent in tiles), and sends
 // them the result. Teams of THREADS threads have a row each, so that many rows of a block are in flight.
@@ -546,29 +566,26 @@ __device__ __forceinline__ void rh_all_reduce_long(
   int first = begin + threadIdx.x / THREADS * row, stride = blockDim.x / THREADS * row, end = min(first + row, last);
   const float4 *own = (const float4*)x + (long long)RANK * part, *old = (const float4*)residual;
   rh_OwnRow<VECTORS, THREADS, RESIDUAL> next;
+  rh_ReceivedRow<VECTORS, THREADS, HALF, SENT> received;
   next.load(own, old, first, end);  // while the other GPUs send
   if (threadIdx.x < RANKS && threadIdx.x != RANK) told[threadIdx.x] = ex.result_of(threadIdx.x, now);
   if (SENT) ex.wait_for_tiles(begin / row, last / row, 4 * row / RH_SENT_COLUMNS, now);
   else ex.wait(2 * now);
+  auto receive = [&](int step) {
+    const char* from = ex.slot(RANK, ex.peer(step));
+    received.load(from, (const float*)(from + inverses) + first / row, part_rows, first, end);
+  };
+  receive(1);
   while (first < last) {
     float4 total[VECTORS];
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) total[u] = RESIDUAL ? rh_add(next.x[u], next.residual[u]) : next.x[u];
-    for (int step = 1; step < RANKS; ++step) {
-      const char* from = ex.slot(RANK, ex.peer(step));
-      const float* scales = (const float*)(from + inverses) + first / row;
-      float inverse = HALF && !SENT ? __ldcg(scales) : 1.0f;
-#pragma unroll
-      for (int u = 0; u < VECTORS; ++u) {
-        int i = first + threadIdx.x % THREADS + u * THREADS;
-        if (SENT && i < end) inverse = __ldcg(scales + 4 * (i - first) / RH_SENT_COLUMNS * part_rows);
-        if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
-      }
-    }
+    received.add_to(total);
+    for (int step = 2; step < RANKS; ++step) receive(step), received.add_to(total);
     int begins = first, ends = end;
     first += stride;
     end = min(first + row, last);
-    if (VECTORS <= RH_AHEAD_VECTORS) next.load(own, old, first, end);  // while this row is stored
+    if (VECTORS <= RH_AHEAD_VECTORS) next.load(own, old, first, end), receive(1);  // while this row is stored
     float inverse = 1.0f, mean = 0.0f;
     if (NORM == RH_LAYER_NORM) {
 #pragma unroll
@@ -604,7 +621,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
         rh_store<HALF>((void*)((unsigned long long)to.y << 32 | to.x), (long long)RANK * part + i, v);
       }
     }
-    if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end);
+    if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end), receive(1);
   }
   ex.signal(2 * now + 1);
   ex.wait(2 * now + 1);

@@ -126,8 +126,8 @@ def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
     -------
     tirx.PrimFunc
         Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
-        only orders kernels; the residual, or the GPU's rows of it, if there is one; and a result, (1,) of float32, which
-        orders `finish_kernel` after this one.
+        only orders kernels; the residual, or the GPU's rows of it, if there is one; and a result, (1,) of float32,
+        which orders `finish_kernel` after this one.
     """
     reduce = own.reduce
     function = Function(f"stage_{own.rank}", registers="local")

@@ -180,9 +180,7 @@ class GpuSums:
         reduces = [*plain.values(), *(plan.reduce for plan in self._plans.values())]
         self._slot_bytes = max((reduce.slot_bytes for reduce in reduces), default=0)
         # Before all other bindings, so that also the product before the first sum can send (`overlapped_sums`).
-        self._addresses = {
-            (group, device): self._new_addresses(group, device) for group in counts for device in group
-        }
+        self._addresses = {(group, device): self._new_addresses(group, device) for group in counts for device in group}
         self._last: dict[int, relax.Expr] = {}
 
     # -- plans
@@ -235,13 +233,14 @@ class GpuSums:
         """Make an operand that all GPUs have, and that the first one adds to its part, the residual of a long sum."""
         plan, part = self._plans[id(item)], item.parts[0]
         value = self._values.get(part)
-        if plan.reduce.is_short or not plan.norms or plan.residuals or op_name(value) != "relax.add":
+        if plan.reduce.is_short or not plan.norms or plan.residuals or value is None or op_name(value) != "relax.add":
+            return
+        if len(self._users[part]) > 1 or part in self._outputs:
             return
         for residual, other in (value.args, value.args[::-1]):
             copies = self._copies.get(residual, {})
-            shapes = [shape_of(operand) or () for operand in (residual, other)]
-            is_alike = all(same_shape(shape, item.shape) for shape in shapes)
-            if is_alike and len(self._users[part]) == 1 and part not in self._outputs and {*item.group} <= {*copies}:
+            is_alike = all(same_shape(shape_of(operand) or (), item.shape) for operand in (residual, other))
+            if is_alike and copies.keys() >= {*item.group}:
                 plan.reduce = replace(plan.reduce, has_residual=True, is_residual_whole=True)
                 plan.parts[0], plan.residuals = other, [copies[device] for device in item.group]
                 self.replaced.add(part)

@@ -15,8 +15,8 @@ of a long sum in tiles: they compute those that other GPUs add first, and send e
 that only the last tiles are left when the sum begins.
 
 A kernel may write to the slot of its sum when the sum before that has ended on its GPU (`tir.cuda.all_reduce`). So the
-product must read something that follows from that sum. The function's first sum on a GPU is after those of the last call, and
-so are the products before it. Products also read the addresses, which must be there.
+product must read something that follows from that sum. The products before the first sum of a GPU in the function
+follow from those of the last call. Products also read the addresses, which must be there.
 """
 
 from __future__ import annotations

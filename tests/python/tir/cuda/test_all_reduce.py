@@ -84,7 +84,8 @@ def launch_of(kernel, pointers):
 
     def place(value):
         at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
-        return f"Pointer{{(char*){pointers[value.source.name]}.address + {at * np.dtype(str(value.source.dtype)).itemsize}}}"
+        nbytes = at * np.dtype(str(value.source.dtype)).itemsize
+        return f"Pointer{{(char*){pointers[value.source.name]}.address + {nbytes}}}"
 
     def text(value):
         if isinstance(value, tirx.Add):
