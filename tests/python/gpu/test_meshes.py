@@ -268,6 +268,33 @@ def test_products_send_short_sums(rows):
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=0, atol=atol)
 
 
+def test_a_product_sends_the_only_sum_of_a_function():
+    """Which is computed twice, from one product, whose kernel sends for the first pass."""
+    generator, rows, width = np.random.default_rng(6), 16, 2048
+    up = (generator.standard_normal((width, 512)) / width**0.5).astype("float16")
+    down = (generator.standard_normal((512, width)) / 512**0.5).astype("float16")
+    shape = (rows, width)
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            h = R.matmul(R.astype(x, "float16"), R.const(up))
+            a = R.nn.relu(R.add(x, R.matmul(h, R.const(down), out_dtype="float32")))
+            y = R.matmul(R.astype(a, "float16"), R.const(up), out_dtype="float32")
+            R.output(y)
+        return y
+
+    executable = rh.compile(rh.transform.PartitionByMesh(by_cost=False)(mod))
+    assert sum(name.startswith("all_reduce") and "_sent" in name for name in executable.metadata.kernels) == 2
+    vm = rh.vm.VirtualMachine(executable)
+    for _ in range(20):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        h = (x.astype("float16").astype("float32") @ up.astype("float32")).astype("float16")
+        a = np.maximum(x + h.astype("float32") @ down.astype("float32"), 0).astype("float16")
+        expected = a.astype("float32") @ up.astype("float32")
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=0, atol=1e-2 * np.abs(expected).max())
+
+
 @with_nccl
 def test_graphs_have_nccls_sums():
     """Each GPU's work is one graph, launched once for each call, with NCCL's sums as child graphs."""
