@@ -102,8 +102,8 @@ SENT_TILE = (128, 256)
 """Rows and columns of the tiles that a product's kernel sends."""
 _SENT_ROWS = 32
 """Rows of a tile that a warp sends at a time, with a flag."""
-_SENT_TOGETHER = 2
-"""Rows that a warp sends while the next ones are loaded."""
+_SENT_AHEAD = 4
+"""Rows for which a warp has registers, to load them before it sends the one before."""
 
 SOURCE = (
     f"""
@@ -117,7 +117,7 @@ SOURCE = (
 #define RH_SENT_FLAGS_BYTES {SENT_FLAGS_BYTES}
 #define RH_RESULT_LINE_BYTES {RESULT_LINE_BYTES}
 #define RH_AHEAD_VECTORS {_AHEAD_VECTORS}
-#define RH_SENT_TOGETHER {_SENT_TOGETHER}
+#define RH_SENT_AHEAD {_SENT_AHEAD}
 """
     r"""
 __device__ __forceinline__ unsigned long long rh_time() {
@@ -414,47 +414,32 @@ __device__ __forceinline__ float rh_scale_of(float largest) {
 __device__ __forceinline__ float rh_largest(float largest, float4 v) {
   return fmaxf(fmaxf(largest, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
-// A lane's eight numbers of each of some rows of a tile: those from 4 * lane and from 128 + 4 * lane on.
-template <int ROWS> struct rh_SentRows {
-  float4 v[ROWS][2];
-  __device__ __forceinline__ void load(const float4* from, int vectors) {
+// A lane's eight numbers of a row of a tile: those from 4 * lane and from 128 + 4 * lane on.
+struct rh_SentRow {
+  float4 low, high;
+  __device__ __forceinline__ void load(const float4* from) { low = __ldcg(from), high = __ldcg(from + 32); }
+  // Store them times a power of two, of which the inverse is returned.
+  __device__ __forceinline__ float send(char* to) const {
+    float largest = rh_largest(rh_largest(0.0f, low), high);
 #pragma unroll
-    for (int u = 0; u < ROWS; ++u) {
-      v[u][0] = __ldcg(from + u * vectors);
-      v[u][1] = __ldcg(from + u * vectors + 32);
-    }
-  }
-  // Store them, each row times a power of two. Returns the inverse of row `lane - first`, else `inverse`.
-  __device__ __forceinline__ float send(char* to, int vectors, int lane, int first, float inverse) const {
-    float largest[ROWS];
-#pragma unroll
-    for (int u = 0; u < ROWS; ++u) largest[u] = rh_largest(rh_largest(0.0f, v[u][0]), v[u][1]);
-#pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) {
-#pragma unroll
-      for (int u = 0; u < ROWS; ++u) largest[u] = fmaxf(largest[u], __shfl_xor_sync(~0u, largest[u], lanes));
-    }
-#pragma unroll
-    for (int u = 0; u < ROWS; ++u) {
-      float scale = rh_scale_of(largest[u]);
-      uint2 low = rh_to_halves(rh_scale(v[u][0], scale)), high = rh_to_halves(rh_scale(v[u][1], scale));
-      // Of two lanes, the even one stores the low halves of both, the odd one the high ones.
-      bool odd = lane % 2;
-      unsigned x = __shfl_xor_sync(~0u, odd ? low.x : high.x, 1), y = __shfl_xor_sync(~0u, odd ? low.y : high.y, 1);
-      ((uint4*)(to + 8ll * u * vectors))[0] = odd ? make_uint4(x, y, high.x, high.y) : make_uint4(low.x, low.y, x, y);
-      if (lane == first + u) inverse = 1.0f / scale;
-    }
-    return inverse;
+    for (int lanes = 16; lanes; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+    float scale = rh_scale_of(largest);
+    uint2 a = rh_to_halves(rh_scale(low, scale)), b = rh_to_halves(rh_scale(high, scale));
+    // Of two lanes, the even one stores the low numbers of both, the odd one the high ones.
+    bool odd = threadIdx.x % 2;
+    unsigned x = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), y = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
+    *(uint4*)to = odd ? make_uint4(x, y, b.x, b.y) : make_uint4(a.x, a.y, x, y);
+    return 1.0f / scale;
   }
 };
 // Two warps of the kernel of a product send a tile, which the block has stored, to the GPU that adds it: each row as
-// float16 times a power of two, of whose inverses each column of tiles has an array. While some rows are sent, the next
-// ones are loaded.
+// float16 times a power of two, of whose inverses each column of tiles has an array. While a row is sent, the next ones
+// are loaded.
 template <int RANK, int RANKS> __device__ __forceinline__ void rh_send_tile(
     const void* x, const void* bases, long long data, long long slot_bytes, long long state, int number, int part_rows,
     int width, int row, int column) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
-  constexpr int ROWS = RH_SENT_TOGETHER, WARP_ROWS = RH_TILE_ROWS / 2;
+  constexpr int AHEAD = RH_SENT_AHEAD, WARP_ROWS = RH_TILE_ROWS / 2;
   int peer = row / part_rows, lane = threadIdx.x % 32, vectors = width / 4, tile = column / RH_SENT_COLUMNS;
   if (peer == RANK) return;
   char* slot = ex.slot(peer, RANK);
@@ -462,20 +447,20 @@ template <int RANK, int RANKS> __device__ __forceinline__ void rh_send_tile(
   const float4* from = (const float4*)x + (long long)(row + skip) * vectors + column / 4 + lane;
   char* to = slot + 8 * ((long long)first * vectors + column / 4 + lane / 2 * 2 + lane % 2 * 32);
   float* inverses = (float*)(slot + 8ll * part_rows * vectors) + tile * part_rows + first + lane;
-  rh_SentRows<ROWS> even, odd;
-  even.load(from, vectors);
+  rh_SentRow rows[AHEAD];
+#pragma unroll
+  for (int u = 0; u < AHEAD; ++u, from += vectors) rows[u].load(from);
 #pragma unroll 1
   for (int begin = 0; begin < WARP_ROWS; begin += RH_SENT_ROWS) {
     float inverse = 1.0f;
 #pragma unroll 1
-    for (int r = 0; r < RH_SENT_ROWS; r += 2 * ROWS) {
-      odd.load(from += ROWS * vectors, vectors);
-      inverse = even.send(to, vectors, lane, r, inverse);
-      to += 8ll * ROWS * vectors;
-      from += ROWS * vectors;
-      if (begin + r + 2 * ROWS < WARP_ROWS) even.load(from, vectors);
-      inverse = odd.send(to, vectors, lane, r + ROWS, inverse);
-      to += 8ll * ROWS * vectors;
+    for (int r = 0; r < RH_SENT_ROWS; r += AHEAD) {
+#pragma unroll
+      for (int u = 0; u < AHEAD; ++u, from += vectors, to += 8ll * vectors) {
+        float own = rows[u].send(to);
+        if (lane == r + u) inverse = own;
+        if (begin + r + AHEAD < WARP_ROWS) rows[u].load(from);
+      }
     }
     inverses[begin] = inverse;
   }
