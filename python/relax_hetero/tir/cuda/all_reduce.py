@@ -169,12 +169,12 @@ template <int RANK, int RANKS> struct rh_Exchange {
     return (long long)slot(owner, sender) - RH_SENT_FLAGS_BYTES - RH_RESULT_LINE_BYTES;
   }
   __device__ __forceinline__ void tell(int peer, const void* result, unsigned now) const {
-    unsigned low = (unsigned)(unsigned long long)result, high = (unsigned)((unsigned long long)result >> 32);
+    unsigned low = (unsigned)(size_t)result, high = (unsigned)((size_t)result >> 32);
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "l"(line(peer, RANK)), "r"(low), "r"(now), "r"(high), "r"(now));
   }
   // Address of the result of another GPU, whose kernel has begun, so that nothing else uses this memory.
-  __device__ __forceinline__ uint2 result_of(int peer, unsigned now) const {
+  __device__ __forceinline__ size_t result_of(int peer, unsigned now) const {
     unsigned low, high, flag, flag2;
     unsigned long long begin = rh_time();
     do {
@@ -182,7 +182,7 @@ template <int RANK, int RANKS> struct rh_Exchange {
                    : "=r"(low), "=r"(flag), "=r"(high), "=r"(flag2) : "l"(line(RANK, peer)));
       rh_check_time(begin);
     } while (flag != now || flag2 != now);
-    return make_uint2(low, high);
+    return (size_t)high << 32 | low;
   }
   __device__ __forceinline__ static void set(unsigned* flag, unsigned value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(value) : "memory");
@@ -537,7 +537,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
   int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
   long long inverses = 8ll * part;  // offset in a slot, after the operand's part as float16
-  __shared__ uint2 told[RANKS];
+  __shared__ size_t told[RANKS];
   if (threadIdx.x < RANKS && threadIdx.x != RANK && blockIdx.x == 0) ex.tell(threadIdx.x, out, now);
   for (int step = 1; step < RANKS && !SENT; ++step) {
     int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
@@ -601,10 +601,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
       }
       if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - begins]);
       rh_store<HALF>(out, (long long)RANK * part + i, v);
-      for (int step = 1; step < RANKS; ++step) {
-        uint2 to = told[ex.peer(step)];
-        rh_store<HALF>((void*)((unsigned long long)to.y << 32 | to.x), (long long)RANK * part + i, v);
-      }
+      for (int step = 1; step < RANKS; ++step) rh_store<HALF>((void*)told[ex.peer(step)], (long long)RANK * part + i, v);
     }
     if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end), receive(1);
   }
