@@ -600,8 +600,9 @@ __device__ __forceinline__ void rh_all_reduce_long(
                         (v.w - mean) * inverse * w.w);
       }
       if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - begins]);
-      rh_store<HALF>(out, (long long)RANK * part + i, v);
-      for (int step = 1; step < RANKS; ++step) rh_store<HALF>((void*)told[ex.peer(step)], (long long)RANK * part + i, v);
+      long long to = (long long)RANK * part + i;
+      rh_store<HALF>(out, to, v);
+      for (int step = 1; step < RANKS; ++step) rh_store<HALF>((void*)told[ex.peer(step)], to, v);
     }
     if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end), receive(1);
   }
