@@ -102,8 +102,8 @@ SENT_TILE = (128, 256)
 """Rows and columns of the tiles that a product's kernel sends."""
 _SENT_ROWS = 32
 """Rows of a tile that a warp sends at a time, with a flag."""
-_SENT_AHEAD = 4
-"""Rows for which a warp has registers, to load them before it sends the one before."""
+_SENT_TOGETHER = 2
+"""Rows that a warp sends while the next ones are loaded."""
 
 SOURCE = (
     f"""
@@ -117,7 +117,7 @@ SOURCE = (
 #define RH_SENT_FLAGS_BYTES {SENT_FLAGS_BYTES}
 #define RH_RESULT_LINE_BYTES {RESULT_LINE_BYTES}
 #define RH_AHEAD_VECTORS {_AHEAD_VECTORS}
-#define RH_SENT_AHEAD {_SENT_AHEAD}
+#define RH_SENT_TOGETHER {_SENT_TOGETHER}
 """
     r"""
 __device__ __forceinline__ unsigned long long rh_time() {
@@ -237,10 +237,9 @@ template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long lo
   if (HALF) ((uint2*)out)[i] = rh_to_halves(v);
   else ((float4*)out)[i] = v;
 }
-template <bool HALF> struct rh_Four { typedef float4 Type; };
-template <> struct rh_Four<true> { typedef uint2 Type; };
-__device__ __forceinline__ float4 rh_to_floats(float4 v) { return v; }
-__device__ __forceinline__ float4 rh_to_floats(uint2 h) {
+template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from, long long i) {
+  if (!HALF) return __ldcg((const float4*)from + i);
+  uint2 h = __ldcg((const uint2*)from + i);
   float2 a = rh_from_half(h.x), b = rh_from_half(h.y);
   return make_float4(a.x, a.y, b.x, b.y);
 }
@@ -414,32 +413,47 @@ __device__ __forceinline__ float rh_scale_of(float largest) {
 __device__ __forceinline__ float rh_largest(float largest, float4 v) {
   return fmaxf(fmaxf(largest, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
-// A lane's eight numbers of a row of a tile: those from 4 * lane and from 128 + 4 * lane on.
-struct rh_SentRow {
-  float4 low, high;
-  __device__ __forceinline__ void load(const float4* from) { low = __ldcg(from), high = __ldcg(from + 32); }
-  // Store them times a power of two, of which the inverse is returned.
-  __device__ __forceinline__ float send(char* to) const {
-    float largest = rh_largest(rh_largest(0.0f, low), high);
+// A lane's eight numbers of each of some rows of a tile: those from 4 * lane and from 128 + 4 * lane on.
+template <int ROWS> struct rh_SentRows {
+  float4 v[ROWS][2];
+  __device__ __forceinline__ void load(const float4* from, int vectors) {
 #pragma unroll
-    for (int lanes = 16; lanes; lanes /= 2) largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-    float scale = rh_scale_of(largest);
-    uint2 a = rh_to_halves(rh_scale(low, scale)), b = rh_to_halves(rh_scale(high, scale));
-    // Of two lanes, the even one stores the low numbers of both, the odd one the high ones.
-    bool odd = threadIdx.x % 2;
-    unsigned x = __shfl_xor_sync(~0u, odd ? a.x : b.x, 1), y = __shfl_xor_sync(~0u, odd ? a.y : b.y, 1);
-    *(uint4*)to = odd ? make_uint4(x, y, b.x, b.y) : make_uint4(a.x, a.y, x, y);
-    return 1.0f / scale;
+    for (int u = 0; u < ROWS; ++u) {
+      v[u][0] = __ldcg(from + u * vectors);
+      v[u][1] = __ldcg(from + u * vectors + 32);
+    }
+  }
+  // Store them, each row times a power of two. Returns the inverse of row `lane - first`, else `inverse`.
+  __device__ __forceinline__ float send(char* to, int vectors, int lane, int first, float inverse) const {
+    float largest[ROWS];
+#pragma unroll
+    for (int u = 0; u < ROWS; ++u) largest[u] = rh_largest(rh_largest(0.0f, v[u][0]), v[u][1]);
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) {
+#pragma unroll
+      for (int u = 0; u < ROWS; ++u) largest[u] = fmaxf(largest[u], __shfl_xor_sync(~0u, largest[u], lanes));
+    }
+#pragma unroll
+    for (int u = 0; u < ROWS; ++u) {
+      float scale = rh_scale_of(largest[u]);
+      uint2 low = rh_to_halves(rh_scale(v[u][0], scale)), high = rh_to_halves(rh_scale(v[u][1], scale));
+      // Of two lanes, the even one stores the low halves of both, the odd one the high ones.
+      bool odd = lane % 2;
+      unsigned x = __shfl_xor_sync(~0u, odd ? low.x : high.x, 1), y = __shfl_xor_sync(~0u, odd ? low.y : high.y, 1);
+      ((uint4*)(to + 8ll * u * vectors))[0] = odd ? make_uint4(x, y, high.x, high.y) : make_uint4(low.x, low.y, x, y);
+      if (lane == first + u) inverse = 1.0f / scale;
+    }
+    return inverse;
   }
 };
 // Two warps of the kernel of a product send a tile, which the block has stored, to the GPU that adds it: each row as
-// float16 times a power of two, of whose inverses each column of tiles has an array. While a row is sent, the next ones
-// are loaded.
+// float16 times a power of two, of whose inverses each column of tiles has an array. While some rows are sent, the next
+// ones are loaded.
 template <int RANK, int RANKS> __device__ __forceinline__ void rh_send_tile(
     const void* x, const void* bases, long long data, long long slot_bytes, long long state, int number, int part_rows,
     int width, int row, int column) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
-  constexpr int AHEAD = RH_SENT_AHEAD, WARP_ROWS = RH_TILE_ROWS / 2;
+  constexpr int ROWS = RH_SENT_TOGETHER, WARP_ROWS = RH_TILE_ROWS / 2;
   int peer = row / part_rows, lane = threadIdx.x % 32, vectors = width / 4, tile = column / RH_SENT_COLUMNS;
   if (peer == RANK) return;
   char* slot = ex.slot(peer, RANK);
@@ -447,20 +461,20 @@ template <int RANK, int RANKS> __device__ __forceinline__ void rh_send_tile(
   const float4* from = (const float4*)x + (long long)(row + skip) * vectors + column / 4 + lane;
   char* to = slot + 8 * ((long long)first * vectors + column / 4 + lane / 2 * 2 + lane % 2 * 32);
   float* inverses = (float*)(slot + 8ll * part_rows * vectors) + tile * part_rows + first + lane;
-  rh_SentRow rows[AHEAD];
-#pragma unroll
-  for (int u = 0; u < AHEAD; ++u, from += vectors) rows[u].load(from);
+  rh_SentRows<ROWS> even, odd;
+  even.load(from, vectors);
 #pragma unroll 1
   for (int begin = 0; begin < WARP_ROWS; begin += RH_SENT_ROWS) {
     float inverse = 1.0f;
 #pragma unroll 1
-    for (int r = 0; r < RH_SENT_ROWS; r += AHEAD) {
-#pragma unroll
-      for (int u = 0; u < AHEAD; ++u, from += vectors, to += 8ll * vectors) {
-        float own = rows[u].send(to);
-        if (lane == r + u) inverse = own;
-        if (begin + r + AHEAD < WARP_ROWS) rows[u].load(from);
-      }
+    for (int r = 0; r < RH_SENT_ROWS; r += 2 * ROWS) {
+      odd.load(from += ROWS * vectors, vectors);
+      inverse = even.send(to, vectors, lane, r, inverse);
+      to += 8ll * ROWS * vectors;
+      from += ROWS * vectors;
+      if (begin + r + 2 * ROWS < WARP_ROWS) even.load(from, vectors);
+      inverse = odd.send(to, vectors, lane, r + ROWS, inverse);
+      to += 8ll * ROWS * vectors;
     }
     inverses[begin] = inverse;
   }
@@ -505,26 +519,6 @@ template <int VECTORS, int THREADS, bool RESIDUAL> struct rh_OwnRow {
     }
   }
 };
-// Those of a row that another GPU has sent, and inverses of the powers of two that they are times: one, or one a tile.
-template <int VECTORS, int THREADS, bool HALF, bool SENT> struct rh_ReceivedRow {
-  typename rh_Four<HALF>::Type v[VECTORS];
-  float inverse[VECTORS];
-  __device__ __forceinline__ void load(const char* from, const float* inverses, int part_rows, int first, int end) {
-#pragma unroll
-    for (int u = 0; u < VECTORS; ++u) {
-      int skip = threadIdx.x % THREADS + u * THREADS;
-      v[u] = {}, inverse[u] = 1.0f;
-      if (first + skip >= end) continue;
-      v[u] = __ldcg((const typename rh_Four<HALF>::Type*)from + first + skip);
-      if (HALF) inverse[u] = __ldcg(inverses + (SENT ? 4 * skip / RH_SENT_COLUMNS * part_rows : 0));
-    }
-  }
-  __device__ __forceinline__ void add_to(float4* total) const {
-#pragma unroll
-    for (int u = 0; u < VECTORS; ++u) total[u] = rh_add(total[u], rh_scale(rh_to_floats(v[u]), inverse[u]));
-  }
-};
-
 // Long operands: GPU r adds part r, which the others send it (SENT: which kernels before have sent in tiles), and sends
 // them the result. Teams of THREADS threads have a row each, so that many rows of a block are in flight.
 template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM, bool RESIDUAL, bool SENT>
@@ -551,26 +545,29 @@ __device__ __forceinline__ void rh_all_reduce_long(
   int first = begin + threadIdx.x / THREADS * row, stride = blockDim.x / THREADS * row, end = min(first + row, last);
   const float4 *own = (const float4*)x + (long long)RANK * part, *old = (const float4*)residual;
   rh_OwnRow<VECTORS, THREADS, RESIDUAL> next;
-  rh_ReceivedRow<VECTORS, THREADS, HALF, SENT> received;
   next.load(own, old, first, end);  // while the other GPUs send
   if (threadIdx.x < RANKS && threadIdx.x != RANK) told[threadIdx.x] = ex.result_of(threadIdx.x, now);
   if (SENT) ex.wait_for_tiles(begin / row, last / row, 4 * row / RH_SENT_COLUMNS, now);
   else ex.wait(2 * now);
-  auto receive = [&](int step) {
-    const char* from = ex.slot(RANK, ex.peer(step));
-    received.load(from, (const float*)(from + inverses) + first / row, part_rows, first, end);
-  };
-  receive(1);
   while (first < last) {
     float4 total[VECTORS];
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) total[u] = RESIDUAL ? rh_add(next.x[u], next.residual[u]) : next.x[u];
-    received.add_to(total);
-    for (int step = 2; step < RANKS; ++step) receive(step), received.add_to(total);
+    for (int step = 1; step < RANKS; ++step) {
+      const char* from = ex.slot(RANK, ex.peer(step));
+      const float* scales = (const float*)(from + inverses) + first / row;
+      float inverse = HALF && !SENT ? __ldcg(scales) : 1.0f;
+#pragma unroll
+      for (int u = 0; u < VECTORS; ++u) {
+        int i = first + threadIdx.x % THREADS + u * THREADS;
+        if (SENT && i < end) inverse = __ldcg(scales + 4 * (i - first) / RH_SENT_COLUMNS * part_rows);
+        if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
+      }
+    }
     int begins = first, ends = end;
     first += stride;
     end = min(first + row, last);
-    if (VECTORS <= RH_AHEAD_VECTORS) next.load(own, old, first, end), receive(1);  // while this row is stored
+    if (VECTORS <= RH_AHEAD_VECTORS) next.load(own, old, first, end);  // while this row is stored
     float inverse = 1.0f, mean = 0.0f;
     if (NORM == RH_LAYER_NORM) {
 #pragma unroll
@@ -604,7 +601,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
       rh_store<HALF>(out, to, v);
       for (int step = 1; step < RANKS; ++step) rh_store<HALF>((void*)told[ex.peer(step)], to, v);
     }
-    if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end), receive(1);
+    if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end);
   }
   ex.signal(2 * now + 1);
   ex.wait(2 * now + 1);
