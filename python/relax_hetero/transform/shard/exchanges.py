@@ -311,8 +311,7 @@ class Exchanges:
         sums = GpuSums(bindings, order, by_kernels, results, self._copies(used))
         for item in order:
             if not isinstance(item, Sum):
-                if item.var not in sums.replaced:
-                    bindings.keep(item)
+                sums.keep(item)
             elif item in by_kernels:
                 sums.add(item)
             else:
