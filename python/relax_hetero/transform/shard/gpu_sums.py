@@ -16,6 +16,8 @@ After, for a long one, of which each GPU adds and keeps a part of the rows::
     norm, rows = all_reduce(part, addresses, ..., weight)
     ...                                        # `rows` is an operand of the next sum's kernel, on all GPUs
 
+A residual of the first long sum that all GPUs have is an operand of its kernels, too: each adds its part of the rows.
+
 If a row of the sum is taken, too, such as that whose logits a prefill returns, the GPU that keeps it has the row, and
 the others zeros, as parts of the next sum.
 """
@@ -119,8 +121,8 @@ class _Plan:
         Norm on each GPU; none if the kernels only add.
     keeps_sum : list of bool
         True if a GPU uses the sum, or its part of the rows, beside the norm's result.
-    residuals : list of relax.Var
-        Rows of the residual of each GPU, if there is one.
+    residuals : list of relax.Expr
+        Residual, or its rows, of each GPU, if there is one.
     rows : list of relax.Var
         Rows of a long sum that each GPU keeps.
     """
@@ -129,7 +131,7 @@ class _Plan:
     parts: list[relax.Expr]
     norms: list[_Norm] = field(default_factory=list)
     keeps_sum: list[bool] = field(default_factory=list)
-    residuals: list[relax.Var] = field(default_factory=list)
+    residuals: list[relax.Expr] = field(default_factory=list)
     rows: list[relax.Var] = field(default_factory=list)
 
 
@@ -168,6 +170,8 @@ class GpuSums:
         Items that are added by kernels, in order.
     outputs : iterable of relax.Var
         Results of the function.
+    copies : mapping of relax.Var to dict of int to relax.Expr
+        The same value on each device, for values that several devices have.
     """
 
     def __init__(
@@ -176,9 +180,11 @@ class GpuSums:
         items: Sequence[relax.VarBinding | Sum],
         sums: list[Sum],
         outputs: Iterable[relax.Var],
+        copies: Mapping[relax.Var, Mapping[int, relax.Expr]],
     ) -> None:
-        self._writer = writer
+        self._writer, self._copies = writer, copies
         self._users = _users_of(items)
+        self._values = {item.var: item.value for item in items if not isinstance(item, Sum)}
         self._outputs = set(outputs)
         self._replaced: set[relax.Var] = set()
         self._taken: dict[relax.Var, _TakenRow] = {}
@@ -186,13 +192,16 @@ class GpuSums:
         self._plans = {id(each): _Plan(plain[id(each)], list(each.parts)) for each in sums}
         for each in reversed(sums):  # a sum becomes the residual of one whose plan is made
             self._plan(each)
+        for each in sums:
+            self._join_copies(each)
         # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
         counts = Counter(each.group for each in sums)
         self._slots = {group: iter(slots_of(max(2, count))) for group, count in counts.items()}
         self._is_alone = {group: count == 1 for group, count in counts.items()}
         reduces = [*plain.values(), *(plan.reduce for plan in self._plans.values())]
         self._slot_bytes = max((reduce.slot_bytes for reduce in reduces), default=0)
-        self._addresses: dict[tuple[Group, int], relax.Var] = {}
+        # Before all other bindings, so that also the product before the first sum can send (`overlapped_sums`).
+        self._addresses = {(group, device): self._new_addresses(group, device) for group in counts for device in group}
         self._last: dict[int, relax.Expr] = {}
 
     # -- plans
@@ -257,6 +266,23 @@ class GpuSums:
         takes = [[user for user in each if not isinstance(user, Sum) and _is_row_take(user)] for each in users]
         are_single = len(takes) == len(item.parts) and all(len(each) == 1 for each in takes)
         return [each[0] for each in takes] if are_single else []
+
+    def _join_copies(self, item: Sum) -> None:
+        """Make an operand that all GPUs have, and that the first one adds to its part, the residual of a long sum."""
+        plan, part = self._plans[id(item)], item.parts[0]
+        value = self._values.get(part)
+        if plan.reduce.is_short or not plan.norms or plan.residuals or value is None or op_name(value) != "relax.add":
+            return
+        if len(self._users[part]) > 1 or part in self._outputs:
+            return
+        for residual, other in (value.args, value.args[::-1]):
+            copies = self._copies.get(residual, {})
+            is_alike = all(same_shape(shape_of(operand) or (), item.shape) for operand in (residual, other))
+            if is_alike and copies.keys() >= {*item.group}:
+                plan.reduce = replace(plan.reduce, has_residual=True, is_residual_whole=True)
+                plan.parts[0], plan.residuals = other, [copies[device] for device in item.group]
+                self._replaced.add(part)
+                return
 
     def _other_users(self, result: relax.Var, norm: _Norm) -> list[relax.VarBinding | Sum]:
         inside = {binding.var for binding in norm.bindings}
@@ -379,7 +405,7 @@ class GpuSums:
             keeps_sum = bool(plan.norms) and plan.keeps_sum[rank]
             kernel = all_reduce_kernel(reduce, rank, slot, self._slot_bytes, static_form(after), keeps_sum)
             function = self._writer.add_kernel(opaque_kernel(kernel), f"all_reduce_{rank}_of_{reduce.ranks}")
-            operands = [part, self._addresses_of(item.group, device), after]
+            operands = [part, self._addresses[item.group, device], after]
             operands += [plan.residuals[rank]] if plan.residuals else []
             operands += plan.norms[rank].weights if plan.norms else []
             out = plan.norms[rank].result if plan.norms else results[rank]
@@ -395,13 +421,10 @@ class GpuSums:
                 self._writer.add_binding(out, call)
             self._last[device] = out
 
-    def _addresses_of(self, group: Group, device: int) -> relax.Var:
+    def _new_addresses(self, group: Group, device: int) -> relax.Var:
         """Addresses of the memory that the GPUs of a mesh write to."""
-        key = group, device
-        if key not in self._addresses:
-            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *group)]
-            self._addresses[key] = self._writer.new_addresses(PEER_MEMORY, numbers, len(group), device)
-        return self._addresses[key]
+        numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *group)]
+        return self._writer.new_addresses(PEER_MEMORY, numbers, len(group), device)
 
 
 def _users_of(items: Sequence[relax.VarBinding | Sum]) -> Mapping[relax.Var, list[relax.VarBinding | Sum]]:

@@ -17,7 +17,8 @@ that only the last tiles are left when the sum begins.
 A part that others read, too, is not sent: the kernel would not store all of it.
 
 A kernel may write to the slot of its sum when the sum before that has ended on its GPU (`tir.cuda.all_reduce`). So the
-product must read something that follows from that sum. It also reads the addresses, which must be there.
+product must read something that follows from that sum. The products before the first sum of a GPU in the function
+follow from those of the last call. Products also read the addresses, which must be there.
 """
 
 from __future__ import annotations
@@ -112,7 +113,8 @@ class _Writer:
         product = self._values.get(part)
         if own.sent is None or product is None or op_name(product) != CALL_TIR or self._readers[part] > 1:
             return {}
-        if self._order.get(addresses, -1) > self._order[part] or not self._follows(part, before):
+        is_first = before.same_as(part)
+        if self._order.get(addresses, -1) > self._order[part] or not (is_first or self._follows(part, before)):
             return {}
         sending = self._kernels.sending(product.args[0], own.sent)
         if sending is None:
