@@ -463,7 +463,7 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
 
 
 def test_calls_of_stages_follow_each_other(tmp_path):
-    """A step of four texts in two calls of two: the second one begins while the first is on the other GPU."""
+    """A step of four texts in two calls of two, each from stage to stage, has the tokens of one GPU."""
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
     options = {"batches": (2,), "chunks": (16,), "slots": 4, "context": 64, "background": False}
     stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "last_row*": "cuda:1", "*": "cuda:0"}
