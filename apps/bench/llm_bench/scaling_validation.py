@@ -101,7 +101,7 @@ def main(
         sizes = hyperparameters_of(file)
         vdevices, costs, fleet = fleet_of(device, 1, 2 * devices, LinkCost(1e9, 1e-3), measure=True)
         cache = PagedCache(counts, (chunk,), max(counts), max(context, chunk) + 64)
-        calibration = calibrate(file, cache, vdevices[0], costs, max(counts))
+        calibration = calibrate(file, cache, vdevices, costs, max(counts))
         problem = LayerProblem(file, sizes, cache, vdevices[:1], costs, {})
         print(f"{fleet}\n{calibration}", flush=True)
         calls: dict[str, Callable[[], object]] = {}

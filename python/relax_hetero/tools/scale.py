@@ -96,7 +96,7 @@ def scale_command(
         from ..llm.calibrate import calibrate
 
         with console(stderr=True).status(f"Measuring layers of {model.name}"):
-            calibration = calibrate(file, cache, vdevices[0], costs, texts)
+            calibration = calibrate(file, cache, vdevices, costs, texts)
     limit = memory_limits(memory_limit, vdevices[:1]).get(0)
     fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit, calibration)
     if as_json:
@@ -170,3 +170,10 @@ def _tables(
             f"those of cached tokens {calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are "
             "expected of their parts."
         )
+        if calibration.host is not None:
+            yield (
+                f"The host takes {time_text(calibration.host.call)} for a step of one text on one device, "
+                f"{time_text(calibration.host.text)} for each further text, {time_text(calibration.host.device)} for "
+                f"each further device of a group, and {time_text(calibration.host.stage)} for each further stage; a "
+                "step takes as long at least."
+            )

@@ -125,6 +125,33 @@ class Fleet:
 
 
 @dataclass(frozen=True)
+class HostTime:
+    """Seconds that the host computes for a call of a greedy decode step, alongside GPUs.
+
+    Attributes
+    ----------
+    call : float
+        A call of one text on one GPU.
+    text : float
+        Each further text.
+    device : float
+        Each further GPU of a group; 0 if it was not measured.
+    stage : float
+        Each further stage of one GPU; 0 if it was not measured.
+    """
+
+    call: float
+    text: float
+    device: float = 0.0
+    stage: float = 0.0
+
+    def seconds(self, texts: int, tensor: int, stages: int) -> float:
+        """Time of a call of `texts` texts for stages of `tensor` GPUs each."""
+        further = stages * (tensor - 1) * self.device + (stages - 1) * self.stage
+        return self.call + (texts - 1) * self.text + further
+
+
+@dataclass(frozen=True)
 class Calibration:
     """Measured times of some layers of a model on one device over those that their parts are expected to take.
 
@@ -136,11 +163,14 @@ class Calibration:
         Ratio of the time that more cached tokens add to a decode step.
     prefill : float
         Ratio of prefills.
+    host : HostTime or None
+        Time of the host, which a step takes at least; None if devices compute during its calls.
     """
 
     decode: Mapping[int, float]
     cached: float
     prefill: float
+    host: HostTime | None = None
 
     def decode_ratio(self, texts: int) -> float:
         """Ratio of a call, between those of the nearest measured numbers of texts."""
@@ -378,6 +408,9 @@ class Pipeline:
         per_step = len(tasks) // _STEPS
         half = _STEPS // 2
         seconds = (max(ends) - max(ends[: half * per_step])) / (_STEPS - half)
+        if self._calibration is not None and self._calibration.host is not None:  # it begins a step during the last one
+            host = self._calibration.host
+            seconds = max(seconds, sum(host.seconds(size, self.tensor, stages) for size in sizes))
         work = sum(task.seconds for task in tasks[:per_step] if task.units)
         return seconds, work / (seconds * stages)
 

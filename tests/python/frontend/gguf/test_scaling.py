@@ -22,7 +22,7 @@ from relax_hetero.frontend.gguf.choose_rules import choose_replicas
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
-from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, Pipeline, arrangements, group_shapes
+from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, HostTime, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
 from relax_hetero.target.make_vdevice import parse_vdevices
 from relax_hetero.tools.scale import fleet_of
@@ -83,6 +83,25 @@ def test_groups_share_weights_and_add_sums(large):
     assert (sums.kind, sums.count, sums.bytes) == ("all-reduce", 2 * 48, 4 * 2048)
     # Embeddings are whole on both.
     assert alone.stage_bytes[0] / 2 < pair.stage_bytes[0] < alone.stage_bytes[0] / 2 + 700e6
+
+
+def test_a_step_takes_as_long_as_its_calls_take_the_host(large):
+    """The host begins a step while devices compute the last one."""
+    _, file, model, vdevices = large
+    parts = LayerProblem(file, model, CACHE, vdevices, COSTS, {}).search.parts
+
+    def seconds(call, tensor, stages):
+        calibration = Calibration({1: 1.0}, 1.0, 1.0, HostTime(call, 0.25, 0.5, 4.0))
+        groups = Pipeline(parts, model, COSTS, Fleet(1, 8, FAST, SLOW), tensor, stages, 1, calibration)
+        return groups.decode(8, 2048, 4)[0]
+
+    assert HostTime(1.0, 0.25, 0.5, 4.0).seconds(5, 4, 3) == 1.0 + 4 * 0.25 + 3 * 3 * 0.5 + 2 * 4.0
+    assert seconds(1.0, 2, 1) == 2 * (1.0 + 3 * 0.25 + 0.5)
+    assert seconds(1.0, 1, 2) == 2 * (1.0 + 3 * 0.25 + 4.0)
+    fast = Pipeline(parts, model, COSTS, Fleet(1, 8, FAST, SLOW), 1, 2)
+    idle = Calibration({1: 1.0}, 1.0, 1.0, HostTime(1e-6, 1e-9, 1e-6, 1e-6))
+    bound = Pipeline(parts, model, COSTS, Fleet(1, 8, FAST, SLOW), 1, 2, 1, idle)
+    assert bound.decode(8, 2048, 4) == pytest.approx(fast.decode(8, 2048, 4))
 
 
 def test_arrangements_are_sorted_and_fit(large):
