@@ -116,7 +116,7 @@ def calibrate(
 
 
 def _host_seconds(model: CompiledModel, slots: Sequence[int], rewind: Callable[[], object]) -> float:
-    """Time in which the host begins a step and takes tokens that are there, as in `decode_steps` with faster devices."""
+    """Time in which the host begins a step, and takes tokens that are there, as in `decode_steps`."""
     times: list[float] = []
     for _ in range(2):  # the first steps make graphs
         times.clear()

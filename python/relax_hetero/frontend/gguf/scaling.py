@@ -57,8 +57,10 @@ class Fleet:
         Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
     workers : int
         Maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all.
-    slowdown : tuple of float
-        Time that so many devices take at the same time for reading memory, and for products, over that of one alone.
+    shared_bandwidth : float
+        Bytes per second that each of so many devices reads while all work.
+    slowdown : float
+        Time that so many devices take at the same time for products over that of one alone.
     """
 
     hosts: int
@@ -68,7 +70,8 @@ class Fleet:
     handover: float | None = None
     overlaps: bool = True
     workers: int = 0
-    slowdown: tuple[float, float] = (1.0, 1.0)
+    shared_bandwidth: float = math.inf
+    slowdown: float = 1.0
 
     @classmethod
     def of_vdevices(
@@ -100,22 +103,23 @@ class Fleet:
             return cls(hosts, count, link, network)
         if sharing is None:
             return cls(hosts, count, link, network, link.latency, overlaps=False)
-        # A device alone may not read as fast as memory allows several: only what is above its share takes longer.
-        slowdown = max(1.0, costs.devices[0].bandwidth / sharing.memory), sharing.products
-        handover = sharing.handover
         link = replace(link, latency=sharing.crossing)
-        return cls(hosts, count, link, network, handover, False, sharing.devices, slowdown)
+        shared = sharing.memory, sharing.products
+        return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
 
-    def at_work(self, costs: CostModel, count: int, group: int) -> CostModel:
+    def at_work(self, costs: CostModel, count: int, group: int, ratio: float = 1.0) -> CostModel:
         """Costs of a device while `count` devices of its host work, of which each `group` are called together.
 
         More devices of a group than workers take turns in one thread; devices of different groups share the workers.
+        `ratio` is the measured time of reading over the time that these costs expect.
         """
         turns = group if self.workers and group > self.workers else 1
         count //= turns
         workers = min(count, self.workers or count)
         share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
-        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in self.slowdown)
+        # A device alone may not read as fast as memory allows several: only what is above its share takes longer.
+        slowdown = max(1.0, costs.devices[0].bandwidth / ratio / self.shared_bandwidth), self.slowdown
+        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in slowdown)
         if memory == products == 1:
             return costs
         first = costs.devices[0]
@@ -372,7 +376,8 @@ class Pipeline:
         self._row_bytes = model.hidden_size * 4
         own = tensor * (stages if fleet.overlaps else 1)
         neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
-        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices), tensor)
+        ratio = calibration.decode_ratio(1) if calibration is not None else 1.0
+        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices), tensor, ratio)
         self.stages = self._balanced(parts, stages)
 
     @property

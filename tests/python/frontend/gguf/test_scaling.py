@@ -10,6 +10,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,6 +25,7 @@ from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameter
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
 from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, HostTime, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
+from relax_hetero.target.cpu_cores import num_cores
 from relax_hetero.target.make_vdevice import parse_vdevices
 from relax_hetero.tools.scale import fleet_of
 
@@ -177,9 +179,22 @@ def test_layers_are_measured(runner, tmp_path, monkeypatch):
     found = json.loads(runner("scale", str(path), "--vdevice", core, *sizes, "--measure", "--json"))
     ratios = found["measured_over_expected"]
     assert set(ratios["decode"]) == {"1", "2"} and min(*ratios["decode"].values(), ratios["prefill"]) > 0
+    assert ratios["host"] is None and len(found["shared_bandwidths"]) == 8 * (num_cores() > 1)
+    assert all(rate > 1e8 for rate in found["shared_bandwidths"])
     assert {(each["tensor"], each["stages"], each["replicas"]) for each in found["arrangements"]} == {
         *((1, 1, 2), (1, 2, 1), (2, 1, 1))
     }
+
+
+def test_a_machine_that_changes_its_speed_is_named(large, runner, monkeypatch):
+    rates, host = iter([33e9] * 4 + [22e9] * 4), HostTime(3e-4, 1e-6, 2e-5, 4e-5)
+    shared = SimpleNamespace(measure=lambda: next(rates))
+    monkeypatch.setattr("relax_hetero.frontend.auto.measure_devices.SharedBandwidth.of", lambda vdevice: shared)
+    monkeypatch.setattr("relax_hetero.llm.calibrate.calibrate", lambda *_: Calibration({1: 1.0}, 1.0, 1.0, host))
+    arguments = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "2", "--measure"]
+    shown = " ".join(runner(*arguments).split())
+    assert "read 27.5 GB/s each, 22.0 to 33.0 in 8 measurements. This machine changes its speed" in shown
+    assert "The host takes 300 us for a step of one text on one device, 1 us for each further text" in shown
 
 
 def test_first_layers_are_a_model(large):
@@ -258,19 +273,23 @@ def test_replicas_without_texts_are_idle(large):
     assert replicas.busy == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("shared", "slowdown"), [(2.0, 1.0), (0.5, 2.0)])
-def test_memory_that_devices_share_slows_what_is_above_its_share(shared, slowdown):
-    """A device that alone reads less than its share of the memory's rate is not slower beside others."""
-    vdevices = parse_vdevices(["llvm"] * 2)
-    sharing = SharingFigures(2, shared * COSTS.devices[0].bandwidth, 1.25, 1e-5, 1e-6)
-    costs = CostModel(COSTS.devices, {(0, 1): FAST})
-    assert Fleet.of_vdevices(vdevices, costs, sharing=sharing).slowdown == (slowdown, 1.25)
+@pytest.mark.parametrize(
+    ("shared", "ratio", "slowdown"), [(2.0, 1.0, 1.0), (0.5, 1.0, 2.0), (0.5, 0.8, 2.5), (0.5, 3.0, 1.0)]
+)
+def test_memory_that_devices_share_slows_what_is_above_its_share(shared, ratio, slowdown):
+    """A device that alone reads less than its share of the memory's rate, as was measured, is not slower."""
+    vdevices, alone = parse_vdevices(["llvm"] * 2), COSTS.devices[0]
+    sharing = SharingFigures(2, shared * alone.bandwidth, 1.25, 1e-5, 1e-6)
+    fleet = Fleet.of_vdevices(vdevices, CostModel(COSTS.devices, {(0, 1): FAST}), sharing=sharing)
+    slower = fleet.at_work(COSTS, 2, 2, ratio).devices[0]
+    assert slower.bandwidth == pytest.approx(alone.bandwidth / slowdown)
+    assert slower.flops == pytest.approx(alone.flops / 1.25)
 
 
 def test_devices_of_a_host_share_its_cores_and_memory(large):
     """Figures of CPU devices: one alone, then as many as work at the same time, then more, which take turns."""
     _, file, model, vdevices = large
-    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, (1.5, 1.25))
+    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, COSTS.devices[0].bandwidth / 1.5, 1.25)
     parts = LayerProblem(file, model, CACHE, vdevices, COSTS, {}).search.parts
     attention = [part for part in parts if part.name == "attn"]
     costs = CostModel([replace(COSTS.devices[0], launch=0.0, flops=1e9, products={})], {})  # products decide
