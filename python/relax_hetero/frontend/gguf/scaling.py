@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -376,8 +376,8 @@ class Pipeline:
         self._row_bytes = model.hidden_size * 4
         own = tensor * (stages if fleet.overlaps else 1)
         neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
-        ratio = calibration.decode_ratio(1) if calibration is not None else 1.0
-        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices), tensor, ratio)
+        # By the ratio of measured to expected times.
+        self._costs = lru_cache(partial(fleet.at_work, costs, min(own * neighbors, fleet.devices), tensor))
         self.stages = self._balanced(parts, stages)
 
     @property
@@ -449,12 +449,13 @@ class Pipeline:
 
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Seconds of some parts on a group, with their sums, as `stage_seconds`."""
-        seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
-        if self._calibration is not None and rows > 1:
-            seconds *= self._calibration.prefill
-        elif self._calibration is not None:
-            short = sum(self._part_seconds(part, texts, 1, 0) for part in parts)
-            seconds = short * self._calibration.decode_ratio(texts) + (seconds - short) * self._calibration.cached
+        calibration, ratio = self._calibration, 1.0
+        if calibration is not None:
+            ratio = calibration.prefill if rows > 1 else calibration.decode_ratio(texts)
+        seconds = ratio * sum(self._part_seconds(part, texts, rows, cached, ratio) for part in parts)
+        if calibration is not None and rows == 1:
+            short = ratio * sum(self._part_seconds(part, texts, 1, 0, ratio) for part in parts)
+            seconds = short + (seconds - short) / ratio * calibration.cached
         if self.tensor == 1:
             return seconds
         seconds += self._sums(parts) * self.sum_seconds(self._row_bytes * texts * rows)
@@ -473,9 +474,11 @@ class Pipeline:
             return "logits", 4 * texts * self._model.vocabulary // self.tensor
         return "greedy tokens", 8 * texts
 
-    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
-        work = part.work_seconds(0, self._costs, Step(rows, cached, texts))
-        launches = KERNELS[part.name] * self._costs.devices[0].launch
+    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int, ratio: float = 1.0) -> float:
+        """Expected time of a part on a device of a group; `ratio` is that of `Fleet.at_work`."""
+        costs = self._costs(ratio)
+        work = part.work_seconds(0, costs, Step(rows, cached, texts))
+        launches = KERNELS[part.name] * costs.devices[0].launch
         return work * self._imbalance(part, texts * rows) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
