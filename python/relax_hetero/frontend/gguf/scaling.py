@@ -397,18 +397,30 @@ class Pipeline:
         """
         stages, sizes = len(self.stages), _call_sizes(texts, batch)
         tasks: list[Task] = []
-        last: dict[int, int] = {}
+        streams: dict[int, list[int]] = {}  # stage -> its last task, as a GPU's work is in order
+        last: dict[int, list[int]] = {}
+
+        def add(seconds: float, after: list[int], *units: str) -> list[int]:
+            tasks.append(Task(seconds, after, dict.fromkeys(units, 1)))
+            return [len(tasks) - 1]
+
         for _ in range(_STEPS):
             for call, size in enumerate(sizes):
                 before = call if self._fleet.overlaps else 0  # else a call waits for the last one
+                after = last.get(before, [])
                 for stage in range(stages):
-                    seconds = self.stage_seconds(stage, size, 1, cached)
-                    after = [last[before]] if before in last else []
-                    tasks.append(Task(seconds, after, {str(stage): 1}))
-                    if stages > 1:  # to the next stage; from the last one, tokens to the first
-                        sent = self._row_bytes * size if stage < stages - 1 else 8 * size
-                        tasks.append(Task(self._sent_seconds(stage, sent), [len(tasks) - 1]))
-                    last[before] = len(tasks) - 1
+                    after = after + streams.get(stage, [])
+                    after = streams[stage] = add(self.stage_seconds(stage, size, 1, cached), after, str(stage))
+                    if stages == 1:
+                        continue
+                    following = (stage + 1) % stages  # from the last one, tokens go to the first
+                    seconds = self._sent_seconds(stage, self._row_bytes * size if following else 8 * size)
+                    if following and self._link(stage) is self._fleet.link:  # in order with the work of both
+                        after = after + streams.get(following, [])
+                        after = streams[stage] = streams[following] = add(seconds, after)
+                    else:
+                        after = add(seconds, after)
+                last[before] = after
         ends = simulate(tasks)
         per_step = len(tasks) // _STEPS
         half = _STEPS // 2
@@ -490,11 +502,15 @@ class Pipeline:
     def _sums(self, parts: Sequence[Part]) -> int:
         return sum(part.name in ("attn", "ffn", "experts") for part in parts)
 
-    def _sent_seconds(self, stage: int, nbytes: float) -> float:
-        """Seconds of a transfer from a stage to the next one."""
+    def _link(self, stage: int) -> LinkCost:
+        """Link from a stage to the next one."""
         begin, fleet = stage * self.tensor, self._fleet
         following = (stage + 1) % len(self.stages) * self.tensor
-        link = fleet.link if begin // fleet.devices == following // fleet.devices else fleet.network
+        return fleet.link if begin // fleet.devices == following // fleet.devices else fleet.network
+
+    def _sent_seconds(self, stage: int, nbytes: float) -> float:
+        """Seconds of a transfer from a stage to the next one."""
+        link = self._link(stage)
         return link.latency + nbytes / link.bandwidth
 
     def _balanced(self, parts: Sequence[Part], stages: int) -> list[list[Part]]:
