@@ -231,7 +231,7 @@ class SharedBandwidth:
 
     @classmethod
     def of(cls, vdevice: relax.VDevice) -> SharedBandwidth | None:
-        """That of devices like one, which together have the cores of this process; None as `sharing_figures_of`."""
+        """Probe of devices like one, which together have the cores of this process; None as `sharing_figures_of`."""
         vdevices = _sharing_devices(vdevice)
         return None if vdevices is None else cls(vdevices)
 
