@@ -20,7 +20,7 @@ from tvm import runtime
 
 from ..artifact.collectives import ASKED_FOR
 from ..artifact.metadata import device_names
-from ..artifact.signature import TensorSpec
+from ..artifact.signature import TensorSpec, ValueSpec
 from ..encoding.pages import EXPERT_COUNTS, TABLES
 from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, CacheError, HeteroError
@@ -191,6 +191,11 @@ class _DeviceInputs:
 def _plain_name(name: str) -> str:
     """Name of an input without the number of the device that has a copy."""
     return name.partition("@")[0]
+
+
+def _devices_of(specs: Sequence[ValueSpec], name: str) -> set[int]:
+    """Devices that have a copy, or a part, of an input or result."""
+    return {spec.device for spec in specs if isinstance(spec, TensorSpec) and _plain_name(spec.name) == name}
 
 
 def _token_copy(
@@ -400,14 +405,11 @@ class CompiledModel:
         self._prepared_calls: dict[tuple[str, int], Callable[[], Any]] = {}
         self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
         signature = executable.signature(f"decode_{self._batches[0]}")
-        read, computed, logits = (
-            [spec.device for spec in specs if isinstance(spec, TensorSpec) and _plain_name(spec.name) == name]
-            for specs, name in (
-                (signature.inputs, "tokens"), (signature.outputs, "greedy_tokens"), (signature.outputs, "logits")
-            )
-        )  # fmt: skip
-        self._logit_parts = len(logits)
-        self._moves_tokens = not set(read) <= set(computed)
+        self._logit_parts = len(_devices_of(signature.outputs, "logits"))
+        # Whether a device takes greedy tokens of another one.
+        self._moves_tokens = bool(
+            _devices_of(signature.inputs, "tokens") - _devices_of(signature.outputs, "greedy_tokens")
+        )
         self.machine = VirtualMachine(executable, **self._machine_options)
         executable.release_host_copies()
         self._executable = executable
