@@ -30,7 +30,8 @@ each device: they become as many parameters, and results with their names as man
 
 Functions over meshes that others call are inlined there. A ``match_cast`` is one on each device, of its part.
 
-Assumes functions without control flow, and devices of one host. A module without meshes is returned as it is.
+Assumes functions without control flow, and devices of one host. A module without meshes and that attribute is returned
+as it is.
 """
 
 from __future__ import annotations
@@ -106,10 +107,10 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
         If a function over a mesh has control flow or calls itself, or a value cannot be split as it says.
     """
     vdevices = vdevices_of(mod)
-    if not any(has_mesh(func) for _, func in relax_functions(mod)):
+    if not any(map(_is_partitioned, dict(relax_functions(mod)).values())):
         return mod
     mod = with_inlined_calls(mod)
-    over_meshes = {gv: func for gv, func in relax_functions(mod) if has_mesh(func)}
+    over_meshes = {gv: func for gv, func in relax_functions(mod) if _is_partitioned(func)}
     cuts: Cuts = {}
     builder = relax.BlockBuilder(mod)
     costs = ShardingCosts(vdevices) if by_cost else None
@@ -131,6 +132,10 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
 
 
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
+
+
+def _is_partitioned(func: relax.Function) -> bool:
+    return SPLIT_PARAMETERS in (func.attrs or {}) or has_mesh(func)
 
 
 def _elements(func: relax.Function) -> int:
