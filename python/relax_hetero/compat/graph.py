@@ -21,70 +21,37 @@ _FIRST_IR_WITH_DEFAULTS = 4
 
 @dataclass(frozen=True)
 class NodeArg:
-    """An input or output of a model.
-
-    Attributes
-    ----------
-    name : str
-        Name.
-    type : str
-        Type in ONNX Runtime's words: ``tensor(float)``.
-    shape : list of int, str or None
-        Extents: numbers, names of symbolic ones, None for others.
-    """
+    """An input or output of a model."""
 
     name: str
-    type: str
-    shape: list[int | str | None]
+    type: str  # type in ONNX Runtime's words: ``tensor(float)``
+    shape: list[int | str | None]  # extents: numbers, names of symbolic ones, None for others
 
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Descriptions that a model carries.
+    """Descriptions that a model carries."""
 
-    Attributes
-    ----------
-    custom_metadata_map : dict of str to str
-        The model's own entries.
-    description, graph_description : str
-        Texts of the model and of its graph.
-    domain, graph_name, producer_name : str
-        Names.
-    version : int
-        Version of the model.
-    """
-
-    custom_metadata_map: dict[str, str]
-    description: str
+    custom_metadata_map: dict[str, str]  # the model's own entries
+    description: str  # text of the model
     domain: str
-    graph_description: str
+    graph_description: str  # text of the graph
     graph_name: str
     producer_name: str
-    version: int
+    version: int  # version of the model
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A model, and what a session tells about it.
+    """A model, and what a session tells about it."""
 
-    Attributes
-    ----------
-    source : ModelSource
-        Model to import, with the changes of the options.
-    inputs, overridable, outputs : list of NodeArg
-        Inputs of every call, inputs with defaults, and outputs.
-    labels : dict of str to list
-        Labels of the columns of outputs that are lists of dictionaries.
-    metadata : ModelMetadata
-        Descriptions.
-    """
-
-    source: ModelSource
+    source: ModelSource  # model to import, with the changes of the options
+    # Inputs of every call, inputs with defaults, and outputs.
     inputs: list[NodeArg]
     overridable: list[NodeArg]
     outputs: list[NodeArg]
-    labels: dict[str, list[Any]]
-    metadata: ModelMetadata
+    labels: dict[str, list[Any]]  # labels of the columns of outputs that are lists of dictionaries
+    metadata: ModelMetadata  # descriptions
 
     @property
     def is_dynamic(self) -> bool:

@@ -30,21 +30,13 @@ _BOX_FIELDS = 5
 
 @dataclass(frozen=True)
 class NmsProblem:
-    """A suppression of boxes ``(batches, boxes, 4)`` by scores ``(batches, classes, boxes)``.
-
-    Attributes
-    ----------
-    most : int or None
-        Maximum number of boxes that a class selects; None if it may select all.
-    is_center : bool
-        Whether boxes are stored as centers and sizes, else as opposite corners.
-    """
+    """A suppression of boxes ``(batches, boxes, 4)`` by scores ``(batches, classes, boxes)``."""
 
     batches: Dim
     classes: Dim
     boxes: Dim
-    most: int | None
-    is_center: bool
+    most: int | None  # maximum number of boxes that a class selects; None if it may select all
+    is_center: bool  # whether boxes are stored as centers and sizes, else as opposite corners
 
     @property
     def text(self) -> str:
