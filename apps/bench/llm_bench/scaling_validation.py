@@ -142,6 +142,7 @@ def main(
             print(f"{case}: loaded in {max(each.seconds for each in loaded):.1f} s", flush=True)
         for call in calls.values():
             call()
+        gc.disable()
         turns, rates = _turns(calls, rounds, shared)
         if rates:
             low, high = min(rates) / 1e9, max(rates) / 1e9
