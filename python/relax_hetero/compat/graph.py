@@ -21,24 +21,46 @@ _FIRST_IR_WITH_DEFAULTS = 4
 
 @dataclass(frozen=True)
 class NodeArg:
-    """An input or output of a model."""
+    """An input or output of a model.
+
+    Attributes
+    ----------
+    name : str
+        Name.
+    type : str
+        Type in ONNX Runtime's words: ``tensor(float)``.
+    shape : list of int, str or None
+        Extents: numbers, names of symbolic ones, None for others.
+    """
 
     name: str
-    type: str  # type in ONNX Runtime's words: ``tensor(float)``
-    shape: list[int | str | None]  # extents: numbers, names of symbolic ones, None for others
+    type: str
+    shape: list[int | str | None]
 
 
 @dataclass(frozen=True)
 class ModelMetadata:
-    """Descriptions that a model carries."""
+    """Descriptions that a model carries.
 
-    custom_metadata_map: dict[str, str]  # the model's own entries
-    description: str  # text of the model
+    Attributes
+    ----------
+    custom_metadata_map : dict of str to str
+        The model's own entries.
+    description, graph_description : str
+        Texts of the model and of its graph.
+    domain, graph_name, producer_name : str
+        Names.
+    version : int
+        Version of the model.
+    """
+
+    custom_metadata_map: dict[str, str]
+    description: str
     domain: str
-    graph_description: str  # text of the graph
+    graph_description: str
     graph_name: str
     producer_name: str
-    version: int  # version of the model
+    version: int
 
 
 @dataclass(frozen=True)

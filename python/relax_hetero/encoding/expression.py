@@ -27,11 +27,20 @@ _NUMBERS = ("inf", "nan")
 
 @dataclass(frozen=True)
 class Term:
-    """A node of an expression: an operand, a number, or an op over terms."""
+    """A node of an expression: an operand, a number, or an op over terms.
 
-    op: str  # a name of `FUNCTIONS`, "operand" or "number"
+    Attributes
+    ----------
+    op : str
+        A name of `FUNCTIONS`, "operand" or "number".
+    args : tuple of Term
+    params : tuple
+        The operand's index, the number, or the op's parameters.
+    """
+
+    op: str
     args: tuple[Term, ...] = ()
-    params: tuple[Any, ...] = ()  # the operand's index, the number, or the op's parameters
+    params: tuple[Any, ...] = ()
 
     @cached_property
     def _hash(self) -> int:

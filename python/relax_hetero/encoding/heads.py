@@ -32,11 +32,18 @@ _DIM = re.compile(r"(1|[a-z](?:\*[a-z])*)(?:\+([0-9]+))?")
 
 @dataclass(frozen=True)
 class HeadsMap:
-    """Positions of the heads in one tensor."""
+    """Positions of the heads in one tensor.
 
-    # Iteration dimensions that each dimension of the tensor runs along, outermost first; empty: one index.
+    Attributes
+    ----------
+    dims : tuple of (tuple of str)
+        Iteration dimensions that each dimension of the tensor runs along, outermost first; empty: one index.
+    starts : tuple of int
+        Offset in each dimension.
+    """
+
     dims: tuple[tuple[str, ...], ...]
-    starts: tuple[int, ...]  # offset in each dimension
+    starts: tuple[int, ...]
 
     def __str__(self) -> str:
         parts = ["*".join(names) or "1" for names in self.dims]
@@ -54,13 +61,19 @@ class HeadsMap:
 
 @dataclass(frozen=True)
 class Heads:
-    """Positions of the heads of an attention in its tensors, and the extents."""
+    """Positions of the heads of an attention in its tensors, and the extents.
+
+    Attributes
+    ----------
+    sizes : tuple of int
+        Extents in the order of `NAMES`; b, m and n may be `DYNAMIC` (symbolic).
+    """
 
     query: HeadsMap
     key: HeadsMap
     value: HeadsMap
     result: HeadsMap
-    sizes: tuple[int, ...]  # extents in the order of `NAMES`; b, m and n may be `DYNAMIC` (symbolic)
+    sizes: tuple[int, ...]
 
     def __str__(self) -> str:
         sizes = ", ".join(

@@ -26,9 +26,15 @@ CPU = 1
 
 
 class Location(NamedTuple):
-    """An address in the memory of a device, or of the host."""
+    """An address in the memory of a device, or of the host.
 
-    device: int | None  # device of the type; None for the host
+    Attributes
+    ----------
+    device : int or None
+        Device of the type; None for the host.
+    """
+
+    device: int | None
     address: int
 
 
@@ -85,11 +91,20 @@ class DeviceMemory:
 
 
 class LinkedCode(NamedTuple):
-    """Code of all targets of a kind."""
+    """Code of all targets of a kind.
 
-    modules: list[Any]  # modules to link, in order of the targets' parts
-    machine_code: dict[str, bytes] = {}  # machine code, by key, of kernels that the modules contain as source
-    # Kernels that the back end builds when a machine is made (`artifact.device_code`).
+    Attributes
+    ----------
+    modules : list of Module
+        Modules to link, in order of the targets' parts.
+    machine_code : dict of str to bytes
+        Machine code, by key, of kernels that the modules contain as source.
+    device_code : tuple of DeviceCode
+        Kernels that the back end builds when a machine is made (`artifact.device_code`).
+    """
+
+    modules: list[Any]
+    machine_code: dict[str, bytes] = {}
     device_code: tuple[Any, ...] = ()
 
 

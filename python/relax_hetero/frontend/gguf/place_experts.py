@@ -163,7 +163,7 @@ def _deal(
     """
     owners = {layer.layer: [-1] * len(layer.pairs) for layer in layers}
     for device, slower in zip(order, [*order[1:], order[-1]], strict=True):
-        left, room = [], free[device]
+        left, free_bytes = [], free[device]
         for layer in layers:
             # By a pair, for each byte.
             saved = (layer.seconds[slower] - layer.seconds[device]) / layer.resident_bytes[device]
@@ -172,8 +172,8 @@ def _deal(
                 if owners[layer.layer][expert] < 0:
                     left.append((saved * (mean if by_layer else pairs), layer, expert))
         for _, layer, expert in sorted(left, key=lambda item: -item[0]):
-            if layer.resident_bytes[device] <= room:
-                room -= layer.resident_bytes[device]
+            if layer.resident_bytes[device] <= free_bytes:
+                free_bytes -= layer.resident_bytes[device]
                 owners[layer.layer][expert] = device
     if any(-1 in devices for devices in owners.values()):
         return None

@@ -89,8 +89,8 @@ def mma_tiling_of(
     staging = warps * 16 * (epilogue_columns * element + STAGING_PAD)
     stage = (rows + columns) * SWIZZLED_BYTES
     # Small tiles leave shared memory for a second resident block, which hides latency.
-    room = gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
-    stages = (room - staging - SWIZZLED_BYTES * 8) // stage
+    usable = gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
+    stages = (usable - staging - SWIZZLED_BYTES * 8) // stage
     if stages < 2:
         stages = (gpu.shared_bytes - staging - SWIZZLED_BYTES * 8) // stage
     stages = min(stages, MAX_STAGES, max(2, steps))
