@@ -129,7 +129,7 @@ def main(
                 groups = replace(fleet, shared_bandwidth=rate), case.tensor, case.stages, case.replicas
                 return Pipeline(problem.search.parts, sizes, costs, *groups, calibration)
 
-            loaded = _load(case, path, device, simulated(fleet.shared_bandwidth), cache, counts, chunk, context)
+            loaded = _load(case, path, device, simulated(fleet.shared_bandwidth), counts, chunk, context)
             for texts in counts:
                 if texts % case.calls:
                     continue
@@ -217,7 +217,6 @@ def _load(
     path: Path,
     device: Any,
     simulated: Pipeline,
-    cache: PagedCache,
     counts: tuple[int, ...],
     chunk: int,
     context: int,
@@ -225,7 +224,7 @@ def _load(
     """The replicas; stages have the layers of the simulated ones."""
     batches = tuple(sorted({-(-texts // case.calls) for texts in counts}))
     own: Any = [device] * (case.tensor * case.stages)
-    rules = rules_of(simulated, cache) if case.stages * case.tensor > 1 else None
+    rules = rules_of(simulated) if case.stages * case.tensor > 1 else None
     loaded = []
     for replica in range(case.replicas):
         if case.replicas > 1 and isinstance(device, str):

@@ -157,7 +157,7 @@ def _further_host_seconds(
         if not reaches or stages > max_stages(model):
             continue
         groups = Pipeline(parts, model, costs, Fleet.of_vdevices(vdevices, costs), tensor, stages)
-        two = compile_layers(part, vdevices, rules_of(groups, cache), (1,), (_MIN_CACHED,), 2 * STEPS)
+        two = compile_layers(part, vdevices, rules_of(groups), (1,), (_MIN_CACHED,), 2 * STEPS)
         slot = two.cache.add()
         further[name] = max(0.0, _host_seconds(two, [slot], partial(two.cache.truncate, slot, 0)) - alone)
     return further

@@ -170,7 +170,7 @@ def test_gpus_take_copies_of_integers(models, free_exchanges):
 def test_stages_on_gpus_take_copies_of_integers(models, monkeypatch):
     """So that only what a stage computes crosses to the next one; the CPUs that stand for GPUs find the same tokens."""
     path, one, _ = models
-    stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "last_row*": "cuda:1", "*": "cuda:0"}
+    stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "*": "cuda:0"}
     options = {"batches": (2,), "chunks": (16,), "context": 64}
     gpu = {"kind": "cuda", "arch": "sm_90a"}
     mod = rh.from_gguf(path, [gpu, gpu], stages, **options)
