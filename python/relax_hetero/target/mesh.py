@@ -31,6 +31,10 @@ PRINTED_MESH = re.compile(r"[^:\s]+:-1:(?P<scope>mesh\.[0-9]+(?:[x.][0-9]+)*)")
 """A mesh as TVMScript prints its vdevice, which is in no list: ``llvm:-1:mesh.2x2.0.1.2.3``."""
 
 
+_MESH_VDEVICES: dict[tuple[str, int, str], tvm.relax.VDevice] = {}
+"""One object for each mesh, because TVM compares the vdevices of an op's operands by identity."""
+
+
 @dataclass(frozen=True)
 class Mesh:
     """Devices in rows and columns.
@@ -102,7 +106,8 @@ def mesh_vdevice(
             )
     extents = ["x".join(map(str, shape))] if len(shape) > 1 else []
     scope = _PREFIX + ".".join([*extents, *map(str, positions)])
-    return tvm.relax.VDevice(first.target, int(first.vdevice_id), scope)
+    key = (str(first.target), int(first.vdevice_id), scope)
+    return _MESH_VDEVICES.setdefault(key, tvm.relax.VDevice(first.target, key[1], scope))
 
 
 def mesh_of(vdevice: tvm.relax.VDevice | None) -> Mesh | None:

@@ -10,8 +10,10 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ...errors import PlacementError
-from ...target.mesh import mesh_positions
-from ..ir.rewriting import copy_module, relax_functions, typed, vdevice_in, walk_bindings, with_body
+from ...op.placement import is_hint
+from ...op.sharding import SHARD
+from ...target.mesh import mesh_of_scope, mesh_positions
+from ..ir.rewriting import copy_module, op_name, relax_functions, typed, vdevice_in, walk_bindings, with_body
 
 
 def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
@@ -122,6 +124,12 @@ def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Fu
 
 
 def has_mesh(func: relax.Function) -> bool:
-    """Return whether a function has values over a mesh."""
-    types = [param.ty for param in func.params] + [binding.var.ty for binding in walk_bindings(func.body)]
-    return any(mesh_positions(vdevice_in(ty)) for ty in types)
+    """Return whether a function has values over a mesh, or asks for some."""
+    bindings = list(walk_bindings(func.body))
+    types = [param.ty for param in func.params] + [binding.var.ty for binding in bindings]
+    return any(mesh_positions(vdevice_in(ty)) for ty in types) or any(_asks_for_mesh(each.value) for each in bindings)
+
+
+def _asks_for_mesh(value: relax.Expr) -> bool:
+    """Return whether a value is a call of shard, or a hint that names a mesh."""
+    return op_name(value) == SHARD or (is_hint(value) and mesh_of_scope(str(value.attrs.memory_scope)) is not None)

@@ -170,6 +170,10 @@ class _FunctionPartition:
         asked = {var: self._splits_of_output(var) for var in self._outputs}
         self._wishes = ReaderWishes(self._source, asked)
         self._params: dict[relax.Var, list[relax.Var]] = {}
+        self._copied: dict[relax.Var, Mesh] = {}  # devices that TVM's inference copied to types after a hint
+        types = [each.ty for each in (*func.params, *(binding.var for binding in self._source))]
+        annotated = [mesh_of(vdevice_in(ty)) for ty in types]
+        self._meshes_of_one = {mesh.positions for mesh in annotated if mesh is not None and len(mesh) == 1}
 
     def function(self) -> relax.Function:
         """The function with values of single devices only."""
@@ -288,7 +292,7 @@ class _FunctionPartition:
 
     def _add(self, var: relax.Var, value: relax.Expr) -> None:
         if isinstance(value, relax.Var):
-            for table in (self._values, self._weights.values, self._tuples):
+            for table in (self._values, self._weights.values, self._tuples, self._copied):
                 if value in table:
                     table[var] = table[value]  # type: ignore[index, assignment]
         elif is_tensor_constant(value):
@@ -540,33 +544,62 @@ class _FunctionPartition:
         if op_name(call) in (TRANSFER, HINT):
             is_transfer = op_name(call) == TRANSFER
             mesh = self._mesh_at(call.attrs.dst_vdevice if is_transfer else hinted_vdevice(call, self._vdevices))
-            shardings = whole_on(mesh)
+            shardings, declared = whole_on(mesh), self._annotated(var.ty)
+            if declared not in (None, mesh):
+                self._copied[var] = declared
         else:
             shardings = _shardings(str(call.attrs.placement))
-            shape = shape_of(source)
-            if (
-                len(mesh) == 1
-                or shape is None
-                or len(shardings) != len(mesh.shape)
-                or not divide(shardings, shape, mesh.shape)
-            ):
-                axes = f"its {len(mesh.shape)} axes, " if len(mesh.shape) > 1 else "its axis, "
+            if reason := self._misplaced(source, shardings, mesh):
                 raise PlacementError(
-                    f"{SHARD} at {var.name!r} in function {self._name!r}: placement {_text(shardings)} of a "
-                    f"{source.ty} on {self._mesh_name(mesh)}; expected a mesh of several devices, a placement for each "
-                    f"of {axes}and an axis whose extent they divide"
+                    f"{SHARD} at {var.name!r} in function {self._name!r}, placement {_text(shardings)!r}: {reason}"
                 )
             self._annotated_splits.add(var)
         self._values[var] = MeshValue(mesh, [shardings], self._get(source, mesh, shardings))
+
+    def _misplaced(self, source: relax.Expr, shardings: Shardings, mesh: Mesh) -> str:
+        """Reason why a value cannot have shardings on a mesh, and what was expected; empty if it can."""
+        shape, devices = shape_of(source), self._mesh_name(mesh)
+        if len(mesh) == 1 and mesh.positions not in self._meshes_of_one:
+            return (
+                f"the operand is on {devices}, which is not a mesh; expected the annotation of a mesh, such as "
+                "'cuda[0:2]', on the operand or the result"
+            )
+        if len(shardings) != len(mesh.shape):
+            extents = f" of shape {mesh.shape}" if len(mesh.shape) > 1 else ""
+            return (
+                f"found {len(shardings)} placements for the mesh{extents} of {devices}; expected one for each of its "
+                f"axes, {len(mesh.shape)} in all"
+            )
+        if shape is None:
+            return "the operand's sizes are not known; expected a shape, whose sizes may be symbolic, for example by match_cast"
+        if not divide(shardings, shape, mesh.shape):
+            counts = " x ".join(map(str, mesh.shape))
+            return (
+                f"the operand has shape ({', '.join(map(str, shape))}), whose split axes {counts} devices cannot have "
+                "in equal parts; expected extents that are known, and multiples of the number of devices"
+            )
+        return ""
 
     # -- meshes
 
     def _mesh(self, var: relax.Var, tensors: Sequence[relax.Expr]) -> Mesh:
         """The mesh of a call: its annotation's, else the largest one of its operands."""
-        if (mesh := self._annotated(var.ty)) is not None:
+        mesh = self._annotated(var.ty)
+        if mesh is not None and not self._is_copied(var, mesh, tensors):
             return mesh
         meshes = [self._values[tensor].mesh for tensor in tensors if tensor in self._values]
         return max(meshes, key=len, default=_FIRST)
+
+    def _is_copied(self, var: relax.Var, mesh: Mesh, tensors: Sequence[relax.Expr]) -> bool:
+        """Return whether TVM's inference copied a device to a variable's type from before a hint."""
+        is_there = any(
+            tensor in self._values and tensor not in self._copied and self._values[tensor].mesh == mesh
+            for tensor in tensors
+        )
+        if is_there or all(self._copied.get(tensor) != mesh for tensor in tensors):
+            return False
+        self._copied[var] = mesh
+        return True
 
     def _annotated(self, ty: tvm.ir.Type) -> Mesh | None:
         vdevice = vdevice_in(ty)
@@ -605,6 +638,8 @@ class _FunctionPartition:
 
     def _add_field_of_value(self, item: relax.Var, source: relax.Var, index: int) -> None:
         of = self._values[source]
+        if source in self._copied:
+            self._copied[item] = self._copied[source]
         locals_ = [
             self._bindings.emit(
                 lambda args: relax.TupleGetItem(args[0], index), [local], device, numbered(item.name, number)
