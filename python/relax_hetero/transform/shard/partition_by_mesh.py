@@ -45,6 +45,7 @@ from typing import Any
 import numpy as np
 import tvm
 from tvm import relax
+from tvm.relax.distributed import DTensorType
 
 from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
@@ -105,6 +106,7 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     PlacementError
         If a function over a mesh has control flow or calls itself, or a value cannot be split as it says.
     """
+    _refuse_distributed_ops(mod)
     vdevices = vdevices_of(mod)
     if not any(has_mesh(func) for _, func in relax_functions(mod)):
         return mod
@@ -131,6 +133,20 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
 
 
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
+
+
+def _refuse_distributed_ops(mod: tvm.IRModule) -> None:
+    """PlacementError for a module with types or ops of TVM's ``relax.distributed``."""
+    for gv, func in relax_functions(mod):
+        bindings = list(walk_bindings(func.body))
+        names = [str(param.name) for param in func.params if isinstance(param.ty, DTensorType)]
+        names += [str(each.var.name) for each in bindings if (op_name(each.value) or "").startswith("relax.dist.")]
+        if names:
+            raise PlacementError(
+                f"{names[0]!r} in function {gv.name_hint!r} is a DTensor, or the result of an op of R.dist, which "
+                "TVM's relax.distributed lowers; expected annotations of a mesh, such as R.Tensor((8, 8), 'float32', "
+                "'cuda[0:2]'), and R.hetero.shard(x, 'S[0]') for parts"
+            )
 
 
 def _elements(func: relax.Function) -> int:
@@ -571,12 +587,12 @@ class _FunctionPartition:
                 f"axes, {len(mesh.shape)} in all"
             )
         if shape is None:
-            return "the operand's sizes are not known; expected a shape, whose sizes may be symbolic, for example by match_cast"
+            return "the operand's sizes are not known; expected a shape, for example by a match_cast"
         if not divide(shardings, shape, mesh.shape):
-            counts = " x ".join(map(str, mesh.shape))
+            extents = ", ".join(str(extent if known(extent) is None else known(extent)) for extent in shape)
             return (
-                f"the operand has shape ({', '.join(map(str, shape))}), whose split axes {counts} devices cannot have "
-                "in equal parts; expected extents that are known, and multiples of the number of devices"
+                f"the operand has shape ({extents}), whose split axes {' x '.join(map(str, mesh.shape))} devices "
+                "cannot have in equal parts; expected known extents that are multiples of the number of devices"
             )
         return ""
 
