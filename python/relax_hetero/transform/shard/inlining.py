@@ -62,18 +62,27 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
 
 def _inlined(func: relax.Function, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.Function:
     """A function with the bindings of those that it calls. They keep their devices, which TVM's inlining loses."""
+    return with_body(func, _with_bindings(func.body, bodies))
+
+
+def _with_bindings(body: relax.SeqExpr, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.SeqExpr:
     blocks = []
-    for block in func.body.blocks:
+    for block in body.blocks:
         bindings: list[relax.Binding] = []
         for binding in block.bindings:
-            callee = bodies.get(binding.value.op) if isinstance(binding.value, relax.Call) else None
+            value = binding.value
+            if isinstance(value, relax.If):
+                ends = [_with_bindings(branch, bodies) for branch in (value.true_branch, value.false_branch)]
+                value = typed(relax.If(value.cond, *ends, value.span), value.ty)
+                binding = relax.VarBinding(binding.var, value, binding.span)
+            callee = bodies.get(value.op) if isinstance(value, relax.Call) else None
             if callee is None:
                 bindings.append(binding)
                 continue
-            copies, result = _copied(callee, binding.value.args, isinstance(block, relax.DataflowBlock))
+            copies, result = _copied(callee, value.args, isinstance(block, relax.DataflowBlock))
             bindings += [*copies, relax.VarBinding(binding.var, result)]
         blocks.append(type(block)(bindings))
-    return with_body(func, typed(relax.SeqExpr(blocks, func.body.body), func.body.ty))
+    return typed(relax.SeqExpr(blocks, body.body), body.ty)
 
 
 def _copied(

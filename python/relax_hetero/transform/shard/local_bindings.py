@@ -8,6 +8,7 @@ from typing import TypeAlias
 import tvm
 from tvm import relax, tirx
 
+from ...target.backend import backend_of
 from ...target.vdevice import vdevice_index
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name, typed
@@ -50,6 +51,14 @@ class LocalBindings:
         self._builder, self._kernels = builder, kernels
         self._bare: dict[relax.Var, relax.Var] = {}
         self._transferred: dict[tuple[relax.Expr, int], relax.Expr] = {}
+
+    def nested(self, is_dataflow: bool) -> LocalBindings:
+        """Bindings of a branch of the function."""
+        return LocalBindings(self._builder, self.vdevices, is_dataflow, self._kernels)
+
+    def records_graphs(self, device: int) -> bool:
+        """Return whether a device's kernels are in graphs, as those of a GPU."""
+        return bool(backend_of(self.vdevices[device].target).records_graphs)
 
     def normalized(self, call: relax.Expr) -> relax.Expr:
         """A call with its type, given operands without devices."""

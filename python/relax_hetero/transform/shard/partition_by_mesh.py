@@ -40,6 +40,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -166,7 +167,8 @@ class _FunctionPartition:
         costs: ShardingCosts | None,
         reasons: dict[str, str],
     ) -> None:
-        self._name, self._func, self._bindings = name, func, bindings
+        self._name, self._func, self._bindings, self._cuts = name, func, bindings, cuts
+        self._home: Mesh | None = None  # device of a branch's results
         self._costs, self._reasons = costs, reasons
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
@@ -196,12 +198,14 @@ class _FunctionPartition:
         for param in self._func.params:
             self._add_param(param)
         for binding in self._source:
-            if isinstance(binding.value, (relax.If, relax.Function)):
+            if isinstance(binding.value, relax.Function):
                 raise PlacementError(
-                    f"function {self._name!r} has values over a mesh and {type(binding.value).__name__} at "
-                    f"{binding.var.name!r}; expected no control flow besides meshes"
+                    f"function {self._name!r} has values over a mesh and a local function {binding.var.name!r}; "
+                    "expected none besides meshes"
                 )
-            if isinstance(binding, relax.MatchCast):
+            if isinstance(binding.value, relax.If):
+                self._add_branches(binding.var, binding.value)
+            elif isinstance(binding, relax.MatchCast):
                 self._add_match_cast(binding)
             else:
                 self._add(binding.var, binding.value)
@@ -295,13 +299,13 @@ class _FunctionPartition:
         return (locals_[0] if len(locals_) == 1 else relax.Tuple(locals_)), names
 
     def _whole(self, var: relax.Var) -> relax.Expr:
-        """The whole value on the first device of its mesh."""
+        """The whole value on the first device of its mesh, or that of a branch."""
         if var not in self._tuples and isinstance(var.ty, tvm.ir.TupleType) and var in self._values:
             self._collect(var, [])
         if var in self._tuples:
             return relax.Tuple([self._whole(field) for field in self._tuples[var]])
         mesh = self._values[var].mesh if var in self._values else self._annotated(var.ty) or _FIRST
-        home = Mesh.of_device(mesh.positions[0])
+        home = self._home or Mesh.of_device(mesh.positions[0])
         return self._get(var, home, whole_on(home))[0]
 
     # -- bindings
@@ -331,6 +335,48 @@ class _FunctionPartition:
             self._add(var, fields[value.index])
             return
         self._add_field_of_value(var, source, value.index)
+
+    def _add_branches(self, var: relax.Var, value: relax.If) -> None:
+        """Partition branches, which begin with whole values on all devices and end with one on a single device."""
+        variables = [var, *(binding.var for branch in _branches(value) for binding in walk_bindings(branch))]
+        devices = [device for each in variables for device in self._annotated(each.ty) or ()]
+        if any(self._bindings.records_graphs(device) for device in devices):
+            raise PlacementError(
+                f"function {self._name!r} has values over a mesh of GPUs and If at {var.name!r}; expected no control "
+                "flow besides meshes of GPUs, whose kernels wait for each other"
+            )
+        mesh = self._mesh(var, [each for each in used_vars(value) if each in self._values])
+        home = Mesh.of_device(mesh.positions[0])
+        condition = self._whole(value.cond) if isinstance(value.cond, relax.Var) else value.cond
+        ends = [self._partitioned_branch(branch, home) for branch in _branches(value)]
+        local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
+        self._bindings.items.append(relax.VarBinding(local, typed(relax.If(condition, *ends), local.ty)))
+        self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
+
+    def _partitioned_branch(self, branch: relax.SeqExpr, home: Mesh) -> relax.SeqExpr:
+        """A branch with values of single devices only, and its result on one of them."""
+        is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in branch.blocks)
+        bindings = self._bindings.nested(is_dataflow and bool(branch.blocks))
+        func = relax.Function([], branch, branch.ty, False, tvm.ir.make_node("ir.DictAttrs"))
+        inner = _FunctionPartition(self._name, func, self._cuts, bindings, self._costs, self._reasons)
+        free = [var for each in relax.analysis.free_vars(branch) for var in self._tensors_of(each)]
+        inner._home = home
+        inner._weights.values.update(self._weights.values)
+        inner._tuples.update(self._tuples)
+        inner._copied.update(self._copied)
+        for var in free:
+            if var in self._values and isinstance(var.ty, relax.TensorType):
+                mesh = self._values[var].mesh
+                inner._values[var] = MeshValue(mesh, [whole_on(mesh)], self._get(var, mesh, whole_on(mesh)))
+            elif var in self._values:
+                inner._values[var] = self._values[var]
+        return inner.function().body
+
+    def _tensors_of(self, var: relax.Var) -> list[relax.Var]:
+        """The variable, or those of the tuple that it is."""
+        collected: list[relax.Expr] = []
+        self._collect(var, collected)
+        return [each for each in collected if isinstance(each, relax.Var)]
 
     def _add_match_cast(self, binding: relax.MatchCast) -> None:
         """Check the type of what each device has, so that sizes that it defines are known on all."""
@@ -662,7 +708,8 @@ class _FunctionPartition:
             )
             for number, (device, local) in enumerate(zip(of.mesh, of.locals, strict=True))
         ]
-        self._values[item] = MeshValue(of.mesh, [of.shardings[index]], locals_)
+        ends = [0, *accumulate(len(list(tensor_types(field))) for field in source.ty.fields)]
+        self._values[item] = MeshValue(of.mesh, of.shardings[ends[index] : ends[index + 1]], locals_)
 
     def _rebuilt(self, call: relax.Call, leaves: Sequence[relax.Expr]) -> relax.Call:
         """The call with other tensors and variables, in the order of `_operands`."""
@@ -707,6 +754,10 @@ class _FunctionPartition:
         """The local value of each device of a mesh."""
         is_weight = expr in self._weights
         return self._weights.parts(expr, mesh, shardings) if is_weight else self._exchanges.get(expr, mesh, shardings)
+
+
+def _branches(value: relax.If) -> tuple[relax.SeqExpr, relax.SeqExpr]:
+    return value.true_branch, value.false_branch
 
 
 _FIRST = Mesh.of_device(0)
