@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -16,16 +16,22 @@ from ...target.mesh import mesh_of_scope, mesh_positions
 from ..ir.rewriting import copy_module, op_name, relax_functions, typed, vdevice_in, walk_bindings, with_body
 
 
-def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module in which no function calls one with values over a mesh: these are inlined, so that shardings spread.
+def with_inlined_calls(mod: tvm.IRModule) -> tuple[tvm.IRModule, frozenset[tvm.ir.GlobalVar]]:
+    """Inline functions with values over a mesh, so that shardings spread, but those that call themselves.
+
+    Returns
+    -------
+    mod : tvm.IRModule
+    recursive : frozenset of GlobalVar
+        Functions with values over a mesh that call themselves, as loops do; other functions call them.
 
     Raises
     ------
     PlacementError
-        If such a function calls itself, or is called in a branch or a local function.
+        If such a function is called in a local function.
     """
     functions = dict(relax_functions(mod))
-    called = {gv: _callees(func, functions) for gv, func in functions.items()}
+    called = {gv: callees_of(func, functions) for gv, func in functions.items()}
     while wider := {  # callees of callees
         gv: callees | more
         for gv, callees in called.items()
@@ -33,31 +39,28 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     }:
         called |= wider
     meshes = {gv for gv, func in functions.items() if has_mesh(func)}
-    inlined = {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
-    for gv in inlined:
-        if gv in called[gv]:
-            raise PlacementError(
-                f"function {gv.name_hint!r} has values over a mesh, or calls a function that has, and calls itself; "
-                "expected no recursion besides meshes"
-            )
+    over_meshes = {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
+    recursive = frozenset(gv for gv in over_meshes if gv in called[gv])
+    inlined = over_meshes - recursive
     callers = [gv for gv, callees in called.items() if callees & inlined]
     if not callers:
-        return mod
+        return mod, recursive
     bodies = {gv: functions[gv] for gv in inlined}
     changed: dict[tvm.ir.GlobalVar, relax.Function] = {}
     for gv in sorted(callers, key=lambda gv: len(called[gv])):  # callees first: they call fewer functions
         changed[gv] = _inlined(functions[gv], bodies)
-        if left := sorted(each.name_hint for each in _callees(changed[gv], functions) & inlined):
+        if left := sorted(each.name_hint for each in callees_of(changed[gv], functions) & inlined):
             raise PlacementError(
-                f"function {gv.name_hint!r} calls {left[0]!r}, which has values over a mesh, in a branch or a local "
-                "function; expected no control flow besides meshes"
+                f"function {gv.name_hint!r} calls {left[0]!r}, which has values over a mesh, in a local function; "
+                "expected none besides meshes"
             )
         if gv in bodies:
             bodies[gv] = changed[gv]
     unused = {
         gv for gv in inlined & frozenset().union(*called.values()) if "global_symbol" not in (functions[gv].attrs or {})
     }
-    return copy_module(mod, {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused})
+    kept = {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused}
+    return copy_module(mod, kept), recursive
 
 
 def _inlined(func: relax.Function, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.Function:
@@ -126,8 +129,10 @@ def _sizes(ty: tvm.ir.Type) -> Sequence[Any]:
     return getattr(shape, "values", None) or ()
 
 
-def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> frozenset[tvm.ir.GlobalVar]:
-    """The Relax functions that a function calls."""
+def callees_of(
+    func: relax.Function, functions: Collection[tvm.ir.GlobalVar]
+) -> frozenset[tvm.ir.GlobalVar]:
+    """Those of some functions that a function calls."""
     calls = [binding.value for binding in walk_bindings(func.body) if isinstance(binding.value, relax.Call)]
     return frozenset(call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar) and call.op in functions)
 

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
@@ -47,6 +47,7 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.relax.distributed import DTensorType
+from tvm_ffi import structural_map
 
 from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
@@ -69,7 +70,7 @@ from ..ir.rewriting import (
     walk_bindings,
 )
 from .exchanges import Exchanges, MeshValue, whole_on
-from .inlining import has_mesh, with_inlined_calls
+from .inlining import callees_of, has_mesh, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
@@ -105,14 +106,15 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     Raises
     ------
     PlacementError
-        If a function over a mesh has control flow or calls itself, or a value cannot be split as it says.
+        If a function over a mesh of GPUs has branches or calls itself, or a value cannot be split as it says.
     """
     _refuse_distributed_ops(mod)
     vdevices = vdevices_of(mod)
     if not any(has_mesh(func) for _, func in relax_functions(mod)):
         return mod
-    mod = with_inlined_calls(mod)
-    over_meshes = {gv: func for gv, func in relax_functions(mod) if has_mesh(func)}
+    mod, recursive = with_inlined_calls(mod)
+    over_meshes = {gv: func for gv, func in relax_functions(mod) if has_mesh(func) or callees_of(func, recursive)}
+    callees = {gv: over_meshes[gv] for gv in recursive}
     cuts: Cuts = {}
     builder = relax.BlockBuilder(mod)
     costs = ShardingCosts(vdevices) if by_cost else None
@@ -124,12 +126,17 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
         func = over_meshes[gv]
         is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in func.body.blocks)
         bindings = LocalBindings(builder, vdevices, is_dataflow, kernels)
-        partitions[gv] = _FunctionPartition(gv.name_hint, func, cuts, bindings, costs, reasons).function()
+        partition = _FunctionPartition(gv.name_hint, func, cuts, bindings, costs, reasons, callees)
+        if gv in recursive:
+            partition.home = partition.home_of_results(func)
+        partitions[gv] = partition.function()
+    names = {gv: typed(tvm.ir.GlobalVar(gv.name_hint), func.ty) for gv, func in partitions.items()}
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in mod.functions.items():
-        if gv in partitions:
-            gv, func = typed(tvm.ir.GlobalVar(gv.name_hint), partitions[gv].ty), partitions[gv]
-        functions[gv] = func
+        func = partitions.get(gv, func)
+        if gv in partitions and callees_of(func, recursive):
+            func = structural_map(func, (tvm.ir.GlobalVar, lambda each: names.get(each, each)))
+        functions[names.get(gv, gv)] = func
     return with_remarks(copy_module(mod, {**functions, **kernels}), shardings=reasons or None)
 
 
@@ -156,7 +163,13 @@ def _elements(func: relax.Function) -> int:
 
 
 class _FunctionPartition:
-    """Partitions one function."""
+    """Partitions one function, or a branch.
+
+    Attributes
+    ----------
+    home : Mesh or None
+        Single device of all results; None: the first one of each result's mesh.
+    """
 
     def __init__(
         self,
@@ -166,10 +179,11 @@ class _FunctionPartition:
         bindings: LocalBindings,
         costs: ShardingCosts | None,
         reasons: dict[str, str],
+        callees: Mapping[tvm.ir.GlobalVar, relax.Function],
     ) -> None:
         self._name, self._func, self._bindings, self._cuts = name, func, bindings, cuts
-        self._home: Mesh | None = None  # device of a branch's results
-        self._costs, self._reasons = costs, reasons
+        self._costs, self._reasons, self._callees = costs, reasons, callees
+        self.home: Mesh | None = None
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
         self._values = self._exchanges.values
@@ -237,7 +251,7 @@ class _FunctionPartition:
 
     def _add_param(self, param: relax.Var) -> None:
         name, shardings = str(param.name), self._split.get(str(param.name))
-        mesh = self._split_meshes.get(name) or self._annotated(param.ty) or self._mesh_of_reader(param)
+        mesh = self._split_meshes.get(name) or self._mesh_of_param(param, self._source)
         if shardings is None:
             home = Mesh.of_device(mesh.positions[0])
             local = relax.Var(name, on_device(param.ty, self._vdevices[home.positions[0]]))
@@ -256,8 +270,11 @@ class _FunctionPartition:
         self._params[param] = list(map(relax.Var, names, types))
         self._values[param] = MeshValue(mesh, [shardings], list(self._params[param]))
 
-    def _mesh_of_reader(self, param: relax.Var) -> Mesh:
-        for binding in self._source:
+    def _mesh_of_param(self, param: relax.Var, bindings: Iterable[relax.Binding]) -> Mesh:
+        """The mesh of a parameter's annotation, else of a value that is computed from it."""
+        if (mesh := self._annotated(param.ty)) is not None:
+            return mesh
+        for binding in bindings:
             if param in used_vars(binding.value) and (mesh := self._annotated(binding.var.ty)) is not None:
                 return mesh
         return _FIRST
@@ -301,11 +318,14 @@ class _FunctionPartition:
     def _whole(self, var: relax.Var) -> relax.Expr:
         """The whole value on the first device of its mesh, or that of a branch."""
         if var not in self._tuples and isinstance(var.ty, tvm.ir.TupleType) and var in self._values:
+            value = self._values[var]
+            if len(value.mesh) == 1 and self.home in (None, value.mesh):
+                return value.locals[0]
             self._collect(var, [])
         if var in self._tuples:
             return relax.Tuple([self._whole(field) for field in self._tuples[var]])
         mesh = self._values[var].mesh if var in self._values else self._annotated(var.ty) or _FIRST
-        home = self._home or Mesh.of_device(mesh.positions[0])
+        home = self.home or Mesh.of_device(mesh.positions[0])
         return self._get(var, home, whole_on(home))[0]
 
     # -- bindings
@@ -358,9 +378,9 @@ class _FunctionPartition:
         is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in branch.blocks)
         bindings = self._bindings.nested(is_dataflow and bool(branch.blocks))
         func = relax.Function([], branch, branch.ty, False, tvm.ir.make_node("ir.DictAttrs"))
-        inner = _FunctionPartition(self._name, func, self._cuts, bindings, self._costs, self._reasons)
+        inner = _FunctionPartition(self._name, func, self._cuts, bindings, self._costs, self._reasons, self._callees)
         free = [var for each in relax.analysis.free_vars(branch) for var in self._tensors_of(each)]
-        inner._home = home
+        inner.home = home
         inner._weights.values.update(self._weights.values)
         inner._tuples.update(self._tuples)
         inner._copied.update(self._copied)
@@ -371,6 +391,42 @@ class _FunctionPartition:
             elif var in self._values:
                 inner._values[var] = self._values[var]
         return inner.function().body
+
+    def _add_recursive_call(self, var: relax.Var, call: relax.Call) -> None:
+        """Call a function over a mesh that calls itself: its parameters and results are whole, on single devices."""
+        callee = self._callees[call.op]
+        bindings = list(walk_bindings(callee.body, nested=False))
+        meshes = [self._mesh_of_param(param, bindings) for param in callee.params]
+        args = [
+            self._argument(arg, Mesh.of_device(mesh.positions[0])) for arg, mesh in zip(call.args, meshes, strict=True)
+        ]
+        home = self.home_of_results(callee)
+        local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
+        self._bindings.add_binding(local, relax.Call(call.op, args, call.attrs, call.ty_args, call.span))
+        self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
+
+    def _argument(self, arg: relax.Expr, home: Mesh) -> relax.Expr:
+        """An argument of a function, whole on a device."""
+        if isinstance(arg.ty, tvm.ir.TupleType):
+            if isinstance(arg, relax.Var):
+                self._collect(arg, [])
+            fields = arg.fields if isinstance(arg, relax.Tuple) else self._tuples[arg]
+            return relax.Tuple([self._argument(field, home) for field in fields])
+        if isinstance(arg.ty, relax.TensorType):
+            return self._get(arg, home, whole_on(home))[0]
+        return self._get_plain(arg)
+
+    def home_of_results(self, func: relax.Function) -> Mesh:
+        """Device of the results of a function that calls itself: the first one of its first annotated mesh."""
+        variables = [*func.params, *(binding.var for binding in walk_bindings(func.body))]
+        meshes = [self._annotated(ty) for ty in (func.ret_ty, *(var.ty for var in variables))]
+        mesh = next((mesh for mesh in meshes if mesh is not None), _FIRST)
+        if self._callees and any(map(self._bindings.records_graphs, mesh)):
+            raise PlacementError(
+                f"function {self._name!r} has values over a mesh of GPUs, and calls itself or is called by a function "
+                "that does; expected no recursion besides meshes of GPUs, whose kernels wait for each other"
+            )
+        return Mesh.of_device(mesh.positions[0])
 
     def _tensors_of(self, var: relax.Var) -> list[relax.Var]:
         """The variable, or those of the tuple that it is."""
@@ -407,6 +463,9 @@ class _FunctionPartition:
         self._values[var] = MeshValue(mesh, [shardings], locals_)
 
     def _add_call(self, var: relax.Var, call: relax.Call) -> None:
+        if call.op in self._callees:
+            self._add_recursive_call(var, call)
+            return
         name = op_name(call)
         leaves = self._operands(call)
         tensors = [leaf for leaf in leaves if isinstance(leaf.ty, relax.TensorType)]
