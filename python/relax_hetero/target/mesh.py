@@ -1,7 +1,7 @@
 """Meshes: several devices that share the work of an op, named by a range: ``cuda[0:2]`` is ``cuda:0`` and ``cuda:1``.
 
 A mesh of several axes has a shape: ``cuda[0:4](2, 2)`` has rows ``cuda:0``, ``cuda:1`` and ``cuda:2``, ``cuda:3``, as
-TVM's ``I.device_mesh((2, 2), I.Range(0, 4))``.
+TVM's ``relax.distributed.device_mesh((2, 2), Range(0, 4))``.
 
 In types, a mesh stands where a vdevice does: as a vdevice with the target of its first device, whose memory scope lists
 the shape and the devices' positions in the module (``mesh.2x2.0.1.2.3``). `PartitionByMesh` replaces these types by

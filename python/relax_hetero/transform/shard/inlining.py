@@ -16,14 +16,10 @@ from ...target.mesh import mesh_of_scope, mesh_positions
 from ..ir.rewriting import copy_module, op_name, relax_functions, typed, vdevice_in, walk_bindings, with_body
 
 
-def with_inlined_calls(mod: tvm.IRModule) -> tuple[tvm.IRModule, frozenset[tvm.ir.GlobalVar]]:
-    """Inline functions with values over a mesh, so that shardings spread, but those that call themselves.
+def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
+    """A module in which functions with values over a mesh are inlined, so that shardings spread.
 
-    Returns
-    -------
-    mod : tvm.IRModule
-    recursive : frozenset of GlobalVar
-        Functions with values over a mesh that call themselves, as loops do; other functions call them.
+    Functions that call themselves, as loops do, stay.
 
     Raises
     ------
@@ -31,25 +27,17 @@ def with_inlined_calls(mod: tvm.IRModule) -> tuple[tvm.IRModule, frozenset[tvm.i
         If such a function is called in a local function.
     """
     functions = dict(relax_functions(mod))
-    called = {gv: callees_of(func, functions) for gv, func in functions.items()}
-    while wider := {  # callees of callees
-        gv: callees | more
-        for gv, callees in called.items()
-        if not (more := {each for callee in callees for each in called[callee]}) <= callees
-    }:
-        called |= wider
-    meshes = {gv for gv, func in functions.items() if has_mesh(func)}
-    over_meshes = {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
-    recursive = frozenset(gv for gv in over_meshes if gv in called[gv])
-    inlined = over_meshes - recursive
+    called = _called(functions)
+    over_meshes = _over_meshes(functions, called)
+    inlined = {gv for gv in over_meshes if gv not in called[gv]}
     callers = [gv for gv, callees in called.items() if callees & inlined]
     if not callers:
-        return mod, recursive
+        return mod
     bodies = {gv: functions[gv] for gv in inlined}
     changed: dict[tvm.ir.GlobalVar, relax.Function] = {}
     for gv in sorted(callers, key=lambda gv: len(called[gv])):  # callees first: they call fewer functions
         changed[gv] = _inlined(functions[gv], bodies)
-        if left := sorted(each.name_hint for each in callees_of(changed[gv], functions) & inlined):
+        if left := sorted(each.name_hint for each in callees_of(changed[gv], inlined)):
             raise PlacementError(
                 f"function {gv.name_hint!r} calls {left[0]!r}, which has values over a mesh, in a local function; "
                 "expected none besides meshes"
@@ -59,8 +47,35 @@ def with_inlined_calls(mod: tvm.IRModule) -> tuple[tvm.IRModule, frozenset[tvm.i
     unused = {
         gv for gv in inlined & frozenset().union(*called.values()) if "global_symbol" not in (functions[gv].attrs or {})
     }
-    kept = {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused}
-    return copy_module(mod, kept), recursive
+    return copy_module(mod, {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused})
+
+
+def recursive_functions(mod: tvm.IRModule) -> frozenset[tvm.ir.GlobalVar]:
+    """Functions with values over a mesh that call themselves, as loops do."""
+    functions = dict(relax_functions(mod))
+    called = _called(functions)
+    return frozenset(gv for gv in _over_meshes(functions, called) if gv in called[gv])
+
+
+def _called(functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> dict[tvm.ir.GlobalVar, frozenset[tvm.ir.GlobalVar]]:
+    """Functions that each function calls, and those that these call."""
+    called = {gv: callees_of(func, functions) for gv, func in functions.items()}
+    while wider := {
+        gv: callees | more
+        for gv, callees in called.items()
+        if not (more := frozenset().union(*(called[callee] for callee in callees))) <= callees
+    }:
+        called |= wider
+    return called
+
+
+def _over_meshes(
+    functions: Mapping[tvm.ir.GlobalVar, relax.Function],
+    called: Mapping[tvm.ir.GlobalVar, frozenset[tvm.ir.GlobalVar]],
+) -> set[tvm.ir.GlobalVar]:
+    """Functions that have values over a mesh, or call a function that has."""
+    meshes = {gv for gv, func in functions.items() if has_mesh(func)}
+    return {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
 
 
 def _inlined(func: relax.Function, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.Function:

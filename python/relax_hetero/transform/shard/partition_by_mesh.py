@@ -30,7 +30,11 @@ each device: they become as many parameters, and results with their names as man
 
 Functions over meshes that others call are inlined there. A ``match_cast`` is one on each device, of its part.
 
-Assumes functions without control flow, and devices of one host. A module without meshes is returned as it is.
+A branch begins with the whole of each value on all devices of the value's mesh, and ends with the whole result on one
+device. So does a function that calls itself, such as a loop, whose parameters are on single devices. Both are refused
+on GPUs, whose kernels wait for each other.
+
+Assumes devices of one host. A module without meshes is returned as it is.
 """
 
 from __future__ import annotations
@@ -70,7 +74,7 @@ from ..ir.rewriting import (
     walk_bindings,
 )
 from .exchanges import Exchanges, MeshValue, whole_on
-from .inlining import callees_of, has_mesh, with_inlined_calls
+from .inlining import callees_of, has_mesh, recursive_functions, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
@@ -112,7 +116,8 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     vdevices = vdevices_of(mod)
     if not any(has_mesh(func) for _, func in relax_functions(mod)):
         return mod
-    mod, recursive = with_inlined_calls(mod)
+    mod = with_inlined_calls(mod)
+    recursive = recursive_functions(mod)
     over_meshes = {gv: func for gv, func in relax_functions(mod) if has_mesh(func) or callees_of(func, recursive)}
     callees = {gv: over_meshes[gv] for gv in recursive}
     cuts: Cuts = {}
