@@ -475,6 +475,8 @@ class _FunctionPartition:
         leaves = self._operands(call)
         tensors = [leaf for leaf in leaves if isinstance(leaf.ty, relax.TensorType)]
         mesh = self._mesh(var, tensors)
+        if not _is_pure(call):  # once, not on every device
+            mesh = Mesh.of_device(mesh.positions[0])
         if name in (SHARD, TRANSFER, HINT):
             self._move(var, call, mesh)
             return
@@ -818,6 +820,13 @@ class _FunctionPartition:
         """The local value of each device of a mesh."""
         is_weight = expr in self._weights
         return self._weights.parts(expr, mesh, shardings) if is_weight else self._exchanges.get(expr, mesh, shardings)
+
+
+def _is_pure(call: relax.Call) -> bool:
+    """Return whether a call only computes its result."""
+    if isinstance(call.op, tvm.ir.Op):
+        return bool(call.op.get_attr("FPurity"))
+    return isinstance(call.op.ty, relax.FuncType) and bool(call.op.ty.purity)
 
 
 def _branches(value: relax.If) -> tuple[relax.SeqExpr, relax.SeqExpr]:
