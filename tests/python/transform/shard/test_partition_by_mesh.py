@@ -219,6 +219,11 @@ def test_names_of_meshes(name, message):
         rh.target.vdevice.lookup(name, devices)
 
 
+def test_lists_have_the_devices_of_a_mesh():
+    with pytest.raises(rh.VDeviceError, match=r"a mesh is named in rules .* as in \['llvm', 'llvm'\]"):
+        parse_vdevices("llvm[0:2]")
+
+
 @pytest.mark.parametrize("name", ["llvm[1:3]", "llvm[0:4](2, 2)"])
 def test_printed_meshes_are_read_again(name):
     @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
@@ -544,6 +549,17 @@ def test_loops_and_calls_in_branches():
         expected = np.tanh(np.maximum(expected @ W, 0) @ V)
     actual = rh.vm.VirtualMachine(rh.compile(Loop))["main"](x)
     np.testing.assert_allclose(np.asarray(actual), expected + x, rtol=1e-4, atol=1e-4)
+
+
+def test_impure_ops_run_once():
+    @ir_module("llvm", "llvm:1", pure=False)
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        h = R.hetero.shard(R.matmul(x, R.const(W)), "S[1]")
+        R.print(h, format="{}")
+        y = R.matmul(h, R.const(V))
+        return y
+
+    assert ops_of(partition_by_mesh(module)).count("relax.print") == 1
 
 
 @pytest.mark.parametrize("kind", ["branch", "loop"])
