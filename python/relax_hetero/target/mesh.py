@@ -19,6 +19,7 @@ import numpy as np
 import tvm
 
 from ..errors import VDeviceError
+from .hosts import host_of
 
 _PREFIX = "mesh."
 MESH_NAME = re.compile(
@@ -88,8 +89,8 @@ def mesh_vdevice(
     Raises
     ------
     VDeviceError
-        If the devices have different targets, so that they would not compute the same numbers, or are not as many as
-        the shape has.
+        If the devices are on several hosts, or have different targets, so that they would not compute the same numbers,
+        or are not as many as the shape has.
     """
     shape = tuple(shape or (len(positions),))
     if math.prod(shape) != len(positions):
@@ -98,6 +99,8 @@ def mesh_vdevice(
             "numbers, as in 'cuda[0:4](2, 2)'"
         )
     first = vdevices[positions[0]]
+    if len(hosts := {host_of(vdevices[position]) for position in positions}) > 1:
+        raise VDeviceError(f"a mesh has devices of hosts {sorted(map(str, hosts))}; expected devices of one host")
     for position in positions:
         if str(vdevices[position].target) != str(first.target):
             raise VDeviceError(

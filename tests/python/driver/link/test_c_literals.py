@@ -79,3 +79,18 @@ def test_global_maxima():
     x = np.random.default_rng(0).standard_normal((2, 3, 4, 4)).astype("float32")
     machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=["c"])))
     np.testing.assert_array_equal(machine["main"](x).numpy(), x.max((2, 3), keepdims=True))
+
+
+def test_names_of_nodes():
+    """Parameters of a command buffer have the names of values, which are not always identifiers of C."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[2, 8] x) => (float[2, 8] y, float[2, 8] z) { a = Softmax(x) y = CumSum(a, one) z = Softmax(y) }""")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1), "one"))
+    for node, name in zip(model.graph.node, ("/layer.0/a@1", "0", "y z"), strict=True):
+        node.name = name
+    x = np.random.default_rng(0).standard_normal((2, 8)).astype("float32")
+    executable = rh.compile(rh.from_onnx(model, vdevices=["c"]))
+    actual = rh.vm.VirtualMachine(executable)["main"](x)
+    exps = np.exp(x)
+    np.testing.assert_allclose(np.asarray(actual[0]), np.cumsum(exps / exps.sum(1, keepdims=True), 1), rtol=1e-5)

@@ -219,6 +219,11 @@ def test_names_of_meshes(name, message):
         rh.target.vdevice.lookup(name, devices)
 
 
+def test_meshes_are_on_one_host():
+    with pytest.raises(rh.VDeviceError, match=r"hosts \['a', 'b'\]; expected devices of one host"):
+        lookup("vdevice[0:2]", parse_vdevices(["a/llvm", "b/llvm"]))
+
+
 def test_lists_have_the_devices_of_a_mesh():
     with pytest.raises(rh.VDeviceError, match=r"a mesh is named in rules .* as in \['llvm', 'llvm'\]"):
         parse_vdevices("llvm[0:2]")
