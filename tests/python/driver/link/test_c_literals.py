@@ -85,12 +85,13 @@ def test_names_of_nodes():
     """Parameters of a command buffer have the names of values, which are not always identifiers of C."""
     model = onnx.parser.parse_model("""
         <ir_version: 8, opset_import: ["" : 17]>
-        g (float[2, 8] x) => (float[2, 8] y, float[2, 8] z) { a = Softmax(x) y = CumSum(a, one) z = Softmax(y) }""")
-    model.graph.initializer.append(onnx.numpy_helper.from_array(np.array(1), "one"))
-    for node, name in zip(model.graph.node, ("/layer.0/a@1", "0", "y z"), strict=True):
+        g (float[2, 4] x) => (float[2, 4] z) { a = MatMul(x, w) y = Softmax(a) z = MatMul(y, w) }""")
+    w = np.random.default_rng(0).standard_normal((4, 4)).astype("float32")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    for node, name in zip(model.graph.node, ("/layer.0/a@1", "0", "1 z"), strict=True):
         node.name = name
-    x = np.random.default_rng(0).standard_normal((2, 8)).astype("float32")
     executable = rh.compile(rh.from_onnx(model, vdevices=["c"]))
-    actual = rh.vm.VirtualMachine(executable)["main"](x)
-    exps = np.exp(x)
-    np.testing.assert_allclose(np.asarray(actual[0]), np.cumsum(exps / exps.sum(1, keepdims=True), 1), rtol=1e-5)
+    exps = np.exp(w)
+    expected = exps / exps.sum(1, keepdims=True) @ w
+    actual = rh.vm.VirtualMachine(executable)["main"](np.eye(2, 4, dtype="float32"))
+    np.testing.assert_allclose(np.asarray(actual), expected[:2], rtol=1e-5, atol=1e-5)
