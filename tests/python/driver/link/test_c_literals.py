@@ -88,7 +88,7 @@ def test_names_of_nodes():
         g (float[2, 4] x) => (float[2, 4] z) { a = MatMul(x, w) y = Softmax(a) z = MatMul(y, w) }""")
     w = np.random.default_rng(0).standard_normal((4, 4)).astype("float32")
     model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
-    for node, name in zip(model.graph.node, ("/layer.0/a@1", "0", "1 z"), strict=True):
+    for node, name in zip(model.graph.node, ("/layer.0/a", "/layer.0/b c", "/layer.0/d@1"), strict=True):
         node.name = name
     executable = rh.compile(rh.from_onnx(model, vdevices=["c"]))
     exps = np.exp(w)
