@@ -12,9 +12,10 @@ After ``UpdateVDevice(VDevice("vulkan"), index=0)``::
 
 With an `index` that vdevice is replaced, without one `new_vdevice` is appended, and a list replaces the module's list,
 each old vdevice by the new one at its index. Types of parameters, bindings, constants and returns, types inside tuples,
-functions and ``out_ty``, the targets of ``to_vdevice``, hints, meshes, and the ``target`` of PrimFuncs are updated. Afterwards
-every reference to a vdevice is the same object as in ``mod.global_infos["vdevice"]``. TVM's pass of this name changes
-its input, and does not update targets of transfers, ``out_ty`` and tuples.
+functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the ``target`` of PrimFuncs are updated; a mesh
+becomes that of the new vdevices. Afterwards every reference to a single vdevice is the same object as in
+``mod.global_infos["vdevice"]``. TVM's pass of this name changes its input, and does not update targets of transfers,
+``out_ty`` and tuples.
 
 Assumes nothing. A second run changes nothing, except that it appends a vdevice again.
 """

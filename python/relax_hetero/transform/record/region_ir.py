@@ -198,7 +198,7 @@ class OutlinedRegion:
 
 
 def _c_name(name: str) -> str:
-    """A name of C: TVM's generator writes those of variables as they are, and models name them ``/layer.0/MatMul@1``."""
+    """A name of C: TVM's generator writes those of variables as they are, such as ``/layer.0/MatMul@1`` of models."""
     return identifier(f"_{name}" if name[:1].isdigit() else name)
 
 

@@ -57,7 +57,9 @@ def recursive_functions(mod: tvm.IRModule) -> frozenset[tvm.ir.GlobalVar]:
     return frozenset(gv for gv in _over_meshes(functions, called) if gv in called[gv])
 
 
-def _called(functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> dict[tvm.ir.GlobalVar, frozenset[tvm.ir.GlobalVar]]:
+def _called(
+    functions: Mapping[tvm.ir.GlobalVar, relax.Function],
+) -> dict[tvm.ir.GlobalVar, frozenset[tvm.ir.GlobalVar]]:
     """Functions that each function calls, and those that these call."""
     called = {gv: callees_of(func, functions) for gv, func in functions.items()}
     while wider := {
@@ -144,9 +146,7 @@ def _sizes(ty: tvm.ir.Type) -> Sequence[Any]:
     return getattr(shape, "values", None) or ()
 
 
-def callees_of(
-    func: relax.Function, functions: Collection[tvm.ir.GlobalVar]
-) -> frozenset[tvm.ir.GlobalVar]:
+def callees_of(func: relax.Function, functions: Collection[tvm.ir.GlobalVar]) -> frozenset[tvm.ir.GlobalVar]:
     """Those of some functions that a function calls."""
     calls = [binding.value for binding in walk_bindings(func.body) if isinstance(binding.value, relax.Call)]
     return frozenset(call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar) and call.op in functions)

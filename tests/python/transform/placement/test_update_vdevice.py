@@ -19,8 +19,8 @@ from modules import ir_module
 from relax_hetero.op import hinted_vdevice
 from relax_hetero.target.vdevice import same_object, vdevices_of
 from relax_hetero.transform import UpdateVDevice
-from relax_hetero.transform.placement import update_vdevice
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
+from relax_hetero.transform.placement import update_vdevice
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}

@@ -328,7 +328,9 @@ def test_modules_of_r_dist_are_refused():
     with builder.function("main", [x]):
         placement = relax.distributed.Placement.from_text("S[0]")
         builder.emit_func_output(builder.emit(relax.op.distributed.annotate_sharding(x, mesh, placement), "part"))
-    with pytest.raises(rh.PlacementError, match="'part' in function 'main' .* R.dist.*; expected annotations of a mesh"):
+    with pytest.raises(
+        rh.PlacementError, match="'part' in function 'main' .* R.dist.*; expected annotations of a mesh"
+    ):
         rh.compile(builder.get())
 
 
