@@ -54,24 +54,15 @@ _STALE_SECONDS = 3600.0
 
 @dataclass(frozen=True)
 class Entry:
-    """An executable in the folder.
-
-    Attributes
-    ----------
-    created, used : float
-        When it was stored and last used, in seconds since 1970.
-    hits : int
-        Number of uses instead of compiling.
-    description : dict of str to object
-        Data of `CacheFolder.add`; empty if lost.
-    """
+    """An executable in the folder."""
 
     key: str
     bytes: int
+    # When it was stored and last used, in seconds since 1970.
     created: float
     used: float
-    hits: int
-    description: dict[str, Any] = field(default_factory=dict)
+    hits: int  # number of uses instead of compiling
+    description: dict[str, Any] = field(default_factory=dict)  # data of `CacheFolder.add`; empty if lost
 
 
 def is_key(value: object) -> bool:
@@ -81,18 +72,10 @@ def is_key(value: object) -> bool:
 
 @dataclass(frozen=True)
 class CacheFolder:
-    """A folder of executables.
+    """A folder of executables."""
 
-    Attributes
-    ----------
-    path : Path
-        Path of the folder, which is created at the first store.
-    limit : int
-        Maximum bytes of executables; the least recently used are evicted.
-    """
-
-    path: Path
-    limit: int = DEFAULT_LIMIT_BYTES
+    path: Path  # path of the folder, which is created at the first store
+    limit: int = DEFAULT_LIMIT_BYTES  # maximum bytes of executables; the least recently used are evicted
 
     def file(self, key: str) -> Path:
         """The path of a key's executable, whether it exists or not."""

@@ -23,18 +23,10 @@ RECORD = hashlib.blake2b(b"relax_hetero: the error record of a GPU", digest_size
 
 @dataclass(frozen=True)
 class CheckSpec:
-    """A run-time check.
+    """A run-time check."""
 
-    Attributes
-    ----------
-    subject : str
-        Subject of the check: ``"index"``, ``"value"``, ``"divisor"``, or ``"size"`` for divisors of sizes.
-    where : str
-        The op and the variable, in messages.
-    """
-
-    subject: str
-    where: str
+    subject: str  # subject of the check: ``"index"``, ``"value"``, ``"divisor"``, or ``"size"`` for divisors of sizes
+    where: str  # the op and the variable, in messages
 
     @property
     def key(self) -> int:

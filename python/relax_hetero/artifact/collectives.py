@@ -24,36 +24,16 @@ def check_strategy(strategy: str, caller: str) -> None:
 
 @dataclass(frozen=True)
 class CollectiveSpec:
-    """A collective over the GPUs of a mesh.
+    """A collective over the GPUs of a mesh."""
 
-    Attributes
-    ----------
-    op : str
-        ``"all-reduce"``, or ``"exchange"``: tensors that cross between GPUs at once.
-    function : str
-        Function that has it.
-    variable : str
-        Variable of its result on the first GPU.
-    devices : tuple of int
-        Manifest indices of the GPUs.
-    bytes : int
-        Bytes of the operand of each GPU, or of all tensors that cross.
-    joined : tuple of str
-        Work that its kernels do as well: ``"norm"``, ``"residual"``.
-    algorithm : str
-        ``"one-shot"``, ``"two-shot"`` or ``"NCCL"``.
-    why : str
-        Reason for the algorithm.
-    """
-
-    op: str
-    function: str
-    variable: str
-    devices: tuple[int, ...]
-    bytes: int
-    joined: tuple[str, ...]
-    algorithm: str
-    why: str
+    op: str  # ``"all-reduce"``, or ``"exchange"``: tensors that cross between GPUs at once
+    function: str  # function that has it
+    variable: str  # variable of its result on the first GPU
+    devices: tuple[int, ...]  # manifest indices of the GPUs
+    bytes: int  # bytes of the operand of each GPU, or of all tensors that cross
+    joined: tuple[str, ...]  # work that its kernels do as well: ``"norm"``, ``"residual"``
+    algorithm: str  # ``"one-shot"``, ``"two-shot"`` or ``"NCCL"``
+    why: str  # reason for the algorithm
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "devices", tuple(self.devices))

@@ -21,56 +21,28 @@ GRAPH = "CUDA graph"
 
 @dataclass(frozen=True)
 class Reference:
-    """Bytes that a command reads or writes.
+    """Bytes that a command reads or writes."""
 
-    Attributes
-    ----------
-    space : str
-        ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``.
-    index : int
-        Index of the slot or constant; 0 for the arena.
-    offset : Dim
-        First byte, relative to the beginning of the binding, the constant or the arena.
-    length : Dim
-        Bytes.
-    """
-
-    space: str
-    index: int
-    offset: Dim = 0
-    length: Dim = 0
+    space: str  # ``"slot"`` (of the binding table), ``"direct"`` (of the table of constants) or ``"arena"``
+    index: int  # index of the slot or constant; 0 for the arena
+    offset: Dim = 0  # first byte, relative to the beginning of the binding, the constant or the arena
+    length: Dim = 0  # bytes
 
 
 @dataclass(frozen=True)
 class Dispatch:
-    """One run of a kernel.
+    """One run of a kernel."""
 
-    Attributes
-    ----------
-    kernel : str
-        Name in `Metadata.kernels`.
-    operands : tuple of Reference
-        One for each tensor parameter, in order.
-    scalars : tuple of Dim or float
-        One for each scalar parameter, in order.
-    grid : tuple of Dim
-        Workgroup counts along x, y, z.
-    count : Reference or None
-        Memory of the workgroup counts of an indirect dispatch (int32, as many as `grid` has), read when it runs.
-    when, unless : Reference or None
-        Memory of an int32: the command runs if it is not zero (`when`), or if it is zero (`unless`).
-    variable : str
-        Name of the result in the model; ``""`` without a model.
-    """
-
-    kernel: str
-    operands: tuple[Reference, ...]
-    scalars: tuple[Dim | float, ...] = ()
-    grid: tuple[Dim, ...] = (1,)
+    kernel: str  # name in `Metadata.kernels`
+    operands: tuple[Reference, ...]  # one for each tensor parameter, in order
+    scalars: tuple[Dim | float, ...] = ()  # one for each scalar parameter, in order
+    grid: tuple[Dim, ...] = (1,)  # workgroup counts along x, y, z
+    # Memory of the workgroup counts of an indirect dispatch (int32, as many as `grid` has), read when it runs.
     count: Reference | None = None
+    # Memory of an int32: the command runs if it is not zero (`when`), or if it is zero (`unless`).
     when: Reference | None = None
     unless: Reference | None = None
-    variable: str = ""
+    variable: str = ""  # name of the result in the model; ``""`` without a model
 
 
 @dataclass(frozen=True)
@@ -99,33 +71,15 @@ Command: TypeAlias = Dispatch | Copy | Fill | Barrier
 
 @dataclass(frozen=True)
 class SlotSpec:
-    """The requirements of all commands of a buffer on the memory that is bound to a slot.
+    """The requirements of all commands of a buffer on the memory that is bound to a slot."""
 
-    Attributes
-    ----------
-    name : str
-        Name in messages: the model's variable, or ``slot 3``.
-    device : int
-        Manifest index.
-    nbytes : Dim
-        Required size in bytes.
-    alignment : int
-        Alignment of the first byte, a power of two.
-    access : str
-        ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for an unused slot, which may stay empty.
-    dtype : str
-        Required element type; ``""`` for untyped bytes.
-    shape : tuple of Dim or None
-        Required shape, if any.
-    """
-
-    name: str
-    device: int
-    nbytes: Dim
-    alignment: int
-    access: str
-    dtype: str = ""
-    shape: tuple[Dim, ...] | None = None
+    name: str  # name in messages: the model's variable, or ``slot 3``
+    device: int  # manifest index
+    nbytes: Dim  # required size in bytes
+    alignment: int  # alignment of the first byte, a power of two
+    access: str  # ``"read"``, ``"write"``, ``"read-write"``, or ``""`` for an unused slot, which may stay empty
+    dtype: str = ""  # required element type; ``""`` for untyped bytes
+    shape: tuple[Dim, ...] | None = None  # required shape, if any
 
 
 @dataclass(frozen=True)
@@ -149,75 +103,35 @@ class ScalarParam:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """A kernel that command buffers can run.
+    """A kernel that command buffers can run."""
 
-    Attributes
-    ----------
-    name : str
-        Name in the model.
-    device : int
-        Manifest index of the device that it was compiled for.
-    tensors : tuple of TensorParam
-        Tensor parameters, in the order of `Dispatch.operands`.
-    scalars : tuple of ScalarParam
-        Scalar parameters: those of `Dispatch.scalars`, then workgroup indices.
-    workgroups : int
-        Number of trailing scalars that are workgroup indices (x, y, z), over which the command buffer loops; 0 for a
-        kernel that does all its work in one call.
-    ops : tuple of str
-        Ops that it computes.
-    symbol : str
-        Key for `kernel_addresses.kernel_address`; ``""`` if it cannot be called by address.
-    """
-
-    name: str
-    device: int
-    tensors: tuple[TensorParam, ...]
-    scalars: tuple[ScalarParam, ...] = ()
+    name: str  # name in the model
+    device: int  # manifest index of the device that it was compiled for
+    tensors: tuple[TensorParam, ...]  # tensor parameters, in the order of `Dispatch.operands`
+    scalars: tuple[ScalarParam, ...] = ()  # scalar parameters: those of `Dispatch.scalars`, then workgroup indices
+    # Number of trailing scalars that are workgroup indices (x, y, z), over which the command buffer loops; 0 for a
+    # kernel that does all its work in one call.
     workgroups: int = 0
-    ops: tuple[str, ...] = ()
-    symbol: str = ""
+    ops: tuple[str, ...] = ()  # ops that it computes
+    symbol: str = ""  # key for `kernel_addresses.kernel_address`; ``""`` if it cannot be called by address
 
 
 @dataclass(frozen=True)
 class RegionSpec:
-    """A region of a model: one command buffer.
+    """A region of a model: one command buffer."""
 
-    Attributes
-    ----------
-    name : str
-        Symbol of the region.
-    function : str
-        Function of the model that contains it.
-    device : int
-        Manifest index.
-    slots : tuple of SlotSpec
-        Slots of the binding table: inputs, then outputs.
-    parameters : tuple of str
-        Names of the symbolic dimensions and scalars in the parameter buffer.
-    directs : tuple of int
-        Indices into `Metadata.constants`.
-    arena : Dim
-        Bytes of its transient values.
-    commands : tuple of Command
-        Commands in order.
-    runs : str
-        ``"host function"``, ``"CUDA graph"``, or the word of `Backend.submission` ("stream"); ``"walked commands"``
-        without the compiler.
-    ended_by : str
-        The next binding, which could not become a command and ended the region.
-    """
-
-    name: str
-    function: str
-    device: int
-    slots: tuple[SlotSpec, ...]
-    parameters: tuple[str, ...]
-    directs: tuple[int, ...]
-    arena: Dim
-    commands: tuple[Command, ...]
+    name: str  # symbol of the region
+    function: str  # function of the model that contains it
+    device: int  # manifest index
+    slots: tuple[SlotSpec, ...]  # slots of the binding table: inputs, then outputs
+    parameters: tuple[str, ...]  # names of the symbolic dimensions and scalars in the parameter buffer
+    directs: tuple[int, ...]  # indices into `Metadata.constants`
+    arena: Dim  # bytes of its transient values
+    commands: tuple[Command, ...]  # commands in order
+    # ``"host function"``, ``"CUDA graph"``, or the word of `Backend.submission` ("stream"); ``"walked commands"``
+    # without the compiler.
     runs: str = "host function"
-    ended_by: str = ""
+    ended_by: str = ""  # the next binding, which could not become a command and ended the region
 
     @property
     def kernels(self) -> tuple[str, ...]:
@@ -227,14 +141,9 @@ class RegionSpec:
 
 @dataclass(frozen=True)
 class SingleCall:
-    """A kernel call of the model outside of regions.
+    """A kernel call of the model outside of regions."""
 
-    Attributes
-    ----------
-    function, variable : str
-        Function of the call, and name of the result in the model.
-    """
-
+    # Function of the call, and name of the result in the model.
     function: str
     variable: str
     kernel: str

@@ -58,55 +58,25 @@ class Weight:
 
 @dataclass(frozen=True)
 class Version:
-    """A version of an executable, to be written.
+    """A version of an executable, to be written."""
 
-    Attributes
-    ----------
-    library : Path
-        Linked shared library.
-    metadata : str
-        JSON text.
-    weights : sequence of np.ndarray
-        One-dimensional ``uint8`` arrays.
-    """
-
-    library: Path
-    metadata: str
-    weights: Sequence[np.ndarray]
+    library: Path  # linked shared library
+    metadata: str  # JSON text
+    weights: Sequence[np.ndarray]  # one-dimensional ``uint8`` arrays
 
 
 @dataclass(frozen=True, eq=False)
 class Container:
-    """An opened file of an executable.
+    """An opened file of an executable."""
 
-    Attributes
-    ----------
-    path : Path
-        Path of the file when it was opened.
-    identity : (int, int)
-        Device and inode numbers of the file.
-    descriptor : int
-        Descriptor of the open file, or of its copy in memory; closed with this object.
-    header : dict of str to object
-        JSON object of the file's header.
-    weights : tuple of Weight
-        Constants in order; two may share their bytes.
-    data : np.ndarray
-        All bytes of the file except a signature, as a private mapping of ``uint8``.
-    code_bytes : int
-        Size of the shared library.
-    code_begin : int
-        Offset of the shared library; 0 unless this is a version.
-    """
-
-    path: Path
-    identity: tuple[int, int]
-    descriptor: int
-    header: dict[str, Any]
-    weights: tuple[Weight, ...]
-    data: np.ndarray
-    code_bytes: int
-    code_begin: int = 0
+    path: Path  # path of the file when it was opened
+    identity: tuple[int, int]  # device and inode numbers of the file
+    descriptor: int  # descriptor of the open file, or of its copy in memory; closed with this object
+    header: dict[str, Any]  # JSON object of the file's header
+    weights: tuple[Weight, ...]  # constants in order; two may share their bytes
+    data: np.ndarray  # all bytes of the file except a signature, as a private mapping of ``uint8``
+    code_bytes: int  # size of the shared library
+    code_begin: int = 0  # offset of the shared library; 0 unless this is a version
 
     @property
     def code(self) -> np.ndarray:

@@ -30,18 +30,10 @@ _MARK = hashlib.blake2b(b"relax_hetero: a mailbox of a GPU and a CPU", digest_si
 
 @dataclass(frozen=True)
 class MailboxSpec:
-    """A mailbox.
+    """A mailbox."""
 
-    Attributes
-    ----------
-    number : int
-        Number, the same for both ends, and different from those of the module's other mailboxes.
-    nbytes : int
-        Bytes of the values.
-    """
-
-    number: int
-    nbytes: int
+    number: int  # number, the same for both ends, and different from those of the module's other mailboxes
+    nbytes: int  # bytes of the values
 
     def placeholder(self) -> np.ndarray:
         """Contents of the constants of both ends, ``uint8[DATA]``."""

@@ -30,35 +30,20 @@ from .signature import TensorSpec, tensors_of
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory of a call of one function on one device.
+    """Memory of a call of one function on one device."""
 
-    Attributes
-    ----------
-    device : str
-        ``kind:i``, or ``host`` for the implicit one.
-    weights : int
-        Bytes of the executable's constants on the device, and of parameters that are bound once. Machines on the same
-        devices share constants; constants of a CPU are in the executable's own memory.
-    transient : int
-        Bytes of a call from the machine's pool besides its results.
-    arenas, transfers : int
-        Bytes of `transient` for arenas of command buffers, and for tensors from other devices.
-    results : int
-        Bytes that the call returns.
-    lower_bound : int
-        Maximum bytes of transient tensors that are live at one kernel: a lower bound for this order of kernels.
-    largest : tuple of (str, int)
-        Tensors with the most transient bytes, largest first.
-    """
-
-    device: str
+    device: str  # ``kind:i``, or ``host`` for the implicit one
+    # Bytes of the executable's constants on the device, and of parameters that are bound once. Machines on the same
+    # devices share constants; constants of a CPU are in the executable's own memory.
     weights: int
-    transient: int
+    transient: int  # bytes of a call from the machine's pool besides its results
+    # Bytes of `transient` for arenas of command buffers, and for tensors from other devices.
     arenas: int
     transfers: int
-    results: int
+    results: int  # bytes that the call returns
+    # Maximum bytes of transient tensors that are live at one kernel: a lower bound for this order of kernels.
     lower_bound: int
-    largest: tuple[tuple[str, int], ...] = ()
+    largest: tuple[tuple[str, int], ...] = ()  # tensors with the most transient bytes, largest first
 
     @property
     def ratio(self) -> float:
@@ -68,16 +53,10 @@ class DeviceMemory:
 
 @dataclass(frozen=True)
 class FunctionUse:
-    """The memory of a call of one function; printing it gives a table.
-
-    Attributes
-    ----------
-    sizes : dict of str to int
-        Values of symbolic dimensions.
-    """
+    """The memory of a call of one function; printing it gives a table."""
 
     function: str
-    sizes: dict[str, int]
+    sizes: dict[str, int]  # values of symbolic dimensions
     devices: tuple[DeviceMemory, ...]
 
     @property

@@ -16,43 +16,26 @@ VALUE, ARENA, TRANSFER, RESULT = "value", "arena", "transfer", "result"
 
 @dataclass(frozen=True)
 class StorageSpec:
-    """Memory that a function allocates.
+    """Memory that a function allocates."""
 
-    Attributes
-    ----------
-    device : int
-        Manifest index; -1 for the implicit host.
-    begin, end : int
-        Step before which it is allocated, and step after which it is freed; -1 for the end of the call.
-    use : str
-        ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (target of a transfer) or ``"result"`` (of the
-        call).
-    name : str
-        Name in messages of the first tensor that it holds.
-    """
-
-    device: int
+    device: int  # manifest index; -1 for the implicit host
     nbytes: Dim
+    # Step before which it is allocated, and step after which it is freed; -1 for the end of the call.
     begin: int
     end: int
+    # ``"value"``, ``"arena"`` (of a command buffer), ``"transfer"`` (target of a transfer) or ``"result"`` (of the
+    # call).
     use: str
-    name: str
+    name: str  # name in messages of the first tensor that it holds
 
 
 @dataclass(frozen=True)
 class Live:
-    """A tensor in memory that a function allocates, live from its first writer to its last reader.
+    """A tensor in memory that a function allocates, live from its first writer to its last reader."""
 
-    Attributes
-    ----------
-    storage : int
-        Index of the storage that contains it.
-    begin, end : int
-        Steps of the first writer and the last reader.
-    """
-
-    storage: int
+    storage: int  # index of the storage that contains it
     nbytes: Dim
+    # Steps of the first writer and the last reader.
     begin: int
     end: int
 
@@ -77,23 +60,15 @@ class CallStep:
 
 @dataclass(frozen=True)
 class FunctionMemory:
-    """The allocations of one function.
-
-    Attributes
-    ----------
-    upper_bounds : dict of str to int
-        Upper bounds of symbolic dimensions in the module.
-    results : tuple of Dim
-        Bytes of the result, or of each field of a tuple.
-    """
+    """The allocations of one function."""
 
     name: str
     storages: tuple[StorageSpec, ...] = ()
     tensors: tuple[Live, ...] = ()
     regions: tuple[RegionStep, ...] = ()
     calls: tuple[CallStep, ...] = ()
-    upper_bounds: dict[str, int] = field(default_factory=dict)
-    results: tuple[Dim, ...] = ()
+    upper_bounds: dict[str, int] = field(default_factory=dict)  # upper bounds of symbolic dimensions in the module
+    results: tuple[Dim, ...] = ()  # bytes of the result, or of each field of a tuple
 
 
 def memory_to_json(memory: FunctionMemory) -> dict[str, Any]:

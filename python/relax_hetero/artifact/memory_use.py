@@ -222,20 +222,11 @@ def _until(now: _When, step: int) -> _When:
 
 @dataclass(frozen=True)
 class Need:
-    """Memory needed on one device, in bytes.
+    """Memory needed on one device, in bytes."""
 
-    Attributes
-    ----------
-    weights : int
-        Constants and bound parameters.
-    results : int
-        Bytes of results of steps and calls, over all calls in flight.
-    transient : tuple of (str, int)
-        Bytes of the running step's buffers, by the name of their first tensor; one step runs at a time.
-    """
-
-    weights: int
-    results: int
+    weights: int  # constants and bound parameters
+    results: int  # bytes of results of steps and calls, over all calls in flight
+    # Bytes of the running step's buffers, by the name of their first tensor; one step runs at a time.
     transient: tuple[tuple[str, int], ...]
 
     @property

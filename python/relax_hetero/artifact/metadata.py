@@ -212,45 +212,25 @@ class DispatchSpec:
 
 @dataclass(frozen=True)
 class RepeatedCall:
-    """Entry points of a function for repeated calls with arguments of the same devices, types and shapes.
+    """Entry points of a function for repeated calls with arguments of the same devices, types and shapes."""
 
-    Attributes
-    ----------
-    function : str
-        Name of the function, whose parameters are tensors.
-    repeated : str
-        Symbol of the function of these tensors and the shared values, without checks.
-    shares : str
-        Symbol of the function that checks the parameters of `function`, and returns the shared values as a tuple;
-        empty if there is nothing to check or share.
-    """
-
-    function: str
-    repeated: str
+    function: str  # name of the function, whose parameters are tensors
+    repeated: str  # symbol of the function of these tensors and the shared values, without checks
+    # Symbol of the function that checks the parameters of `function`, and returns the shared values as a tuple; empty
+    # if there is nothing to check or share.
     shares: str = ""
 
 
 @dataclass(frozen=True)
 class CacheUse:
-    """Use of the compile cache by a compilation.
+    """Use of the compile cache by a compilation."""
 
-    Attributes
-    ----------
-    state : str
-        ``"hit"``: found in the cache; ``"miss"``: compiled, and stored unless there is a reason `why` not;
-        ``"unused"``: not looked up, for the reason `why`.
-    key : str
-        Key of the module, its devices, the options and the versions; empty if not looked up.
-    seconds : float
-        Compile time; on a hit that of the stored compilation.
-    why : str
-        Reason why it was not looked up or not stored.
-    """
-
+    # ``"hit"``: found in the cache; ``"miss"``: compiled, and stored unless there is a reason `why` not; ``"unused"``:
+    # not looked up, for the reason `why`.
     state: str = UNUSED
-    key: str = ""
-    seconds: float = 0.0
-    why: str = ""
+    key: str = ""  # key of the module, its devices, the options and the versions; empty if not looked up
+    seconds: float = 0.0  # compile time; on a hit that of the stored compilation
+    why: str = ""  # reason why it was not looked up or not stored
 
     def __str__(self) -> str:
         parts = [self.state, self.key[:12], f"compiled in {self.seconds:.2f} s" if self.seconds else "", self.why]

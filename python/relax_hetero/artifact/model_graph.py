@@ -15,51 +15,24 @@ KINDS = (INPUT, CONSTANT, OP, TRANSFER, OUTPUT)
 
 @dataclass(frozen=True)
 class GraphValue:
-    """A tensor type, with indices into the table of texts.
+    """A tensor type, with indices into the table of texts."""
 
-    Attributes
-    ----------
-    shape : tuple of int or str or None
-        Extents, symbolic ones as text; None if the shape is unknown.
-    dtype : int
-        Text of the element type; empty if unknown.
-    bytes : int
-        Size; -1 if it depends on a symbolic extent.
-    """
-
-    shape: tuple[int | str, ...] | None
-    dtype: int
-    bytes: int
+    shape: tuple[int | str, ...] | None  # extents, symbolic ones as text; None if the shape is unknown
+    dtype: int  # text of the element type; empty if unknown
+    bytes: int  # size; -1 if it depends on a symbolic extent
 
 
 @dataclass(frozen=True)
 class GraphNode:
-    """An input, a constant, an op, a transfer or an output, with indices into tables.
+    """An input, a constant, an op, a transfer or an output, with indices into tables."""
 
-    Attributes
-    ----------
-    kind : int
-        Index in `KINDS`.
-    name : int
-        Text: the variable that holds the result.
-    op : int
-        Text: ``"relax.add"``; empty if there is none.
-    source : int
-        Text: the node's name in the model's file; empty if unknown.
-    device : int
-        Text: ``"llvm:0"``; empty if unknown.
-    values : tuple of int
-        Results in the table of values: several for a tuple.
-    reads : tuple of int
-        Flattened pairs of a node of the same function and an index of its results; -1 for all results.
-    """
-
-    kind: int
-    name: int
-    op: int
-    source: int
-    device: int
-    values: tuple[int, ...]
+    kind: int  # index in `KINDS`
+    name: int  # text: the variable that holds the result
+    op: int  # text: ``"relax.add"``; empty if there is none
+    source: int  # text: the node's name in the model's file; empty if unknown
+    device: int  # text: ``"llvm:0"``; empty if unknown
+    values: tuple[int, ...]  # results in the table of values: several for a tuple
+    # Flattened pairs of a node of the same function and an index of its results; -1 for all results.
     reads: tuple[int, ...]
 
     def pairs(self) -> Iterator[tuple[int, int]]:
@@ -77,21 +50,11 @@ class FunctionGraph:
 
 @dataclass(frozen=True)
 class ModelGraph:
-    """The graph of a model.
+    """The graph of a model."""
 
-    Attributes
-    ----------
-    texts : tuple of str
-        Names, ops, devices and element types, each once.
-    values : tuple of GraphValue
-        Distinct tensor types.
-    functions : tuple of FunctionGraph
-        Functions in order of names.
-    """
-
-    texts: tuple[str, ...]
-    values: tuple[GraphValue, ...]
-    functions: tuple[FunctionGraph, ...]
+    texts: tuple[str, ...]  # names, ops, devices and element types, each once
+    values: tuple[GraphValue, ...]  # distinct tensor types
+    functions: tuple[FunctionGraph, ...]  # functions in order of names
 
     def to_json(self) -> dict[str, Any]:
         """JSON data with rows instead of objects."""

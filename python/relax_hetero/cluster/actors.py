@@ -24,27 +24,13 @@ _ACTOR_THREADS = 5
 
 @dataclass
 class HostState:
-    """State of a host's process.
+    """State of a host's process."""
 
-    Attributes
-    ----------
-    state : str
-        ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``.
-    actor : object
-        Ray actor, if there is one.
-    info : mapping of str to object
-        Result of `node_info`.
-    starts : int
-        Number of starts.
-    pending : object
-        Reference to the result of the actor's current method.
-    """
-
-    state: str = "dead"
-    actor: Any = None
-    info: Mapping[str, Any] = field(default_factory=dict)
-    starts: int = 0
-    pending: Any = None
+    state: str = "dead"  # ``"starting"``, ``"loading"``, ``"ready"`` or ``"dead"``
+    actor: Any = None  # Ray actor, if there is one
+    info: Mapping[str, Any] = field(default_factory=dict)  # result of `node_info`
+    starts: int = 0  # number of starts
+    pending: Any = None  # reference to the result of the actor's current method
 
 
 class Actors:

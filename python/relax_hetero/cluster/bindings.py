@@ -13,34 +13,17 @@ _KEYS = ("resources", "label_selector", "node", "num_cpus", "num_gpus", "memory"
 
 @dataclass(frozen=True)
 class HostBinding:
-    """Scheduling options of a host's actor.
+    """Scheduling options of a host's actor."""
 
-    Attributes
-    ----------
-    host : str
-        Logical name.
-    resources : mapping of str to float
-        Amounts of custom Ray resources.
-    label_selector : mapping of str to str
-        Required labels of the node.
-    node : str
-        Address or id of the node; empty for any.
-    num_cpus : float
-        Cores to reserve, and threads of kernels. 0: none are reserved, and kernels use as many threads as they were
-        compiled for.
-    num_gpus : float
-        GPUs to reserve; no others are visible.
-    memory : float
-        Bytes to reserve.
-    """
-
-    host: str
-    resources: Mapping[str, float] = field(default_factory=dict)
-    label_selector: Mapping[str, str] = field(default_factory=dict)
-    node: str = ""
+    host: str  # logical name
+    resources: Mapping[str, float] = field(default_factory=dict)  # amounts of custom Ray resources
+    label_selector: Mapping[str, str] = field(default_factory=dict)  # required labels of the node
+    node: str = ""  # address or id of the node; empty for any
+    # Cores to reserve, and threads of kernels. 0: none are reserved, and kernels use as many threads as they were
+    # compiled for.
     num_cpus: float = 0
-    num_gpus: float = 0
-    memory: float = 0
+    num_gpus: float = 0  # GPUs to reserve; no others are visible
+    memory: float = 0  # bytes to reserve
 
     @property
     def threads(self) -> int:

@@ -55,19 +55,12 @@ class HostStep:
 
 @dataclass(frozen=True)
 class HostRun:
-    """One host's part of a function whose hosts exchange messages while it runs (`cluster.mailbox`).
+    """One host's part of a function whose hosts exchange messages while it runs (`cluster.mailbox`)."""
 
-    Attributes
-    ----------
-    host, function : str
-        As in `HostStep`.
-    arguments : tuple of object
-        Nested tuples of `Source`; None for values of other hosts.
-    """
-
+    # As in `HostStep`.
     host: str
     function: str
-    arguments: tuple[Any, ...]
+    arguments: tuple[Any, ...]  # nested tuples of `Source`; None for values of other hosts
 
 
 @dataclass(frozen=True)

@@ -57,21 +57,11 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": 5}
 
 
 class Address(NamedTuple):
-    """Addresses at which a process listens.
+    """Addresses at which a process listens."""
 
-    Attributes
-    ----------
-    node : str
-        Ray's id of its node.
-    unix : bytes
-        Abstract name of its Unix socket, for processes of the same node.
-    tcp : (str, int) or None
-        IP address and port, for processes of other nodes; None if there are none.
-    """
-
-    node: str
-    unix: bytes
-    tcp: tuple[str, int] | None
+    node: str  # Ray's id of its node
+    unix: bytes  # abstract name of its Unix socket, for processes of the same node
+    tcp: tuple[str, int] | None  # IP address and port, for processes of other nodes; None if there are none
 
 
 class Connection:

@@ -25,66 +25,34 @@ _ABORT_SECONDS = 15.0
 
 @dataclass(frozen=True)
 class GpuInfo:
-    """GPUs of a host, for planning links.
+    """GPUs of a host, for planning links."""
 
-    Attributes
-    ----------
-    problem : str
-        Reason why the host cannot have links; empty if it can.
-    gpus : mapping of int to str
-        Globally unique identifiers by index of the GPU in its process.
-    inputs, outputs : mapping of str to tuple of int or None
-        GPUs of each function's inputs and results; None for values that are not on a GPU. Empty if the host has no
-        GPUs.
-    """
-
-    problem: str = ""
+    problem: str = ""  # reason why the host cannot have links; empty if it can
+    # Globally unique identifiers by index of the GPU in its process.
     gpus: Mapping[int, str] = field(default_factory=dict)
+    # GPUs of each function's inputs and results; None for values that are not on a GPU. Empty if the host has no GPUs.
     inputs: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
     outputs: Mapping[str, tuple[int | None, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Link:
-    """A link between two tasks of a route.
+    """A link between two tasks of a route."""
 
-    Attributes
-    ----------
-    number : int
-        Index among the links of the route.
-    tasks : (int, int)
-        Sender and receiver.
-    hosts : (str, str)
-        Logical names of the hosts of sender and receiver.
-    gpus : (int, int)
-        Indices of the GPUs in their processes.
-    values : mapping of str to tuple of int
-        Indices in the message of values that go by the link, by function.
-    """
-
-    number: int
-    tasks: tuple[int, int]
-    hosts: tuple[str, str]
-    gpus: tuple[int, int]
-    values: Mapping[str, tuple[int, ...]]
+    number: int  # index among the links of the route
+    tasks: tuple[int, int]  # sender and receiver
+    hosts: tuple[str, str]  # logical names of the hosts of sender and receiver
+    gpus: tuple[int, int]  # indices of the GPUs in their processes
+    values: Mapping[str, tuple[int, ...]]  # indices in the message of values that go by the link, by function
 
 
 @dataclass(frozen=True)
 class LinkTensor:
-    """Announcement in a message of a tensor that goes by a link.
+    """Announcement in a message of a tensor that goes by a link."""
 
-    Attributes
-    ----------
-    link : int
-        Number of the link.
-    sequence : int
-        Number of tensors that went by the link before.
-    dtype, shape
-        Element type and extents.
-    """
-
-    link: int
-    sequence: int
+    link: int  # number of the link
+    sequence: int  # number of tensors that went by the link before
+    # Element type and extents.
     dtype: str
     shape: tuple[int, ...]
 

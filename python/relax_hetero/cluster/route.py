@@ -19,71 +19,36 @@ END = 1 << 30
 
 @dataclass(frozen=True)
 class TaskWork:
-    """Work of a task for one function.
+    """Work of a task for one function."""
 
-    Attributes
-    ----------
-    function : str
-        Function of the host's executable.
-    arguments : tuple of (int, int)
-        Task that sends each argument (`CALL` for the caller) and the index in its message; for an earlier task of the
-        same host, the index in its kept results.
-    keeps : tuple of int
-        Indices of results that later tasks of this host read.
-    sends : tuple of tuple of int
-        Indices of results that are sent to each target of the task.
-    """
-
-    function: str
+    function: str  # function of the host's executable
+    # Task that sends each argument (`CALL` for the caller) and the index in its message; for an earlier task of the
+    # same host, the index in its kept results.
     arguments: tuple[tuple[int, int], ...]
-    keeps: tuple[int, ...]
-    sends: tuple[tuple[int, ...], ...]
+    keeps: tuple[int, ...]  # indices of results that later tasks of this host read
+    sends: tuple[tuple[int, ...], ...]  # indices of results that are sent to each target of the task
 
 
 @dataclass(frozen=True)
 class Task:
-    """Part of a route on one host.
+    """Part of a route on one host."""
 
-    Attributes
-    ----------
-    host : str
-        Logical name of the host.
-    inputs : tuple of int
-        Tasks whose messages it receives, in order; `CALL` for the caller.
-    targets : tuple of int
-        Tasks that it sends a message to, in order; `END` for the caller.
-    follows : tuple of int
-        Earlier tasks of this host whose kept results it reads.
-    is_last : bool
-        Whether it is the host's last task, so that nothing of a call needs to be kept.
-    work : mapping of str to TaskWork
-        Work by function.
-    """
-
-    host: str
-    inputs: tuple[int, ...]
-    targets: tuple[int, ...]
-    follows: tuple[int, ...]
-    is_last: bool
-    work: Mapping[str, TaskWork]
+    host: str  # logical name of the host
+    inputs: tuple[int, ...]  # tasks whose messages it receives, in order; `CALL` for the caller
+    targets: tuple[int, ...]  # tasks that it sends a message to, in order; `END` for the caller
+    follows: tuple[int, ...]  # earlier tasks of this host whose kept results it reads
+    is_last: bool  # whether it is the host's last task, so that nothing of a call needs to be kept
+    work: Mapping[str, TaskWork]  # work by function
 
 
 @dataclass(frozen=True)
 class Route:
-    """Tasks of functions, and messages of the caller.
+    """Tasks of functions, and messages of the caller."""
 
-    Attributes
-    ----------
-    tasks : tuple of Task
-        Tasks in topological order.
-    sent : mapping of str to mapping of int to tuple of int
-        Indices of inputs in each message of the caller, by function and task.
-    results : mapping of str to mapping of Source to (int, int)
-        Task and index in its message of each result, by function and source; `CALL` for inputs that are returned.
-    """
-
-    tasks: tuple[Task, ...]
+    tasks: tuple[Task, ...]  # tasks in topological order
+    # Indices of inputs in each message of the caller, by function and task.
     sent: Mapping[str, Mapping[int, tuple[int, ...]]]
+    # Task and index in its message of each result, by function and source; `CALL` for inputs that are returned.
     results: Mapping[str, Mapping[Source, tuple[int, int]]]
 
     @cached_property

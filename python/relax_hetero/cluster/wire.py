@@ -43,25 +43,14 @@ class Failure(NamedTuple):
 
 
 class Message(NamedTuple):
-    """Message between two tasks, or a task and the caller, for one call.
+    """Message between two tasks, or a task and the caller, for one call."""
 
-    Attributes
-    ----------
-    source, target : int
-        Indices of the tasks in the function's route; `CALL` and `END` for the caller.
-    function : str
-        Function of the user's module.
-    call : int
-        Number of the call among those of the route.
-    values : tuple of object or Failure
-        Encoded values, or the failure of an earlier step.
-    """
-
+    # Indices of the tasks in the function's route; `CALL` and `END` for the caller.
     source: int
     target: int
-    function: str
-    call: int
-    values: tuple[Any, ...] | Failure
+    function: str  # function of the user's module
+    call: int  # number of the call among those of the route
+    values: tuple[Any, ...] | Failure  # encoded values, or the failure of an earlier step
 
 
 class _Array(NamedTuple):
@@ -72,23 +61,14 @@ class _Array(NamedTuple):
 
 
 class Body(NamedTuple):
-    """All of a message but the number of the call and the elements of arrays.
+    """All of a message but the number of the call and the elements of arrays."""
 
-    Attributes
-    ----------
-    sizes : tuple of int
-        Bytes of each array.
-    source, target, function
-        As in `Message`.
-    values : tuple of object or Failure
-        Values, with `_Array` and `RawTensor` without data in place of arrays.
-    """
-
-    sizes: tuple[int, ...]
+    sizes: tuple[int, ...]  # bytes of each array
+    # As in `Message`.
     source: int
     target: int
     function: str
-    values: Any
+    values: Any  # values, with `_Array` and `RawTensor` without data in place of arrays
 
 
 class MessageCodec:

@@ -65,26 +65,15 @@ class ModelMetadata:
 
 @dataclass(frozen=True)
 class Graph:
-    """A model, and what a session tells about it.
+    """A model, and what a session tells about it."""
 
-    Attributes
-    ----------
-    source : ModelSource
-        Model to import, with the changes of the options.
-    inputs, overridable, outputs : list of NodeArg
-        Inputs of every call, inputs with defaults, and outputs.
-    labels : dict of str to list
-        Labels of the columns of outputs that are lists of dictionaries.
-    metadata : ModelMetadata
-        Descriptions.
-    """
-
-    source: ModelSource
+    source: ModelSource  # model to import, with the changes of the options
+    # Inputs of every call, inputs with defaults, and outputs.
     inputs: list[NodeArg]
     overridable: list[NodeArg]
     outputs: list[NodeArg]
-    labels: dict[str, list[Any]]
-    metadata: ModelMetadata
+    labels: dict[str, list[Any]]  # labels of the columns of outputs that are lists of dictionaries
+    metadata: ModelMetadata  # descriptions
 
     @property
     def is_dynamic(self) -> bool:

@@ -44,16 +44,10 @@ class Markup(str):
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table.
-
-    Attributes
-    ----------
-    is_number : bool
-        Whether cells are aligned on the right.
-    """
+    """A column of a table."""
 
     title: str
-    is_number: bool = False
+    is_number: bool = False  # whether cells are aligned on the right
 
 
 def escaped(value: object) -> Markup:

@@ -81,16 +81,10 @@ def targets_of(vdevices: Sequence[relax.VDevice]) -> list[Target]:
 
 
 class FileState(NamedTuple):
-    """Identity of a file's content, as build tools see it.
-
-    Attributes
-    ----------
-    path : str
-    device, inode, size, modified, changed : int
-        Fields of its status, times in nanoseconds.
-    """
+    """Identity of a file's content, as build tools see it."""
 
     path: str
+    # Fields of its status, times in nanoseconds.
     device: int
     inode: int
     size: int

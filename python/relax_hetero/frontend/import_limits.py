@@ -91,10 +91,10 @@ class Budget:
                 "If you trust the model, raise it with limits=rh.ImportLimits(nodes=...)"
             )
 
-    def take_ops(self, ops: int, what: str) -> None:
-        """Charge emitted ops; raises as `check_nodes`."""
-        self.check_nodes(self._ops + ops, what)
-        self._ops += ops
+    def take_op(self, what: str) -> None:
+        """Charge an emitted op; raises as `check_nodes`."""
+        self.check_nodes(self._ops + 1, what)
+        self._ops += 1
 
 
 _BUDGET: ContextVar[Budget | None] = ContextVar("_BUDGET", default=None)

@@ -40,24 +40,12 @@ _SUFFIX = re.compile(r"_[0-9a-z]+$")
 
 @dataclass(frozen=True)
 class ImportSource:
-    """Result of a front end.
+    """Result of a front end."""
 
-    Attributes
-    ----------
-    graph : ImportedGraph
-        The bindings with their nodes.
-    nodes : list of NodeInfo
-        The nodes in order.
-    output_names : list of str
-        A name for each output.
-    strings : Strings or None
-        Table of coded strings, or None.
-    """
-
-    graph: ImportedGraph
-    nodes: list[NodeInfo]
+    graph: ImportedGraph  # the bindings with their nodes
+    nodes: list[NodeInfo]  # the nodes in order
     output_names: list[str]
-    strings: Strings | None = None
+    strings: Strings | None = None  # table of coded strings, or None
 
 
 def check_placement(

@@ -17,6 +17,7 @@ from onnx import helper
 from tvm import relax, sym, tirx
 from tvm_ffi import structural_map
 
+from ..tir.core.builder import int64
 from ..transform.ir.requirements import DIVISIONS, divisors_in
 from .joined_sizes import analyzer_for, simplified
 
@@ -119,7 +120,7 @@ def with_safe_divisions(value: Any) -> Any:
         if isinstance(part.b, tirx.IntImm):
             return part
         is_size = analyzer.can_prove(part.b >= 0)
-        safe = tirx.max(part.b, _expr(1)) if is_size else tirx.Select(tirx.EQ(part.b, _expr(0)), _expr(1), part.b)
+        safe = tirx.max(part.b, int64(1)) if is_size else tirx.Select(tirx.EQ(part.b, int64(0)), int64(1), part.b)
         return type(part)(part.a, safe)
 
     for kind in DIVISIONS:
@@ -209,8 +210,8 @@ def _divide(a: Any, b: Any) -> Any:
     if isinstance(a, int) and isinstance(b, int):
         return None
     analyzer = analyzer_for(a, b)
-    is_size = analyzer.can_prove(tirx.all(_expr(a) >= 0, _expr(b) >= 0)) or is_size_where_not_empty(a, b)
-    return with_safe_divisions(simplified((tirx.floordiv if is_size else tirx.truncdiv)(_expr(a), _expr(b))))
+    is_size = analyzer.can_prove(tirx.all(int64(a) >= 0, int64(b) >= 0)) or is_size_where_not_empty(a, b)
+    return with_safe_divisions(simplified((tirx.floordiv if is_size else tirx.truncdiv)(int64(a), int64(b))))
 
 
 def is_size_where_not_empty(a: Any, b: Any) -> bool:
@@ -228,7 +229,7 @@ def _modulo(a: Any, b: Any) -> Any:
     """ONNX's Mod of integers, whose sign is the divisor's (floormod)."""
     if isinstance(a, int) and isinstance(b, int):
         return a % b if b else None
-    return with_safe_divisions(simplified(tirx.floormod(_expr(a), _expr(b))))
+    return with_safe_divisions(simplified(tirx.floormod(int64(a), int64(b))))
 
 
 def _mod(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | None:
@@ -236,7 +237,7 @@ def _mod(operands: list[_Sizes | None], attributes: dict[str, Any]) -> _Sizes | 
         return _elementwise(_modulo)(operands, attributes)
     analyzer = analyzer_for(*(value for operand in operands if operand is not None for value in operand.reshape(-1)))
     is_size = all(
-        analyzer.can_prove(_expr(value) >= 0) for operand in operands if operand is not None for value in operand.flat
+        analyzer.can_prove(int64(value) >= 0) for operand in operands if operand is not None for value in operand.flat
     )
     return _elementwise(_modulo)(operands, attributes) if is_size else None
 
@@ -247,7 +248,7 @@ def _compare(compare: Callable[[Any, Any], bool]) -> _Rule:
     def operation(a: Any, b: Any) -> bool | None:
         if isinstance(a, int) and isinstance(b, int):
             return compare(a, b)
-        analyzer, condition = analyzer_for(a, b), compare(_expr(a), _expr(b))
+        analyzer, condition = analyzer_for(a, b), compare(int64(a), int64(b))
         if analyzer.can_prove(condition):
             return True
         return False if analyzer.can_prove(tirx.Not(condition)) else None
@@ -259,9 +260,9 @@ def _equal(a: Any, b: Any) -> bool | None:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
     analyzer = analyzer_for(a, b)
-    if analyzer.can_prove_equal(_expr(a), _expr(b)):
+    if analyzer.can_prove_equal(int64(a), int64(b)):
         return True
-    return False if analyzer.can_prove(tirx.NE(_expr(a), _expr(b))) else None
+    return False if analyzer.can_prove(tirx.NE(int64(a), int64(b))) else None
 
 
 def _choose(condition: Any, a: Any, b: Any) -> Any:
@@ -272,14 +273,10 @@ def _extreme(integer: Callable[..., int], symbolic: Callable[..., Any]) -> Calla
     def operation(first: Any, *rest: Any) -> Any:
         for value in rest:
             are_ints = isinstance(first, int) and isinstance(value, int)
-            first = integer(first, value) if are_ints else symbolic(_expr(first), _expr(value))
+            first = integer(first, value) if are_ints else symbolic(int64(first), int64(value))
         return first
 
     return operation
-
-
-def _expr(value: Any) -> tvm.tirx.Expr:
-    return tirx.IntImm("int64", value) if isinstance(value, int) else value
 
 
 _RULES: dict[str, _Rule] = {

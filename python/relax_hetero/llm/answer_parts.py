@@ -20,18 +20,11 @@ _OPEN, _CLOSE = "{[", "}]"
 
 
 class Part(NamedTuple):
-    """Growth of an answer.
+    """Growth of an answer."""
 
-    Attributes
-    ----------
-    kind : str
-        ``content``, ``reasoning``, ``call`` (a call of the tool `text` begins) or ``arguments`` (of the last call).
-    text : str
-        Text to append.
-    """
-
+    # ``content``, ``reasoning``, ``call`` (a call of the tool `text` begins) or ``arguments`` (of the last call).
     kind: Literal["content", "reasoning", "call", "arguments"]
-    text: str
+    text: str  # text to append
 
 
 class Reader:

@@ -27,47 +27,27 @@ _MAX_REFERENCES = 16
 
 @dataclass(frozen=True)
 class CallFormat:
-    """Format of calls.
+    """Format of calls."""
 
-    Attributes
-    ----------
-    name : str
-        Name, for options.
-    texts : tuple of str
-        Texts that are all in the chat templates of models with this format.
-    parse : callable
-        Routine that parses an answer after the reasoning, given a `Reader` and an `AnswerParser`.
-    trigger : str
-        Beginning of `first` or `before` that no text contains; empty if there is none.
-    first, before, after, between, last : str
-        Texts before all calls, before and after the arguments of one, between two, and after all, in calls that the
-        server forces; ``{name}`` is the tool. No calls follow the first if `between` is None.
-    control : tuple of str
-        Names of control tokens that `parse` has to see.
-    xml : tuple of str
-        Texts before the name of an argument, between name and value, and after the value; empty for JSON arguments.
-    id_length : int
-        Number of characters of the identifier of a call; 0 for OpenAI's form.
-    reasoning : Reasoning or None
-        Texts around the reasoning, which `parse` handles; None if it is as in `REASONING`.
-    content : str
-        Text before an answer that is not a call.
-    """
-
-    name: str
-    texts: tuple[str, ...]
+    name: str  # name, for options
+    texts: tuple[str, ...]  # texts that are all in the chat templates of models with this format
+    # Routine that parses an answer after the reasoning.
     parse: Callable[[Reader, AnswerParser], Routine[None]]
+    # Texts before and after the arguments of a call, between two, before all calls and after all, in calls that the
+    # server forces; ``{name}`` is the tool. No calls follow the first if `between` is None.
     before: str
     after: str = ""
     between: str | None = None
     first: str = ""
     last: str = ""
-    control: tuple[str, ...] = ()
+    control: tuple[str, ...] = ()  # names of control tokens that `parse` has to see
+    # Texts before the name of an argument, between name and value, and after the value; empty for JSON arguments.
     xml: tuple[str, ...] = ()
-    id_length: int = 0
+    id_length: int = 0  # number of characters of the identifier of a call; 0 for OpenAI's form
+    # Texts around the reasoning, which `parse` handles; None if it is as in `REASONING`.
     reasoning: Reasoning | None = None
-    content: str = ""
-    trigger: str = ""
+    content: str = ""  # text before an answer that is not a call
+    trigger: str = ""  # beginning of `first` or `before` that no text contains; empty if there is none
 
     def new_id(self) -> str:
         """Identifier of a call."""

@@ -459,32 +459,16 @@ def _resolve_options(
 
 @dataclass(frozen=True)
 class _Compilation:
-    """Functions of a file that are compiled together, or found in the compile cache.
+    """Functions of a file that are compiled together, or found in the compile cache."""
 
-    Attributes
-    ----------
-    file : GgufFile
-        File that has been read.
-    states : tuple of FileState
-        Its files, before they were opened.
-    is_measured : bool
-        Whether the result depends on measurements of the devices.
-    options : dict of str to object
-        Options of `rh.from_gguf`.
-    donated : list of str
-        Inputs that functions write in place.
-    allreduce_strategy : str
-        Option of `rh.compile`.
-    """
-
-    file: GgufFile
-    states: tuple[FileState, ...]
-    is_measured: bool
+    file: GgufFile  # file that has been read
+    states: tuple[FileState, ...]  # its files, before they were opened
+    is_measured: bool  # whether the result depends on measurements of the devices
     devices: list[VDevice]
     placement: PlacementRules | None
-    options: dict[str, Any]
-    donated: list[str]
-    allreduce_strategy: str
+    options: dict[str, Any]  # options of `rh.from_gguf`
+    donated: list[str]  # inputs that functions write in place
+    allreduce_strategy: str  # option of `rh.compile`
 
     @property
     def functions(self) -> list[str]:

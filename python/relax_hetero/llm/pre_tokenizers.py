@@ -11,28 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """Facts that a name states about a vocabulary whose merges are listed.
+    """Facts that a name states about a vocabulary whose merges are listed."""
 
-    Attributes
-    ----------
-    splits : tuple of str
-        Regular expressions, applied one after the other: each splits text into its matches and the text between them.
-    whole_words : bool
-        Whether a word that is a token becomes it without merges (``ignore_merges``).
-    adds_begin : bool
-        Whether texts begin with a token, unless the file says otherwise.
-    is_byte_level : bool
-        Whether names of tokens have a character for each byte; otherwise they have the text's characters, and other
-        characters become tokens of bytes such as ``<0x0A>``.
-    escapes_spaces : bool
-        Whether spaces are U+2581 in names of tokens.
-    """
-
+    # Regular expressions, applied one after the other: each splits text into its matches and the text between them.
     splits: tuple[str, ...]
-    whole_words: bool = False
-    adds_begin: bool = False
+    whole_words: bool = False  # whether a word that is a token becomes it without merges (``ignore_merges``)
+    adds_begin: bool = False  # whether texts begin with a token, unless the file says otherwise
+    # Whether names of tokens have a character for each byte; otherwise they have the text's characters, and other
+    # characters become tokens of bytes such as ``<0x0A>``.
     is_byte_level: bool = True
-    escapes_spaces: bool = False
+    escapes_spaces: bool = False  # whether spaces are U+2581 in names of tokens
 
 
 _SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"

@@ -14,18 +14,10 @@ from .model import Cache
 
 @dataclass(frozen=True, eq=False)
 class Prefix:
-    """A sequence whose request has finished.
+    """A sequence whose request has finished."""
 
-    Attributes
-    ----------
-    slot : int
-        Slot in the cache.
-    tokens : array of int32, (length,)
-        Tokens of the sequence.
-    """
-
-    slot: int
-    tokens: np.ndarray
+    slot: int  # slot in the cache
+    tokens: np.ndarray  # (length,) of int32
 
 
 class PrefixCache:

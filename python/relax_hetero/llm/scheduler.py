@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 import numpy as np
@@ -21,64 +21,34 @@ from .speculation import Proposer, Speculation
 
 @dataclass
 class Counts:
-    """Counts of the scheduler so far.
+    """Counts of the scheduler so far."""
 
-    Attributes
-    ----------
-    steps : int
-        Calls of `Scheduler.step` that returned True.
-    prompt_tokens : int
-        Tokens that were prefilled.
-    reused_tokens : int
-        Tokens of prompts that were in the cache already.
-    tokens : int
-        Tokens that were generated.
-    preempted : int
-        Number of preemptions.
-    finished : dict of str to int
-        Number of requests that have ended, by reason.
-    """
-
-    steps: int = 0
-    prompt_tokens: int = 0
-    reused_tokens: int = 0
-    tokens: int = 0
-    preempted: int = 0
-
-    def __post_init__(self) -> None:
-        self.finished: dict[FinishReason, int] = dict.fromkeys(("stop", "length", "cancelled", "error"), 0)
+    steps: int = 0  # calls of `Scheduler.step` that returned True
+    prompt_tokens: int = 0  # tokens that were prefilled
+    reused_tokens: int = 0  # tokens of prompts that were in the cache already
+    tokens: int = 0  # tokens that were generated
+    preempted: int = 0  # number of preemptions
+    # Number of requests that have ended, by reason.
+    finished: dict[FinishReason, int] = field(
+        default_factory=lambda: dict.fromkeys(("stop", "length", "cancelled", "error"), 0)
+    )
 
 
 @dataclass(frozen=True)
 class Load:
-    """Load of the scheduler.
+    """Load of the scheduler."""
 
-    Attributes
-    ----------
-    waiting, active : int
-        Number of requests without and with a slot.
-    cached_tokens : int
-        Tokens in the cache; shared tokens count once for each sequence.
-    """
-
+    # Number of requests without and with a slot.
     waiting: int = 0
     active: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int = 0  # tokens in the cache; shared tokens count once for each sequence
 
 
 @dataclass(frozen=True)
 class StepAhead:
-    """A decode step that was enqueued before the tokens of the last one were known.
+    """A decode step that was enqueued before the tokens of the last one were known."""
 
-    Attributes
-    ----------
-    sequences : list of Sequence
-        Sequences of its rows; some may have ended since.
-    step : DecodeStep
-        The step.
-    """
-
-    sequences: list[Sequence]
+    sequences: list[Sequence]  # sequences of its rows; some may have ended since
     step: DecodeStep
 
     def tokens(self) -> dict[Sequence, int]:

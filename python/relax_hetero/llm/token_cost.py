@@ -38,46 +38,26 @@ _GATHERS = {"block_rows", "take"}
 
 @dataclass(frozen=True)
 class PartCost:
-    """Cost of one part of the model on one device.
+    """Cost of one part of the model on one device."""
 
-    Attributes
-    ----------
-    part : str
-        "embedding", "attention", "feed-forward", "logits", "other", "transfers" to the device, or "waiting" in its
-        command buffer for values of another device (`transform.FormMailboxes`).
-    device : str
-        Name of the device.
-    calls : int
-        Number of calls of kernels, or of transfers.
-    weights, cache, transferred : int
-        Bytes of weights and of the cache that are read, and bytes that are transferred from other devices.
-    seconds : float or None
-        Measured or estimated time; None if it is not known for this part.
-    """
-
+    # "embedding", "attention", "feed-forward", "logits", "other", "transfers" to the device, or "waiting" in its
+    # command buffer for values of another device (`transform.FormMailboxes`).
     part: str
-    device: str
-    calls: int = 0
+    device: str  # name of the device
+    calls: int = 0  # number of calls of kernels, or of transfers
+    # Bytes of weights and of the cache that are read, and bytes that are transferred from other devices.
     weights: int = 0
     cache: int = 0
     transferred: int = 0
-    seconds: float | None = None
+    seconds: float | None = None  # measured or estimated time; None if it is not known for this part
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """A measured decode step.
+    """A measured decode step."""
 
-    Attributes
-    ----------
-    seconds : float
-        Median time of a step, from tokens to logits.
-    kernels : float
-        Median time in command buffers, other kernels and transfers.
-    """
-
-    seconds: float
-    kernels: float
+    seconds: float  # median time of a step, from tokens to logits
+    kernels: float  # median time in command buffers, other kernels and transfers
 
     @property
     def outside(self) -> float:
@@ -87,36 +67,17 @@ class StepTime:
 
 @dataclass(frozen=True)
 class TokenCost:
-    """Cost of a decode step, by parts of the model.
+    """Cost of a decode step, by parts of the model."""
 
-    Attributes
-    ----------
-    function : str
-        Decode function with the fewest rows, such as ``decode_1``.
-    rows : int
-        Number of sequences of the step.
-    cached : int
-        Cached tokens of each sequence.
-    parts : tuple of PartCost
-        Costs in the order of devices, then of the forward pass.
-    buffers : mapping of str to tuple of str
-        Command buffers of the step by device, in order.
-    outside : int
-        Number of kernel calls outside of command buffers.
-    step : StepTime or None
-        Measured time, if any.
-    is_estimate : bool
-        Whether times of parts come from a cost model.
-    """
-
-    function: str
-    rows: int
-    cached: int
-    parts: tuple[PartCost, ...]
+    function: str  # decode function with the fewest rows, such as ``decode_1``
+    rows: int  # number of sequences of the step
+    cached: int  # cached tokens of each sequence
+    parts: tuple[PartCost, ...]  # costs in the order of devices, then of the forward pass
+    # Command buffers of the step by device, in order.
     buffers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    outside: int = 0
-    step: StepTime | None = None
-    is_estimate: bool = False
+    outside: int = 0  # number of kernel calls outside of command buffers
+    step: StepTime | None = None  # measured time, if any
+    is_estimate: bool = False  # whether times of parts come from a cost model
 
     def of_device(self, device: str) -> PartCost:
         """Sum of a device's parts; its time is None if that of a part is."""
@@ -183,22 +144,12 @@ class TokenCost:
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Facts about a language model that are not in command buffers.
+    """Facts about a language model that are not in command buffers."""
 
-    Attributes
-    ----------
-    windows : tuple of int
-        Number of latest positions that each layer sees, 0 for all; () if unknown, which means as many as its pages
-        hold.
-    expert_share : float
-        Fraction of the experts that a row uses; 1 for a dense model.
-    vocabulary : int
-        Rows of the embedding table; 0 if unknown, which means the number of its packed panels.
-    """
-
+    # Number of latest positions that each layer sees, 0 for all; () if unknown, which means as many as its pages hold.
     windows: tuple[int, ...] = ()
-    expert_share: float = 1.0
-    vocabulary: int = 0
+    expert_share: float = 1.0  # fraction of the experts that a row uses; 1 for a dense model
+    vocabulary: int = 0  # rows of the embedding table; 0 if unknown, which means the number of its packed panels
 
 
 def decode_function(regions: Iterable[RegionSpec]) -> str | None:

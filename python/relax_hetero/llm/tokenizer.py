@@ -572,40 +572,26 @@ def byte_of_character() -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Model:
-    """A kind of tokenizer, and what a file that does not say otherwise has.
+    """A kind of tokenizer, and what a file that does not say otherwise has."""
 
-    Attributes
-    ----------
-    make : callable
-        Makes the functions that encode and decode.
-    begin_id, end_id, unknown_id : int, optional
-        Tokens for the start and end of a text and for unknown text.
-    end_key : str
-        Key of the token that is added at the end of a text.
-    adds_begin, adds_end, adds_space : bool
-        Whether these tokens, and a space, are added to a text.
-    begin_flag, end_flag, space_flag : str, optional
-        Keys of the flags that say otherwise; None if files of this kind are not asked.
-    has_merges, drops_spaces : bool
-        Whether a pre-tokenizer splits texts into words, and whether spaces between words are dropped.
-    pre : str, optional
-        The pre-tokenizer of all files of this kind.
-    """
-
-    make: Callable[[Tokenizer], _Codec]
+    make: Callable[[Tokenizer], _Codec]  # makes the functions that encode and decode
+    # Tokens for the start and end of a text and for unknown text.
     begin_id: int | None = None
     end_id: int | None = None
     unknown_id: int | None = None
-    end_key: str = "eos_token_id"
+    end_key: str = "eos_token_id"  # key of the token that is added at the end of a text
+    # Whether these tokens, and a space, are added to a text.
     adds_begin: bool = False
     adds_end: bool = False
     adds_space: bool = False
+    # Keys of the flags that say otherwise; None if files of this kind are not asked.
     begin_flag: str | None = "add_bos_token"
     end_flag: str | None = "add_eos_token"
     space_flag: str | None = None
+    # Whether a pre-tokenizer splits texts into words, and whether spaces between words are dropped.
     has_merges: bool = False
     drops_spaces: bool = False
-    pre: str | None = None
+    pre: str | None = None  # the pre-tokenizer of all files of this kind
 
 
 _SPACE_FLAG = "add_space_prefix"

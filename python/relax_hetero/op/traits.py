@@ -15,56 +15,31 @@ from ..encoding.functions import FUNCTIONS
 
 @dataclass(frozen=True)
 class Traits:
-    """Properties of one op; the defaults hold for an op without a row.
+    """Properties of one op; the defaults hold for an op without a row."""
 
-    Attributes
-    ----------
-    kind : str
-        Family whose members passes treat alike: "product" (of matrices), "conv", "conv_transpose", "attention",
-        "einsum", "max_pool", "avg_pool", "row_norm", "channel_norm", "softmax", "reduction", "moment".
-    is_elementwise : bool
-        Whether an element of the result depends only on the (broadcast) operands' elements at its index.
-    moves : bool
-        Whether all elements of the result are elements of the operands.
-    keeps_order : bool
-        Whether it only changes the shape: the elements stay in the same order in memory.
-    ignores_numbers : bool
-        Whether it does not compute with elements, so that it also works on raw bytes; true for all `moves`.
-    may_return_operand : bool
-        Whether the result may be the operand itself, if the op changes nothing; true for all `moves`.
-    is_exact : bool
-        Whether the result is an operand's value or has its precision, so that nothing is rounded.
-    joins_operand : bool
-        Whether it may be fused into the kernel that computes an operand; true for all elementwise ops.
-    flops : int
-        Instructions for one element; 0 for an op without a kernel.
-    precision : str
-        Role in `ToMixedPrecision`: "product", "moved", "stored" or "exact"; see `transform.quantize.precision_rules`.
-    permute, sizes : str
-        Names of the rules in `transform.permute.permute_rules` and `transform.sizes.op_sizes`; empty without one.
-    takes_callee : bool
-        Whether the first argument is a function that the op calls.
-    writes : bool
-        Whether it writes to an operand.
-    needs_no_kernel : bool
-        Whether later passes or the virtual machine carry it out, without a kernel.
-    """
-
+    # Family whose members passes treat alike: "product" (of matrices), "conv", "conv_transpose", "attention", "einsum",
+    # "max_pool", "avg_pool", "row_norm", "channel_norm", "softmax", "reduction", "moment".
     kind: str = ""
+    # Whether an element of the result depends only on the (broadcast) operands' elements at its index.
     is_elementwise: bool = False
-    moves: bool = False
-    keeps_order: bool = False
+    moves: bool = False  # whether all elements of the result are elements of the operands
+    keeps_order: bool = False  # whether it only changes the shape: the elements stay in the same order in memory
+    # Whether it does not compute with elements, so that it also works on raw bytes; true for all `moves`.
     ignores_numbers: bool = False
+    # Whether the result may be the operand itself, if the op changes nothing; true for all `moves`.
     may_return_operand: bool = False
-    is_exact: bool = False
+    is_exact: bool = False  # whether the result is an operand's value or has its precision, so that nothing is rounded
+    # Whether it may be fused into the kernel that computes an operand; true for all elementwise ops.
     joins_operand: bool = False
-    flops: int = 1
+    flops: int = 1  # instructions for one element; 0 for an op without a kernel
+    # Role in `ToMixedPrecision`: "product", "moved", "stored" or "exact"; see `transform.quantize.precision_rules`.
     precision: str = ""
+    # Names of the rules in `transform.permute.permute_rules` and `transform.sizes.op_sizes`; empty without one.
     permute: str = ""
     sizes: str = ""
-    takes_callee: bool = False
-    writes: bool = False
-    needs_no_kernel: bool = False
+    takes_callee: bool = False  # whether the first argument is a function that the op calls
+    writes: bool = False  # whether it writes to an operand
+    needs_no_kernel: bool = False  # whether later passes or the virtual machine carry it out, without a kernel
 
 
 _DEFAULT = Traits()

@@ -31,21 +31,13 @@ def bench_of(threads: int, seconds: Mapping[str, Sequence[float]], failures: Map
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer of a language model, with its times.
+    """An answer of a language model, with its times."""
 
-    Attributes
-    ----------
-    prompt_tokens, cached_tokens : int
-        Tokens of the prompt, and the number of them that were in the cache.
-    first_token_seconds : float
-        Time from the question to the first token.
-    pieces : tuple of (str, int, float)
-        Text, number of its tokens, and seconds since the previous piece, or since the question for the first one.
-    """
-
+    # Tokens of the prompt, and the number of them that were in the cache.
     prompt_tokens: int
     cached_tokens: int
-    first_token_seconds: float
+    first_token_seconds: float  # time from the question to the first token
+    # Text, number of its tokens, and seconds since the previous piece, or since the question for the first one.
     pieces: tuple[tuple[str, int, float], ...]
 
 

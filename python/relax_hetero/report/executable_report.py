@@ -484,7 +484,6 @@ def report_of(
 
     Parameters
     ----------
-    executable : Executable
     profile : Profile or sequence of Profile, optional
         Profiles of `VirtualMachine.profile`, one per function, which give kernels their times.
     trace : Trace, optional

@@ -354,18 +354,11 @@ _SWEEPS = 4
 
 @dataclass(frozen=True)
 class Layers:
-    """Layered drawing of a graph.
+    """Layered drawing of a graph."""
 
-    Attributes
-    ----------
-    rows : list of list of int
-        Nodes of each row, from left to right; negative numbers are dummy nodes, through which long edges pass.
-    paths : dict of (int, int) to list of int
-        Nodes of each edge from its source to its target, including dummy nodes.
-    """
-
+    # Nodes of each row, from left to right; negative numbers are dummy nodes, through which long edges pass.
     rows: list[list[int]]
-    paths: dict[tuple[int, int], list[int]]
+    paths: dict[tuple[int, int], list[int]]  # nodes of each edge from its source to its target, including dummy nodes
 
 
 def layers_of(nodes: Sequence[int], edges: Iterable[tuple[int, int]], close: Iterable[int] = ()) -> Layers:

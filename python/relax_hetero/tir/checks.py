@@ -44,27 +44,15 @@ _BLOCK_THREADS = 256
 
 @dataclass(frozen=True)
 class CheckProblem:
-    """A tensor and the ranges that its values must be in.
+    """A tensor and the ranges that its values must be in."""
 
-    Attributes
-    ----------
-    shape : tuple of int or str
-        Symbolic extents are names.
-    dtype : str
-        Element type of the data.
-    columns : tuple of bool
-        Checked positions of the last axis; each may have a range of its own. One entry stands for all values.
-    wraps : bool
-        Whether negative values count from the end of their range, which then begins at the negated end.
-    is_divisor : bool
-        Whether the value must only differ from 0; there are no ranges then.
-    """
-
-    shape: tuple[Dim, ...]
-    dtype: str
+    shape: tuple[Dim, ...]  # symbolic extents are names
+    dtype: str  # element type of the data
+    # Checked positions of the last axis; each may have a range of its own. One entry stands for all values.
     columns: tuple[bool, ...] = (True,)
+    # Whether negative values count from the end of their range, which then begins at the negated end.
     wraps: bool = True
-    is_divisor: bool = False
+    is_divisor: bool = False  # whether the value must only differ from 0; there are no ranges then
 
     @property
     def result(self) -> str:

@@ -49,25 +49,16 @@ _EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class DeltaRuleSizes:
-    """Sizes of a layer with the gated delta rule.
+    """Sizes of a layer with the gated delta rule."""
 
-    Attributes
-    ----------
-    key_heads, value_heads : int
-        Heads of queries and keys, and of values; the latter is a multiple of the former.
-    key_size, value_size : int
-        Elements of a head.
-    taps : int
-        Tokens that the convolution sees.
-    is_tiled : bool
-        True if value head h reads key head ``h % key_heads``, False if ``h // (value_heads // key_heads)``.
-    """
-
+    # Heads of queries and keys, and of values; the latter is a multiple of the former.
     key_heads: int
     value_heads: int
+    # Elements of a head.
     key_size: int
     value_size: int
-    taps: int
+    taps: int  # tokens that the convolution sees
+    # True if value head h reads key head ``h % key_heads``, False if ``h // (value_heads // key_heads)``.
     is_tiled: bool
 
     @property
@@ -116,21 +107,13 @@ class DeltaRuleProblem(DeltaRuleSizes):
     rule: the convolution's results; beta and alpha, (rows, value_heads); a and dt, (value_heads,); sequences,
     positions and states; results, (rows, value_heads * value_size). All others are float32. Rows of sequence -1 write
     no state, and their results are zeros.
-
-    Attributes
-    ----------
-    rows, slots : int
-        Rows of a call, and sequences in the cache.
-    is_chunk : bool
-        True if all rows belong to the sequence of row 0.
-    is_convolution : bool
-        True on the convolution's kernel.
     """
 
+    # Rows of a call, and sequences in the cache.
     rows: int
     slots: int
-    is_chunk: bool
-    is_convolution: bool = False
+    is_chunk: bool  # True if all rows belong to the sequence of row 0
+    is_convolution: bool = False  # True on the convolution's kernel
 
     @classmethod
     def of(cls, func: tirx.PrimFunc) -> DeltaRuleProblem:
@@ -145,7 +128,6 @@ class DeltaRuleTensors:
     ----------
     function : Function
         Function whose arguments they become.
-    problem : DeltaRuleProblem
     """
 
     inputs: Any

@@ -30,21 +30,13 @@ _BOX_FIELDS = 5
 
 @dataclass(frozen=True)
 class NmsProblem:
-    """A suppression of boxes ``(batches, boxes, 4)`` by scores ``(batches, classes, boxes)``.
-
-    Attributes
-    ----------
-    most : int or None
-        Maximum number of boxes that a class selects; None if it may select all.
-    is_center : bool
-        Whether boxes are stored as centers and sizes, else as opposite corners.
-    """
+    """A suppression of boxes ``(batches, boxes, 4)`` by scores ``(batches, classes, boxes)``."""
 
     batches: Dim
     classes: Dim
     boxes: Dim
-    most: int | None
-    is_center: bool
+    max_boxes: int | None  # maximum number of boxes that a class selects; None if it may select all
+    is_center: bool  # whether boxes are stored as centers and sizes, else as opposite corners
 
     @property
     def text(self) -> str:
@@ -77,7 +69,7 @@ class NmsMemory:
 
         self.batches, self.classes, self.boxes = map(extent, (problem.batches, problem.classes, problem.boxes))
         self.groups = self.batches * self.classes
-        self.limit = self.boxes if problem.most is None else minimum(self.boxes, problem.most)
+        self.limit = self.boxes if problem.max_boxes is None else minimum(self.boxes, problem.max_boxes)
         shapes: dict[str, tuple[list[Expr], str]] = {
             "box": ([self.batches, self.boxes, 4], "float32"),
             "score": ([self.batches, self.classes, self.boxes], "float32"),

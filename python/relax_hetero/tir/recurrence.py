@@ -77,30 +77,19 @@ class RecurrenceProblem:
     `PANEL_COLUMNS`); recurrent bias, (D, hidden); initial states, (D, batch, hidden) each; peepholes, (D, 3, hidden);
     lengths, (batch,) of int64. Results: all outputs, (steps, D, batch, hidden), the last states, and two tensors of
     scratch.
-
-    Attributes
-    ----------
-    backwards : tuple of bool
-        Whether a direction runs from the last step to the first.
-    activations : tuple of (tuple of str)
-        Expressions of the activations, for each direction.
-    has_bias : bool
-        Whether the last gate has a bias of its recurrent product: that of `linear_before_reset`.
-    has_peepholes, has_lengths : bool
-        Whether these operands are present.
-    linear_before_reset, input_forget : bool
-        Attributes of GRU and LSTM.
     """
 
     op: str
     steps: Dim
     batch: Dim
     hidden: int
-    backwards: tuple[bool, ...]
-    activations: tuple[tuple[str, ...], ...]
-    has_bias: bool = False
+    backwards: tuple[bool, ...]  # whether a direction runs from the last step to the first
+    activations: tuple[tuple[str, ...], ...]  # expressions of the activations, for each direction
+    has_bias: bool = False  # whether the last gate has a bias of its recurrent product: that of `linear_before_reset`
+    # Whether these operands are present.
     has_peepholes: bool = False
     has_lengths: bool = False
+    # Attributes of GRU and LSTM.
     linear_before_reset: bool = False
     input_forget: bool = False
 

@@ -36,22 +36,15 @@ _TASK_ELEMENTS = MIN_WORK["elements"]
 
 @dataclass(frozen=True)
 class ScatterProblem:
-    """Data of a shape, with updates.
+    """Data of a shape, with updates."""
 
-    Attributes
-    ----------
-    data, indices, updates : tuple of int or str
-        Shapes; symbolic extents are names.
-    reduction : str
-        One of `REDUCTIONS`.
-    """
-
+    # Shapes; symbolic extents are names.
     data: tuple[Dim, ...]
     indices: tuple[Dim, ...]
     updates: tuple[Dim, ...]
     dtype: str
     index_dtype: str
-    reduction: str
+    reduction: str  # one of `REDUCTIONS`
 
 
 def scatter_elements_kernel(problem: ScatterProblem, axis: int) -> tirx.PrimFunc:

@@ -19,7 +19,6 @@ def write_row_kernel(rank: int, dtype: str) -> tirx.PrimFunc:
     ----------
     rank : int
         Rank of a row.
-    dtype : str
 
     Returns
     -------

@@ -19,7 +19,7 @@ from ..display.console import console, print_json, print_table
 from ..display.text import plural
 from ..errors import HeteroError
 from ..system import allowed_cpus
-from .command import cache_option, command, json_option, refuse_overwriting
+from .command import INPUT_FILE, OUTPUT, OUTPUT_FILE, cache_option, command, json_option, refuse_overwriting
 from .models import Model
 from .onnxruntime_reference import reference
 from .placement_options import PlacementOptions, placement_options
@@ -172,24 +172,12 @@ def _time_call(call: Callable[[], object], timing: Timing) -> None:
 
 @dataclass(frozen=True)
 class TracedCalls:
-    """Traced calls.
+    """Traced calls."""
 
-    Attributes
-    ----------
-    path : Path
-        File with the trace.
-    calls : int
-        Number of calls.
-    seconds : float
-        Time from the first submission to the last result.
-    busy : dict of str to float
-        Fraction of that time in which each queue worked.
-    """
-
-    path: Path
-    calls: int
-    seconds: float
-    busy: dict[str, float]
+    path: Path  # file with the trace
+    calls: int  # number of calls
+    seconds: float  # time from the first submission to the last result
+    busy: dict[str, float]  # fraction of that time in which each queue worked
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data."""
@@ -227,10 +215,8 @@ def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls:
 
 
 @command("bench")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@click.option(
-    "--rounds", type=click.IntRange(min=1), default=20, show_default=True, help="Number of timed calls of each engine."
-)
+@click.argument("model", type=INPUT_FILE)
+@click.option("--rounds", type=click.IntRange(min=1), default=20, help="Number of timed calls of each engine.")
 @click.option(
     "--threads",
     type=click.IntRange(min=1),
@@ -240,32 +226,24 @@ def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls:
     "--budget",
     type=click.FloatRange(min=0),
     default=30.0,
-    show_default=True,
     help="Number of seconds after which a slow engine skips the remaining rounds.",
 )
-@click.option("--stock/--no-stock", default=True, show_default=True, help="Time stock TVM, too, or leave it out.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
+@click.option("--stock/--no-stock", default=True, help="Time stock TVM, too, or leave it out.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random inputs.")
 @click.option(
     "--trace",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUTPUT_FILE,
     metavar="OUT.json",
     help="Also submit calls, and write which work each queue did when, as a trace for Perfetto and Chrome.",
 )
-@click.option(
-    "--calls", type=click.IntRange(min=1), default=16, show_default=True, help="Number of submitted calls in the trace."
-)
+@click.option("--calls", type=click.IntRange(min=1), default=16, help="Number of submitted calls in the trace.")
 @click.option(
     "--onnx",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=INPUT_FILE,
     metavar="MODEL.onnx",
     help="ONNX file that a library was compiled from; the other engines run it.",
 )
-@click.option(
-    "--html",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Also measure each kernel, and write a report for a browser.",
-)
+@click.option("--html", type=OUTPUT, metavar="FILE", help="Also measure each kernel, and write a report for a browser.")
 @placement_options
 @cache_option
 @json_option

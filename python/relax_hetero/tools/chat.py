@@ -11,7 +11,7 @@ import click
 
 from ..display.console import console
 from ..errors import HeteroError, printable
-from .command import command, refuse_overwriting
+from .command import OUTPUT, command, refuse_overwriting
 from .language_model import LanguageModelOptions, language_model_options
 
 if TYPE_CHECKING:
@@ -28,48 +28,30 @@ _HELP = "/reset starts a new conversation, /exit or Ctrl-D ends, Ctrl-C ends an 
 @click.option("--system", metavar="TEXT", help="System prompt: instructions that come before the conversation.")
 @click.option("--prompt", "-p", metavar="TEXT", help="Send this text, print the answer on stdout, and exit.")
 @click.option("--raw", is_flag=True, help="Continue the text as it is, without a chat template.")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=1024, help="Maximum number of tokens of one answer.")
 @click.option(
-    "--max-tokens",
-    type=click.IntRange(min=1),
-    default=1024,
-    show_default=True,
-    help="Maximum number of tokens of one answer.",
+    "--temperature", type=float, default=0.8, help="Sampling temperature; 0 always takes the most likely token."
 )
+@click.option("--top-k", type=int, default=40, help="Sample from the k most likely tokens; 0 means all.")
 @click.option(
-    "--temperature",
-    type=float,
-    default=0.8,
-    show_default=True,
-    help="Sampling temperature; 0 always takes the most likely token.",
-)
-@click.option(
-    "--top-k", type=int, default=40, show_default=True, help="Sample from the k most likely tokens; 0 means all."
-)
-@click.option(
-    "--top-p",
-    type=float,
-    default=0.95,
-    show_default=True,
-    help="Sample from the most likely tokens whose probabilities add up to this.",
+    "--top-p", type=float, default=0.95, help="Sample from the most likely tokens whose probabilities add up to this."
 )
 @click.option(
     "--min-p",
     type=float,
     default=0.05,
-    show_default=True,
     help="Sample from tokens at least this fraction as likely as the most likely one.",
 )
 @click.option(
     "--repetition-penalty",
     type=float,
     default=1.0,
-    show_default=True,
     help="Divide the logits of tokens that occurred by this; 1 means no penalty.",
 )
 @click.option("--seed", type=int, help="Seed of the sampling; the same seed gives the same answers.")
 @click.option(
     "--html",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     metavar="FILE",
     help="At the end, write a page for a browser: the times of the answers, and their text.",
 )

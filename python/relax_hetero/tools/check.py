@@ -8,13 +8,13 @@ from pathlib import Path
 import click
 
 from ..display.console import console, print_json, show
-from .command import command, json_option
+from .command import INPUT_FILE, command, json_option
 from .models import input_names
 from .placement_options import PlacementOptions, placement_options
 
 
 @command("check")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("model", type=INPUT_FILE)
 @placement_options
 @json_option
 def check_command(model: Path, placing: PlacementOptions, as_json: bool) -> None:

@@ -56,7 +56,10 @@ def _show_versions(context: click.Context, parameter: click.Parameter, requested
         context.exit()
 
 
-@click.group(cls=_Interruptible, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+_SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+
+
+@click.group(cls=_Interruptible, context_settings=_SETTINGS)
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_versions, help=_VERSION)
 def cli() -> None:
     """One ONNX model over several devices: compile it, run it, time it, and see what was placed where."""

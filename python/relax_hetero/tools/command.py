@@ -15,6 +15,11 @@ from ..artifact.regular_files import read_regular
 from ..artifact.signing import checked_key
 from ..errors import HeteroError, printable
 
+INPUT = click.Path(exists=True, path_type=Path)
+"""A file or folder."""
+INPUT_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+OUTPUT = click.Path(path_type=Path)
+OUTPUT_FILE = click.Path(dir_okay=False, path_type=Path)
 _MAX_KEY_BYTES = 1 << 16
 
 
@@ -66,7 +71,7 @@ def key_option(purpose: str) -> Callable[[Callable[..., None]], Callable[..., No
     return click.option(
         "--key-file",
         "key",
-        type=click.Path(path_type=Path),
+        type=OUTPUT,
         envvar="RELAX_HETERO_KEY_FILE",
         metavar="FILE",
         callback=_read_key,
@@ -77,17 +82,13 @@ def key_option(purpose: str) -> Callable[[Callable[..., None]], Callable[..., No
 verify_option = key_option("Load a library only if it was signed with the key in this file.")
 
 cache_option = click.option(
-    "--cache/--no-cache",
-    default=True,
-    show_default=True,
-    help="Use the compile cache, or always compile the model.",
+    "--cache/--no-cache", default=True, help="Use the compile cache, or always compile the model."
 )
 
 checks_option = click.option(
     "--checks",
     type=click.Choice(["default", "strict"]),
     default="default",
-    show_default=True,
     help="Report wrong indices and divisors as errors: on CPUs, or (strict) on every device.",
 )
 
@@ -95,7 +96,6 @@ accuracy_option = click.option(
     "--accuracy",
     type=click.Choice(["default", "exact", "fast"]),
     default="default",
-    show_default=True,
     help="Choose how exact convolutions of float32 are: fast takes forms with larger errors, exact only direct ones.",
 )
 

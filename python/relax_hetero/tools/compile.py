@@ -13,20 +13,25 @@ from ..display.console import console, print_json
 from ..display.text import bytes_text
 from ..errors import BuildError
 from ..report.text.target_text import target_text
-from .command import accuracy_option, cache_option, checks_option, command, json_option, key_option, refuse_overwriting
+from .command import (
+    INPUT_FILE,
+    OUTPUT_FILE,
+    accuracy_option,
+    cache_option,
+    checks_option,
+    command,
+    json_option,
+    key_option,
+    refuse_overwriting,
+)
 from .models import compile_onnx
 from .placement_options import PlacementOptions, placement_options
 
 
 @command("compile")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("model", type=INPUT_FILE)
 @click.option(
-    "-o",
-    "--output",
-    required=True,
-    metavar="OUT.so",
-    type=click.Path(dir_okay=False, path_type=Path),
-    help="Library to write, with code and weights.",
+    "-o", "--output", required=True, metavar="OUT.so", type=OUTPUT_FILE, help="Library to write, with code and weights."
 )
 @placement_options
 @key_option("Sign the library with the key in this file, of at least 16 bytes.")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 @command("devices")
-@click.option("--measure/--no-measure", default=True, show_default=True, help="Measure the devices, or list them only.")
+@click.option("--measure/--no-measure", default=True, help="Measure the devices, or list them only.")
 @click.option("--again", is_flag=True, help="Measure again what was measured before.")
 @json_option
 def devices_command(measure: bool, again: bool, as_json: bool) -> None:

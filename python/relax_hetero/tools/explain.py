@@ -14,7 +14,7 @@ from ..report.text.call_tables import Schedules
 from ..report.text.command_tables import CommandBuffers
 from ..report.text.explanation import ALL, SECTIONS, Explanation, explanation_of
 from ..report.text.plan_tables import plan_tables
-from .command import accuracy_option, command, json_option, refuse_overwriting, verify_option
+from .command import INPUT, INPUT_FILE, OUTPUT, accuracy_option, command, json_option, refuse_overwriting, verify_option
 from .models import gguf_options, has_weights, is_onnx, is_saved, load_library, obtain, placed_module, refuse_compiled
 from .placement_options import PlacementOptions, placement_options
 
@@ -30,7 +30,7 @@ _TRACED_CALLS = 4
 
 
 @command("explain")
-@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.argument("model", type=INPUT)
 @click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS, ALL]))
 @click.option(
     "--profile",
@@ -39,16 +39,13 @@ _TRACED_CALLS = 4
 )
 @click.option(
     "--html",
-    type=click.Path(path_type=Path),
+    type=OUTPUT,
     metavar="FILE",
     help="Compile MODEL, and write a report for a browser to this file; without --profile, that of a GGUF file shows "
     "its plan, without compiling.",
 )
 @click.option(
-    "--compare",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    help="Show in the report of --html what changed since this earlier one.",
+    "--compare", type=OUTPUT, metavar="FILE", help="Show in the report of --html what changed since this earlier one."
 )
 @click.option(
     "--summary",
@@ -66,7 +63,7 @@ _TRACED_CALLS = 4
 )
 @click.option(
     "--expert-counts",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=INPUT_FILE,
     metavar="FILE",
     help="Plan a GGUF file by cost with the most frequent experts of this file, which serve --count-experts wrote, on "
     "the fastest device.",

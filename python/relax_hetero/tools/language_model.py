@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -13,6 +13,7 @@ import click
 
 from ..display.console import console
 from ..errors import HeteroError
+from .command import INPUT, INPUT_FILE
 from .loading_parts import LoadingParts
 from .placement_options import PairParam, VDeviceParam, check_unique, memory_limit_option, vdevice_option
 
@@ -37,35 +38,23 @@ class PlacementParam(PairParam):
 
 @dataclass(frozen=True)
 class LanguageModelOptions:
-    """Model and options of the command line.
+    """Model and options of the command line."""
 
-    Attributes
-    ----------
-    path : Path
-        GGUF file, or folder.
-    vdevices, placement, context, slots, batch_invariant, memory_limit, expert_counts
-        As for `relax_hetero.llm.load`; None for its defaults.
-    verify_drafts, draft, draft_vdevices, draft_placement
-        As for `relax_hetero.llm.load`.
-    template : Path or None
-        File with a chat template; None for the model's own.
-    max_batch : int or None
-        Maximum texts of a decode call, also beyond 32: those of further ones follow through the stages of a model.
-    """
-
-    path: Path
+    path: Path  # GGUF file, or folder
+    template: Path | None  # file with a chat template; None for the model's own
+    # As for `relax_hetero.llm.load`; None or False for its defaults.
     vdevices: list[Any] | None
     placement: Literal["auto"] | dict[str, str] | None
     context: int | None
     slots: int | None
-    template: Path | None
-    batch_invariant: bool = False
-    memory_limit: dict[str, str] | None = None
-    expert_counts: Path | None = None
-    verify_drafts: bool = False
-    draft: Path | None = None
-    draft_vdevices: list[Any] | None = None
-    draft_placement: Literal["auto"] | dict[str, str] | None = None
+    batch_invariant: bool
+    memory_limit: dict[str, str] | None
+    expert_counts: Path | None
+    verify_drafts: bool
+    draft: Path | None
+    draft_vdevices: list[Any] | None
+    draft_placement: Literal["auto"] | dict[str, str] | None
+    # Maximum texts of a decode call, also beyond 32: those of further ones follow through the stages of a model.
     max_batch: int | None = None
 
     @property
@@ -93,23 +82,13 @@ class LanguageModelOptions:
         batches = (*BATCHES, *(rows for rows in _LARGE_BATCHES if rows <= (self.slots or 0)))
         if self.max_batch is not None:
             batches = (*(1 << power for power in range((self.max_batch - 1).bit_length())), self.max_batch)
-        options: dict[str, Any] = {
-            "context": self.context,
-            "slots": self.slots,
-            "batches": None if batches == BATCHES else batches,
-            "batch_invariant": self.batch_invariant or None,
-            "memory_limit": self.memory_limit,
-            "expert_counts": self.expert_counts,
-            "count_experts": count_experts or None,
-            "verify_drafts": self.verify_drafts or None,
-            "draft": self.draft,
-            "draft_vdevices": self.draft_vdevices,
-            "draft_placement": self.draft_placement,
-        }
-        arguments: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+        others = ("path", "template", "max_batch")
+        options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
+        options |= {"batches": None if batches == BATCHES else batches, "count_experts": count_experts}
+        arguments = {name: value for name, value in options.items() if value not in (None, False)}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             parts = LoadingParts(self.path.name, status)
-            loaded = llm.load(self.path, vdevices=self.vdevices, placement=self.placement, progress=parts, **arguments)
+            loaded = llm.load(self.path, progress=parts, **arguments)
             parts.end()
         return loaded
 
@@ -156,14 +135,12 @@ _OPTIONS = (
     click.option(
         "--chat-template",
         "template",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=INPUT_FILE,
         metavar="FILE",
         help="Use the chat template in this file instead of the model's own.",
     ),
     click.option(
-        "--slots",
-        type=click.IntRange(min=1),
-        help="Maximum number of sequences that run at once; the default is 8.",
+        "--slots", type=click.IntRange(min=1), help="Maximum number of sequences that run at once; the default is 8."
     ),
     click.option(
         "--context",
@@ -181,12 +158,13 @@ _OPTIONS = (
     click.option(
         "--draft",
         "--model-draft",
-        type=click.Path(exists=True, path_type=Path),
+        type=INPUT,
         metavar="MODEL",
         help="GGUF file or folder of a smaller model with the same tokens, which drafts texts that MODEL verifies.",
     ),
     click.option(
         "--draft-vdevice",
+        "draft_vdevices",
         multiple=True,
         type=VDeviceParam(),
         metavar="DEVICE",
@@ -207,7 +185,7 @@ _OPTIONS = (
     ),
     click.option(
         "--expert-counts",
-        type=click.Path(exists=True, dir_okay=False, path_type=Path),
+        type=INPUT_FILE,
         metavar="FILE",
         help="Let --placement auto keep those experts on the fastest device that are the most frequent ones in this "
         "file, which serve --count-experts wrote.",
@@ -229,51 +207,28 @@ def language_model_options(function: F) -> F:
     """Add MODEL, ``--vdevice``, ``--placement`` and others to a command, which gets one `LanguageModelOptions`."""
 
     @functools.wraps(function)
-    def collect(
-        model: Path,
-        vdevice: tuple[Any, ...],
-        placement: tuple[Any, ...],
-        memory_limit: tuple[tuple[str, str], ...],
-        expert_counts: Path | None,
-        verify_drafts: bool,
-        draft: Path | None,
-        draft_vdevice: tuple[Any, ...],
-        draft_placement: tuple[Any, ...],
-        context: int | None,
-        slots: int | None,
-        template: Path | None,
-        batch_invariant: bool,
-        **options: Any,
-    ) -> None:
-        devices, rules = list(vdevice) or None, _parse_placement(placement)
-        if draft is None and (draft_vdevice or draft_placement):
+    def collect(model: Path, **options: Any) -> None:
+        given = {each.name: options.pop(each.name) for each in fields(LanguageModelOptions) if each.name in options}
+        rules, limits = _parse_placement(given["placement"]), dict(given["memory_limit"]) or None
+        if given["draft"] is None and (given["draft_vdevices"] or given["draft_placement"]):
             raise click.UsageError("--draft-vdevice and --draft-placement are for the model of --draft")
-        if memory_limit and isinstance(rules, dict):
+        if limits and isinstance(rules, dict):
             raise click.UsageError("--memory-limit bounds --placement auto: it excludes rules")
-        limits = dict(memory_limit) or None
         rules = AUTO if limits else rules
-        if expert_counts is not None and rules != AUTO:
+        if given["expert_counts"] is not None and rules != AUTO:
             raise click.UsageError("--expert-counts is for --placement auto, or --memory-limit, which implies it")
-        model_options = LanguageModelOptions(
-            model,
-            devices,
-            rules,
-            context,
-            slots,
-            template,
-            batch_invariant,
-            limits,
-            expert_counts,
-            verify_drafts,
-            draft,
-            list(draft_vdevice) or None,
-            _parse_placement(draft_placement, "--draft-placement"),
-        )
-        function(model_options=model_options, **options)
+        given |= {
+            "vdevices": list(given["vdevices"]) or None,
+            "placement": rules,
+            "memory_limit": limits,
+            "draft_vdevices": list(given["draft_vdevices"]) or None,
+            "draft_placement": _parse_placement(given["draft_placement"], "--draft-placement"),
+        }
+        function(model_options=LanguageModelOptions(path=model, **given), **options)
 
     for option in _OPTIONS:
         option(collect)
-    argument = click.argument("model", type=click.Path(exists=True, path_type=Path))
+    argument = click.argument("model", type=INPUT)
     return argument(collect)  # type: ignore[return-value]
 
 

@@ -14,26 +14,16 @@ from ..errors import HeteroError
 
 @dataclass(frozen=True)
 class Comparison:
-    """Comparison of one output with the reference.
+    """Comparison of one output with the reference."""
 
-    Attributes
-    ----------
-    name : str
-        ONNX name of the output.
-    max_abs, max_rel : float
-        Largest absolute and relative difference; NaN if shapes differ.
-    wrong, total : int
-        Number of elements outside of the tolerance, and of all elements.
-    problem : str
-        Reason why they cannot be compared (shapes, element types); empty if they can.
-    """
-
-    name: str
+    name: str  # ONNX name of the output
+    # Largest absolute and relative difference; NaN if shapes differ.
     max_abs: float
     max_rel: float
+    # Number of elements outside of the tolerance, and of all elements.
     wrong: int
     total: int
-    problem: str = ""
+    problem: str = ""  # reason why they cannot be compared (shapes, element types); empty if they can
 
     @property
     def passed(self) -> bool:

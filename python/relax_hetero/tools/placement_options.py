@@ -7,7 +7,7 @@ import importlib.util
 import json
 import sys
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -104,37 +104,20 @@ class BytesParam(click.ParamType):
 
 @dataclass(frozen=True)
 class PlacementOptions:
-    """Values of the options for devices, placement and shapes.
+    """Values of the options for devices, placement and shapes."""
 
-    Attributes
-    ----------
-    vdevices : tuple of str or dict of str to object
-        Values of ``--vdevice``; empty for the native CPU.
-    rules : tuple of (str, str)
-        Values of ``--place``: pattern of node names or op types, and device.
-    auto : bool
-        Whether the cost model places the nodes.
-    objective : str or None
-        ``--objective``: latency or throughput; None for the default.
-    shapes : tuple of (str, list of int)
-        Values of ``--shape``: name of an input or of a symbolic dimension, and extents.
-    memory_limit : tuple of (str, str)
-        Values of ``--memory-limit``: device, and maximum number of bytes for ``--place-auto``.
-    optional : tuple of str
-        Values of ``--optional``: devices of the model that a computer may lack.
-    max_nodes, max_computed : int or None
-        ``--max-nodes`` and ``--max-computed``, limits of the import; None for the defaults.
-    """
-
-    vdevices: tuple[str | dict[str, Any], ...]
-    rules: tuple[tuple[str, str], ...]
-    auto: bool
-    objective: str | None
+    vdevices: tuple[str | dict[str, Any], ...]  # values of ``--vdevice``; empty for the native CPU
+    rules: tuple[tuple[str, str], ...]  # values of ``--place``: pattern of node names or op types, and device
+    auto: bool  # whether the cost model places the nodes
+    objective: str | None  # ``--objective``: latency or throughput; None for the default
+    # Values of ``--shape``: name of an input or of a symbolic dimension, and extents.
     shapes: tuple[tuple[str, list[int]], ...]
-    memory_limit: tuple[tuple[str, str], ...] = ()
-    optional: tuple[str, ...] = ()
-    max_nodes: int | None = None
-    max_computed: int | None = None
+    # Values of ``--memory-limit``: device, and maximum number of bytes for ``--place-auto``.
+    memory_limit: tuple[tuple[str, str], ...]
+    optional: tuple[str, ...]  # values of ``--optional``: devices of the model that a computer may lack
+    # ``--max-nodes`` and ``--max-computed``, limits of the import; None for the defaults.
+    max_nodes: int | None
+    max_computed: int | None
 
     @property
     def is_given(self) -> bool:
@@ -186,6 +169,7 @@ def _import_ops(ctx: click.Context, param: click.Parameter, modules: tuple[str, 
 
 vdevice_option = click.option(
     "--vdevice",
+    "vdevices",
     multiple=True,
     type=VDeviceParam(),
     metavar="DEVICE",
@@ -228,6 +212,7 @@ _OPTIONS = (
     ),
     click.option(
         "--shape",
+        "shapes",
         multiple=True,
         type=ShapeParam(),
         metavar="NAME=1x128",
@@ -240,9 +225,10 @@ _OPTIONS = (
         help="Minimize, with --place-auto, the time of one call (latency, the default), or the time between several "
         "calls in flight (throughput).",
     ),
-    click.option("--place-auto", is_flag=True, help="Let the cost model place every node."),
+    click.option("--place-auto", "auto", is_flag=True, help="Let the cost model place every node."),
     click.option(
         "--place",
+        "rules",
         multiple=True,
         type=PairParam("pattern=device", "'/encoder/*=cuda:0'"),
         metavar="PATTERN=DEVICE",
@@ -265,32 +251,18 @@ def placement_options(function: F) -> F:
     """Add ``--vdevice``, ``--place``, ``--shape`` and others to a command, which gets one `PlacementOptions`."""
 
     @functools.wraps(function)
-    def collect(
-        vdevice: tuple[Any, ...],
-        place: tuple[Any, ...],
-        place_auto: bool,
-        objective: str | None,
-        shape: tuple[Any, ...],
-        memory_limit: tuple[Any, ...],
-        optional: tuple[str, ...],
-        max_nodes: int | None,
-        max_computed: int | None,
-        **options: Any,
-    ) -> None:
-        if place and place_auto:
+    def collect(**options: Any) -> None:
+        placing = PlacementOptions(**{each.name: options.pop(each.name) for each in fields(PlacementOptions)})
+        if placing.rules and placing.auto:
             raise click.UsageError("--place and --place-auto exclude each other")
-        if objective is not None and not place_auto:
+        if placing.objective is not None and not placing.auto:
             raise click.UsageError("--objective needs --place-auto")
-        check_unique("--place", [pattern for pattern, _ in place])
-        check_unique("--shape", [name for name, _ in shape])
-        if memory_limit and place:
+        check_unique("--place", [pattern for pattern, _ in placing.rules])
+        check_unique("--shape", [name for name, _ in placing.shapes])
+        if placing.memory_limit and placing.rules:
             raise click.UsageError("--memory-limit bounds --place-auto: it excludes --place")
-        check_unique("--memory-limit", [device for device, _ in memory_limit])
-        auto = place_auto or bool(memory_limit)
-        placing = PlacementOptions(
-            vdevice, place, auto, objective, shape, memory_limit, optional, max_nodes, max_computed
-        )
-        function(placing=placing, **options)
+        check_unique("--memory-limit", [device for device, _ in placing.memory_limit])
+        function(placing=replace(placing, auto=placing.auto or bool(placing.memory_limit)), **options)
 
     for option in _OPTIONS:
         option(collect)

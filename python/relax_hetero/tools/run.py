@@ -15,6 +15,8 @@ from ..display.console import console, print_json, print_table
 from ..errors import BindingError, HeteroError
 from .arrays import random_arrays, read_arrays, write_arrays
 from .command import (
+    INPUT_FILE,
+    OUTPUT_FILE,
     accuracy_option,
     cache_option,
     checks_option,
@@ -29,7 +31,7 @@ from .placement_options import PlacementOptions, placement_options
 
 
 @command("run")
-@click.argument("model", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("model", type=INPUT_FILE)
 @click.option(
     "--input",
     "files",
@@ -37,8 +39,8 @@ from .placement_options import PlacementOptions, placement_options
     metavar="[NAME=]FILE",
     help="An .npy file for one input, or an .npz file with several. Repeatable; inputs not given are random.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Seed of the random inputs.")
-@click.option("--function", "function_name", default="main", show_default=True, help="Name of the function to call.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random inputs.")
+@click.option("--function", "function_name", default="main", help="Name of the function to call.")
 @click.option(
     "--device",
     "remap",
@@ -46,22 +48,13 @@ from .placement_options import PlacementOptions, placement_options
     metavar="VDEVICE=DEVICE",
     help="Run a device of the model on another one, such as cuda:1=cuda:0. Repeatable.",
 )
-@click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), metavar="OUT.npz", help="File to write the outputs to."
-)
+@click.option("--output", type=OUTPUT_FILE, metavar="OUT.npz", help="File to write the outputs to.")
 @click.option("--check", is_flag=True, help="Compare with ONNX Runtime; exit with 1 where they differ.")
 @click.option(
-    "--onnx",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    metavar="MODEL.onnx",
-    help="ONNX file that a library was compiled from, for --check.",
+    "--onnx", type=INPUT_FILE, metavar="MODEL.onnx", help="ONNX file that a library was compiled from, for --check."
 )
-@click.option(
-    "--rtol", type=click.FloatRange(min=0), default=1e-3, show_default=True, help="Relative tolerance of --check."
-)
-@click.option(
-    "--atol", type=click.FloatRange(min=0), default=1e-4, show_default=True, help="Absolute tolerance of --check."
-)
+@click.option("--rtol", type=click.FloatRange(min=0), default=1e-3, help="Relative tolerance of --check.")
+@click.option("--atol", type=click.FloatRange(min=0), default=1e-4, help="Absolute tolerance of --check.")
 @placement_options
 @verify_option
 @cache_option
@@ -179,28 +172,15 @@ def _compare_all(
 
 @dataclass(frozen=True)
 class RunReport:
-    """Result of a call.
+    """Result of a call."""
 
-    Attributes
-    ----------
-    inputs, outputs : dict of str to np.ndarray
-        Arrays by ONNX name.
-    devices : dict of str to str
-        Devices of the outputs by name.
-    seconds : dict of str to float
-        Time of each step; ``run`` includes the copies to the host.
-    comparisons : list of Comparison or None
-        Comparisons of all outputs; None without ``--check``.
-    output_file : Path or None
-        File that the outputs were written to.
-    """
-
+    # Arrays by ONNX name.
     inputs: dict[str, np.ndarray]
     outputs: dict[str, np.ndarray]
-    devices: dict[str, str]
-    seconds: dict[str, float]
-    comparisons: list[Comparison] | None
-    output_file: Path | None
+    devices: dict[str, str]  # devices of the outputs by name
+    seconds: dict[str, float]  # time of each step; ``run`` includes the copies to the host
+    comparisons: list[Comparison] | None  # comparisons of all outputs; None without ``--check``
+    output_file: Path | None  # file that the outputs were written to
 
     def print(self) -> None:
         """Print tables."""

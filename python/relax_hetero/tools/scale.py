@@ -10,7 +10,7 @@ import click
 
 from ..display.console import console, print_json, show, table
 from ..display.text import bytes_text, plural, time_text
-from .command import command, json_option
+from .command import INPUT, command, json_option
 from .models import has_weights
 from .placement_options import VDeviceParam
 
@@ -25,17 +25,11 @@ _SHOWN = 12
 
 
 @command("scale")
-@click.argument("model", type=click.Path(exists=True, path_type=Path))
+@click.argument("model", type=INPUT)
 @click.option("--vdevice", type=VDeviceParam(), required=True, help="A device of the fleet.")
-@click.option("--devices", type=click.IntRange(min=1), default=8, show_default=True, help="Devices of each host.")
-@click.option("--hosts", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option(
-    "--texts",
-    type=click.IntRange(min=1),
-    default=32,
-    show_default=True,
-    help="Texts that are generated at the same time.",
-)
+@click.option("--devices", type=click.IntRange(min=1), default=8, help="Devices of each host.")
+@click.option("--hosts", type=click.IntRange(min=1), default=1)
+@click.option("--texts", type=click.IntRange(min=1), default=32, help="Texts that are generated at the same time.")
 @click.option("--context", type=click.IntRange(min=2), metavar="TOKENS", help="Tokens of a text; default as of chat.")
 @click.option(
     "--memory-limit", metavar="SIZE", help="Memory of a device, such as 80GiB; default that of this machine's."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -13,7 +13,7 @@ import click
 from ..display.console import console
 from ..errors import EncoderError, HeteroError, pip_install
 from ..llm.server.limits import Limits
-from .command import command
+from .command import INPUT, OUTPUT_FILE, command
 from .language_model import AUTO, LanguageModelOptions, language_model_options
 from .models import has_weights
 from .placement_options import BytesParam
@@ -50,26 +50,14 @@ _Command = Callable[..., Any]
 def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callable[[_Command], _Command]:
     """Declare an option that sets a field of `Limits`; a default of 0 is not shown."""
     value: float = getattr(Limits, field)
-    text_of_value = f"{int(value) >> 20}M" if isinstance(kind, BytesParam) else f"{value:g}"
-    default = text_of_value if value else None
-    return click.option(option, field, type=kind, default=default, show_default=default is not None, help=text)
+    default = f"{int(value) >> 20}M" if isinstance(kind, BytesParam) else f"{value:g}"
+    return click.option(option, field, type=kind, default=default if value else None, help=text)
 
 
 @command("serve")
 @language_model_options
-@click.option(
-    "--host",
-    default="127.0.0.1",
-    show_default=True,
-    help="Address to listen at; 0.0.0.0 means every address of the machine.",
-)
-@click.option(
-    "--port",
-    type=click.IntRange(0, 65535),
-    default=8000,
-    show_default=True,
-    help="Port to listen at; 0 means a free one.",
-)
+@click.option("--host", default="127.0.0.1", help="Address to listen at; 0.0.0.0 means every address of the machine.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, help="Port to listen at; 0 means a free one.")
 @click.option("--name", help="Name of the model in requests and answers; the default is the name of its file.")
 @click.option(
     "--api-key",
@@ -144,12 +132,11 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "--prefixes",
     type=click.IntRange(min=0),
     default=8,
-    show_default=True,
     help="Number of texts to keep in the cache, for prompts with a common prefix.",
 )
 @click.option(
     "--count-experts",
-    type=click.Path(dir_okay=False, path_type=Path),
+    type=OUTPUT_FILE,
     metavar="FILE",
     help="Count the tokens that choose each expert of a mixture, and write the counts to this file every minute and at "
     "the end, added to those that it has. --expert-counts FILE --placement auto then keeps the most frequent experts "
@@ -163,7 +150,7 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
 )
 @click.option(
     "--embedding-model",
-    type=click.Path(exists=True, path_type=Path),
+    type=INPUT,
     metavar="MODEL",
     help="GGUF file or folder of an encoder, or of a language model, for /v1/embeddings.",
 )
@@ -171,7 +158,6 @@ def _limit(option: str, field: str, kind: click.ParamType, text: str) -> Callabl
     "--generation-config",
     type=click.Choice(["auto", "none"]),
     default="auto",
-    show_default=True,
     help="Sampling of requests that state none: as the model's files recommend, or temperature 1 without filters.",
 )
 @click.option(
@@ -332,47 +318,42 @@ def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:
     return 1 / -(-replicas // count)  # the shares of a replica are on one GPU
 
 
+@dataclass(frozen=True)
 class _Loader:
     """Makes an engine and a chat template, in this process or in a replica; can be pickled."""
 
-    def __init__(
-        self,
-        model_options: LanguageModelOptions,
-        in_flight: int,
-        prefixes: int,
-        count_experts: Path | None,
-        embedding_model: Path | None,
-        uses_defaults: bool,
-    ) -> None:
-        self._model_options, self._in_flight, self._prefixes = model_options, in_flight, prefixes
-        self._count_experts, self._embedding_model = count_experts, embedding_model
-        self._uses_defaults = uses_defaults
+    model_options: LanguageModelOptions
+    in_flight: int
+    prefixes: int
+    count_experts: Path | None
+    embedding_model: Path | None
+    uses_defaults: bool
 
     def __call__(self) -> Mapping[str, Any]:
         from ..llm import Engine
 
         try:
-            model, tokenizer = self._model_options.load(count_experts=self._count_experts is not None)
+            model, tokenizer = self.model_options.load(count_experts=self.count_experts is not None)
         except EncoderError:
             return {**self._load_encoder_alone(), "sampling_defaults": {}, "counts": None}
-        if self._count_experts is not None:
-            model.expert_counts.continue_file(self._count_experts)  # one that cannot be written is an error now
-        template = _chat_template(self._model_options, tokenizer)
+        if self.count_experts is not None:
+            model.expert_counts.continue_file(self.count_experts)  # one that cannot be written is an error now
+        template = _chat_template(self.model_options, tokenizer)
         # Room for all choices of all requests in flight.
-        max_waiting = 16 * self._in_flight
-        engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self._prefixes)
+        max_waiting = 16 * self.in_flight
+        engine = Engine(model, tokenizer, max_waiting=max_waiting, prefixes=self.prefixes)
         return {
             "engine": engine,
             "template": template,
-            "encoder": self._embedding_model and self._load_encoder(self._embedding_model),
-            "counts": self._count_experts and model.expert_counts,
-            "sampling_defaults": tokenizer.sampling_defaults if self._uses_defaults else {},
+            "encoder": self.embedding_model and self._load_encoder(self.embedding_model),
+            "counts": self.count_experts and model.expert_counts,
+            "sampling_defaults": tokenizer.sampling_defaults if self.uses_defaults else {},
         }
 
     def _load_encoder_alone(self) -> dict[str, Any]:
-        options = self._model_options
+        options = self.model_options
         others = [option for name, option in _LANGUAGE_MODEL_OPTIONS.items() if getattr(options, name)]
-        others += ["--count-experts"] * bool(self._count_experts) + ["--embedding-model"] * bool(self._embedding_model)
+        others += ["--count-experts"] * bool(self.count_experts) + ["--embedding-model"] * bool(self.embedding_model)
         rules = None if options.placement == AUTO else options.placement
         others += ["--placement auto"] * (options.placement == AUTO)
         if others:
@@ -383,7 +364,7 @@ class _Loader:
     def _load_encoder(self, path: Path, rules: dict[str, str] | None = None) -> Any:
         import relax_hetero.llm as llm
 
-        return llm.Encoder(path, self._model_options.vdevices, rules)
+        return llm.Encoder(path, self.model_options.vdevices, rules)
 
 
 def _chat_template(model_options: LanguageModelOptions, tokenizer: Tokenizer | JsonTokenizer) -> ChatTemplate:

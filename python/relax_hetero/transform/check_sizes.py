@@ -454,23 +454,16 @@ class _Scope:
 
 @dataclass
 class _FunctionChecker:
-    """Writes the requirements of one function.
-
-    Attributes
-    ----------
-    analyzer : tvm.sym.Analyzer
-        Knows that extents of existing tensors are not negative.
-    parameter_bytes : dict
-        Constant factor of the parameters' bytes, by their symbolic extents: these tensors fit, as they exist.
-    equal : dict
-        Symbolic size -> the expression that it is required to equal.
-    """
+    """Writes the requirements of one function."""
 
     mod: tvm.IRModule
     name: str
     is_public: bool
+    # Knows that extents of existing tensors are not negative.
     analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
+    # Constant factor of the parameters' bytes, by their symbolic extents: these tensors fit, as they exist.
     parameter_bytes: dict[Monomial, int] = field(default_factory=dict)
+    # Symbolic size -> the expression that it is required to equal.
     equal: dict[tirx.Var, Any] = field(default_factory=dict)
 
     def body(self, func: relax.Function) -> relax.Expr:

@@ -55,20 +55,11 @@ _NOMINAL_EXTENT = 64
 
 @dataclass
 class PermutedValue:
-    """A tensor in several orders of its dimensions.
+    """A tensor in several orders of its dimensions."""
 
-    Attributes
-    ----------
-    shape : list of PrimExpr
-        Shape of the root, the tensor in the order identity; it need not be available.
-    ty : relax.TensorType
-        Type of the variable that defined the value: its element type, size and device.
-    available : dict
-        ``available[axes]`` is ``permute_dims(root, axes)``.
-    """
-
-    shape: list[Any]
-    ty: relax.TensorType
+    shape: list[Any]  # shape of the root, the tensor in the order identity; it need not be available
+    ty: relax.TensorType  # type of the variable that defined the value: its element type, size and device
+    # ``available[axes]`` is ``permute_dims(root, axes)``.
     available: dict[Axes, relax.Expr] = field(default_factory=dict)
 
     @property
@@ -91,7 +82,6 @@ class PermutedValues:
 
     Parameters
     ----------
-    block : Block
     emitter : Emitter
         Receives the permutations.
     """
@@ -225,21 +215,12 @@ def _dtype(value: PermutedValue) -> str:
 
 @dataclass(frozen=True)
 class Plan:
-    """An op on permuted operands.
+    """An op on permuted operands."""
 
-    Attributes
-    ----------
-    operands : list of (relax.Expr, Axes)
-        The tensors it takes and the order that it needs of each. A tensor with fewer dimensions broadcasts.
-    results : tuple of Axes
-        The order of the result, or of each field of a tuple.
-    build : Callable
-        Makes the call from operands in these orders.
-    """
-
+    # The tensors it takes and the order that it needs of each. A tensor with fewer dimensions broadcasts.
     operands: list[tuple[relax.Expr, Axes]]
-    results: tuple[Axes, ...]
-    build: Callable[[list[relax.Expr]], relax.Call]
+    results: tuple[Axes, ...]  # the order of the result, or of each field of a tuple
+    build: Callable[[list[relax.Expr]], relax.Call]  # makes the call from operands in these orders
 
 
 Rule = Callable[[relax.Call, Axes], "Plan | None"]

@@ -35,17 +35,10 @@ _MAX_VALUE_LENGTH = 120
 
 @dataclass(frozen=True)
 class FunctionChange:
-    """Change of one function by a pass.
+    """Change of one function by a pass."""
 
-    Attributes
-    ----------
-    function : str
-        Its name; ``(attributes)`` for the attributes and global infos of the module.
-    before, after : str
-        Its text in TVMScript; empty where it is new, or gone.
-    """
-
-    function: str
+    function: str  # its name; ``(attributes)`` for the attributes and global infos of the module
+    # Its text in TVMScript; empty where it is new, or gone.
     before: str
     after: str
 
@@ -164,27 +157,13 @@ _MAX_NOTEBOOK_LINES, _MAX_PAGE_LINES = 40, 200
 
 @dataclass
 class TracedPass:
-    """One run of one pass.
+    """One run of one pass."""
 
-    Attributes
-    ----------
-    number : int
-        Position among the passes, in the order in which they began; the first is 1.
-    name : str
-        E.g. "FormRows"; TVM calls a `Sequential` without a name "sequential".
-    depth : int
-        Number of passes that it ran inside of.
-    seconds : float
-        Time, that of inner passes included, without the time that tracing took.
-    outcome : str
-        "done", or "failed" for a pass that raised an error.
-    """
-
-    number: int
-    name: str
-    depth: int
-    seconds: float = 0.0
-    outcome: str = "failed"
+    number: int  # position among the passes, in the order in which they began; the first is 1
+    name: str  # E.g. "FormRows"; TVM calls a `Sequential` without a name "sequential".
+    depth: int  # number of passes that it ran inside of
+    seconds: float = 0.0  # time, that of inner passes included, without the time that tracing took
+    outcome: str = "failed"  # "done", or "failed" for a pass that raised an error
     _before: Snapshot | None = field(default=None, repr=False)
     _after: Snapshot | None = field(default=None, repr=False)
     _changes: tuple[FunctionChange, ...] | None = field(default=None, repr=False)

@@ -43,22 +43,12 @@ from .simplify.simplify_convolutions import SimplifyConvolutions
 
 @dataclass(frozen=True)
 class PipelineStep:
-    """A pass of the pipeline.
+    """A pass of the pipeline."""
 
-    Attributes
-    ----------
-    stage : str
-        Stage of lowering: most often the package of `relax_hetero.transform` that holds the pass.
-    does : str
-        Effect of the pass, in a line.
-    rh_only : bool
-        True if only `rh.compile` can link the result; `tvm.compile` leaves the pass out.
-    """
-
-    stage: str
+    stage: str  # stage of lowering: most often the package of `relax_hetero.transform` that holds the pass
     run: tvm.transform.Pass
-    does: str
-    rh_only: bool = False
+    does: str  # effect of the pass, in a line
+    rh_only: bool = False  # True if only `rh.compile` can link the result; `tvm.compile` leaves the pass out
 
     @property
     def name(self) -> str:

@@ -24,24 +24,12 @@ from .device.tensors import dtype_name, from_numpy
 
 @dataclass(frozen=True)
 class NumpyCall:
-    """The constant part of a call of a numpy function.
+    """The constant part of a call of a numpy function."""
 
-    Attributes
-    ----------
-    title : str
-        Op and node, for messages.
-    attributes : dict of str to object
-        Keyword arguments: numbers, text, or lists of these.
-    present : list of bool
-        Whether each input is given; None stands for others.
-    dtypes : list of str
-        Element types of the results, whose shapes follow the inputs in the call.
-    """
-
-    title: str
-    attributes: dict[str, Any]
-    present: list[bool]
-    dtypes: list[str]
+    title: str  # op and node, for messages
+    attributes: dict[str, Any]  # keyword arguments: numbers, text, or lists of these
+    present: list[bool]  # whether each input is given; None stands for others
+    dtypes: list[str]  # element types of the results, whose shapes follow the inputs in the call
 
     def text(self) -> str:
         """JSON text, as bytecode passes it; TypeError for attributes without one."""

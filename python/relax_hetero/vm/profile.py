@@ -71,15 +71,9 @@ class ProfileRow:
 
 @dataclass(frozen=True)
 class CommandTime:
-    """A kernel call of a command buffer.
+    """A kernel call of a command buffer."""
 
-    Attributes
-    ----------
-    region, kernel, variable : str
-        The command buffer, the kernel, and the result's name in the model.
-    microseconds : float
-    """
-
+    # The command buffer, the kernel, and the result's name in the model.
     region: str
     kernel: str
     variable: str
@@ -153,12 +147,7 @@ def _shorten(ops: Sequence[str], limit: int = 48) -> str:
 
 @dataclass(frozen=True)
 class _Waiting:
-    """Names of command buffers that wait for each other: until those of the CPU have ended, those of GPUs cannot end.
-
-    Attributes
-    ----------
-    on_gpu, on_cpu : frozenset of str
-    """
+    """Names of command buffers that wait for each other: those of GPUs cannot end before those of the CPU have."""
 
     on_gpu: frozenset[str]
     on_cpu: frozenset[str]

@@ -53,22 +53,13 @@ class ResizeForm:
 
 @dataclass(frozen=True)
 class ResizedAxis:
-    """Sizes and scale of a resized axis.
+    """Sizes and scale of a resized axis."""
 
-    Attributes
-    ----------
-    before, after : int
-        Its size in the input and in the output.
-    scale : float
-        The node's scale, or after / before; the two may differ, because sizes are rounded.
-    region : (float, float)
-        Range of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges.
-    """
-
+    # Its size in the input and in the output.
     before: int
     after: int
-    scale: float
-    region: tuple[float, float] = (0.0, 1.0)
+    scale: float  # the node's scale, or after / before; the two may differ, because sizes are rounded
+    region: tuple[float, float] = (0.0, 1.0)  # range of the axis, from 0 to 1, that `tf_crop_and_resize` enlarges
 
 
 @dataclass(frozen=True)

@@ -117,30 +117,18 @@ class KernelLauncher:
 
 
 class _Launch(NamedTuple):
-    """A launch of a sequence.
+    """A launch of a sequence."""
 
-    Attributes
-    ----------
-    position : int
-        Position in the sequence.
-    grid, group : ctypes array
-        Sizes in work-items.
-    """
-
-    position: int
+    position: int  # position in the sequence
     kernel: _Kernel
     arguments: list[Any]
+    # Sizes in work-items.
     grid: Any
     group: Any
 
 
 class _Recording:
-    """Kernels of a sequence with arguments, which are launched again and again.
-
-    Parameters
-    ----------
-    launches : list of _Launch
-    """
+    """Kernels of a sequence with arguments, which are launched again and again."""
 
     def __init__(self, device: Device, launches: list[_Launch]) -> None:
         self._device, self._launches = device, launches

@@ -61,23 +61,13 @@ Key: TypeAlias = "tuple[int, str]"
 
 @dataclass
 class CutFunction:
-    """A function cut into steps.
+    """A function cut into steps."""
 
-    Attributes
-    ----------
-    steps : list of HostStep
-        Steps in topological order.
-    sizes : list of tuple of str
-        Further inputs after those of the caller: shapes, each given by the names of symbolic sizes.
-    result : object
-        As in `CallPlan`; an empty tuple means an empty shape.
-    functions : dict of str to dict of str to relax.Function
-        Functions of the steps, by host and name.
-    """
-
-    steps: list[HostStep] = field(default_factory=list)
+    steps: list[HostStep] = field(default_factory=list)  # steps in topological order
+    # Further inputs after those of the caller: shapes, each given by the names of symbolic sizes.
     sizes: list[tuple[str, ...]] = field(default_factory=list)
-    result: Any = ()
+    result: Any = ()  # as in `CallPlan`; an empty tuple means an empty shape
+    # Functions of the steps, by host and name.
     functions: dict[str, dict[str, relax.Function]] = field(default_factory=dict)
 
 

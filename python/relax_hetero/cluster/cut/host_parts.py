@@ -20,39 +20,20 @@ from ...transform.partition.partition_by_host import RECEIVE, SEND, SIZES_FIRST
 
 @dataclass
 class HostPart:
-    """One host's part of a function. No variable is a tuple.
+    """One host's part of a function. No variable is a tuple."""
 
-    Attributes
-    ----------
-    host : str
-        Logical name of the host.
-    params : dict of relax.Var to int
-        Leaves of the function's parameters, and their indices in the function.
-    bindings : list of relax.Binding
-        Bindings in order.
-    free : set of relax.Var
-        Variables of bindings that only compute sizes from sizes; steps that need them repeat them.
-    receives : dict of relax.Var to int
-        Channels of variables that are received.
-    sends : dict of int to relax.Var
-        Variables that are sent, by channel.
-    size_shapes : dict of relax.Var to relax.Var
-        For each symbolic size that a `match_cast` defines, the variable of a shape that holds it.
-    result : relax.Expr
-        Variable or constant, or nested tuples of them.
-    in_order : bool
-        Whether bindings have side effects, so that they must stay in order.
-    """
-
-    host: str
+    host: str  # logical name of the host
+    # Leaves of the function's parameters, and their indices in the function.
     params: dict[relax.Var, int] = field(default_factory=dict)
-    bindings: list[relax.Binding] = field(default_factory=list)
+    bindings: list[relax.Binding] = field(default_factory=list)  # bindings in order
+    # Variables of bindings that only compute sizes from sizes; steps that need them repeat them.
     free: set[relax.Var] = field(default_factory=set)
-    receives: dict[relax.Var, int] = field(default_factory=dict)
-    sends: dict[int, relax.Var] = field(default_factory=dict)
+    receives: dict[relax.Var, int] = field(default_factory=dict)  # channels of variables that are received
+    sends: dict[int, relax.Var] = field(default_factory=dict)  # variables that are sent, by channel
+    # For each symbolic size that a `match_cast` defines, the variable of a shape that holds it.
     size_shapes: dict[relax.Var, relax.Var] = field(default_factory=dict)
-    result: relax.Expr = None
-    in_order: bool = False
+    result: relax.Expr = None  # variable or constant, or nested tuples of them
+    in_order: bool = False  # whether bindings have side effects, so that they must stay in order
 
     def reads(self, binding: relax.Binding) -> Iterator[relax.Var]:
         """Variables that a binding needs, including those of its symbolic sizes."""

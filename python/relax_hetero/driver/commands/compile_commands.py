@@ -27,7 +27,7 @@ from ...artifact.signature import Dim
 from ...errors import BuildError
 from ...target.native_target import native
 from ...tir.commands.command_list import CommandList, held_in_memory
-from ...tir.core.builder import Expr, Function
+from ...tir.core.builder import Expr, Function, as_type
 from ...transform.ir.reasons import reason
 from ...vm.command_buffer.operands import parameter_name, size_name
 from ..link.address_table import llvm_scalar, thunk
@@ -129,7 +129,7 @@ class _Writer:
             address = self._load(self._fixed, self._directs + number)
             operands = [self._address(operand) for operand in command.operands]
             scalars = [*(self._value(scalar) for scalar in command.scalars), *groups]
-            typed = [_as(v, s.dtype) for v, s in zip(scalars, kernel.scalars, strict=True)]
+            typed = [as_type(v, s.dtype) for v, s in zip(scalars, kernel.scalars, strict=True)]
             types = [*["i64"] * len(operands), *(llvm_scalar(scalar.dtype) for scalar in kernel.scalars)]
             self._list.call_address(*thunk(types), [address, *operands, *typed])
 
@@ -163,7 +163,3 @@ class _Writer:
 
     def _int32(self, address: Expr) -> Expr:
         return self._list.load("int32", address)
-
-
-def _as(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)

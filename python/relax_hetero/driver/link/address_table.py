@@ -59,20 +59,12 @@ _LLVM_TYPES = {"bool": "i1", "float16": "half", "bfloat16": "bfloat", "float32":
 
 @dataclass(frozen=True)
 class AddressTable:
-    """A placeholder constant that the machine fills with addresses of other constants, then of kernels.
+    """A placeholder constant that the machine fills with addresses of other constants, then of kernels."""
 
-    Attributes
-    ----------
-    tensor : tvm.ir.GenericConst
-        Placeholder in lowered code.
-    region : str
-        Command buffer whose graph state it is (`form_cuda_graphs`); ``""`` for a plain table.
-    """
-
-    tensor: tvm.ir.GenericConst
+    tensor: tvm.ir.GenericConst  # placeholder in lowered code
     constants: list[tvm.ir.GenericConst]
     kernels: list[str]
-    region: str = ""
+    region: str = ""  # command buffer whose graph state it is (`form_cuda_graphs`); ``""`` for a plain table
 
 
 def by_address(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[AddressTable]]:

@@ -24,19 +24,13 @@ from .address_table import AddressTable
 
 @dataclass(frozen=True)
 class LiftedConstants:
-    """A module without constants, the constants in tuple order, and the functions that take the tuple.
-
-    Attributes
-    ----------
-    defaults : dict of str to dict of str to int
-        Index of the default constant by function and parameter.
-    """
+    """A module without constants, the constants in tuple order, and the functions that take the tuple."""
 
     mod: tvm.IRModule
     specs: list[ConstantSpec]
     tensors: list[tvm.runtime.Tensor]
     takers: set[str]
-    defaults: dict[str, dict[str, int]]
+    defaults: dict[str, dict[str, int]]  # index of the default constant by function and parameter
 
 
 class _ConstantTuple:

@@ -72,24 +72,12 @@ _STORE_TO_HEAP = 1
 
 @dataclass(frozen=True)
 class Loop:
-    """A function that becomes a loop of the bytecode.
+    """A function that becomes a loop of the bytecode."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the function.
-    trip : str
-        Name of the function of one trip.
-    params : tuple of str
-        Names of the parameters of both.
-    carried : tuple of int
-        Indices of the parameters that a trip updates (loop-carried values).
-    """
-
-    name: str
-    trip: str
-    params: tuple[str, ...]
-    carried: tuple[int, ...]
+    name: str  # name of the function
+    trip: str  # name of the function of one trip
+    params: tuple[str, ...]  # names of the parameters of both
+    carried: tuple[int, ...]  # indices of the parameters that a trip updates (loop-carried values)
 
 
 def with_trips(mod: tvm.IRModule) -> tuple[tvm.IRModule, list[Loop]]:
@@ -247,22 +235,13 @@ _EXTERNAL_CALLS = ("tirx.call_extern", "tirx.call_pure_extern")
 
 @dataclass(frozen=True)
 class Linked:
-    """Compiled code.
+    """Compiled code."""
 
-    Attributes
-    ----------
-    module : tvm.runtime.Module
-        Module of kind ``relax.VMExecutable``.
-    machine_code : dict of str to bytes
-        Machine code, by `vm.file.cuda_modules.source_key`, of CUDA kernels that the module contains as source because
-        TVM's CUDA runtime is absent.
-    device_code : tuple of DeviceCode
-        Kernels that back ends build when a machine is made.
-    """
-
-    module: tvm.runtime.Module
+    module: tvm.runtime.Module  # module of kind ``relax.VMExecutable``
+    # Machine code, by `vm.file.cuda_modules.source_key`, of CUDA kernels that the module contains as source because
+    # TVM's CUDA runtime is absent.
     machine_code: dict[str, bytes]
-    device_code: tuple[DeviceCode, ...]
+    device_code: tuple[DeviceCode, ...]  # kernels that back ends build when a machine is made
 
 
 def link(

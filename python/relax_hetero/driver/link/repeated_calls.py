@@ -85,18 +85,12 @@ def with_repeated_calls(mod: tvm.IRModule, names: Iterable[str]) -> tuple[tvm.IR
 
 @dataclass
 class _Parts:
-    """The bindings of a function, split into those that repeated calls share, and the rest.
-
-    Attributes
-    ----------
-    used : list of relax.Var
-        Variables of shared bindings that the rest uses.
-    """
+    """The bindings of a function, split into those that repeated calls share, and the rest."""
 
     func: relax.Function
     shared: list[relax.Binding] = field(default_factory=list)
     rest: list[relax.Binding] = field(default_factory=list)
-    used: list[relax.Var] = field(default_factory=list)
+    used: list[relax.Var] = field(default_factory=list)  # variables of shared bindings that the rest uses
 
     def repeated(self) -> relax.Function:
         """The function of the tensors and the shared values."""

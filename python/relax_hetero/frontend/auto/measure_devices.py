@@ -71,25 +71,14 @@ _REMEASURE_SECONDS = 300.0  # lifetime of figures of a busy machine
 
 @dataclass(frozen=True)
 class DeviceFigures:
-    """Measurements of a device.
+    """Measurements of a device."""
 
-    Attributes
-    ----------
-    products : dict of str to float
-        Operations per second of large matrix products, by element type that the device computes with, and with weights
-        of 4 bits (`QUANTIZED`) if the device keeps these.
-    bandwidth : float
-        Bytes per second to and from its memory.
-    launch : float
-        Seconds of a small kernel within a call.
-    call : float
-        Seconds of a call of one small kernel, including transfers from and to numpy arrays.
-    """
-
+    # Operations per second of large matrix products, by element type that the device computes with, and with weights of
+    # 4 bits (`QUANTIZED`) if the device keeps these.
     products: dict[str, float]
-    bandwidth: float
-    launch: float
-    call: float
+    bandwidth: float  # bytes per second to and from its memory
+    launch: float  # seconds of a small kernel within a call
+    call: float  # seconds of a call of one small kernel, including transfers from and to numpy arrays
 
 
 @dataclass(frozen=True)
@@ -106,47 +95,26 @@ class LinkFigures:
 
 @dataclass(frozen=True)
 class SharingFigures:
-    """Measurements of equal CPU devices of this machine that work at the same time.
+    """Measurements of equal CPU devices of this machine that work at the same time."""
 
-    Attributes
-    ----------
-    devices : int
-        Number of devices, which together have the cores that this process may use.
-    memory : float
-        Bytes per second that each of them reads while all do, per second of its threads.
-    products : float
-        Time of a matrix product on each of them over that on one alone; times are those of their threads.
-    handover, crossing : float
-        Seconds from a step to the next one on another device, in a call that goes through queues, and in one that runs
-        all steps in its thread.
-    """
-
-    devices: int
-    memory: float
-    products: float
+    devices: int  # number of devices, which together have the cores that this process may use
+    memory: float  # bytes per second that each of them reads while all do, per second of its threads
+    products: float  # time of a matrix product on each of them over that on one alone; times are those of their threads
+    # Seconds from a step to the next one on another device, in a call that goes through queues, and in one that runs
+    # all steps in its thread.
     handover: float
     crossing: float
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Measurements of devices by index, and of links by pairs of indices except between two CPUs.
+    """Measurements of devices by index, and of links by pairs of indices except between two CPUs."""
 
-    Attributes
-    ----------
-    devices : dict of int to DeviceFigures
-        All devices except those that failed.
-    links : dict of tuple of int to LinkFigures
-        Links by their source and destination, except those that failed, or whose ends did.
-    other_work : float
-        Fraction of the CPUs that other work used meanwhile, 0 if it was negligible.
-    failures : dict of tuple of int to str
-        Errors by the index of a device, or the indices of two that a link connects.
-    """
-
-    devices: dict[int, DeviceFigures]
+    devices: dict[int, DeviceFigures]  # all devices except those that failed
+    # Links by their source and destination, except those that failed, or whose ends did.
     links: dict[tuple[int, int], LinkFigures]
-    other_work: float = 0.0
+    other_work: float = 0.0  # fraction of the CPUs that other work used meanwhile, 0 if it was negligible
+    # Errors by the index of a device, or the indices of two that a link connects.
     failures: dict[tuple[int, ...], str] = field(default_factory=dict)
 
 

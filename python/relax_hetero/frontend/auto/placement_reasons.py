@@ -28,7 +28,6 @@ def plan_reasons(costs: PlanCosts, plan: Sequence[int], names: Sequence[str]) ->
 
     Parameters
     ----------
-    costs : PlanCosts
     plan : sequence of int
         A device for each unit of the graph.
     names : sequence of str

@@ -270,10 +270,10 @@ def best_plan(
     """
     if costs.devices == 1:
         return start
-    least_work = min_work(costs, start)
+    min_work_plan = min_work(costs, start)
     if costs.queues == 1 and not costs.limits:
-        return least_work
-    starts = [start, least_work, *extra_starts]
+        return min_work_plan
+    starts = [start, min_work_plan, *extra_starts]
     if objective == "throughput":
         starts.append(_best_split(costs, start))
         levels = _coarsening_levels(costs, max_plans)

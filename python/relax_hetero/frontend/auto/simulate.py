@@ -14,20 +14,11 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Task:
-    """A unit of work.
+    """A unit of work."""
 
-    Attributes
-    ----------
-    seconds : float
-        Time from its start to its end.
-    after : sequence of int
-        Positions of earlier tasks of the list that end before it starts.
-    units : mapping from str to int
-        Resource -> number of its units that the task takes; none for a delay.
-    """
-
-    seconds: float
-    after: Sequence[int] = ()
+    seconds: float  # time from its start to its end
+    after: Sequence[int] = ()  # positions of earlier tasks of the list that end before it starts
+    # Resource -> number of its units that the task takes; none for a delay.
     units: Mapping[str, int] = field(default_factory=dict)
 
 

@@ -24,62 +24,33 @@ _MAX_TRIPS = 2**32
 
 
 class Work(NamedTuple):
-    """An op.
+    """An op."""
 
-    Attributes
-    ----------
-    flops : float
-        Arithmetic operations.
-    bytes : float
-        Bytes read and written.
-    product : str
-        Element type of the operands of a product or convolution; "" for other ops.
-    is_kernel : bool
-        False if it is fused into the kernel of an operand.
-    """
-
-    flops: float
-    bytes: float
-    product: str = ""
-    is_kernel: bool = True
+    flops: float  # arithmetic operations
+    bytes: float  # bytes read and written
+    product: str = ""  # element type of the operands of a product or convolution; "" for other ops
+    is_kernel: bool = True  # False if it is fused into the kernel of an operand
 
 
 @dataclass
 class WorkUnit:
-    """Unit of placement: the bindings of one ONNX node, including the branches of an `If` or the body of a loop.
+    """Unit of placement: the bindings of one ONNX node, including the branches of an `If` or the body of a loop."""
 
-    Attributes
-    ----------
-    names : list of str
-        Names of its nodes.
-    ops : list of Work
-        Work of each op.
-    weights : dict of int to float
-        Identity of each constant that it reads -> bytes; units share equal constants.
-    windows : float
-        Bytes of 3x3 filters, which CPUs may store in Winograd's form.
-    """
-
-    names: list[str]
+    names: list[str]  # names of its nodes
     ops: list[Work] = field(default_factory=list)
+    # Identity of each constant that it reads -> bytes; units share equal constants.
     weights: dict[int, float] = field(default_factory=dict)
-    windows: float = 0
+    windows: float = 0  # bytes of 3x3 filters, which CPUs may store in Winograd's form
 
 
 @dataclass
 class WorkValue:
-    """A value between units: its bytes, and the indices of its producer and readers, where OUTSIDE is the caller.
-
-    Attributes
-    ----------
-    is_map : bool
-        True if it may be a feature map, which convolutions store with channels last.
-    """
+    """A value between units: its bytes, and the indices of its producer and readers, where OUTSIDE is the caller."""
 
     size: float
     producer: int
     readers: list[int]
-    is_map: bool = False
+    is_map: bool = False  # True if it may be a feature map, which convolutions store with channels last
 
 
 @dataclass

@@ -11,190 +11,108 @@ from dataclasses import dataclass, field, replace
 
 @dataclass(frozen=True)
 class Norms:
-    """Norms of a layer, by the names of their tensors; without a name, nothing is normalized there.
+    """Norms of a layer, by the names of their tensors; without a name, nothing is normalized there."""
 
-    Attributes
-    ----------
-    kind : str
-        "rms": RMS norm; "layer": layer norm, with a bias if the file has one.
-    attention, feed_forward : str
-        Norms of the inputs. If one is optional and the file lacks it, the other is that of both. If both are the same,
-        attention and feed-forward are parallel: both read the normalized input of the layer, which gets their sum.
-    skips_first : bool
-        True if the first layer's attention reads the embeddings as they are.
-    attention_out, feed_forward_out : str
-        Norms of the results, before they are added to the residual.
-    attention_sum, feed_forward_sum : str
-        Norms of the residual, after they are added.
-    heads : str
-        Norms of queries and keys, if the file has them. "each": RMS norm of each head, with factors of all heads;
-        "rotated": the same after rotation; "unit": without factors after rotation, in rotated layers of models that
-        have them; "own": layer norm of each head, with factors of its own; "joint": RMS norm of all heads together.
-    values : bool
-        True if each head's values have an RMS norm without factors.
-    """
-
-    kind: str = "rms"
+    kind: str = "rms"  # "rms": RMS norm; "layer": layer norm, with a bias if the file has one
+    # Norms of the inputs. If one is optional and the file lacks it, the other is that of both. If both are the same,
+    # attention and feed-forward are parallel: both read the normalized input of the layer, which gets their sum.
     attention: str = "attn_norm"
     feed_forward: str = "ffn_norm"
-    skips_first: bool = False
+    skips_first: bool = False  # True if the first layer's attention reads the embeddings as they are
+    # Norms of the results, before they are added to the residual.
     attention_out: str = ""
     feed_forward_out: str = ""
+    # Norms of the residual, after they are added.
     attention_sum: str = ""
     feed_forward_sum: str = ""
+    # Norms of queries and keys, if the file has them. "each": RMS norm of each head, with factors of all heads;
+    # "rotated": the same after rotation; "unit": without factors after rotation, in rotated layers of models that have
+    # them; "own": layer norm of each head, with factors of its own; "joint": RMS norm of all heads together.
     heads: str = "each"
-    values: bool = False
+    values: bool = False  # True if each head's values have an RMS norm without factors
 
 
 @dataclass(frozen=True)
 class Windows:
-    """Layers that attend to a sliding window.
+    """Layers that attend to a sliding window."""
 
-    Attributes
-    ----------
-    period : int
-        Default period of layers: the last layer of each period attends to all keys; 0: none does.
-    length : int or None
-        Default length of the window, 0 without; None: the file must state it.
-    base : float or None
-        Default base of rotary frequencies of these layers; None: that of the others.
-    is_scaled : bool
-        True if the file's scaling of positions applies to them, too.
-    first_is_full : bool
-        True if the first layer of each period attends to all keys, not the last.
-    are_rotated : bool
-        True if these layers alone are rotated, in models that have any.
-    """
-
-    period: int = 0
-    length: int | None = None
-    base: float | None = None
-    is_scaled: bool = True
-    first_is_full: bool = False
-    are_rotated: bool = False
+    period: int = 0  # default period of layers: the last layer of each period attends to all keys; 0: none does
+    length: int | None = None  # default length of the window, 0 without; None: the file must state it
+    base: float | None = None  # default base of rotary frequencies of these layers; None: that of the others
+    is_scaled: bool = True  # True if the file's scaling of positions applies to them, too
+    first_is_full: bool = False  # True if the first layer of each period attends to all keys, not the last
+    are_rotated: bool = False  # True if these layers alone are rotated, in models that have any
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """Properties of an architecture that its files do not state.
+    """Properties of an architecture that its files do not state."""
 
-    Attributes
-    ----------
-    models : str
-        Names of models that people know it by.
-    rotary : str
-        Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2);
-        "": none, because positions have embeddings.
-    activation : str
-        Activation of the feed-forward network: "silu", "gelu", "gelu_tanh", "squared_relu", "xielu"
-        with numbers that the file states, or "clamped_swiglu", which also changes the other factor:
-        ``gate * sigmoid(1.702 * gate) * (up + 1)``, with gates of at most 7 and `up` from -7 to 7.
-    is_gated : bool
-        True if the activation is that of a gate, whose product with `up` is the input of the last matrix. Gates may be
-        the first half of a matrix ``ffn_up``.
-    scaled_embedding : bool
-        True if embeddings are multiplied by the square root of their width.
-    norms : Norms
-    is_parallel : bool or None
-        True if attention and feed-forward are parallel, even if their norms differ; None: the file states it.
-    is_causal : bool
-        False for encoders of whole texts, whose tokens attend to all others, within half a window on both sides.
-    windows : Windows or None
-        Layers with a sliding window; None: only those of a list of layers in the file, which llama.cpp ignores.
-    unrotated_period : int
-        Period of layers whose last layer is not rotated; 0: all layers are rotated.
-    wide_layers : int or None
-        Number of layers that identifies the model whose attention scores are divided by the square root of
-        hidden_size / heads, instead of that of a head's size.
-    alibi_layers : int or None
-        Number of layers that identifies the model whose scores have biases in place of rotation, which is refused.
-    routing : str
-        Name of the `RoutingKind` of files that do not state it.
-    normalizes_shares : bool
-        True if the shares of a token's experts sum to 1, unless the file states it.
-    ffn_parts : int
-        Number of matrices whose rows the file's width of the feed-forward network counts.
-    has_latent_attention : bool
-        True if keys and values of all heads are products with one vector of a token, which the cache stores (MLA).
-    scales : mapping from str to float or None
-        Keys of factors that apply, with their defaults; None: the file must state it.
-    has_output_gate : bool
-        True if the matrix of queries also has, after those of each head, rows of gates of the head's result.
-    has_delta_rule : bool
-        True if layers have the gated delta rule in place of attention, except the last of each period.
-    has_tiled_heads : bool
-        True if heads of values that read the same head of keys are `key_heads` apart, not neighbours.
-    may_lack_values : bool
-        True if layers without a window and a matrix of values have keys as values.
-    attention_scale : float
-        Factor of attention scores, unless the file states it; 0: that of a head's size.
-    logit_softcap : float
-        Softcap of logits, unless the file states it; 0: none.
-    has_dense_beside_experts : bool
-        True if layers add a dense network to experts, both with norms of their own; the router reads the residual.
-    has_streams : bool
-        True if the residual has several streams (AltUp), and gates of some layers are sparse.
-    depth_scale : float
-        Factor of what a layer adds, times the square root of the number of layers, unless the file states the factor;
-        0: it is in `scales`.
-    base_width : int
-        Width of a smaller model, whose logits the larger one's are made as small as, unless the file states their
-        factor; 0: it is in `scales`.
-    has_temperature : bool
-        True if the file's factor applies by which queries grow with their position.
-    temperature : (float, int) or None
-        This factor and the positions of its steps, unless the file states them, for layers that are not rotated, whose
-        positions count from 1; None: the file states the factor for all layers, or there is none.
-    attention_chunk : int
-        Positions of the chunks within which rotated layers attend, unless the file states it; 0: all.
-    shared_experts : int
-        Number of experts of all tokens, unless the file states it.
-    has_scaled_inputs : bool
-        True if the input of a token's only expert is multiplied by its share, not its result.
-    multiplies_logits : bool
-        True if logits are multiplied by the file's scale, not divided.
-    trained_type : str
-        16-bit float that its models are trained in, used if the file's weights are quantized.
-    required, optional : tuple of str
-        Names, without ``blk.N.``, of tensors that a file must have or may have, besides the tensors of every
-        architecture. All layers have the same tensors, except that dense layers have none of experts. As in llama.cpp,
-        a file with any other tensor is refused, because the model would compute something else without it.
-    """
-
+    # Elements of a head that are rotated together: "pairs" (2i and 2i + 1), or "halves" (i and i + rotary_size / 2);
+    # "": none, because positions have embeddings.
     rotary: str
-    models: str = ""
+    models: str = ""  # names of models that people know it by
+    # Activation of the feed-forward network: "silu", "gelu", "gelu_tanh", "squared_relu", "xielu" with numbers that the
+    # file states, or "clamped_swiglu", which also changes the other factor: ``gate * sigmoid(1.702 * gate) * (up +
+    # 1)``, with gates of at most 7 and `up` from -7 to 7.
     activation: str = "silu"
+    # True if the activation is that of a gate, whose product with `up` is the input of the last matrix. Gates may be
+    # the first half of a matrix ``ffn_up``.
     is_gated: bool = True
-    scaled_embedding: bool = False
+    scaled_embedding: bool = False  # True if embeddings are multiplied by the square root of their width
     norms: Norms = Norms()
+    # True if attention and feed-forward are parallel, even if their norms differ; None: the file states it.
     is_parallel: bool | None = False
+    # False for encoders of whole texts, whose tokens attend to all others, within half a window on both sides.
     is_causal: bool = True
+    # Layers with a sliding window; None: only those of a list of layers in the file, which llama.cpp ignores.
     windows: Windows | None = None
-    unrotated_period: int = 0
+    unrotated_period: int = 0  # period of layers whose last layer is not rotated; 0: all layers are rotated
+    # Number of layers that identifies the model whose attention scores are divided by the square root of hidden_size /
+    # heads, instead of that of a head's size.
     wide_layers: int | None = None
+    # Number of layers that identifies the model whose scores have biases in place of rotation, which is refused.
     alibi_layers: int | None = None
-    routing: str = "softmax"
-    normalizes_shares: bool = True
-    ffn_parts: int = 1
+    routing: str = "softmax"  # name of the `RoutingKind` of files that do not state it
+    normalizes_shares: bool = True  # True if the shares of a token's experts sum to 1, unless the file states it
+    ffn_parts: int = 1  # number of matrices whose rows the file's width of the feed-forward network counts
+    # True if keys and values of all heads are products with one vector of a token, which the cache stores (MLA).
     has_latent_attention: bool = False
+    # True if the matrix of queries also has, after those of each head, rows of gates of the head's result.
     has_output_gate: bool = False
+    # True if layers have the gated delta rule in place of attention, except the last of each period.
     has_delta_rule: bool = False
+    # True if heads of values that read the same head of keys are `key_heads` apart, not neighbours.
     has_tiled_heads: bool = False
-    may_lack_values: bool = False
-    attention_scale: float = 0.0
-    logit_softcap: float = 0.0
+    may_lack_values: bool = False  # True if layers without a window and a matrix of values have keys as values
+    attention_scale: float = 0.0  # factor of attention scores, unless the file states it; 0: that of a head's size
+    logit_softcap: float = 0.0  # softcap of logits, unless the file states it; 0: none
+    # True if layers add a dense network to experts, both with norms of their own; the router reads the residual.
     has_dense_beside_experts: bool = False
-    has_streams: bool = False
+    has_streams: bool = False  # True if the residual has several streams (AltUp), and gates of some layers are sparse
+    # Factor of what a layer adds, times the square root of the number of layers, unless the file states the factor; 0:
+    # it is in `scales`.
     depth_scale: float = 0.0
+    # Width of a smaller model, whose logits the larger one's are made as small as, unless the file states their factor;
+    # 0: it is in `scales`.
     base_width: int = 0
+    # Keys of factors that apply, with their defaults; None: the file must state it.
     scales: Mapping[str, float | None] = field(default_factory=dict)
-    has_temperature: bool = False
+    has_temperature: bool = False  # True if the file's factor applies by which queries grow with their position
+    # This factor and the positions of its steps, unless the file states them, for layers that are not rotated, whose
+    # positions count from 1; None: the file states the factor for all layers, or there is none.
     temperature: tuple[float, int] | None = None
+    # Positions of the chunks within which rotated layers attend, unless the file states it; 0: all.
     attention_chunk: int = 0
-    shared_experts: int = 0
+    shared_experts: int = 0  # number of experts of all tokens, unless the file states it
+    # True if the input of a token's only expert is multiplied by its share, not its result.
     has_scaled_inputs: bool = False
-    multiplies_logits: bool = False
+    multiplies_logits: bool = False  # True if logits are multiplied by the file's scale, not divided
+    # 16-bit float that its models are trained in, used if the file's weights are quantized.
     trained_type: str = "bfloat16"
+    # Names, without ``blk.N.``, of tensors that a file must have or may have, besides the tensors of every
+    # architecture. All layers have the same tensors, except that dense layers have none of experts. As in llama.cpp, a
+    # file with any other tensor is refused, because the model would compute something else without it.
     required: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 

@@ -141,24 +141,14 @@ def _have_peer_access(indices: Sequence[int], tensor: int) -> bool:
 
 @dataclass(frozen=True)
 class ChosenReplicas:
-    """Replicas of a model on equal GPUs, for many texts at the same time.
+    """Replicas of a model on equal GPUs, for many texts at the same time."""
 
-    Attributes
-    ----------
-    replicas, devices, slots : int
-        Number of replicas, and devices and sequences of each.
-    batch : int
-        Texts of a decode call, so that calls of a step fill all stages.
-    rules : dict from str to str, optional
-        Placement rules of a replica; None for one device.
-    reason : str
-    """
-
+    # Number of replicas, and devices and sequences of each.
     replicas: int
     devices: int
     slots: int
-    batch: int
-    rules: dict[str, str] | None
+    batch: int  # texts of a decode call, so that calls of a step fill all stages
+    rules: dict[str, str] | None  # placement rules of a replica; None for one device
     reason: str
 
 

@@ -32,36 +32,19 @@ _MAX_SHOWN_RANGES = 8
 
 @dataclass(frozen=True)
 class ExpertGroup:
-    """The experts of a layer that a device has.
+    """The experts of a layer that a device has."""
 
-    Attributes
-    ----------
-    suffix : str
-        End of the names of its variables: a dot and the name of the device.
-    experts : tuple of int
-        Numbers of the experts, ascending.
-    """
-
-    suffix: str
-    experts: tuple[int, ...]
+    suffix: str  # end of the names of its variables: a dot and the name of the device
+    experts: tuple[int, ...]  # numbers of the experts, ascending
 
 
 @dataclass(frozen=True)
 class SplitRules:
-    """Rules without lists of experts.
+    """Rules without lists of experts."""
 
-    Attributes
-    ----------
-    rules : list of (str, VDeviceSpec)
-        Patterns of groups, then the other patterns.
-    groups : mapping from str to tuple of ExpertGroup
-        Groups of each split layer, by its prefix, ``blk.3``.
-    replaced : mapping from str to tuple of str
-        Pattern of groups -> the patterns that it stands for; none for the default device.
-    """
-
-    rules: list[tuple[str, VDeviceSpec]]
-    groups: Mapping[str, tuple[ExpertGroup, ...]]
+    rules: list[tuple[str, VDeviceSpec]]  # patterns of groups, then the other patterns
+    groups: Mapping[str, tuple[ExpertGroup, ...]]  # groups of each split layer, by its prefix, ``blk.3``
+    # Pattern of groups -> the patterns that it stands for; none for the default device.
     replaced: Mapping[str, tuple[str, ...]]
 
     def reasons(self, reasons: Mapping[str, str]) -> dict[str, str]:

@@ -226,23 +226,12 @@ _NEWER_TYPES = {40: ("NVFP4", 64, 36), 41: ("Q1_0", 128, 18), 42: ("Q2_0", 64, 1
 
 @dataclass(frozen=True, eq=False)
 class FileTensor:
-    """A tensor of a file.
-
-    Attributes
-    ----------
-    name : str
-    shape : tuple of int
-        Slowest axis first, in elements.
-    type : str
-        Name of its type, such as "Q4_K".
-    data : array
-        Numbers of `shape` for types that numpy has; bytes, ``(..., bytes of a row)``, for all others.
-    """
+    """A tensor of a file."""
 
     name: str
-    shape: tuple[int, ...]
-    type: str
-    data: np.ndarray
+    shape: tuple[int, ...]  # slowest axis first, in elements
+    type: str  # name of its type, such as "Q4_K"
+    data: np.ndarray  # numbers of `shape` for types that numpy has; bytes, ``(..., bytes of a row)``, for all others
 
     @property
     def nbytes(self) -> int:
@@ -287,23 +276,12 @@ class LazyTensor(FileTensor):
 
 @dataclass(frozen=True)
 class GgufFile:
-    """An open file, or a folder of Hugging Face as one (`frontend.hub`).
-
-    Attributes
-    ----------
-    path : Path
-    fields : dict
-        Metadata by key.
-    tensors : dict
-        Tensors by name.
-    mapped : tuple of mmap.mmap
-        The bytes of the file, or of each file of a folder, which tensors refer to.
-    """
+    """An open file, or a folder of Hugging Face as one (`frontend.hub`)."""
 
     path: Path
-    fields: dict[str, Any]
-    tensors: dict[str, FileTensor]
-    mapped: tuple[mmap.mmap, ...]
+    fields: dict[str, Any]  # metadata by key
+    tensors: dict[str, FileTensor]  # tensors by name
+    mapped: tuple[mmap.mmap, ...]  # the bytes of the file, or of each file of a folder, which tensors refer to
 
     def first_layers(self, count: int) -> GgufFile:
         """The model without the layers after the first `count`."""

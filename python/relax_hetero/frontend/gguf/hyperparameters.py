@@ -48,22 +48,13 @@ MAX_LAYERS = 10_000
 
 @dataclass(frozen=True)
 class Yarn:
-    """YaRN's scaling of positions: fast frequencies stay as they are, slow ones are scaled (arXiv:2309.00071).
+    """YaRN's scaling of positions: fast frequencies stay as they are, slow ones are scaled (arXiv:2309.00071)."""
 
-    Attributes
-    ----------
-    first, last : float
-        Pairs of elements up to which frequencies stay, and from which they are scaled.
-    share : float
-        Share of frequencies that stay.
-    magnitude : float
-        Factor of cosines and sines.
-    """
-
+    # Pairs of elements up to which frequencies stay, and from which they are scaled.
     first: float
     last: float
-    share: float
-    magnitude: float
+    share: float  # share of frequencies that stay
+    magnitude: float  # factor of cosines and sines
 
     def scaled(self, frequencies: np.ndarray, scale: float) -> np.ndarray:
         """Frequencies of all pairs, some of them scaled."""
@@ -77,34 +68,21 @@ class LatentAttention:
     """Sizes of an attention whose cache has one vector of a token for all heads (MLA, arXiv:2405.04434).
 
     The vector is the key of all heads, rotated elements and a compressed vector, and also the value.
-
-    Attributes
-    ----------
-    rank : int
-        Elements of the compressed vector.
-    query_rank : int
-        Elements of the narrow vector that queries are products of; 0: they are products of the layer's input.
-    key_size, value_size : int
-        Elements of a head's key, rotated ones included, and of its value, before compression.
     """
 
-    rank: int
+    rank: int  # elements of the compressed vector
+    # Elements of the narrow vector that queries are products of; 0: they are products of the layer's input.
     query_rank: int
+    # Elements of a head's key, rotated ones included, and of its value, before compression.
     key_size: int
     value_size: int
 
 
 @dataclass(frozen=True)
 class DeltaRule(DeltaRuleSizes):
-    """Sizes of layers with the gated delta rule, and their period.
+    """Sizes of layers with the gated delta rule, and their period."""
 
-    Attributes
-    ----------
-    period : int
-        Period of layers whose last layer has attention.
-    """
-
-    period: int
+    period: int  # period of layers whose last layer has attention
 
 
 @dataclass(frozen=True)

@@ -36,57 +36,31 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class PlacedPart:
-    """A part of the model on its device.
+    """A part of the model on its device."""
 
-    Attributes
-    ----------
-    name : str
-        As in `Part`.
-    layer : int or None
-        None for embeddings and output.
-    device : str
-    weights, cache : int
-        Bytes on the device.
-    seconds : float
-        Time of a decode step.
-    reason : str
-    experts : tuple of int
-        Numbers of the experts, if experts of the layer are on several devices.
-    """
-
-    name: str
-    layer: int | None
+    name: str  # as in `Part`
+    layer: int | None  # None for embeddings and output
     device: str
+    # Bytes on the device.
     weights: int
     cache: int
-    seconds: float
+    seconds: float  # time of a decode step
     reason: str
-    experts: tuple[int, ...] = ()
+    experts: tuple[int, ...] = ()  # numbers of the experts, if experts of the layer are on several devices
 
 
 @dataclass(frozen=True)
 class DeviceUse:
-    """Memory and time of a device.
-
-    Attributes
-    ----------
-    name : str
-    weights, cache, working : int
-        Bytes of weights, of the cache, and an estimate of those of activations, context and code.
-    limit : int or None
-        Maximum of all of them; None without a limit.
-    seconds : float
-        Time of a decode step that the device works.
-    bandwidth, products : float
-        Figures of the cost model: bytes per second, and operations per second of products with quantized weights.
-    """
+    """Memory and time of a device."""
 
     name: str
+    # Bytes of weights, of the cache, and an estimate of those of activations, context and code.
     weights: int
     cache: int
     working: int
-    limit: int | None
-    seconds: float
+    limit: int | None  # maximum of all of them; None without a limit
+    seconds: float  # time of a decode step that the device works
+    # Figures of the cost model: bytes per second, and operations per second of products with quantized weights.
     bandwidth: float
     products: float
 
@@ -98,22 +72,13 @@ class DeviceUse:
 
 @dataclass(frozen=True)
 class Speed:
-    """Expected speed of some work.
+    """Expected speed of some work."""
 
-    Attributes
-    ----------
-    work : str
-        "decode" or "prefill".
-    tokens, chunk : int
-        Number of tokens, and maximum rows of a call.
-    seconds : float
-        Time of all tokens.
-    """
-
-    work: str
+    work: str  # "decode" or "prefill"
+    # Number of tokens, and maximum rows of a call.
     tokens: int
     chunk: int
-    seconds: float
+    seconds: float  # time of all tokens
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,84 +88,48 @@ class Speed:
 
 @dataclass(frozen=True)
 class MoreMemory:
-    """Effect of one GiB more on a device.
-
-    Attributes
-    ----------
-    device : str
-    tokens_per_second : float
-        Speed of decoding.
-    parts : dict from str to float
-        Name of a part -> number of layers whose part moves there; experts of a layer are a fraction.
-    """
+    """Effect of one GiB more on a device."""
 
     device: str
-    tokens_per_second: float
+    tokens_per_second: float  # speed of decoding
+    # Name of a part -> number of layers whose part moves there; experts of a layer are a fraction.
     parts: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Streaming:
-    """Copies of a layer's experts to a GPU for a chunk, compared with products on the CPU (`stream_experts`).
+    """Copies of a layer's experts to a GPU for a chunk, compared with products on the CPU (`stream_experts`)."""
 
-    Attributes
-    ----------
-    source, target : str
-        The devices.
-    rows : int or None
-        Shortest chunk for which copies are faster; None if they never are.
-    seconds : dict from int to (float, float)
-        Rows of a chunk -> seconds of a layer on the CPU, and with copies.
-    """
-
+    # The devices.
     source: str
     target: str
-    rows: int | None
-    seconds: dict[int, tuple[float, float]]
+    rows: int | None  # shortest chunk for which copies are faster; None if they never are
+    seconds: dict[int, tuple[float, float]]  # rows of a chunk -> seconds of a layer on the CPU, and with copies
 
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """Plan of a language model.
+    """Plan of a language model."""
 
-    Attributes
-    ----------
-    model, architecture : str
-        Names of the file and of its architecture.
-    layers, experts, experts_used : int
-    context, slots, cached : int
-        Maximum positions of a sequence, sequences of the cache, and positions in the cache during the decode step.
-    is_auto : bool
-        True if placed by cost, False by rules.
-    figures : str
-        Source of the cost model's figures: "tables" or "measured".
-    parts : tuple of PlacedPart
-    devices : tuple of DeviceUse
-    speeds : tuple of Speed
-    more : tuple of MoreMemory
-        For each kind of device with a limit, if placed by cost.
-    curves : dict from str to list of (int, float or None)
-        Device with a limit -> pairs of a limit and tokens per second of decoding, None if the model does not fit.
-    streaming : Streaming or None
-        None if no experts are on a CPU beside a GPU.
-    """
-
+    # Names of the file and of its architecture.
     model: str
     architecture: str
     layers: int
     experts: int
     experts_used: int
+    # Maximum positions of a sequence, sequences of the cache, and positions in the cache during the decode step.
     context: int
     slots: int
     cached: int
-    is_auto: bool
-    figures: str
+    is_auto: bool  # True if placed by cost, False by rules
+    figures: str  # source of the cost model's figures: "tables" or "measured"
     parts: tuple[PlacedPart, ...]
     devices: tuple[DeviceUse, ...]
     speeds: tuple[Speed, ...]
-    more: tuple[MoreMemory, ...]
+    more: tuple[MoreMemory, ...]  # for each kind of device with a limit, if placed by cost
+    # Device with a limit -> pairs of a limit and tokens per second of decoding, None if the model does not fit.
     curves: dict[str, list[tuple[int, float | None]]]
-    streaming: Streaming | None
+    streaming: Streaming | None  # None if no experts are on a CPU beside a GPU
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data."""
@@ -219,7 +148,6 @@ def plan_model(problem: LayerProblem, placement: PlacementRules | Literal["auto"
 
     Parameters
     ----------
-    problem : LayerProblem
     placement : PlacementRules or "auto"
         As for `from_gguf`.
 

@@ -35,55 +35,29 @@ _MAX_COUNTS_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """Experts of a layer, which have equal sizes.
-
-    Attributes
-    ----------
-    layer : int
-    resident_bytes, seconds : tuple of float
-        Bytes of an expert in the memory of each device, and the time of a token's product with it there.
-    pairs : tuple of float
-        Expected number of a token's pairs with each expert, 0 to 1.
-    """
+    """Experts of a layer, which have equal sizes."""
 
     layer: int
+    # Bytes of an expert in the memory of each device, and the time of a token's product with it there.
     resident_bytes: tuple[float, ...]
     seconds: tuple[float, ...]
-    pairs: tuple[float, ...]
+    pairs: tuple[float, ...]  # expected number of a token's pairs with each expert, 0 to 1
 
 
 @dataclass(frozen=True)
 class ExpertPlan:
-    """Devices of all experts, and the time of a decoded token.
-
-    Attributes
-    ----------
-    layers : sequence of ExpertLayer
-    home : int
-        Index of the device of all else.
-    devices : mapping from int to tuple of int
-        Layer -> device of each expert.
-    order : tuple of int
-        Devices, the fastest first.
-    seconds : float
-        Time per token.
-    busy_seconds, resident_bytes : tuple of float
-        Time of each device, and bytes in its memory.
-    limits : mapping from int to float
-        Maximum of these bytes on some devices.
-    dense : sequence of (float, float)
-        Bytes and seconds of all but the experts on each device.
-    """
+    """Devices of all experts, and the time of a decoded token."""
 
     layers: Sequence[ExpertLayer]
-    home: int
-    devices: Mapping[int, tuple[int, ...]]
-    order: tuple[int, ...]
-    seconds: float
+    home: int  # index of the device of all else
+    devices: Mapping[int, tuple[int, ...]]  # layer -> device of each expert
+    order: tuple[int, ...]  # devices, the fastest first
+    seconds: float  # time per token
+    # Time of each device, and bytes in its memory.
     busy_seconds: tuple[float, ...]
     resident_bytes: tuple[float, ...]
-    limits: Mapping[int, float]
-    dense: Sequence[tuple[float, float]]
+    limits: Mapping[int, float]  # maximum of these bytes on some devices
+    dense: Sequence[tuple[float, float]]  # bytes and seconds of all but the experts on each device
 
     @property
     def has_split_layers(self) -> bool:
@@ -136,8 +110,6 @@ def place_experts(
 
     Parameters
     ----------
-    layers : sequence of ExpertLayer
-    costs : CostModel
     limits : mapping from int to float
         Index of a device -> maximum of resident bytes; other devices have no limit.
     dense : sequence of (float, float)
@@ -182,7 +154,6 @@ def _deal(
 
     Parameters
     ----------
-    layers : sequence of ExpertLayer
     free : sequence of float
         Bytes for experts on each device.
     order : sequence of int
@@ -192,7 +163,7 @@ def _deal(
     """
     owners = {layer.layer: [-1] * len(layer.pairs) for layer in layers}
     for device, slower in zip(order, [*order[1:], order[-1]], strict=True):
-        left, room = [], free[device]
+        left, free_bytes = [], free[device]
         for layer in layers:
             # By a pair, for each byte.
             saved = (layer.seconds[slower] - layer.seconds[device]) / layer.resident_bytes[device]
@@ -201,8 +172,8 @@ def _deal(
                 if owners[layer.layer][expert] < 0:
                     left.append((saved * (mean if by_layer else pairs), layer, expert))
         for _, layer, expert in sorted(left, key=lambda item: -item[0]):
-            if layer.resident_bytes[device] <= room:
-                room -= layer.resident_bytes[device]
+            if layer.resident_bytes[device] <= free_bytes:
+                free_bytes -= layer.resident_bytes[device]
                 owners[layer.layer][expert] = device
     if any(-1 in devices for devices in owners.values()):
         return None

@@ -30,42 +30,21 @@ _MAX_ORDERED = 4
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Devices of all parts, and the estimated cost.
+    """Devices of all parts, and the estimated cost."""
 
-    Attributes
-    ----------
-    devices : tuple of int
-        Index of each part's vdevice.
-    seconds : float
-        Time per decoded token.
-    resident_bytes : mapping from int to float
-        Bytes on each device.
-    """
-
-    devices: tuple[int, ...]
-    seconds: float
-    resident_bytes: Mapping[int, float]
+    devices: tuple[int, ...]  # index of each part's vdevice
+    seconds: float  # time per decoded token
+    resident_bytes: Mapping[int, float]  # bytes on each device
 
 
 @dataclass(frozen=True)
 class PlanSearch:
-    """Plans of a model on some devices.
+    """Plans of a model on some devices."""
 
-    Attributes
-    ----------
-    parts : sequence of Part
-        Parts in execution order: embeddings, layers, output.
-    costs : CostModel
-    row_bytes : float
-        Bytes of a row of activations.
-    step : Step
-        The decode step whose time is minimized.
-    """
-
-    parts: Sequence[Part]
+    parts: Sequence[Part]  # parts in execution order: embeddings, layers, output
     costs: CostModel
-    row_bytes: float
-    step: Step
+    row_bytes: float  # bytes of a row of activations
+    step: Step  # the decode step whose time is minimized
 
     def plan(self, devices: Sequence[int]) -> LayerPlan:
         """The plan with these devices."""
@@ -140,20 +119,11 @@ class PlanSearch:
 
 @dataclass(frozen=True)
 class _Labels:
-    """Unfinished plans that end on one device.
+    """Unfinished plans that end on one device."""
 
-    Attributes
-    ----------
-    seconds : array
-        Times, ascending.
-    sizes : array
-        Bytes on each limited device, (plans, devices).
-    origins : array
-        Device on which the plan before ended, its index there, and the device of the last part, (plans, 3).
-    """
-
-    seconds: np.ndarray
-    sizes: np.ndarray
+    seconds: np.ndarray  # times, ascending
+    sizes: np.ndarray  # bytes on each limited device, (plans, devices)
+    # Device on which the plan before ended, its index there, and the device of the last part, (plans, 3).
     origins: np.ndarray
 
 
@@ -162,7 +132,6 @@ class _Front:
 
     Parameters
     ----------
-    search : PlanSearch
     limits : mapping from int to float
         Device -> maximum of its bytes.
     order : tuple of int

@@ -38,24 +38,13 @@ _log = logging.getLogger("relax_hetero")
 
 @dataclass(frozen=True)
 class ExpertStreams:
-    """Layers whose experts are copied to a GPU in each call of a long chunk.
+    """Layers whose experts are copied to a GPU in each call of a long chunk."""
 
-    Attributes
-    ----------
-    rows : int
-        Minimum rows of such a chunk.
-    layers : frozenset of str
-        Prefixes of the layers, ``blk.3``, with the suffix of a group of experts.
-    rules : tuple of (str, VDeviceSpec)
-        Placement rules for the variables of the products, which come before all others.
-    reasons : tuple of (str, str)
-        Patterns of the rules, and why they exist.
-    """
-
-    rows: int = 0
-    layers: frozenset[str] = frozenset()
+    rows: int = 0  # minimum rows of such a chunk
+    layers: frozenset[str] = frozenset()  # prefixes of the layers, ``blk.3``, with the suffix of a group of experts
+    # Placement rules for the variables of the products, which come before all others.
     rules: tuple[tuple[str, VDeviceSpec], ...] = ()
-    reasons: tuple[tuple[str, str], ...] = ()
+    reasons: tuple[tuple[str, str], ...] = ()  # patterns of the rules, and why they exist
 
     def suffix_of(self, layer: str, rows: int) -> str:
         """End of the names of a layer's products with experts in a chunk."""

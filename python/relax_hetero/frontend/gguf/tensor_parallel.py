@@ -77,7 +77,6 @@ def split_caches(
 
     Parameters
     ----------
-    model : Hyperparameters
     rules, vdevices
         Placement rules and devices.
 

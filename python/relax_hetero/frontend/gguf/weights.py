@@ -25,7 +25,6 @@ class Weights:
 
     Parameters
     ----------
-    file : GgufFile
     model : Hyperparameters
         Its architecture has the names of the tensors that the file may have; those of further layers are not read.
     """

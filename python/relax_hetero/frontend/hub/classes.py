@@ -12,44 +12,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class HubClass:
-    """A class of models.
+    """A class of models."""
 
-    Attributes
-    ----------
-    architecture : str
-        GGUF's name of the architecture, a key of `ARCHITECTURES`; also of its tensors in the package gguf.
-    has_pairs : bool
-        True if rows of queries and keys have to be reordered, so that neighbours are rotated together.
-    norm_offset : float
-        Number that is added to the weights of norms.
-    has_windows : bool
-        True if all layers have a window, where the folder states its length but not which layers have it.
-    has_interleaved_experts : bool
-        True if stacked matrices of experts are (experts, in, out), and rows of gates and others alternate.
-    has_transposed_experts : bool
-        True if stacked matrices of experts are (experts, in, out).
-    has_merged_experts : bool
-        True if gates and others of experts stay one matrix.
-    has_joint_qkv : bool
-        True if a matrix has the rows of queries, keys and values of each head of keys in turn.
-    has_transposed : bool
-        True if matrices of layers are (in, out).
-    defaults : mapping
-        Values of the configuration that files may leave out.
-    fixed : mapping
-        Values that count whatever files say, as the class does not read them.
-    """
-
+    # GGUF's name of the architecture, a key of `ARCHITECTURES`; also of its tensors in the package gguf.
     architecture: str
+    # True if rows of queries and keys have to be reordered, so that neighbours are rotated together.
     has_pairs: bool = False
-    norm_offset: float = 0.0
+    norm_offset: float = 0.0  # number that is added to the weights of norms
+    # True if all layers have a window, where the folder states its length but not which layers have it.
     has_windows: bool = False
+    # True if stacked matrices of experts are (experts, in, out), and rows of gates and others alternate.
     has_interleaved_experts: bool = False
-    has_transposed_experts: bool = False
-    has_merged_experts: bool = False
+    has_transposed_experts: bool = False  # True if stacked matrices of experts are (experts, in, out)
+    has_merged_experts: bool = False  # True if gates and others of experts stay one matrix
+    # True if a matrix has the rows of queries, keys and values of each head of keys in turn.
     has_joint_qkv: bool = False
-    has_transposed: bool = False
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    has_transposed: bool = False  # True if matrices of layers are (in, out)
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # values of the configuration that files may leave out
+    # Values that count whatever files say, as the class does not read them.
     fixed: Mapping[str, Any] = field(default_factory=dict)
 
 

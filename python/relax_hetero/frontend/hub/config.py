@@ -127,8 +127,6 @@ class HubConfig:
         The file.
     name : str
         Name of the class.
-    hub_class : HubClass
-    values : dict
     """
 
     def __init__(self, path: Path) -> None:

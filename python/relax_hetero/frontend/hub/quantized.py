@@ -36,7 +36,6 @@ class Quantization:
 
     Attributes
     ----------
-    config : HubConfig
     values : mapping
         ``quantization_config`` of the configuration; empty without one.
     dequantized : set of str

@@ -51,23 +51,12 @@ _ELEMENT_TYPES = {
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file.
-
-    Attributes
-    ----------
-    name : str
-    type : str
-        Name of its type in the file, such as "BF16".
-    data : array
-        View of the mapped file.
-    file : Path
-        The file, for errors.
-    """
+    """A tensor of a file."""
 
     name: str
-    type: str
-    data: np.ndarray
-    file: Path
+    type: str  # name of its type in the file, such as "BF16"
+    data: np.ndarray  # view of the mapped file
+    file: Path  # the file, for errors
 
     @property
     def shape(self) -> tuple[int, ...]:

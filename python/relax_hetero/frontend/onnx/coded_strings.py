@@ -42,17 +42,10 @@ _DEFAULT_STRING = "_Unused"
 
 @dataclass(frozen=True)
 class Strings:
-    """Table and names that a caller needs to encode arguments and decode results.
+    """Table and names that a caller needs to encode arguments and decode results."""
 
-    Attributes
-    ----------
-    table : list of str
-        All strings of the model; the code of a string is its index.
-    inputs, outputs : list of str
-        Names of the inputs and outputs that are strings.
-    """
-
-    table: list[str]
+    table: list[str]  # all strings of the model; the code of a string is its index
+    # Names of the inputs and outputs that are strings.
     inputs: list[str]
     outputs: list[str]
 

@@ -72,39 +72,19 @@ _MAX_BOUNDS = 64
 
 @dataclass(frozen=True)
 class ImportedGraph:
-    """An imported graph, before names and devices are written into it.
+    """An imported graph, before names and devices are written into it."""
 
-    Attributes
-    ----------
-    module : tvm.IRModule
-        PrimFuncs that converters created.
-    params : list of relax.Var
-        One per graph input, with its name as far as TVMScript can parse it.
-    bindings : list of relax.Binding
-        In program order, all variables plain `Var`; branches of an `If` contain their own.
-    outputs : list of relax.Expr
-        One per graph output: a variable, a constant or a tuple of them.
-    owners : dict of relax.Var to NodeInfo
-        Variable of a binding -> its node, in branches too.
-    results : dict of NodeInfo to list of relax.Var
-        Node -> the variables of its outputs; the first one takes the node's name.
-    bounds : dict of str to int
-        Upper bounds of symbolic sizes; the model works only up to these.
-    loops : list of ImportedLoop
-        The functions of loops.
-    defaults : dict of str to tvm.runtime.Tensor
-        Optional input -> default value; these inputs come last.
-    """
-
-    module: tvm.IRModule
+    module: tvm.IRModule  # PrimFuncs that converters created
     input_names: list[str]
-    params: list[relax.Var]
-    bindings: list[relax.Binding]
-    outputs: list[relax.Expr]
-    owners: dict[relax.Var, NodeInfo]
+    params: list[relax.Var]  # one per graph input, with its name as far as TVMScript can parse it
+    bindings: list[relax.Binding]  # in program order, all variables plain `Var`; branches of an `If` contain their own
+    outputs: list[relax.Expr]  # one per graph output: a variable, a constant or a tuple of them
+    owners: dict[relax.Var, NodeInfo]  # variable of a binding -> its node, in branches too
+    # Node -> the variables of its outputs; the first one takes the node's name.
     results: dict[NodeInfo, list[relax.Var]]
-    bounds: dict[str, int]
-    loops: list[ImportedLoop] = field(default_factory=list)
+    bounds: dict[str, int]  # upper bounds of symbolic sizes; the model works only up to these
+    loops: list[ImportedLoop] = field(default_factory=list)  # the functions of loops
+    # Optional input -> default value; these inputs come last.
     defaults: dict[str, tvm.runtime.Tensor] = field(default_factory=dict)
 
 
@@ -292,7 +272,7 @@ class GraphImporter(OwnedBindings, stock.ONNXGraphImporter):  # type: ignore[mis
 
     def _record_owned(self, binding: relax.Binding, info: NodeInfo) -> None:
         """Charge the budget for a binding; the compiler evaluates those computed from constants only."""
-        budget().take_ops(1, f"node {info}")
+        budget().take_op(f"node {info}")
         if isinstance(binding.var.ty, relax.TensorType) and binding.var.ty.ndim > MAX_RANK:
             raise FrontendError(f"node {info} makes {binding.var.ty.ndim} dimensions, expected at most {MAX_RANK}")
         if isinstance(binding, relax.VarBinding) and self._is_constant(binding.value):

@@ -17,26 +17,19 @@ _MAX_LETTERS = 1 << 27
 
 @dataclass(frozen=True, eq=False)
 class NodeInfo:
-    """Names of a node.
+    """Names of a node."""
 
-    Attributes
-    ----------
-    name : str
-        Unique in the model: the node's own name, or ``OpType_index`` with its position in its graph. A nameless node in
-        a branch of an `If` is ``<If>/then_branch/OpType_index``; a node in the body of a function of the model is
-        ``<call>/<name in the function>``. Duplicates get ``_1``, ``_2`` ….
-    aliases : tuple of str
-        Other names that patterns match: its own name (which may not be unique), its op type, and those of enclosing
-        calls.
-    subgraphs : dict of str to list of NodeInfo
-        Attribute name (``"body"`` for a call of a function) -> the nodes of that subgraph, in order.
-    """
-
+    # Unique in the model: the node's own name, or ``OpType_index`` with its position in its graph. A nameless node in a
+    # branch of an `If` is ``<If>/then_branch/OpType_index``; a node in the body of a function of the model is
+    # ``<call>/<name in the function>``. Duplicates get ``_1``, ``_2`` ….
     name: str
+    # Other names that patterns match: its own name (which may not be unique), its op type, and those of enclosing
+    # calls.
     aliases: tuple[str, ...]
     op_type: str
     domain: str
     overload: str
+    # Attribute name (``"body"`` for a call of a function) -> the nodes of that subgraph, in order.
     subgraphs: dict[str, list[NodeInfo]] = field(default_factory=dict)
 
     def __str__(self) -> str:

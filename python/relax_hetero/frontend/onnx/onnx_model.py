@@ -162,30 +162,14 @@ _MAX_FILE_BYTES = 2**31
 
 @dataclass(frozen=True)
 class OnnxModel:
-    """A checked model.
+    """A checked model."""
 
-    Attributes
-    ----------
-    proto : onnx.ModelProto
-        Model with sorted nodes. Read-only: it may be the user's own object.
-    source : str
-        Name in messages: the file, or "the model".
-    opset : int
-        Version of the standard operator set.
-    tensors : Tensors
-        Reader of its tensors, including external data.
-    limits : ImportLimits
-        Limits of the import.
-    nbytes : int
-        Bytes of the model and its external data, without holes of sparse files.
-    """
-
-    proto: onnx.ModelProto
-    source: str
-    opset: int
-    tensors: Tensors
+    proto: onnx.ModelProto  # Model with sorted nodes. Read-only: it may be the user's own object.
+    source: str  # name in messages: the file, or "the model"
+    opset: int  # version of the standard operator set
+    tensors: Tensors  # reader of its tensors, including external data
     limits: ImportLimits
-    nbytes: int
+    nbytes: int  # bytes of the model and its external data, without holes of sparse files
 
 
 def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxModel:

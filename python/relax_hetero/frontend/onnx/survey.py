@@ -135,24 +135,12 @@ def no_converter(node: NodeInfo) -> str:
 
 @dataclass
 class Survey:
-    """Result of a survey.
+    """Result of a survey."""
 
-    Attributes
-    ----------
-    rejected : dict of NodeInfo to str
-        Node of the main graph -> the reason.
-    unknown : dict of NodeInfo to str
-        Node that was not examined -> the reason.
-    problems : list of str
-        Reasons that do not belong to a node.
-    graph : ImportedGraph or None
-        Imported graph with an additional parameter for each output of a refused node.
-    """
-
-    rejected: dict[NodeInfo, str] = field(default_factory=dict)
-    unknown: dict[NodeInfo, str] = field(default_factory=dict)
-    problems: list[str] = field(default_factory=list)
-    graph: ImportedGraph | None = None
+    rejected: dict[NodeInfo, str] = field(default_factory=dict)  # node of the main graph -> the reason
+    unknown: dict[NodeInfo, str] = field(default_factory=dict)  # node that was not examined -> the reason
+    problems: list[str] = field(default_factory=list)  # reasons that do not belong to a node
+    graph: ImportedGraph | None = None  # imported graph with an additional parameter for each output of a refused node
 
 
 def survey_nodes(model: OnnxModel, nodes: list[NodeInfo], inputs: Mapping[str, relax.Var]) -> Survey:

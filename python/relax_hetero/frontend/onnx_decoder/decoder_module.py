@@ -50,28 +50,15 @@ _AFTER_PRODUCT_OPS = ("Add", "Cast", "Div", "Identity", "Mul", "Reshape", "Sub",
 
 @dataclass(frozen=True)
 class DecoderPlan:
-    """The part of a graph that computes logits.
+    """The part of a graph that computes logits."""
 
-    Attributes
-    ----------
-    logits : str
-        Name of the output.
-    needed : frozenset of int
-        Indices of the nodes that it depends on.
-    layers : dict of int to int
-        Index of an attention node -> its layer.
-    kv_heads, windows : tuple of int
-        Key/value heads and window of every layer; 0: no window.
-    head : int or None
-        Index of the product that computes logits from hidden states, if any.
-    """
-
-    logits: str
-    needed: frozenset[int]
-    layers: dict[int, int]
+    logits: str  # name of the output
+    needed: frozenset[int]  # indices of the nodes that it depends on
+    layers: dict[int, int]  # index of an attention node -> its layer
+    # Key/value heads and window of every layer; 0: no window.
     kv_heads: tuple[int, ...]
     windows: tuple[int, ...]
-    head: int | None
+    head: int | None  # index of the product that computes logits from hidden states, if any
 
 
 def plan_decoder(model: OnnxModel) -> DecoderPlan:
@@ -202,23 +189,15 @@ def _logits_product(graph: onnx.GraphProto, producers: dict[str, int], logits: s
 
 @dataclass(frozen=True)
 class Decoder:
-    """State that the imports of a decoder's functions share.
-
-    Attributes
-    ----------
-    size : int
-        Elements of a head.
-    constants : dict
-        Name of a weight -> constant, which functions share.
-    builder : relax.BlockBuilder
-        Builder of all functions, so that kernels have unique names and equal ones are shared.
-    """
+    """State that the imports of a decoder's functions share."""
 
     model: OnnxModel
     plan: DecoderPlan
     cache: PagedCache
-    size: int
+    size: int  # elements of a head
+    # Name of a weight -> constant, which functions share.
     constants: dict[str, tvm.ir.GenericConst] = field(default_factory=dict)
+    # Builder of all functions, so that kernels have unique names and equal ones are shared.
     builder: relax.BlockBuilder = field(default_factory=relax.BlockBuilder)
 
 

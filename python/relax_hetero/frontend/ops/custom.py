@@ -25,25 +25,14 @@ IMPORTER_OPS = frozenset({"Constant", "If", "Loop", "Scan", "SequenceMap"})
 
 @dataclass(frozen=True)
 class CustomOp:
-    """A registered op.
+    """A registered op."""
 
-    Attributes
-    ----------
-    domain, op_type : str
-        Key of the op.
-    since_version : int
-        First version of the domain that it is for.
-    function : callable
-        Converter, or numpy function.
-    infer : callable or None
-        Types of a numpy function's results; None for a converter.
-    """
-
+    # Key of the op.
     domain: str
     op_type: str
-    since_version: int
-    function: Callable[..., Any]
-    infer: Infer | None
+    since_version: int  # first version of the domain that it is for
+    function: Callable[..., Any]  # converter, or numpy function
+    infer: Infer | None  # types of a numpy function's results; None for a converter
 
     def convert(self, node: Node) -> relax.Expr:
         """The outputs of a node.

@@ -36,29 +36,18 @@ STANDARD_DOMAINS = (STANDARD, "ai.onnx")
 
 @dataclass
 class Node:
-    """A node with its inputs and the builder.
-
-    Attributes
-    ----------
-    inputs : sequence of object
-        One expression per input, None for an absent optional one. ONNX's int64 tensors of sizes may also be shapes
-        (`relax.ShapeExpr`), or TIR expressions for scalars.
-    attributes : dict of str to object
-        Values are Python numbers, bytes, tuples, `onnx.TensorProto` or `onnx.GraphProto`.
-    num_outputs : int
-        Number of outputs.
-    domain : str
-        Domain of the op; `opset` is always the version of the standard domain.
-    """
+    """A node with its inputs and the builder."""
 
     op_type: str
     name: str
     opset: int
     builder: relax.BlockBuilder
+    # One expression per input, None for an absent optional one. ONNX's int64 tensors of sizes may also be shapes
+    # (`relax.ShapeExpr`), or TIR expressions for scalars.
     inputs: Sequence[Any]
-    attributes: dict[str, Any]
+    attributes: dict[str, Any]  # values are Python numbers, bytes, tuples, `onnx.TensorProto` or `onnx.GraphProto`
     num_outputs: int
-    domain: str = STANDARD
+    domain: str = STANDARD  # domain of the op; `opset` is always the version of the standard domain
 
     def refusal(self, reason: str) -> FrontendError:
         """The error to raise if this node cannot be converted."""

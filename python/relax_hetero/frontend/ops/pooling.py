@@ -22,25 +22,16 @@ from .table import converts
 
 @dataclass(frozen=True)
 class Windows:
-    """The windows of a pooling node, per spatial axis.
+    """The windows of a pooling node, per spatial axis."""
 
-    Attributes
-    ----------
-    image : list of Dim
-        Sizes of the image.
-    before, after : list of Dim
-        Padding; with `ceil_mode`, windows may extend beyond it.
-    output : list of Dim
-        Number of windows.
-    """
-
-    image: list[Dim]
+    image: list[Dim]  # sizes of the image
     kernel: list[int]
     strides: list[int]
     dilations: list[int]
+    # Padding; with `ceil_mode`, windows may extend beyond it.
     before: list[Dim]
     after: list[Dim]
-    output: list[Dim]
+    output: list[Dim]  # number of windows
     exceeds_input: bool
 
     def steps(self) -> list[tirx.IterVar]:

@@ -36,30 +36,14 @@ QUANTIZES = "quantizes_operands"
 
 @dataclass(frozen=True)
 class Layer:
-    """One direction of a recurrent node.
+    """One direction of a recurrent node."""
 
-    Attributes
-    ----------
-    node : Node
-        The converted node.
-    hidden : int
-        Size of the state.
-    recurrent : relax.Expr
-        State weights, transposed, [hidden, gates * hidden].
-    recurrent_bias : relax.Expr or None
-        Bias of the recurrent product, [gates * hidden], or None.
-    activations : tuple of str
-        Expressions of the activations in ONNX's order.
-    peepholes : list of relax.Expr or None
-        LSTM's cell weights of the gates i, o, f, or None.
-    """
-
-    node: Node
-    hidden: int
-    recurrent: relax.Expr
-    recurrent_bias: relax.Expr | None
-    activations: tuple[str, ...]
-    peepholes: list[relax.Expr] | None
+    node: Node  # the converted node
+    hidden: int  # size of the state
+    recurrent: relax.Expr  # state weights, transposed, [hidden, gates * hidden]
+    recurrent_bias: relax.Expr | None  # bias of the recurrent product, [gates * hidden], or None
+    activations: tuple[str, ...]  # expressions of the activations in ONNX's order
+    peepholes: list[relax.Expr] | None  # LSTM's cell weights of the gates i, o, f, or None
 
     def emit(self, expr: relax.Expr) -> relax.Expr:
         """Bind an expression."""
@@ -189,25 +173,13 @@ def _row(node: Node, value: relax.Expr, index: int) -> relax.Expr:
 
 @dataclass(frozen=True)
 class Direction:
-    """One direction of a recurrent node, ready to run.
-
-    Attributes
-    ----------
-    inputs : relax.Expr
-        Products of the data with the input weights, [steps, batch, gates * hidden].
-    states : list of relax.Expr
-        Initial states, each [batch, hidden].
-    lengths : relax.Expr or None
-        Lengths of the sequences, [batch, 1], or None.
-    is_backwards : bool
-        True if it runs from the last step to the first.
-    """
+    """One direction of a recurrent node, ready to run."""
 
     layer: Layer
-    inputs: relax.Expr
-    states: list[relax.Expr]
-    lengths: relax.Expr | None
-    is_backwards: bool
+    inputs: relax.Expr  # products of the data with the input weights, [steps, batch, gates * hidden]
+    states: list[relax.Expr]  # initial states, each [batch, hidden]
+    lengths: relax.Expr | None  # lengths of the sequences, [batch, 1], or None
+    is_backwards: bool  # True if it runs from the last step to the first
 
     def advance(
         self, x: relax.Expr, states: list[relax.Expr], is_active: relax.Expr | None

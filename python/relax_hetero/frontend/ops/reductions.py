@@ -10,7 +10,7 @@ import numpy as np
 import tvm
 from tvm import relax, te, tirx
 
-from ...tir.math.extremes import index_wins
+from ...tir.math.extremes import index_wins, reduced_shape, source_index
 from .elementwise import HALF, cast, widened
 from .node import Node, Position, const, dtype_of, is_float
 from .required_sizes import any_of, as_expr, equal, shown
@@ -57,7 +57,7 @@ def _empty_result(node: Node, data: relax.Expr, axes: list[int], keepdims: bool,
     dims = node.shape(data) if data.ty.shape is not None else []
     if not any(isinstance(dims[axis], int) and dims[axis] == 0 for axis in axes if dims):
         return None
-    return node.filled(_reduced_shape(dims, axes, keepdims), value, dtype_of(data))
+    return node.filled(reduced_shape(dims, axes, keepdims), value, dtype_of(data))
 
 
 def _require_elements(node: Node, data: relax.Expr, axis: int, message: str) -> None:
@@ -173,15 +173,6 @@ def _highest(dtype: str) -> tirx.Expr:
     return tirx.const(float("inf"), dtype) if is_float(dtype) else tvm.tirx.max_value(dtype)
 
 
-def _reduced_shape(shape: Sequence[Any], axes: Sequence[int], keepdims: bool) -> list[Any]:
-    return [1 if i in axes else dim for i, dim in enumerate(shape) if keepdims or i not in axes]
-
-
-def _source_index(position: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
-    remaining = iter([p for i, p in enumerate(position) if not (keepdims and i in reduced)])
-    return [reduced[i] if i in reduced else next(remaining) for i in range(rank)]
-
-
 def _extreme(node: Node, data: relax.Expr, axes: list[int], keepdims: bool, largest: bool) -> relax.Expr:
     """Maximum or minimum; the neutral element if there are no elements."""
     if not axes:
@@ -255,9 +246,9 @@ def index_of_extreme(node: Node, data: relax.Expr, axis: int, keepdims: bool, la
         along = te.reduce_axis((0, x.shape[axis]), name="along")
 
         def pair(*i: Any) -> Any:
-            source = _source_index(i, {axis: along}, rank, keepdims)
+            source = source_index(i, {axis: along}, rank, keepdims)
             return reducer((tirx.Cast("int64", along), x(*source)), axis=along)
 
-        return te.compute(_reduced_shape(x.shape, [axis], keepdims), pair, name="arg_extreme")[0]
+        return te.compute(reduced_shape(x.shape, [axis], keepdims), pair, name="arg_extreme")[0]
 
     return node.builder.emit_te(compute, data, primfunc_name_hint="argmax" if largest else "argmin")

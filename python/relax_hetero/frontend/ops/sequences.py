@@ -37,19 +37,13 @@ class JoinedSequence:
 
 @dataclass(frozen=True)
 class GrowingSequence:
-    """A sequence in a trip of a loop, with the tensors that the trip appended.
-
-    Attributes
-    ----------
-    begin : object
-        Identity of the sequence.
-    """
+    """A sequence in a trip of a loop, with the tensors that the trip appended."""
 
     appended: tuple[relax.Expr, ...] = ()
-    begin: object = field(default_factory=object)
+    begin: object = field(default_factory=object)  # identity of the sequence
 
 
-def _items(node: Node, index: int = 0) -> list[relax.Expr]:
+def _items(node: Node) -> list[relax.Expr]:
     """The tensors of a sequence.
 
     Raises
@@ -57,7 +51,7 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
     FrontendError
         If the input is not a sequence of static length.
     """
-    value = node.inputs[index] if node.has(index) else None
+    value = node.inputs[0] if node.has(0) else None
     if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
         raise node.refusal("of a sequence of dynamic length cannot be imported")
     if isinstance(value, relax.Tuple):
@@ -66,7 +60,7 @@ def _items(node: Node, index: int = 0) -> list[relax.Expr]:
         value = node.builder.normalize(value)
         if isinstance(value.ty, tvm.ir.TupleType):
             return [node.emit(relax.TupleGetItem(value, i)) for i in range(len(value.ty.fields))]
-    raise node.refusal(f"input {index} is not a sequence whose length is known at import")
+    raise node.refusal("input 0 is not a sequence whose length is known at import")
 
 
 def _position(node: Node, index: int, default: int, low: int, high: int) -> int:

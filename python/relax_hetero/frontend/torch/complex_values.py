@@ -21,14 +21,9 @@ from .torch_node import TABLE, Converter, TorchNode
 
 @dataclass(frozen=True)
 class Complex:
-    """A complex tensor.
+    """A complex tensor."""
 
-    Attributes
-    ----------
-    real, imaginary : relax.Expr
-        Tensors of one shape and element type.
-    """
-
+    # Tensors of one shape and element type.
     real: relax.Expr
     imaginary: relax.Expr
 

@@ -11,6 +11,7 @@ from tvm import relax, tirx
 
 from ...errors import FrontendError
 from ...op.require import as_condition
+from ...tir.core.builder import int64
 from ..joined_sizes import simplified
 
 # Larger than any size; torch uses its own infinity for a missing bound.
@@ -106,9 +107,9 @@ class Sizes:
             return reduce(lambda a, b: a * b, [self.expr(value.args[0])] * int(value.args[1]))
         if kind == "Piecewise":
             (*branches, (last, _)) = value.args
-            result = _as_int64(self.expr(last))
+            result = int64(self.expr(last))
             for part, condition in branches[::-1]:
-                result = tirx.Select(self._boolean(condition), _as_int64(self.expr(part)), result)
+                result = tirx.Select(self._boolean(condition), int64(self.expr(part)), result)
             return result
         operation = _OPERATIONS.get(kind)
         if kind in _NON_NEGATIVE_OPS and self._signed & set(map(str, value.free_symbols)):
@@ -127,8 +128,8 @@ class Sizes:
             return -(-numerator // denominator) if rounding == "ceil" else numerator // denominator
         if isinstance(denominator, int) and denominator == 1:
             return numerator
-        offset = _as_int64(denominator) - 1 if rounding == "ceil" else _as_int64(0)
-        return tirx.floordiv(numerator + offset, _as_int64(denominator))
+        offset = int64(denominator) - 1 if rounding == "ceil" else int64(0)
+        return tirx.floordiv(numerator + offset, int64(denominator))
 
     def _fraction(self, value: Any) -> tuple[Any, Any]:
         """Numerator and denominator of a non-negative float expression of sizes."""
@@ -190,18 +191,14 @@ class Sizes:
         """Conditions that a size is in a range, and their texts; lower bounds up to `above` are ignored."""
         conditions = []
         if bounds.lower.is_Integer and int(bounds.lower) > above:
-            conditions.append((_as_int64(size) >= _as_int64(int(bounds.lower)), f"is at least {bounds.lower}"))
+            conditions.append((int64(size) >= int64(int(bounds.lower)), f"is at least {bounds.lower}"))
         if bounds.upper.is_Integer and int(bounds.upper) < _UNBOUNDED:
-            conditions.append((_as_int64(size) <= _as_int64(int(bounds.upper)), f"is at most {bounds.upper}"))
+            conditions.append((int64(size) <= int64(int(bounds.upper)), f"is at most {bounds.upper}"))
         return conditions
 
 
-def _as_int64(value: Any) -> Any:
-    return tirx.IntImm("int64", value) if isinstance(value, int) else value
-
-
 def _on_int64(operation: Any) -> Any:
-    return lambda a, b: operation(_as_int64(a), _as_int64(b))
+    return lambda a, b: operation(int64(a), int64(b))
 
 
 _OPERATIONS: dict[str, Any] = {
@@ -231,4 +228,4 @@ _NON_NEGATIVE_OPS = frozenset("FloorDiv CleanDiv Mod PythonMod Max Min".split())
 
 def as_shape(dims: Any) -> relax.ShapeExpr:
     """Convert sizes to a shape."""
-    return relax.ShapeExpr([_as_int64(dim) for dim in dims])
+    return relax.ShapeExpr([int64(dim) for dim in dims])

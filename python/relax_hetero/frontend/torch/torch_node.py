@@ -11,6 +11,7 @@ import tvm
 from tvm import relax, tirx
 
 from ...errors import FrontendError
+from ...tir.core.builder import int64
 from ..onnx.control_flow.subgraphs import Importer
 from ..onnx.node_names import NodeInfo
 from ..ops.elementwise import cast
@@ -71,29 +72,15 @@ class Walk(Importer, Protocol):
 
 @dataclass
 class TorchNode:
-    """An op of an exported program.
+    """An op of an exported program."""
 
-    Attributes
-    ----------
-    op : str
-        Name with overload, "add.Tensor".
-    info : NodeInfo
-        Its names.
-    value : object
-        Fake tensor of its result, or a list of them.
-    tensors : sequence of object
-        Fake tensors (or numbers) of its arguments, in schema order.
-    used : frozenset of int
-        Indices of the results that are read.
-    """
-
-    op: str
-    info: NodeInfo
-    value: Any
-    tensors: Sequence[Any]
+    op: str  # name with overload, "add.Tensor"
+    info: NodeInfo  # its names
+    value: Any  # fake tensor of its result, or a list of them
+    tensors: Sequence[Any]  # fake tensors (or numbers) of its arguments, in schema order
     walk: Walk
     sizes: Sizes
-    used: frozenset[int] = frozenset()
+    used: frozenset[int] = frozenset()  # indices of the results that are read
 
     @property
     def name(self) -> str:
@@ -127,7 +114,7 @@ class TorchNode:
     def _operand(self, value: Any) -> Any:
         if isinstance(value, relax.Expr):
             return value
-        dims = [tirx.IntImm("int64", dim) if isinstance(dim, int) else dim for dim in value]
+        dims = [int64(dim) for dim in value]
         if all(isinstance(dim, tirx.IntImm) for dim in dims):
             return const([int(dim) for dim in dims], "int64")
         return relax.ShapeExpr(dims)

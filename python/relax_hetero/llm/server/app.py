@@ -268,32 +268,19 @@ _PATHS = {
 class Settings:
     """Settings of a server.
 
-    Attributes
-    ----------
-    name : str
-        Name of the model in the API.
-    api_key : str or None
-        Key that clients must send; None for none.
-    limits : Limits
-        Limits of requests and connections.
-    cors_origins : tuple of str
-        Origins that CORS allows, such as ``https://chat.example``; ``*`` for all.
-    tool_format : str or None
-        Name of a row of `call_formats.FORMATS`; None for the one that the chat template has.
-    sampling_defaults : mapping of str to float
-        `SamplingParams` of requests that state none, such as those of a `Tokenizer`.
-
     Raises
     ------
     HeteroError
         If `cors_origins` has a text that is not an origin, the key is empty, or there is no such `tool_format`.
     """
 
-    name: str
-    api_key: str | None = None
-    limits: Limits = field(default_factory=Limits)
-    cors_origins: tuple[str, ...] = ()
+    name: str  # name of the model in the API
+    api_key: str | None = None  # key that clients must send; None for none
+    limits: Limits = field(default_factory=Limits)  # limits of requests and connections
+    cors_origins: tuple[str, ...] = ()  # origins that CORS allows, such as ``https://chat.example``; ``*`` for all
+    # Name of a row of `call_formats.FORMATS`; None for the one that the chat template has.
     tool_format: str | None = None
+    # `SamplingParams` of requests that state none, such as those of a `Tokenizer`.
     sampling_defaults: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,49 +11,25 @@ _MIN_SECONDS = 0.01
 
 @dataclass(frozen=True)
 class Limits:
-    """Limits of a server.
+    """Limits of a server."""
 
-    Attributes
-    ----------
-    prompt_tokens : int
-        Tokens of a prompt; 0 for the model's context.
-    max_tokens : int
-        Tokens of a generated text, also the default of requests; 0 for the model's context.
-    in_flight : int
-        Concurrent requests; more are answered with 429.
-    choices : int
-        Choices of a request: prompts times ``n``.
-    body_bytes : int
-        Size of a body; larger ones are answered with 413.
-    seconds : float
-        Time of a request; then it ends with 504, or with an error in its stream.
-    header_seconds : float
-        Time from the first byte of a request, or from the start of a connection, to the end of the request's headers;
-        then the connection is closed.
-    body_seconds : float
-        Time to receive a body; slower ones are answered with 408.
-    idle_seconds : float
-        Time that a connection stays open between requests (keep-alive).
-    read_seconds : float
-        Time that a client may not read an answer that fills its buffers; then the connection is closed.
-    connections : int
-        Open connections; 0 for four times `in_flight`, at least 1,024. Beyond that, a new connection replaces the one
-        that has been idle longest.
-    address_connections : int
-        Connections from one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at least 256.
-    """
-
-    prompt_tokens: int = 0
-    max_tokens: int = 0
-    in_flight: int = 128
-    choices: int = 16
-    body_bytes: int = 4 << 20
-    seconds: float = 600.0
+    prompt_tokens: int = 0  # tokens of a prompt; 0 for the model's context
+    max_tokens: int = 0  # tokens of a generated text, also the default of requests; 0 for the model's context
+    in_flight: int = 128  # concurrent requests; more are answered with 429
+    choices: int = 16  # choices of a request: prompts times ``n``
+    body_bytes: int = 4 << 20  # size of a body; larger ones are answered with 413
+    seconds: float = 600.0  # time of a request; then it ends with 504, or with an error in its stream
+    # Time from the first byte of a request, or from the start of a connection, to the end of the request's headers;
+    # then the connection is closed.
     header_seconds: float = 10.0
-    body_seconds: float = 30.0
-    idle_seconds: float = 30.0
+    body_seconds: float = 30.0  # time to receive a body; slower ones are answered with 408
+    idle_seconds: float = 30.0  # time that a connection stays open between requests (keep-alive)
+    # Time that a client may not read an answer that fills its buffers; then the connection is closed.
     read_seconds: float = 30.0
+    # Open connections; 0 for four times `in_flight`, at least 1,024. Beyond that, a new connection replaces the one
+    # that has been idle longest.
     connections: int = 0
+    # Connections from one address (of IPv6, one network of 64 bits); 0 for twice `in_flight`, at least 256.
     address_connections: int = 0
 
     def __post_init__(self) -> None:

@@ -57,24 +57,12 @@ class ToolChoice(BaseModel):
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Tools of one request.
+    """Tools of one request."""
 
-    Attributes
-    ----------
-    tools : sequence of Tool
-        Tools that the template shows; none if the model must not call any.
-    forced : bool
-        Whether the answer has to be a call.
-    several : bool
-        Whether an answer may have several calls.
-    name : str or None
-        Name of the tool that has to be called; None for any.
-    """
-
-    tools: Sequence[Tool] = ()
-    forced: bool = False
-    several: bool = True
-    name: str | None = None
+    tools: Sequence[Tool] = ()  # tools that the template shows; none if the model must not call any
+    forced: bool = False  # whether the answer has to be a call
+    several: bool = True  # whether an answer may have several calls
+    name: str | None = None  # name of the tool that has to be called; None for any
 
     @classmethod
     def from_fields(cls, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, several: bool) -> ToolUse:
@@ -212,30 +200,14 @@ class AnswerFormats:
 
 @dataclass(frozen=True)
 class Answers:
-    """Format of the answers to one prompt.
+    """Format of the answers to one prompt."""
 
-    Attributes
-    ----------
-    formats : AnswerFormats
-        Format of the model's answers.
-    use : ToolUse
-        Tools of the request.
-    reasoning : Reasoning or None
-        Texts around the reasoning, if answers may have one.
-    is_reasoning : bool
-        Whether the prompt has begun the reasoning.
-    splits_reasoning : bool
-        Whether reasoning is apart from the text of an answer.
-    continues_text : bool
-        Whether the prompt has begun the text, in a format with marks around it.
-    """
-
-    formats: AnswerFormats
-    use: ToolUse
-    reasoning: Reasoning | None
-    is_reasoning: bool
-    splits_reasoning: bool
-    continues_text: bool
+    formats: AnswerFormats  # format of the model's answers
+    use: ToolUse  # tools of the request
+    reasoning: Reasoning | None  # texts around the reasoning, if answers may have one
+    is_reasoning: bool  # whether the prompt has begun the reasoning
+    splits_reasoning: bool  # whether reasoning is apart from the text of an answer
+    continues_text: bool  # whether the prompt has begun the text, in a format with marks around it
 
     def messages(self) -> AnswerMessages:
         """Messages of one answer."""

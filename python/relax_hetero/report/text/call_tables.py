@@ -18,18 +18,10 @@ _COLUMNS = ("weights", "transient", "arenas", "transfers", "results", "lower_bou
 
 @dataclass(frozen=True)
 class Schedules:
-    """Schedules of functions as tables.
+    """Schedules of functions as tables."""
 
-    Attributes
-    ----------
-    devices : sequence of str
-        Names of devices in manifest order.
-    schedules : sequence of Schedule
-        Schedules of functions.
-    """
-
-    devices: Sequence[str]
-    schedules: Sequence[Schedule]
+    devices: Sequence[str]  # names of devices in manifest order
+    schedules: Sequence[Schedule]  # schedules of functions
 
     def to_json(self) -> list[dict[str, Any]]:
         """Convert to JSON data, with whether steps can overlap."""

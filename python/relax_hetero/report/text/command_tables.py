@@ -28,24 +28,12 @@ from ...display.text import bytes_text, plural
 
 @dataclass(frozen=True)
 class CommandBuffers:
-    """The command buffers of a model.
+    """The command buffers of a model."""
 
-    Attributes
-    ----------
-    devices : sequence of str
-        Names of devices in manifest order.
-    regions : sequence of RegionSpec
-        Recorded regions.
-    kernels : mapping of str to KernelSpec
-        At least the kernels that the regions call.
-    single_calls : sequence of SingleCall
-        Kernel calls outside of regions.
-    """
-
-    devices: Sequence[str]
-    regions: Sequence[RegionSpec]
-    kernels: Mapping[str, KernelSpec]
-    single_calls: Sequence[SingleCall] = ()
+    devices: Sequence[str]  # names of devices in manifest order
+    regions: Sequence[RegionSpec]  # recorded regions
+    kernels: Mapping[str, KernelSpec]  # at least the kernels that the regions call
+    single_calls: Sequence[SingleCall] = ()  # kernel calls outside of regions
 
     def to_json(self) -> dict[str, Any]:
         """Convert to JSON data, with names of devices."""

@@ -55,57 +55,25 @@ class DeviceTotal:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Explanation of a model; parts that are unknown are None.
+    """Explanation of a model; parts that are unknown are None."""
 
-    Attributes
-    ----------
-    model : str
-        Name of the file.
-    targets : mapping of str to str
-        Targets by device name (``llvm:0``), in manifest order.
-    entries : sequence of mapping of str to object
-        Entries of the placement report as JSON data.
-    encodings : mapping of str to object or None
-        Report of encodings as JSON data.
-    fusions : mapping of str to object or None
-        Report of fusions as JSON data.
-    commands : CommandBuffers or None
-        Command buffers.
-    memory : MemoryPlan or None
-        Memory plan.
-    schedules : Schedules or None
-        Schedules of functions.
-    estimate : mapping of str to object or None
-        Estimate of the cost model as JSON data; None without automatic placement.
-    cache : CacheUse or None
-        Use of the compile cache.
-    optional : sequence of str
-        Names of optional devices.
-    features : mapping of str to sequence of str
-        LLVM's names of CPU features by device name, if the executable has them.
-    token : TokenCost or None
-        Cost of a token; None if it is not a language model.
-    huge_pages : str
-        Weights on huge pages; empty if none were tried, or no machine was made yet.
-    collectives : sequence of CollectiveSpec
-        Collectives over GPUs.
-    """
-
-    model: str
-    targets: Mapping[str, str]
-    entries: Sequence[Mapping[str, Any]]
-    encodings: Mapping[str, Any] | None = None
-    fusions: Mapping[str, Any] | None = None
+    model: str  # name of the file
+    targets: Mapping[str, str]  # targets by device name (``llvm:0``), in manifest order
+    entries: Sequence[Mapping[str, Any]]  # entries of the placement report as JSON data
+    encodings: Mapping[str, Any] | None = None  # report of encodings as JSON data
+    fusions: Mapping[str, Any] | None = None  # report of fusions as JSON data
     commands: CommandBuffers | None = None
+    # Estimate of the cost model as JSON data; None without automatic placement.
     estimate: Mapping[str, Any] | None = None
     memory: MemoryPlan | None = None
-    schedules: Schedules | None = None
-    cache: CacheUse | None = None
-    optional: Sequence[str] = ()
+    schedules: Schedules | None = None  # schedules of functions
+    cache: CacheUse | None = None  # use of the compile cache
+    optional: Sequence[str] = ()  # names of optional devices
+    # LLVM's names of CPU features by device name, if the executable has them.
     features: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    token: TokenCost | None = None
-    huge_pages: str = ""
-    collectives: Sequence[CollectiveSpec] = ()
+    token: TokenCost | None = None  # cost of a token; None if it is not a language model
+    huge_pages: str = ""  # weights on huge pages; empty if none were tried, or no machine was made yet
+    collectives: Sequence[CollectiveSpec] = ()  # collectives over GPUs
 
     def of_kind(self, kind: str) -> list[Mapping[str, Any]]:
         """Entries of one kind: ``op``, ``transfer``, ``param`` or ``constant``."""

@@ -13,30 +13,18 @@ from ...display.text import bytes_text, plural
 
 @dataclass(frozen=True)
 class EncodingTotal:
-    """Sums over the encodings on one device.
-
-    Attributes
-    ----------
-    ops, kernels : int
-        Number of encoded ops, and of distinct kernels that compute them.
-    packed : int
-        Number of packed tensors: weights are packed at compile time, others at run time.
-    bytes_before, bytes_after : int
-        Their bytes in row-major order, and as stored.
-    unknown_sizes : int
-        Number of packed tensors of symbolic size, which are not in the bytes.
-    cancelled : int
-        Number of ops whose encoding was cancelled.
-    """
+    """Sums over the encodings on one device."""
 
     device: str
+    # Number of encoded ops, and of distinct kernels that compute them.
     ops: int
     kernels: int
-    packed: int
+    packed: int  # number of packed tensors: weights are packed at compile time, others at run time
+    # Their bytes in row-major order, and as stored.
     bytes_before: int
     bytes_after: int
-    unknown_sizes: int
-    cancelled: int
+    unknown_sizes: int  # number of packed tensors of symbolic size, which are not in the bytes
+    cancelled: int  # number of ops whose encoding was cancelled
 
 
 def encoding_totals(encodings: Mapping[str, Any]) -> list[EncodingTotal]:

@@ -120,7 +120,6 @@ def attention_kernel(problem: AttentionProblem, cpu: CpuTarget) -> tirx.PrimFunc
     ----------
     problem : AttentionProblem
         Attention of float32, bfloat16 or float16 operands with float32 scores; batch, queries and keys may be symbolic.
-    cpu : CpuTarget
 
     Returns
     -------

@@ -156,50 +156,27 @@ def _product(left: Expr, right: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Sizes of blocks and tiles, tasks, and the layout of scratch of an attention. A row is a query of one head.
-
-    Attributes
-    ----------
-    tasks : int
-    queries, keys : int
-        Rows and keys of a block; multiples of `rows` and `columns`.
-    is_single : bool
-        Whether one block holds all keys.
-    rows, vectors, lanes : int
-        Register tile of scores: rows, vectors of keys, and keys of a vector.
-    value_panels : int
-        Number of panels of `columns` in the width of a value.
-    width : int
-        Width of query and key, including zeros up to whole k-steps with AMX.
-    is_in_place : bool
-        Whether keys and values are read in place, not packed to scratch.
-    pair_dtype : str
-        Type of the operands, if two terms are multiplied per step; else "", and packed operands are float32.
-    heads : int
-        Heads whose rows read the same keys: row ``q * heads + i`` is query q of head i.
-    scratch_queries : int
-        Rows of queries that are copied to scratch; keys and values are converted when packed.
-    amx : AmxInstruction, optional
-        Instruction that multiplies, if AMX does: `rows` are then those of a pair of tiles, and terms are paired.
-    left_steps : int
-        Steps of float32 whose left factors one load fetches, for instructions that multiply by lanes.
-    """
+    """Sizes of blocks and tiles, tasks, and the layout of scratch of an attention. A row is a query of one head."""
 
     tasks: int
+    # Rows and keys of a block; multiples of `rows` and `columns`.
     queries: int
     keys: int
-    is_single: bool
+    is_single: bool  # whether one block holds all keys
+    # Register tile of scores: rows, vectors of keys, and keys of a vector.
     rows: int
     vectors: int
     lanes: int
-    value_panels: int
-    width: int
-    is_in_place: bool = False
+    value_panels: int  # number of panels of `columns` in the width of a value
+    width: int  # width of query and key, including zeros up to whole k-steps with AMX
+    is_in_place: bool = False  # whether keys and values are read in place, not packed to scratch
+    # Type of the operands, if two terms are multiplied per step; else "", and packed operands are float32.
     pair_dtype: str = ""
-    heads: int = 1
-    scratch_queries: int = 0
+    heads: int = 1  # heads whose rows read the same keys: row ``q * heads + i`` is query q of head i
+    scratch_queries: int = 0  # rows of queries that are copied to scratch; keys and values are converted when packed
+    # Instruction that multiplies, if AMX does: `rows` are then those of a pair of tiles, and terms are paired.
     amx: AmxInstruction | None = None
-    left_steps: int = 1
+    left_steps: int = 1  # steps of float32 whose left factors one load fetches, for instructions that multiply by lanes
 
     @property
     def word_elements(self) -> int:
@@ -391,34 +368,16 @@ def _split_rows(sizes: Mapping[str, Any], cores: int, rows: int) -> tuple[int, i
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """The plan of a kernel and the scratch of a task, for rows of queries and any source of keys and values.
+    """The plan of a kernel and the scratch of a task, for rows of queries and any source of keys and values."""
 
-    Attributes
-    ----------
-    scores : Expression
-        Function that is applied to a product before softmax; see `AttentionProblem`.
-    masks : tuple of HeadsView
-        Operands of `scores`.
-    sizes : mapping of str to PrimExpr or int
-        Extents of iteration dimensions; "d" and "e" are ints.
-    scratch : tirx.Buffer
-        Scratch of all tasks, as one dimension.
-    task : PrimExpr
-        Offset of the task's scratch.
-    registers : Registers
-        Accumulators of a tile.
-    dot : DotInstruction
-        Instruction that accumulates.
-    """
-
-    scores: Expression
-    masks: tuple[HeadsView, ...]
-    sizes: Mapping[str, Expr]
+    scores: Expression  # function that is applied to a product before softmax; see `AttentionProblem`
+    masks: tuple[HeadsView, ...]  # operands of `scores`
+    sizes: Mapping[str, Expr]  # extents of iteration dimensions; "d" and "e" are ints
     plan: AttentionPlan
-    scratch: Any
-    task: Expr
-    registers: Registers
-    dot: DotInstruction
+    scratch: Any  # scratch of all tasks, as one dimension
+    task: Expr  # offset of the task's scratch
+    registers: Registers  # accumulators of a tile
+    dot: DotInstruction  # instruction that accumulates
 
     def at(self, name: str, index: Expr = 0) -> Expr:
         """Offset of an element of a buffer in the task's scratch."""

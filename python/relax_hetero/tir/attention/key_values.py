@@ -36,20 +36,13 @@ LeftFactors = Callable[..., Expr]
 
 @dataclass(frozen=True)
 class KeyValueSource(ABC):
-    """A block of keys and values of one head.
-
-    Attributes
-    ----------
-    first, size : PrimExpr or int
-        First key of the block, and number of its keys.
-    is_first : PrimExpr
-        Whether the online softmax of rows begins with the block.
-    """
+    """A block of keys and values of one head."""
 
     spec: AttentionSpec
+    # First key of the block, and number of its keys.
     first: Expr
     size: Expr
-    is_first: Expr
+    is_first: Expr  # whether the online softmax of rows begins with the block
 
     is_padded = False
     """True if panels are read as a whole, keys that no row sees included."""
@@ -106,19 +99,11 @@ class KeyValueSource(ABC):
 
 @dataclass(frozen=True)
 class DenseKeyValues(KeyValueSource):
-    """A block of tensors of keys and values, read in place for few queries.
-
-    Attributes
-    ----------
-    is_last : PrimExpr
-        Whether it is the last block.
-    at : dict of str to PrimExpr
-        Batch and head, the first of `AttentionPlan.heads`.
-    """
+    """A block of tensors of keys and values, read in place for few queries."""
 
     spec: DenseSpec
-    is_last: Expr
-    at: dict[str, Expr]
+    is_last: Expr  # whether it is the last block
+    at: dict[str, Expr]  # batch and head, the first of `AttentionPlan.heads`
 
     def limits(self, row: Expr) -> tuple[Expr | None, Expr | None]:
         """Keys up to the last that a query sees."""

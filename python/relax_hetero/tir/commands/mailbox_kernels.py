@@ -132,10 +132,8 @@ class _Copy:
 
     Attributes
     ----------
-    source, target : Buffer
     first_source, first_target : int
         Index of the first word of each.
-    words : int
     """
 
     def __init__(self, mailbox: Any, offset: int, tensor: Any, size: int, is_sender: bool) -> None:

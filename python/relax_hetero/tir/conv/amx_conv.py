@@ -66,23 +66,12 @@ PREFETCH_BYTES = 1 << 16
 
 @dataclass(frozen=True)
 class RunSteps:
-    """The k-steps of an innermost row of taps.
+    """The k-steps of an innermost row of taps."""
 
-    Attributes
-    ----------
-    runs : int
-        Number of runs of an innermost row of the window: its taps, or one run of all of them.
-    steps : int
-        Number of steps of a run.
-    groups : int
-        Number of groups of k0 neighbouring channels in a step.
-    shared : int
-        Groups of the weight that the last two steps of a run both read; the last multiplies them by zeros.
-    """
-
-    runs: int
-    steps: int
-    groups: int
+    runs: int  # number of runs of an innermost row of the window: its taps, or one run of all of them
+    steps: int  # number of steps of a run
+    groups: int  # number of groups of k0 neighbouring channels in a step
+    # Groups of the weight that the last two steps of a run both read; the last multiplies them by zeros.
     shared: int = 0
 
     @property
@@ -98,21 +87,11 @@ class RunSteps:
 
 @dataclass(frozen=True)
 class Copy:
-    """Layout of the copied rows.
+    """Layout of the copied rows."""
 
-    Attributes
-    ----------
-    pixel_stride : int
-        Bytes from one pixel of a row to the next.
-    width : int
-        Pixels of a row, padding included.
-    row_step : int
-        Number of rows of the image from one row of the copy to the next.
-    """
-
-    pixel_stride: int
-    width: int
-    row_step: int
+    pixel_stride: int  # bytes from one pixel of a row to the next
+    width: int  # pixels of a row, padding included
+    row_step: int  # number of rows of the image from one row of the copy to the next
 
     def rows(self, result_rows: int, window: Window) -> int:
         """Number of copied rows for `result_rows` rows of the result."""
@@ -126,38 +105,17 @@ class Copy:
 
 @dataclass(frozen=True)
 class TilePlan:
-    """Sizes of the tiles and blocks of a convolution.
+    """Sizes of the tiles and blocks of a convolution."""
 
-    Attributes
-    ----------
-    height : int
-        Pixels of a tile, along the innermost dimension; the last tile of a row overlaps the one before.
-    row_tiles : int
-        Number of tiles of a row of the result.
-    run : RunSteps
-    rows : int
-        Rows of the result in a block, along the last but one dimension.
-    blocks : int
-        Number of blocks along that dimension.
-    copy : Copy or None
-        Layout of copied rows; None if data are read in place.
-    panel_channels : int
-        Output channels of a panel, as the weight is stored.
-    chunk_channels : int
-        Output channels of a chunk: those of two tiles or one, a divisor of a panel.
-    prefetched_lines : int
-        Cache lines of the next panel that a step prefetches.
-    """
-
-    height: int
-    row_tiles: int
+    height: int  # pixels of a tile, along the innermost dimension; the last tile of a row overlaps the one before
+    row_tiles: int  # number of tiles of a row of the result
     run: RunSteps
-    rows: int
-    blocks: int
-    copy: Copy | None
-    panel_channels: int
-    chunk_channels: int
-    prefetched_lines: int
+    rows: int  # rows of the result in a block, along the last but one dimension
+    blocks: int  # number of blocks along that dimension
+    copy: Copy | None  # layout of copied rows; None if data are read in place
+    panel_channels: int  # output channels of a panel, as the weight is stored
+    chunk_channels: int  # output channels of a chunk: those of two tiles or one, a divisor of a panel
+    prefetched_lines: int  # cache lines of the next panel that a step prefetches
 
     @property
     def vectors(self) -> int:

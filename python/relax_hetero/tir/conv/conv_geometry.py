@@ -18,42 +18,24 @@ from ..core.builder import Expr
 
 @dataclass(frozen=True)
 class Taps:
-    """Neighbouring taps of the window that read data for the same pixels of a tile.
+    """Neighbouring taps of the window that read data for the same pixels of a tile."""
 
-    Attributes
-    ----------
-    first, count : int or PrimExpr
-        First tap, and number of taps.
-    begin, end : int
-        Range of the tile's pixels.
-    """
-
+    # First tap, and number of taps.
     first: Expr
     count: Expr
+    # Range of the tile's pixels.
     begin: int
     end: int
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tiles of one width with the same taps.
+    """Neighbouring tiles of one width with the same taps."""
 
-    Attributes
-    ----------
-    start : int or PrimExpr
-        First pixel of the result.
-    width : int
-        Pixels of a tile.
-    count : int or PrimExpr
-        Number of tiles.
-    taps : tuple of Taps
-        Taps that read data, in order; empty if each tile determines its own at run time.
-    """
-
-    start: Expr
-    width: int
-    count: Expr
-    taps: tuple[Taps, ...]
+    start: Expr  # first pixel of the result
+    width: int  # pixels of a tile
+    count: Expr  # number of tiles
+    taps: tuple[Taps, ...]  # taps that read data, in order; empty if each tile determines its own at run time
 
 
 def segments_of(window: Window, extent: int, places: int, max_width: int) -> list[Segment]:

@@ -18,24 +18,16 @@ from .dynamic_height import taps_at
 
 @dataclass(frozen=True)
 class Convolution:
-    """A problem and the views of its parameters.
-
-    Attributes
-    ----------
-    dot : DotInstruction
-        Instruction that multiplies the element types.
-    lanes : int
-        Lanes of an accumulator.
-    """
+    """A problem and the views of its parameters."""
 
     problem: ConvProblem
     cpu: CpuTarget
-    dot: DotInstruction
+    dot: DotInstruction  # instruction that multiplies the element types
     data: OperandView
     weight: OperandView
     result: OperandView
     epilogue: EpilogueCode
-    lanes: int
+    lanes: int  # lanes of an accumulator
 
     @staticmethod
     def of(function: Function, problem: ConvProblem, cpu: CpuTarget, dot: DotInstruction) -> Convolution:
@@ -79,17 +71,10 @@ class Convolution:
 
 @dataclass(frozen=True)
 class ConvRow:
-    """A row of the result at a position that is known at run time.
+    """A row of the result at a position that is known at run time."""
 
-    Attributes
-    ----------
-    at : Coordinates
-        Coordinates "b", "y0", "y1", ... of all dimensions but the innermost.
-    taps : tuple of (PrimExpr, PrimExpr)
-        For each outer spatial dimension the first tap that reads data, and the number of such taps.
-    """
-
-    at: Coordinates
+    at: Coordinates  # Coordinates "b", "y0", "y1", ... of all dimensions but the innermost.
+    # For each outer spatial dimension the first tap that reads data, and the number of such taps.
     taps: tuple[tuple[Expr, Expr], ...]
 
 

@@ -60,30 +60,18 @@ LINE_ELEMENTS = CACHE_LINE_BYTES // 4
 
 @dataclass(frozen=True)
 class _Work:
-    """A convolution, its plan, and the memory of a task.
-
-    Attributes
-    ----------
-    size : int
-        Positions along one dimension.
-    depth : int
-        Terms of a product: input channels times taps along outer dimensions.
-    distance : int
-        Elements from the data of one tile to those of the next.
-    data_plane, sums_plane : int
-        Elements from one position to the next.
-    data, sums : Buffer
-        Transformed data, and the sums of one panel.
-    """
+    """A convolution, its plan, and the memory of a task."""
 
     conv: Convolution
     plan: Plan
     m: int
-    size: int
-    depth: int
-    distance: int
+    size: int  # positions along one dimension
+    depth: int  # terms of a product: input channels times taps along outer dimensions
+    distance: int  # elements from the data of one tile to those of the next
+    # Elements from one position to the next.
     data_plane: int
     sums_plane: int
+    # Transformed data, and the sums of one panel.
     data: Any
     sums: Any
 

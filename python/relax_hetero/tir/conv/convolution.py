@@ -78,59 +78,31 @@ MAX_FP16_CHAINS = 12
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of output channels.
+    """A panel of output channels."""
 
-    Attributes
-    ----------
-    column : PrimExpr
-        First output channel.
-    vectors : int
-        Number of vectors with existing channels.
-    masks : sequence of (PrimExpr or None)
-        Existing lanes of each vector.
-    first_channel : PrimExpr
-        First input channel of the panel's group.
-    next_panel : PrimExpr or None
-        Offset of the next panel in the weight; None if panels are not prefetched.
-    """
-
-    column: Expr
-    vectors: int
-    masks: Masks
-    first_channel: Expr
-    next_panel: Expr | None
+    column: Expr  # first output channel
+    vectors: int  # number of vectors with existing channels
+    masks: Masks  # existing lanes of each vector
+    first_channel: Expr  # first input channel of the panel's group
+    next_panel: Expr | None  # offset of the next panel in the weight; None if panels are not prefetched
 
 
 @dataclass(frozen=True)
 class PanelPrefetch:
-    """Prefetches of the next panel by the steps of a tile.
+    """Prefetches of the next panel by the steps of a tile."""
 
-    Attributes
-    ----------
-    start : PrimExpr
-        Offset in the weight of the tile's share.
-    elements : int
-        Elements that each step prefetches.
-    """
-
-    start: Expr
-    elements: int
+    start: Expr  # offset in the weight of the tile's share
+    elements: int  # elements that each step prefetches
 
 
 @dataclass(frozen=True)
 class ConvTile:
-    """A register tile.
-
-    Attributes
-    ----------
-    first_pixel : PrimExpr
-        First pixel along the innermost dimension.
-    """
+    """A register tile."""
 
     row: ConvRow
     panel: Panel
     segment: Segment
-    first_pixel: Expr
+    first_pixel: Expr  # first pixel along the innermost dimension
     prefetch: PanelPrefetch | None
 
 
@@ -160,17 +132,11 @@ def emit_tile(conv: Convolution, tile: ConvTile, accs: Registers, compensation: 
 
 @dataclass(frozen=True)
 class _Sums:
-    """Destination of products: the accumulators, or fp16 partial sums.
-
-    Attributes
-    ----------
-    is_deferred : bool
-        Whether partial sums of the whole window are added to the accumulators only at the end.
-    """
+    """Destination of products: the accumulators, or fp16 partial sums."""
 
     tile: VectorTile
     partial_sums: Fp16PartialSums | None = None
-    is_deferred: bool = False
+    is_deferred: bool = False  # whether partial sums of the whole window are added to the accumulators only at the end
 
     @property
     def chain_steps(self) -> int:

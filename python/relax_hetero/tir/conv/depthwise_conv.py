@@ -45,18 +45,10 @@ TILE_PIXELS = {32: 8, 16: 4}
 
 @dataclass(frozen=True)
 class Channels:
-    """A vector of output channels.
+    """A vector of output channels."""
 
-    Attributes
-    ----------
-    column : PrimExpr
-        First channel.
-    existing : int
-        Number of channels.
-    """
-
-    column: Expr
-    existing: int
+    column: Expr  # first channel
+    existing: int  # number of channels
 
 
 def emit_depthwise(conv: Convolution) -> None:

@@ -36,21 +36,13 @@ DIRECT_EFFICIENCY = 0.93
 
 @dataclass(frozen=True)
 class Shape:
-    """Plain sizes of the problem.
+    """Plain sizes of the problem."""
 
-    Attributes
-    ----------
-    m : int
-        Pixels of a tile along each dimension of the image.
-    images, places : int, tuple of int
-        The batch, and the extents of the result; symbolic ones are 0.
-    depth, columns, width, groups : int
-        Input and output channels of a group, output channels of a panel of weights, groups.
-    """
-
-    m: int
+    m: int  # pixels of a tile along each dimension of the image
+    # The batch, and the extents of the result; symbolic ones are 0.
     images: int
     places: tuple[int, int]
+    # Input and output channels of a group, output channels of a panel of weights, groups.
     depth: int
     columns: int
     width: int
@@ -79,28 +71,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tasks, blocks and register tiles of a Winograd convolution.
+    """Tasks, blocks and register tiles of a Winograd convolution."""
 
-    Attributes
-    ----------
-    tile_parts, panel_parts : int
-        Numbers of parts of the tiles and of the panels of a group; a task is one of each.
-    blocks : int
-        Number of blocks of a task; 0 for a symbolic number of tiles.
-    tiles : int
-        Maximum number of tiles of a block.
-    rows : int
-        Tiles (rows) of a register tile.
-    cost : float
-        Cost of the longest task, in multiply-adds of vectors.
-    """
-
+    # Numbers of parts of the tiles and of the panels of a group; a task is one of each.
     tile_parts: int
     panel_parts: int
-    blocks: int
-    tiles: int
-    rows: int
-    cost: float
+    blocks: int  # number of blocks of a task; 0 for a symbolic number of tiles
+    tiles: int  # maximum number of tiles of a block
+    rows: int  # tiles (rows) of a register tile
+    cost: float  # cost of the longest task, in multiply-adds of vectors
 
     @property
     def tasks(self) -> int:
@@ -121,12 +100,12 @@ def make_plan(shape: Shape, cpu: CpuTarget, dtype: str = "float32") -> Plan:
     return plan if shape.tiles else replace(plan, blocks=0, tiles=max(plan.tiles, plan.rows))
 
 
-def estimated_speedup(shape: Shape, cpu: CpuTarget, dtype: str = "float32") -> float:
-    """The estimated speedup over a direct convolution."""
-    lanes = cpu.lanes(dtype)
+def estimated_speedup(shape: Shape, cpu: CpuTarget) -> float:
+    """The estimated speedup over a direct convolution, in float32."""
+    lanes = cpu.lanes("float32")
     places = prod(shape.places) * (shape.images or 1) or shape.usual_tiles * shape.m**2
     direct = places * WINDOW**2 * shape.depth * shape.panels * ceil_div(shape.width, lanes) * shape.groups
-    plan = make_plan(shape, cpu, dtype)
+    plan = make_plan(shape, cpu, "float32")
     return direct / plan.tasks / DIRECT_EFFICIENCY / plan.cost
 
 

@@ -38,7 +38,6 @@ class Function:
 
     Parameters
     ----------
-    name : str
     registers : str
         Scope of `Registers` and of materialized values: "local" in GPU kernels, one for each thread.
 
@@ -274,6 +273,11 @@ def loop(extent: Expr, parallel: bool = False) -> Any:
 def int64(value: Expr) -> Expr:
     """An int as an int64 expression; expressions are returned unchanged."""
     return tirx.IntImm("int64", value) if isinstance(value, int) else value
+
+
+def as_type(value: Expr, dtype: str) -> Expr:
+    """A value of a type: itself if it has it."""
+    return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
 
 
 def plain_extent(extent: Expr) -> Any:

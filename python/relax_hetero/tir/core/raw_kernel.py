@@ -35,27 +35,14 @@ LAUNCH_BOUNDS = "tirx.launch_bounds_min_blocks_per_sm"
 
 @dataclass(frozen=True)
 class RawSignature:
-    """Signature of a raw kernel: its buffer parameters, then its scalars.
+    """Signature of a raw kernel: its buffer parameters, then its scalars."""
 
-    Attributes
-    ----------
-    buffers : tuple of tirx.Var
-        Tensor parameters, in order.
-    scalars : tuple of tirx.Var
-        Variables in extents of tensors that are not parameters, in order of appearance, then `numbers`.
-    numbers : tuple of tirx.Var
-        Number parameters, in order.
-    extents : tuple of tuple
-        Extents of each tensor: ints, or expressions over the scalars.
-    dtypes : tuple of str
-        Element type of each tensor.
-    """
-
-    buffers: tuple[tirx.Var, ...]
+    buffers: tuple[tirx.Var, ...]  # tensor parameters, in order
+    # Variables in extents of tensors that are not parameters, in order of appearance, then `numbers`.
     scalars: tuple[tirx.Var, ...]
-    numbers: tuple[tirx.Var, ...]
-    extents: tuple[tuple[Any, ...], ...]
-    dtypes: tuple[str, ...]
+    numbers: tuple[tirx.Var, ...]  # number parameters, in order
+    extents: tuple[tuple[Any, ...], ...]  # extents of each tensor: ints, or expressions over the scalars
+    dtypes: tuple[str, ...]  # element type of each tensor
 
 
 def raw_signature(kernel: tirx.PrimFunc) -> RawSignature | None:

@@ -53,18 +53,12 @@ FEW_ROWS = 128
 
 @dataclass(frozen=True)
 class Split:
-    """Number of parts of each dimension; a task is one part of each.
-
-    Attributes
-    ----------
-    tasks : int
-        At least the product of the three numbers.
-    """
+    """Number of parts of each dimension; a task is one part of each."""
 
     batch: Expr
     rows: Expr
     columns: Expr
-    tasks: int
+    tasks: int  # at least the product of the three numbers
 
     def parts_of(self, task: Expr) -> tuple[Expr, Expr, Expr]:
         """A task's part of batch, rows and columns."""

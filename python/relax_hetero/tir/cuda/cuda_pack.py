@@ -53,7 +53,6 @@ def relayout_kernel(
     ----------
     shape : sequence of int or str
         Logical extents; a symbolic one is a name.
-    source, destination : PackedLayout
 
     Raises
     ------

@@ -118,7 +118,6 @@ def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
 
     Parameters
     ----------
-    own : RankReduce
     after : tuple
         Shape and type of the last kernel's result.
 
@@ -149,7 +148,6 @@ def finish_kernel(own: RankReduce, number: int, mesh: Sequence[int]) -> tirx.Pri
 
     Parameters
     ----------
-    own : RankReduce
     number : int
         Number of the sum among the function's collectives.
     mesh : sequence of int
@@ -192,16 +190,9 @@ def _copy_blocks(reduce: AllReduce) -> int:
 
 @dataclass(frozen=True)
 class Transfer:
-    """A tensor that crosses from a GPU to another one.
+    """A tensor that crosses from a GPU to another one."""
 
-    Attributes
-    ----------
-    source, target : int
-        Ranks of the GPUs in their mesh.
-    shape : tuple of int
-    dtype : str
-    """
-
+    # Ranks of the GPUs in their mesh.
     source: int
     target: int
     shape: tuple[int, ...]
@@ -215,16 +206,9 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Exchange:
-    """Tensors that cross between the GPUs of a mesh at once.
+    """Tensors that cross between the GPUs of a mesh at once."""
 
-    Attributes
-    ----------
-    ranks : int
-        Number of GPUs.
-    transfers : tuple of Transfer
-    """
-
-    ranks: int
+    ranks: int  # number of GPUs
     transfers: tuple[Transfer, ...]
 
     @property
@@ -243,7 +227,6 @@ def send_kernel(exchange: Exchange, rank: int, after: Form) -> tirx.PrimFunc:
 
     Parameters
     ----------
-    exchange : Exchange
     rank : int
         Rank of the GPU.
     after : tuple
@@ -270,7 +253,6 @@ def receive_kernel(exchange: Exchange, rank: int, number: int, mesh: Sequence[in
 
     Parameters
     ----------
-    exchange : Exchange
     rank : int
         Rank of the GPU.
     number : int

@@ -31,8 +31,6 @@ class ElementwiseStorages:
 
     Attributes
     ----------
-    operands : list of PackedStorage
-    result : PackedStorage
     alike : list of bool
         Whether each operand has the layout of the result.
     extents : list of (int or PrimExpr)

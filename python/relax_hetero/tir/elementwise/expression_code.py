@@ -156,25 +156,14 @@ def _cast(value: _Value, dtype: str) -> _Value:
 
 @dataclass(frozen=True)
 class EpilogueCode:
-    """Epilogue that a product's kernel applies to its accumulators before it stores them.
+    """Epilogue that a product's kernel applies to its accumulators before it stores them."""
 
-    Attributes
-    ----------
-    expression : Expression
-        ``x0`` is the accumulator.
-    views : tuple of OperandView
-        Views of ``x1``, ``x2``, ...
-    acc_dtype, dtype : str
-        Element types of the accumulators and of the kernel's result.
-    lanes : int
-        Lanes of an accumulator.
-    """
-
-    expression: Expression
-    views: tuple[OperandView, ...]
+    expression: Expression  # ``x0`` is the accumulator
+    views: tuple[OperandView, ...]  # views of ``x1``, ``x2``, ..
+    # Element types of the accumulators and of the kernel's result.
     acc_dtype: str
     dtype: str
-    lanes: int
+    lanes: int  # lanes of an accumulator
 
     @staticmethod
     def of(function: Function, epilogue: Epilogue | None, acc_dtype: str, dtype: str, lanes: int) -> EpilogueCode:

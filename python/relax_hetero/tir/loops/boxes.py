@@ -101,18 +101,10 @@ def _divisions_in(value: Expr) -> list[Expr]:
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of a nest's domain.
+    """A rectangular part of a nest's domain."""
 
-    Attributes
-    ----------
-    nest : Nest
-        The nest with its expressions simplified inside of the bounds.
-    bounds : tuple of (begin, end)
-        Bounds of each axis.
-    """
-
-    nest: Nest
-    bounds: tuple[Bounds, ...]
+    nest: Nest  # the nest with its expressions simplified inside of the bounds
+    bounds: tuple[Bounds, ...]  # bounds of each axis
 
 
 def is_choice(node: Expr) -> bool:

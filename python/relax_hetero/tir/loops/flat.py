@@ -32,22 +32,13 @@ class Loop:
 
 @dataclass(frozen=True)
 class FlatBox:
-    """A box as loops over buffers of one dimension.
+    """A box as loops over buffers of one dimension."""
 
-    Attributes
-    ----------
-    nest : Nest
-        Expressions over the variables of the loops.
-    spatial, reduced : tuple of Loop
-        Loops, outermost first. Results are contiguous along the last spatial one.
-    places : dict of Buffer to PrimExpr
-        Offset at which each stored buffer is written.
-    """
-
-    nest: Nest
+    nest: Nest  # expressions over the variables of the loops
+    # Loops, outermost first. Results are contiguous along the last spatial one.
     spatial: tuple[Loop, ...]
     reduced: tuple[Loop, ...]
-    places: dict[tirx.Buffer, Expr]
+    places: dict[tirx.Buffer, Expr]  # offset at which each stored buffer is written
 
     def at(self, values: Mapping[tirx.Var, Expr]) -> FlatBox:
         """The box with variables replaced."""

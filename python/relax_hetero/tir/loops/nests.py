@@ -46,31 +46,19 @@ class Sum:
 
 @dataclass
 class Nest:
-    """Loops over one domain.
-
-    Attributes
-    ----------
-    indices : tuple of Var
-        Indices of the stores: the variables of the axes before any was split.
-    sums : list of Sum
-        Reductions, computed together before the steps.
-    steps : list of (Buffer, PrimExpr)
-        Values computed in order at every point; they read sums and earlier steps at the same point.
-    stored : list of Buffer
-        Buffers of sums and steps that other nests or the caller read.
-    in_place : bool
-        Whether stores may overwrite memory that the nest reads, so that no element may be computed twice.
-    split : dict of Var to PrimExpr
-        Variables of axes that were split in two, as expressions of the new ones in `axes`.
-    """
+    """Loops over one domain."""
 
     axes: tuple[Axis, ...]
-    indices: tuple[tirx.Var, ...]
+    indices: tuple[tirx.Var, ...]  # indices of the stores: the variables of the axes before any was split
     reduced: tuple[Axis, ...] = ()
-    sums: list[Sum] = field(default_factory=list)
+    sums: list[Sum] = field(default_factory=list)  # reductions, computed together before the steps
+    # Values computed in order at every point; they read sums and earlier steps at the same point.
     steps: list[tuple[tirx.Buffer, Expr]] = field(default_factory=list)
+    # Buffers of sums and steps that other nests or the caller read.
     stored: list[tirx.Buffer] = field(default_factory=list)
+    # Whether stores may overwrite memory that the nest reads, so that no element may be computed twice.
     in_place: bool = False
+    # Variables of axes that were split in two, as expressions of the new ones in `axes`.
     split: dict[tirx.Var, Expr] = field(default_factory=dict)
 
     @property

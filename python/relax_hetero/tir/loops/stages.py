@@ -27,21 +27,11 @@ class Axis:
 
 @dataclass(frozen=True)
 class Stage:
-    """The values stored at every point of `spatial`.
+    """The values stored at every point of `spatial`."""
 
-    Attributes
-    ----------
-    buffers : tuple of Buffer
-        Buffers with the variables of `spatial` as indices.
-    values : tuple of PrimExpr
-        Value of each buffer. A reduction reads the buffers at the same point: the accumulators.
-    initial : tuple of PrimExpr
-        Initial value of each accumulator; empty without a reduction.
-    """
-
-    buffers: tuple[tirx.Buffer, ...]
-    values: tuple[Expr, ...]
-    initial: tuple[Expr, ...]
+    buffers: tuple[tirx.Buffer, ...]  # buffers with the variables of `spatial` as indices
+    values: tuple[Expr, ...]  # Value of each buffer. A reduction reads the buffers at the same point: the accumulators.
+    initial: tuple[Expr, ...]  # initial value of each accumulator; empty without a reduction
     spatial: tuple[Axis, ...]
     reduced: tuple[Axis, ...]
 

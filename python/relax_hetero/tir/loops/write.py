@@ -104,18 +104,10 @@ def _replace_read(load: Load, reads: dict[tirx.Buffer, Load]) -> Load:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """A box whose two innermost loops write contiguously, and read streams along the outer of the two.
+    """A box whose two innermost loops write contiguously, and read streams along the outer of the two."""
 
-    Attributes
-    ----------
-    box : FlatBox
-        Box with reads of the buffers of `reads` in place of these.
-    reads : dict of Buffer to TensorLoad
-        Reads that are contiguous along the outer of the two loops.
-    """
-
-    box: FlatBox
-    reads: dict[tirx.Buffer, Load]
+    box: FlatBox  # box with reads of the buffers of `reads` in place of these
+    reads: dict[tirx.Buffer, Load]  # reads that are contiguous along the outer of the two loops
     lanes: int
 
 
@@ -181,23 +173,14 @@ def write_interleaved(merge: Interleaved, tasks: int) -> None:
 
 @dataclass(frozen=True)
 class TransposedReads:
-    """A box with reads that are contiguous along another loop than the innermost.
+    """A box with reads that are contiguous along another loop than the innermost."""
 
-    Attributes
-    ----------
-    plain, box : FlatBox
-        Box as it is, and with reads of the buffers of `reads` in place of these.
-    across : Var
-        Variable of the loop along which these reads are contiguous.
-    size : int
-        Side of a tile in elements.
-    """
-
+    # Box as it is, and with reads of the buffers of `reads` in place of these.
     plain: FlatBox
     box: FlatBox
-    across: tirx.Var
+    across: tirx.Var  # variable of the loop along which these reads are contiguous
     reads: dict[tirx.Buffer, Load]
-    size: int
+    size: int  # side of a tile in elements
 
     def loops_of(self, part: FlatBox) -> tuple[Loop, Loop]:
         """The loops of a tile's rows and columns in a part of the box."""

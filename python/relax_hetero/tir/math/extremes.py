@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import tvm
 import tvm_ffi
@@ -88,3 +89,14 @@ def is_maximum(value: Expr) -> bool | None:
 def operands(value: Expr) -> tuple[Expr, Expr]:
     """The operands of a `maximum` or `minimum` of two variables."""
     return value.false_value.true_value, value.false_value.false_value
+
+
+def reduced_shape(shape: Sequence[Any], axes: Sequence[int], keepdims: bool) -> list[Any]:
+    """Shape of a reduction over some axes."""
+    return [1 if axis in axes else extent for axis, extent in enumerate(shape) if keepdims or axis not in axes]
+
+
+def source_index(position: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
+    """Position in a reduction's operand, given that in its result, and the index along each reduced axis."""
+    others = iter([index for axis, index in enumerate(position) if not (keepdims and axis in reduced)])
+    return [reduced[axis] if axis in reduced else next(others) for axis in range(rank)]

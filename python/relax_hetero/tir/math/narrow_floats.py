@@ -12,28 +12,15 @@ from tvm import tirx
 
 @dataclass(frozen=True)
 class Float8:
-    """A format with a sign bit.
+    """A format with a sign bit."""
 
-    Attributes
-    ----------
-    mantissa, bias : int
-        Bits of the mantissa, and the bias of exponents.
-    largest : int
-        Code of the largest finite number; larger codes are NaN or infinity.
-    beyond : int
-        Code of larger numbers where a cast does not saturate.
-    nan : int
-        Code of NaN.
-    sign : int
-        Sign bit.
-    """
-
+    # Bits of the mantissa, and the bias of exponents.
     mantissa: int
     bias: int
-    largest: int
-    beyond: int
-    nan: int
-    sign: int = 0x80
+    largest: int  # code of the largest finite number; larger codes are NaN or infinity
+    beyond: int  # code of larger numbers where a cast does not saturate
+    nan: int  # code of NaN
+    sign: int = 0x80  # sign bit
 
 
 FLOAT8 = {

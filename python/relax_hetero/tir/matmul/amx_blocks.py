@@ -67,13 +67,7 @@ def amx_for_blocks(spec: BlockSpec, cpu: CpuTarget) -> AmxInstruction | None:
 
 
 class AmxProduct(PanelProduct):
-    """Products by AMX, in a process that may use it.
-
-    Parameters
-    ----------
-    spec : BlockSpec
-    instruction : AmxInstruction
-    """
+    """Products by AMX, in a process that may use it."""
 
     def __init__(self, spec: BlockSpec, instruction: AmxInstruction) -> None:
         self.spec = spec

@@ -72,22 +72,12 @@ def panel_columns(spec: MatmulSpec) -> int:
 
 @dataclass(frozen=True)
 class RightPanels:
-    """Scratch for packed panels, ``[panel, k / k0, column, k0]``.
-
-    Attributes
-    ----------
-    k0 : int
-        Neighbouring k of a column that are stored together, padded with zeros after the end of k.
-    columns : int
-        Number of columns of a panel.
-    count : int
-        Panels that are packed together.
-    """
+    """Scratch for packed panels, ``[panel, k / k0, column, k0]``."""
 
     spec: MatmulSpec
-    k0: int
-    columns: int
-    count: int
+    k0: int  # neighbouring k of a column that are stored together, padded with zeros after the end of k
+    columns: int  # number of columns of a panel
+    count: int  # panels that are packed together
     buffer: Any
 
     @staticmethod
@@ -186,29 +176,15 @@ def supports_amx(spec: MatmulSpec, instruction: AmxInstruction) -> bool:
 
 @dataclass(frozen=True)
 class _ProductPlan:
-    """Facts that all tasks share.
-
-    Attributes
-    ----------
-    tile : AmxTile
-        A pair of tiles of rows by the tiles of columns of a panel.
-    block_pairs : int
-        Maximum number of pairs of tiles in a block of rows.
-    copy_stride : int
-        Distance of copied rows in bytes; 0 if rows are not copied.
-    k_blocks : int
-        Number of blocks of k.
-    prefetched_lines : int
-        Cache lines of the next panel that a step prefetches.
-    """
+    """Facts that all tasks share."""
 
     spec: MatmulSpec
     batch: tuple[str, ...]
-    tile: AmxTile
-    block_pairs: int
-    copy_stride: int
-    k_blocks: int
-    prefetched_lines: int
+    tile: AmxTile  # a pair of tiles of rows by the tiles of columns of a panel
+    block_pairs: int  # maximum number of pairs of tiles in a block of rows
+    copy_stride: int  # distance of copied rows in bytes; 0 if rows are not copied
+    k_blocks: int  # number of blocks of k
+    prefetched_lines: int  # cache lines of the next panel that a step prefetches
 
     @property
     def pair_height(self) -> Expr:

@@ -58,22 +58,12 @@ from .weight_bytes import ByteReader, byte_order, max_code
 
 @dataclass(frozen=True)
 class UnpackedPanel:
-    """Buffers of an unpacked panel.
-
-    Attributes
-    ----------
-    reader : ByteReader
-    chain : int
-        Number of weights that are added up as integers.
-    words : Buffer
-        int32 ``[vector, chain, ...]``: lanes of four bytes, as from `ByteReader.group`.
-    scales, minimums : Buffer or None
-        float32 ``[vector, block, lane]``: factors of the sums of quants and of the sums of rows.
-    """
+    """Buffers of an unpacked panel."""
 
     reader: ByteReader
-    chain: int
-    words: Any
+    chain: int  # number of weights that are added up as integers
+    words: Any  # int32 ``[vector, chain, ...]``: lanes of four bytes, as from `ByteReader.group`
+    # float32 ``[vector, block, lane]``: factors of the sums of quants and of the sums of rows.
     scales: Any
     minimums: Any
 
@@ -157,34 +147,18 @@ _MIN_MAGNITUDE = 1e-30
 
 @dataclass(frozen=True)
 class Codes:
-    """Buffers of a quantized block of rows.
+    """Buffers of a quantized block of rows."""
 
-    Attributes
-    ----------
-    terms : int
-        Bytes of a number: 1 or 2.
-    words : Buffer
-        int32 ``[row, chain, ...]``: the high bytes of a chain, then the low ones.
-    scales : Buffer
-        float32 ``[row, chain]``.
-    sums : Buffer or None
-        Sums of integers ``[row, chain]``: times `min_code` as int32, or times the scale as float32 if that is 0.
-    chain, chains : int
-        Numbers of a chain, and chains of a row.
-    min_code : int
-        Smallest code of the format, the factor of the sums of integers; 0 if the sums are scaled instead.
-    order : sequence of int
-        Permutation of the numbers of a group in which their bytes are stored.
-    """
-
-    terms: int
-    words: Any
-    scales: Any
+    terms: int  # bytes of a number: 1 or 2
+    words: Any  # int32 ``[row, chain, ...]``: the high bytes of a chain, then the low ones
+    scales: Any  # float32 ``[row, chain]``
+    # Sums of integers ``[row, chain]``: times `min_code` as int32, or times the scale as float32 if that is 0.
     sums: Any
+    # Numbers of a chain, and chains of a row.
     chain: int
     chains: int
-    min_code: int
-    order: Sequence[int]
+    min_code: int  # smallest code of the format, the factor of the sums of integers; 0 if the sums are scaled instead
+    order: Sequence[int]  # permutation of the numbers of a group in which their bytes are stored
 
     @property
     def row_words(self) -> int:
@@ -332,14 +306,7 @@ def _activation_bytes(spec: BlockSpec) -> int:
 
 
 class DotProduct(PanelProduct):
-    """Products by dot products of bytes.
-
-    Parameters
-    ----------
-    spec : BlockSpec
-    cpu : CpuTarget
-    dot : DotInstruction
-    """
+    """Products by dot products of bytes."""
 
     def __init__(self, spec: BlockSpec, cpu: CpuTarget, dot: DotInstruction) -> None:
         self.spec, self.dot, self.terms = spec, dot, _activation_bytes(spec)

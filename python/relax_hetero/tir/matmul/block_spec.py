@@ -30,26 +30,17 @@ ROW_BLOCK_BYTES = 1 << 19
 
 @dataclass(frozen=True)
 class BlockSpec:
-    """Facts that every tile of a kernel shares.
-
-    Attributes
-    ----------
-    reader : PanelReader
-        Reader of the weights.
-    lanes, vectors : int
-        Lanes and vectors of a panel.
-    free : int
-        Registers for accumulators, without those for unpacking and the broadcast factor.
-    """
+    """Facts that every tile of a kernel shares."""
 
     problem: QuantizedMatmulProblem
     lhs: OperandView
     result: OperandView
     epilogue: EpilogueCode
-    reader: PanelReader
+    reader: PanelReader  # reader of the weights
+    # Lanes and vectors of a panel.
     lanes: int
     vectors: int
-    free: int
+    free: int  # registers for accumulators, without those for unpacking and the broadcast factor
     m: Expr
 
     @cached_property
@@ -87,23 +78,13 @@ def _same_row(row: Expr) -> Expr:
 
 @dataclass(frozen=True)
 class RowBlock:
-    """Rows that are prepared once, and multiplied by several panels of a matrix.
-
-    Attributes
-    ----------
-    begin, end : PrimExpr
-    limit : PrimExpr
-        End of all rows of the matrix: tiles before it are whole.
-    panels : PrimExpr
-        Number of packed panels before those of the matrix.
-    lhs_row, result_row : callable
-        Number in the left operand, and in the result, of a row of the block.
-    """
+    """Rows that are prepared once, and multiplied by several panels of a matrix."""
 
     begin: Expr
     end: Expr
-    limit: Expr
-    panels: Expr = 0
+    limit: Expr  # end of all rows of the matrix: tiles before it are whole
+    panels: Expr = 0  # number of packed panels before those of the matrix
+    # Number in the left operand, and in the result, of a row of the block.
     lhs_row: Callable[[Expr], Expr] = _same_row
     result_row: Callable[[Expr], Expr] = _same_row
 
@@ -126,23 +107,16 @@ class RowBlock:
 
 @dataclass(frozen=True)
 class BlockTile:
-    """A register tile of a panel of the result's columns.
-
-    Attributes
-    ----------
-    panel, packed_panel : PrimExpr
-        Number of the panel in the result, and in the packed weights.
-    row, end : PrimExpr
-        First row, and where rows end that are stored (None: no end).
-    row_numbers, result_rows : list of PrimExpr
-        The tile's rows, clamped to the last one that exists, and their numbers in the result.
-    """
+    """A register tile of a panel of the result's columns."""
 
     block: RowBlock
+    # Number of the panel in the result, and in the packed weights.
     panel: Expr
     packed_panel: Expr
+    # First row, and where rows end that are stored (None: no end).
     row: Expr
     end: Expr
+    # The tile's rows, clamped to the last one that exists, and their numbers in the result.
     row_numbers: list[Expr]
     result_rows: list[Expr]
 
@@ -163,7 +137,6 @@ class PanelProduct(ABC):
 
     Attributes
     ----------
-    spec : BlockSpec
     tile_rows : int
         Rows of a tile.
     row_bytes, block_bytes : int
@@ -207,30 +180,17 @@ def store_row(spec: BlockSpec, row: Expr, panel: Expr, masks: Masks, total: Call
         spec.result.store(at, "n", spec.epilogue.result_at(total(j), at, mask), spec.lanes, mask)
 
 
-def emit_row_sums(
-    lhs: OperandView,
-    row: Expr,
-    depth: int,
-    chain: int,
-    lanes: int,
-    target: tuple[Any, Expr],
-    rounded: Callable[[Expr], Expr] = lambda value: value,
-) -> None:
+def emit_row_sums(lhs: OperandView, row: Expr, depth: int, chain: int, lanes: int, target: tuple[Any, Expr]) -> None:
     """Write the sums of each `chain` elements of a row, which the minimums of weights multiply.
 
     Parameters
     ----------
-    lhs : OperandView
-    row : PrimExpr
     depth, chain : int
         Elements of the row and of a chain.
     lanes : int
         Lanes of a vector.
     target : tuple of Buffer and PrimExpr
         Buffer of float32 and the offset of the first sum.
-    rounded : callable
-        Rounding of elements in the product; with the same rounding here, errors multiply weights, which are smaller
-        than quants.
     """
     buffer, start = target
 
@@ -238,7 +198,7 @@ def emit_row_sums(
         total = None
         for at in range(0, size, lanes):
             mask = lane_mask(size - at, lanes)
-            value = let(rounded(lhs.load({"m": row, "k": first + at}, "k", lanes, mask)))
+            value = let(lhs.load({"m": row, "k": first + at}, "k", lanes, mask))
             total = value if total is None else let(total + value)
         return over_lanes(total, lambda a, b: a + b, lanes) if lanes > 1 else total
 

@@ -33,17 +33,7 @@ SYMBOLIC_PREFETCH_STEPS = 2
 
 @dataclass(frozen=True)
 class MatmulSpec:
-    """Facts that every tile of a kernel shares.
-
-    Attributes
-    ----------
-    lanes : int
-        Lanes of an accumulator.
-    registers : int
-        Number of registers that are left for accumulators and the right operand's vectors.
-    m, n, k : PrimExpr or int
-        Iteration sizes; m and n are rounded up to tiles if every operand is padded.
-    """
+    """Facts that every tile of a kernel shares."""
 
     lhs: OperandView
     rhs: OperandView
@@ -51,8 +41,9 @@ class MatmulSpec:
     init: OperandView | None
     epilogue: EpilogueCode
     dot: DotInstruction
-    lanes: int
-    registers: int
+    lanes: int  # lanes of an accumulator
+    registers: int  # number of registers that are left for accumulators and the right operand's vectors
+    # Iteration sizes; m and n are rounded up to tiles if every operand is padded.
     m: Expr
     n: Expr
     k: Expr
@@ -60,21 +51,11 @@ class MatmulSpec:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The tiles that use a panel of the right operand, and together prefetch the next panel.
+    """The tiles that use a panel of the right operand, and together prefetch the next panel."""
 
-    Attributes
-    ----------
-    number : PrimExpr
-        Number of the tile.
-    tiles : PrimExpr or int
-        Number of tiles.
-    panel : PrimExpr
-        First column of the next panel.
-    """
-
-    number: Expr
-    tiles: Expr
-    panel: Expr
+    number: Expr  # number of the tile
+    tiles: Expr  # number of tiles
+    panel: Expr  # first column of the next panel
 
     def prefetch_steps(self, unroll: int, vectors: int, in_chains: bool) -> int:
         """K-steps from one prefetch of a tile to the next; `in_chains`, a divisor of the steps of an fp16 chain."""
@@ -95,38 +76,21 @@ PanelProducts = Callable[[VectorTile, "KRange", Coordinates], None]
 
 @dataclass(frozen=True)
 class Tile:
-    """A register tile at a position that is known at run time.
+    """A register tile at a position that is known at run time."""
 
-    Attributes
-    ----------
-    batch : Coordinates
-        Coordinates of the batch dimensions.
-    row, column : PrimExpr
-        Coordinates of the first element.
-    rows, vectors : int
-        Size.
-    existing_rows : tuple of PrimExpr or None
-        Rows, clamped to the last existing one; None: all exist.
-    masks : tuple of (PrimExpr or None)
-        Existing lanes of each vector; None: all.
-    rows_end : PrimExpr or None
-        First row that does not exist.
-    sweep : Sweep or None
-        Prefetching of the next panel, if any.
-    multiply : callable or None
-        Function of accumulators, a range of k and a position, which adds the products of the range's whole k-steps
-        from packed panels; None: operands are read in place.
-    """
-
-    batch: Coordinates
+    batch: Coordinates  # coordinates of the batch dimensions
+    # Coordinates of the first element.
     row: Expr
     column: Expr
+    # Size.
     rows: int
     vectors: int
-    existing_rows: tuple[Expr, ...] | None
-    masks: tuple[Expr | None, ...]
-    rows_end: Expr | None
-    sweep: Sweep | None
+    existing_rows: tuple[Expr, ...] | None  # rows, clamped to the last existing one; None: all exist
+    masks: tuple[Expr | None, ...]  # existing lanes of each vector; None: all
+    rows_end: Expr | None  # first row that does not exist
+    sweep: Sweep | None  # prefetching of the next panel, if any
+    # Function of accumulators, a range of k and a position, which adds the products of the range's whole k-steps from
+    # packed panels; None: operands are read in place.
     multiply: PanelProducts | None = None
 
 
@@ -159,18 +123,12 @@ def make_tile(
 
 @dataclass(frozen=True)
 class KRange:
-    """A range of k. Between ranges, partial sums are stored in the result, which then has the accumulator's type.
+    """A range of k. Between ranges, partial sums are stored in the result, which then has the accumulator's type."""
 
-    Attributes
-    ----------
-    begin, end : PrimExpr or int
-        Bounds; multiples of the product's k0, except for the end of k.
-    first, last : bool or PrimExpr
-        Whether it is the first or the last range.
-    """
-
+    # Bounds; multiples of the product's k0, except for the end of k.
     begin: Expr
     end: Expr
+    # Whether it is the first or the last range.
     first: Expr
     last: Expr
 

@@ -34,31 +34,15 @@ MAX_LEFT_BYTES = 1 << 21
 
 @dataclass(frozen=True)
 class Panels:
-    """Scratch of a task: the left panels of a block of rows, ``[tile, step, row, k0]``, and a widened right one.
-
-    Attributes
-    ----------
-    rows : int
-        Rows of a panel, a multiple of 4.
-    columns : int
-        Columns of a right panel.
-    steps : int
-        Maximum number of k-steps of a panel.
-    words : Buffer
-        Groups of k0 elements, as unsigned integers.
-    sums : Buffer
-        Accumulators of a tile.
-    right : Buffer or None
-        The widened right panel; None: it is read where it is.
-    """
+    """Scratch of a task: the left panels of a block of rows, ``[tile, step, row, k0]``, and a widened right one."""
 
     spec: MatmulSpec
-    rows: int
-    columns: int
-    steps: int
-    words: Any
-    sums: Any
-    right: Any
+    rows: int  # rows of a panel, a multiple of 4
+    columns: int  # columns of a right panel
+    steps: int  # maximum number of k-steps of a panel
+    words: Any  # groups of k0 elements, as unsigned integers
+    sums: Any  # accumulators of a tile
+    right: Any  # the widened right panel; None: it is read where it is
 
     @staticmethod
     def rows_of(spec: MatmulSpec, cpu: CpuTarget, k_blocks: Expr) -> int:

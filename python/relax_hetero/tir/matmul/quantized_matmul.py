@@ -75,13 +75,7 @@ def max_tile_rows(spec: BlockSpec, cpu: CpuTarget) -> int:
 
 
 class FloatProduct(PanelProduct):
-    """Products in float32 vectors, for all CPUs and formats.
-
-    Parameters
-    ----------
-    spec : BlockSpec
-    cpu : CpuTarget
-    """
+    """Products in float32 vectors, for all CPUs and formats."""
 
     def __init__(self, spec: BlockSpec, cpu: CpuTarget) -> None:
         self.spec = spec

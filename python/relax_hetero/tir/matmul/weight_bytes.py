@@ -63,25 +63,13 @@ def max_code(form: BlockFormat) -> int:
 
 @dataclass(frozen=True)
 class ByteReader:
-    """Reads a panel's weights as bytes.
-
-    Attributes
-    ----------
-    panel : PanelReader
-    picks : bool
-        Whether the CPU moves four quants of a lane with one instruction.
-    lookup : str
-        LLVM intrinsic that looks bytes up in a table.
-    shifts_bytes : bool
-        Whether the CPU shifts each byte of a vector, as NEON does and x86 does not.
-    is_signed : bool
-        Whether bytes are signed codes, of formats of 8 bits or with a table; else they are codes less `min_code`.
-    """
+    """Reads a panel's weights as bytes."""
 
     panel: PanelReader
-    picks: bool
-    lookup: str
-    shifts_bytes: bool
+    picks: bool  # whether the CPU moves four quants of a lane with one instruction
+    lookup: str  # LLVM intrinsic that looks bytes up in a table
+    shifts_bytes: bool  # whether the CPU shifts each byte of a vector, as NEON does and x86 does not
+    # Whether bytes are signed codes, of formats of 8 bits or with a table; else they are codes less `min_code`.
     is_signed: bool = False
 
     @staticmethod

@@ -54,31 +54,15 @@ Numbers = Callable[[int], Expr]
 
 @dataclass(frozen=True)
 class PanelReader:
-    """Reads of panels; offsets are in words of 32 bits.
-
-    Attributes
-    ----------
-    plan : PanelPlan
-    lanes : int
-        Lanes of a vector.
-    elements : dict
-        The operand's bytes as elements of each type in it.
-    tables : list of PrimExpr
-        Vectors of the values of fields as float32; empty if the CPU lacks a look-up of floats.
-    has_halves : bool
-        Whether the CPU converts float16 by an instruction.
-    prefetch : WeightPrefetch
-    codes : Buffer or None
-        float32 codes of the quants, if they are from a table and the CPU lacks the look-up.
-    """
+    """Reads of panels; offsets are in words of 32 bits."""
 
     plan: PanelPlan
-    lanes: int
-    elements: dict[str, Expr]
-    tables: list[Expr]
-    has_halves: bool
+    lanes: int  # lanes of a vector
+    elements: dict[str, Expr]  # the operand's bytes as elements of each type in it
+    tables: list[Expr]  # vectors of the values of fields as float32; empty if the CPU lacks a look-up of floats
+    has_halves: bool  # whether the CPU converts float16 by an instruction
     prefetch: WeightPrefetch
-    codes: Any = None
+    codes: Any = None  # float32 codes of the quants, if they are from a table and the CPU lacks the look-up
 
     @staticmethod
     def of(cpu: CpuTarget, view: View, plan: PanelPlan) -> PanelReader:

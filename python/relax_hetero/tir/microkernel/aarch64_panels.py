@@ -33,18 +33,12 @@ _LEFT_OFFSETS = range(-128, 128, SEGMENT_BYTES)  # those that a load of repeated
 
 @dataclass(frozen=True)
 class PanelStep:
-    """The products of a k-step between a register of left factors and the right factors.
+    """The products of a k-step between a register of left factors and the right factors."""
 
-    Attributes
-    ----------
-    code : str
-        The instruction: ``{acc}``, ``{left}``, ``{right}`` are numbers of registers, ``{lane}`` of a left factor.
-    high : str
-        The instruction for the second vector of columns, if both read one register: its upper half in NEON, its odd
-        elements in SVE.
-    """
-
+    # The instruction: ``{acc}``, ``{left}``, ``{right}`` are numbers of registers, ``{lane}`` of a left factor.
     code: str
+    # The instruction for the second vector of columns, if both read one register: its upper half in NEON, its odd
+    # elements in SVE.
     high: str = ""
 
 
@@ -95,21 +89,12 @@ class PanelKernel:
     """The function that adds the products of two panels to accumulators in memory, with NEON.
 
     Accumulators are segments in the order of `segment`.
-
-    Attributes
-    ----------
-    rows : int
-        Rows that are multiplied.
-    panel_rows : int
-        Rows of the left panel, a multiple of 4.
-    vector_bytes : int
-        Bytes of a vector register.
     """
 
     dot: DotInstruction
-    rows: int
-    panel_rows: int
-    vector_bytes: int = SEGMENT_BYTES
+    rows: int  # rows that are multiplied
+    panel_rows: int  # rows of the left panel, a multiple of 4
+    vector_bytes: int = SEGMENT_BYTES  # bytes of a vector register
 
     _prologue: ClassVar[tuple[str, ...]] = ()
     _clobbers: ClassVar[tuple[str, ...]] = tuple(f"v{number}" for number in range(32))

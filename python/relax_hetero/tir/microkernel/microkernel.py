@@ -59,25 +59,14 @@ class AccumulatorTile(ABC):
 
 @dataclass(frozen=True)
 class VectorTile(AccumulatorTile):
-    """Accumulators in vector registers: number ``i * vectors + j`` is vector j of row i.
+    """Accumulators in vector registers: number ``i * vectors + j`` is vector j of row i."""
 
-    Attributes
-    ----------
-    dot : DotInstruction
-        Instruction that multiplies.
-    sums : Registers
-        Accumulators; several banks of them may alternate between steps.
-    rows, vectors : int
-        Size of the tile; rows are a multiple of `DotInstruction.rows`.
-    lanes : int
-        Lanes of an accumulator.
-    """
-
-    dot: DotInstruction
-    sums: Registers
+    dot: DotInstruction  # instruction that multiplies
+    sums: Registers  # accumulators; several banks of them may alternate between steps
+    # Size of the tile; rows are a multiple of `DotInstruction.rows`.
     rows: int
     vectors: int
-    lanes: int
+    lanes: int  # lanes of an accumulator
 
     @property
     def count(self) -> int:
@@ -187,23 +176,12 @@ def pair_heights(rows: int) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class AmxTile(AccumulatorTile):
-    """Accumulators in AMX tiles: a pair of tiles of rows, or one, by one or two tiles of columns.
-
-    Attributes
-    ----------
-    instruction : AmxInstruction
-    heights : tuple of (PrimExpr or int)
-        Rows of the two tiles of a pair; 0 for the second if there is only one.
-    vectors : int
-        Number of tiles of columns.
-    streamed : bool
-        Whether loads of rows bypass the L1 cache.
-    """
+    """Accumulators in AMX tiles: a pair of tiles of rows, or one, by one or two tiles of columns."""
 
     instruction: AmxInstruction
-    heights: tuple[Expr, Expr]
-    vectors: int
-    streamed: bool = False
+    heights: tuple[Expr, Expr]  # rows of the two tiles of a pair; 0 for the second if there is only one
+    vectors: int  # number of tiles of columns
+    streamed: bool = False  # whether loads of rows bypass the L1 cache
 
     @property
     def row_tiles(self) -> tuple[int, ...]:

@@ -26,22 +26,14 @@ CHAINS = 4
 
 @dataclass(frozen=True)
 class RowSpec:
-    """Facts that all rows of a kernel share.
-
-    Attributes
-    ----------
-    operands : list of OperandView
-        Open views; those of bfloat16 are opened as bits.
-    n : int or PrimExpr
-        Elements of a row.
-    """
+    """Facts that all rows of a kernel share."""
 
     program: RowProgram
     plan: RowPlan
-    operands: list[OperandView]
+    operands: list[OperandView]  # open views; those of bfloat16 are opened as bits
     result: OperandView
     lanes: int
-    n: Expr
+    n: Expr  # elements of a row
 
 
 class RowWriter:

@@ -18,39 +18,23 @@ class RowPass:
 
     Operands of its expressions: those of the program, its reductions, the kept value from an earlier pass
     (`RowPlan.kept`), the one that this pass stores (`RowPlan.keeping`), and terms that are uniform over the row.
-
-    Attributes
-    ----------
-    kind : str
-        Kind of the reduction; empty for the pass that makes the result.
-    per_row : tuple of (int, Expression)
-        Terms to compute before the pass, and their operand numbers.
-    keep : Expression or None
-        Expression that is stored in the result's row for later passes.
     """
 
-    kind: str
-    per_row: tuple[tuple[int, Expression], ...]
-    keep: Expression | None
+    kind: str  # kind of the reduction; empty for the pass that makes the result
+    per_row: tuple[tuple[int, Expression], ...]  # terms to compute before the pass, and their operand numbers
+    keep: Expression | None  # expression that is stored in the result's row for later passes
     expression: Expression
 
 
 @dataclass(frozen=True)
 class RowPlan:
-    """The passes of a program, and the numbers of their additional operands.
+    """The passes of a program, and the numbers of their additional operands."""
 
-    Attributes
-    ----------
-    kept, keeping : int
-        The value in the result's row, as loaded and as the pass stores it.
-    cost : int
-        Approximate number of instructions for a vector of a row.
-    """
-
+    # The value in the result's row, as loaded and as the pass stores it.
     kept: int
     keeping: int
     passes: tuple[RowPass, ...]
-    cost: int
+    cost: int  # approximate number of instructions for a vector of a row
 
 
 def plan_rows(

@@ -215,10 +215,7 @@ def _cache_finding(state: State, about: str, fix: str = "") -> Finding:
 
 @command("doctor")
 @click.option(
-    "--self-test/--no-self-test",
-    default=True,
-    show_default=True,
-    help="Run a small model on each device, or list only what is installed.",
+    "--self-test/--no-self-test", default=True, help="Run a small model on each device, or list only what is installed."
 )
 @json_option
 def doctor_command(self_test: bool, as_json: bool) -> None:

@@ -21,27 +21,13 @@ State: TypeAlias = Literal["ok", "absent", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """Result of one check.
+    """Result of one check."""
 
-    Attributes
-    ----------
-    section : str
-        ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``.
-    name : str
-        Subject of the check.
-    state : State
-        State of the subject.
-    about : str
-        Result of the check.
-    fix : str
-        How to fix it; empty if there is nothing to do.
-    """
-
-    section: str
-    name: str
-    state: State
-    about: str
-    fix: str = ""
+    section: str  # ``packages``, ``extras``, ``devices``, ``tools`` or ``self-test``
+    name: str  # subject of the check
+    state: State  # state of the subject
+    about: str  # result of the check
+    fix: str = ""  # how to fix it; empty if there is nothing to do
 
 
 def _installed_version(name: str) -> str | None:
@@ -70,21 +56,11 @@ _REINSTALL = "pip install --force-reinstall .  # in a checkout of the repository
 
 @dataclass(frozen=True)
 class Dependency:
-    """A package that this one requires.
+    """A package that this one requires."""
 
-    Attributes
-    ----------
-    requirement : str
-        Name and versions, as for pip.
-    version : str or None
-        Installed version; None if it is missing.
-    is_satisfied : bool
-        Whether the installed version meets the requirement.
-    """
-
-    requirement: str
-    version: str | None
-    is_satisfied: bool
+    requirement: str  # name and versions, as for pip
+    version: str | None  # installed version; None if it is missing
+    is_satisfied: bool  # whether the installed version meets the requirement
 
 
 def versions() -> dict[str, str]:

@@ -43,6 +43,7 @@ from ...errors import BuildError
 from ...target.backend import backend_of
 from ...tir.checks import CHECKED, RANGE, CheckProblem, check_kernel, reporting_kernel
 from ...tir.core.bounds import BOUNDED, from_front
+from ...tir.core.builder import int64, plain_extent
 from ..ir.blocks import Block, Emitter, rewrite_function, shape_of
 from ..ir.constant_values import ConstantValues, constant_on_device_of
 from ..ir.declare import declare_pass
@@ -56,28 +57,15 @@ from ..ir.rewriting import copy_module, fresh_global_var, op_name, relax_functio
 
 @dataclass(frozen=True)
 class _Operand:
-    """An operand of an op whose values are checked.
+    """An operand of an op whose values are checked."""
 
-    Attributes
-    ----------
-    number : int
-        Number of the operand.
-    ends : tuple
-        The end of the range for each position along the last axis, None where any value is valid; a single one for
-        all values. None: the values are divisors.
-    wraps : bool
-        True if negative values count from the end.
-    field : int, optional
-        Index of the field, if the operand is a tuple.
-    subject : str
-        Word for a value in messages.
-    """
-
-    number: int
+    number: int  # number of the operand
+    # The end of the range for each position along the last axis, None where any value is valid; a single one for all
+    # values. None: the values are divisors.
     ends: tuple[Any, ...] | None
-    wraps: bool = True
-    field: int | None = None
-    subject: str = "index"
+    wraps: bool = True  # True if negative values count from the end
+    field: int | None = None  # index of the field, if the operand is a tuple
+    subject: str = "index"  # word for a value in messages
 
 
 Operands = Callable[[relax.Call], "list[_Operand]"]
@@ -210,7 +198,7 @@ class _Checker:
         numbers = [len(self._specs) if is_cpu else spec.key, *(end for end in ends or () if end is not None)]
         self._specs.append(spec)
         result = relax.TensorType(shape, problem.result, vdevice)
-        scalars = [tirx.IntImm("int64", n) if isinstance(n, int) else n for n in numbers]
+        scalars = [int64(n) for n in numbers]
         operands = [value, *scalars] if is_cpu else [value, self._record(vdevice), *scalars]
         call = relax.call_tir(self._kernel(problem, is_cpu), relax.Tuple(operands), result)
         return emitter.emit(call, result, f"{name}_checked")
@@ -307,7 +295,7 @@ def _call(
 ) -> relax.Var:
     kernel = kernel.without_attr("global_symbol").with_attrs({"tirx.noalias": True, CHECKED: True, BOUNDED: True})
     ty = relax.TensorType(value.ty.shape, "int64", value.ty.vdevice)
-    scalars = [tirx.IntImm("int64", end) if isinstance(end, int) else end for end in ends]
+    scalars = [int64(end) for end in ends]
     return emitter.emit(
         relax.call_tir(add(kernel, "from_front"), relax.Tuple([value, *scalars]), ty), ty, f"{name}_index"
     )
@@ -317,11 +305,7 @@ def _extent(data: relax.Expr, axis: int) -> Any | None:
     shape = shape_of(data)
     if shape is None:
         return None
-    return _number(shape[axis % len(shape)]) if shape else None
-
-
-def _number(extent: Any) -> Any:
-    return int(extent) if isinstance(extent, tirx.IntImm) else extent
+    return plain_extent(shape[axis % len(shape)]) if shape else None
 
 
 def _along(data: relax.Expr, axis: Any, number: int, field: int | None = None) -> list[_Operand]:
@@ -341,7 +325,7 @@ def _coordinates(call: relax.Call) -> list[_Operand]:
     first = int(getattr(call.attrs, "batch_dims", 0))
     if shape is None or not indices or not isinstance(indices[-1], tirx.IntImm):
         return []
-    ends = tuple(map(_number, shape[first : first + int(indices[-1])]))
+    ends = tuple(map(plain_extent, shape[first : first + int(indices[-1])]))
     return [_Operand(1, ends)] if ends else []
 
 

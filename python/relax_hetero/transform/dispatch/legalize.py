@@ -140,9 +140,9 @@ def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
         call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
         return relax.VarBinding(binding.var, call, binding.span)
 
-    functions = dict(mod.functions.items())
-    functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
-    return relax.transform.CanonicalizeBindings()(copy_module(mod, functions))
+    return relax.transform.CanonicalizeBindings()(
+        with_functions(mod, {gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
+    )
 
 
 def _split_concat(binding: relax.Binding) -> list[relax.Binding]:

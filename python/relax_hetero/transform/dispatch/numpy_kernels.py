@@ -16,7 +16,7 @@ import tvm
 from tvm import relax, te, tirx, topi
 
 from ...tir.math.casts import cast, truncated
-from ...tir.math.extremes import index_wins, maximum, minimum
+from ...tir.math.extremes import index_wins, maximum, minimum, reduced_shape, source_index
 from ..ir.blocks import is_one
 from ..ir.rewriting import is_tensor_constant
 from . import scatter_kernels, sort_kernels
@@ -165,9 +165,9 @@ def _extreme(x: te.Tensor, axes: Sequence[int], keepdims: bool, largest: bool) -
     reduced = {axis: te.reduce_axis((0, x.shape[axis]), name=f"r{axis}") for axis in axes}
 
     def element(*indices: tirx.Var) -> tirx.PrimExpr:
-        return reducer(x(*_source(indices, reduced, len(x.shape), keepdims)), axis=list(reduced.values()))
+        return reducer(x(*source_index(indices, reduced, len(x.shape), keepdims)), axis=list(reduced.values()))
 
-    return te.compute(_reduced_shape(x.shape, axes, keepdims), element, name="extreme")
+    return te.compute(reduced_shape(x.shape, axes, keepdims), element, name="extreme")
 
 
 _Located: TypeAlias = "tuple[te.Tensor, te.Tensor]"
@@ -188,10 +188,10 @@ def _locate(x: te.Tensor, axis: int, keepdims: bool, largest: bool, index_type: 
     along = te.reduce_axis((0, x.shape[axis]), name="along")
 
     def pair(*indices: tirx.Var) -> Any:
-        source = _source(indices, {axis: along}, len(x.shape), keepdims)
+        source = source_index(indices, {axis: along}, len(x.shape), keepdims)
         return reducer((tirx.Cast(index_type, along), x(*source)), axis=along)
 
-    return tuple(te.compute(_reduced_shape(x.shape, [axis], keepdims), pair, name="index_of_extreme"))
+    return tuple(te.compute(reduced_shape(x.shape, [axis], keepdims), pair, name="index_of_extreme"))
 
 
 # On CPUs, a search along rows is of blocks: only their extremes, which are vectors' work, read all elements. The first
@@ -226,15 +226,6 @@ def _locate_by_blocks(x: te.Tensor, axis: int, keepdims: bool, largest: bool, in
 
 def _start_value(dtype: str, largest: bool) -> tirx.PrimExpr:
     return tirx.const(float("-inf") if largest else float("inf"), dtype)
-
-
-def _reduced_shape(shape: Sequence[Any], axes: Sequence[int], keepdims: bool) -> list[Any]:
-    return [1 if axis in axes else extent for axis, extent in enumerate(shape) if keepdims or axis not in axes]
-
-
-def _source(indices: Sequence[Any], reduced: dict[int, Any], rank: int, keepdims: bool) -> list[Any]:
-    others = iter([index for axis, index in enumerate(indices) if not (keepdims and axis in reduced)])
-    return [reduced[axis] if axis in reduced else next(others) for axis in range(rank)]
 
 
 _STOCK: dict[str, Legalize] = {

@@ -25,27 +25,14 @@ from .encoded_products import ProductWriter
 
 @dataclass(frozen=True)
 class Change:
-    """New form of one matrix product.
+    """New form of one matrix product."""
 
-    Attributes
-    ----------
-    encoding : Encoding
-        Encoding of the result, with the new index maps.
-    operands : tuple of relax.Expr
-        Plain left and right operand, without their permutations.
-    chain : tuple of int
-        Indices of other bindings with the encoding: elementwise, unset_encoding, set_encoding of their operands.
-    permuted : tuple of int, optional
-        Permutation of the result that is absorbed, if any.
-    permute : int
-        Index of the binding of that permutation.
-    """
-
-    encoding: Encoding
-    operands: tuple[relax.Expr, relax.Expr]
+    encoding: Encoding  # encoding of the result, with the new index maps
+    operands: tuple[relax.Expr, relax.Expr]  # plain left and right operand, without their permutations
+    # Indices of other bindings with the encoding: elementwise, unset_encoding, set_encoding of their operands.
     chain: tuple[int, ...]
-    permuted: tuple[int, ...] | None
-    permute: int
+    permuted: tuple[int, ...] | None  # permutation of the result that is absorbed, if any
+    permute: int  # index of the binding of that permutation
 
 
 def absorb_permutes(block: Block) -> list[relax.Binding] | None:

@@ -17,14 +17,9 @@ ONE = tirx.IntImm("int64", 1)
 
 @dataclass
 class ProductWriter(Emitter):
-    """Emitter of products, which packs an operand once for all products that read it in the same encoding.
+    """Emitter of products, which packs an operand once for all products that read it in the same encoding."""
 
-    Attributes
-    ----------
-    packed : dict
-        Encoded variable by operand and encoding.
-    """
-
+    # Encoded variable by operand and encoding.
     packed: dict[tuple[relax.Var, str], relax.Var] = field(default_factory=dict)
 
     def product(

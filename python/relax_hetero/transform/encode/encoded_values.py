@@ -21,17 +21,10 @@ from ..ir.rewriting import op_name, walk_bindings
 
 @dataclass(frozen=True)
 class EncodedValue:
-    """Encoding and layout of an encoded tensor.
-
-    Attributes
-    ----------
-    encoding : Encoding
-    layout : PackedLayout or None
-        None before SpecializeEncodings.
-    """
+    """Encoding and layout of an encoded tensor."""
 
     encoding: Encoding
-    layout: PackedLayout | None
+    layout: PackedLayout | None  # None before SpecializeEncodings
 
 
 def encoded_values(func: relax.Function) -> dict[relax.Var, EncodedValue]:
@@ -67,18 +60,10 @@ def layout_of(call: relax.Call) -> PackedLayout | None:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor operand of an encoded op: its logical type and its layout.
+    """A tensor operand of an encoded op: its logical type and its layout."""
 
-    Attributes
-    ----------
-    ty : relax.TensorType
-        The logical type.
-    layout : PackedLayout
-        Identity for plain tensors.
-    """
-
-    ty: relax.TensorType
-    layout: PackedLayout
+    ty: relax.TensorType  # the logical type
+    layout: PackedLayout  # identity for plain tensors
 
     @staticmethod
     def plain(ty: relax.TensorType) -> Stored:
@@ -113,11 +98,11 @@ def extents_of(ty: relax.TensorType) -> list[tvm.tirx.PrimExpr]:
     return ty.shape.values[:]
 
 
-def physical_type(stored: Stored, vdevice: relax.VDevice | None = None) -> relax.TensorType:
+def physical_type(stored: Stored) -> relax.TensorType:
     """The type of a stored tensor under its layout."""
     if stored.layout.is_identity:
         return stored.ty
     shape = stored.layout.packed_shape([plain_extent(extent) for extent in extents_of(stored.ty)])
     analyzer = tvm.sym.Analyzer()
     extents = [e if isinstance(e, int) else analyzer.simplify(e) for e in shape]
-    return relax.TensorType(extents, stored.ty.dtype, vdevice or stored.ty.vdevice)
+    return relax.TensorType(extents, stored.ty.dtype, stored.ty.vdevice)

@@ -152,7 +152,6 @@ class KernelTable:
         ----------
         key : hashable
             Complete description of the computation.
-        target : tvm.target.Target
         name : str
             Name of a new kernel; a number is appended if it is used already.
         ops : sequence of str
@@ -190,7 +189,6 @@ class EncodingKernels:
 
     Parameters
     ----------
-    mod : tvm.IRModule
     vdevices : sequence of relax.VDevice
         Devices of the module.
     """

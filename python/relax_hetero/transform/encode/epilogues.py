@@ -28,21 +28,12 @@ from .encoded_values import extents_of
 
 @dataclass(frozen=True)
 class Chain:
-    """A product and a sequence of elementwise ops, each the only user of the one before.
+    """A product and a sequence of elementwise ops, each the only user of the one before."""
 
-    Attributes
-    ----------
-    product : relax.Call
-        The matmul or conv.
-    expression : Expression
-        All elementwise ops as one expression, with the product as ``x0``; ``x0`` without ops.
-    epilogue_operands : tuple of relax.Expr
-        Operands x1, x2, ... of `expression`.
-    """
-
-    product: relax.Call
+    product: relax.Call  # the matmul or conv
+    # All elementwise ops as one expression, with the product as ``x0``; ``x0`` without ops.
     expression: Expression = Expression.operand(0)
-    epilogue_operands: tuple[relax.Expr, ...] = ()
+    epilogue_operands: tuple[relax.Expr, ...] = ()  # Operands x1, x2, ... of `expression`.
 
     def then(self, call: relax.Call) -> Chain:
         """The chain with one more op, whose first operand is the chain's end."""
@@ -121,21 +112,12 @@ _ROW_PHASE_TYPES = ("float16", "float32", "float64")
 
 @dataclass(frozen=True)
 class RowPhases:
-    """Row programs of one function that kernels of products compute as their second phase.
+    """Row programs of one function that kernels of products compute as their second phase."""
 
-    Attributes
-    ----------
-    products : dict
-        Variable of the product's plain result, an operand of the row program, by the row program's variable.
-    plain : set of Var
-        The values of `products`, which exist only inside a kernel.
-    encoded : set of Var
-        Encoded results from which `plain` are unpacked; they, too, exist only inside a kernel.
-    """
-
+    # Variable of the product's plain result, an operand of the row program, by the row program's variable.
     products: dict[relax.Var, relax.Var]
-    plain: set[relax.Var]
-    encoded: set[relax.Var]
+    plain: set[relax.Var]  # the values of `products`, which exist only inside a kernel
+    encoded: set[relax.Var]  # encoded results from which `plain` are unpacked; they, too, exist only inside a kernel
 
 
 def find_row_phases(func: relax.Function, fused: set[relax.Var]) -> RowPhases:

@@ -77,7 +77,6 @@ def matmul_problem(
     ----------
     encoding : Encoding
         Encoding of the op.
-    lhs, rhs, result : Stored
     init : Stored, optional
         Initial accumulator, broadcast against the result.
     expression : Expression, optional
@@ -161,7 +160,6 @@ def rows_problem(program: RowProgram, operands: Sequence[Stored], result: Stored
 
     Parameters
     ----------
-    program : RowProgram
     operands : sequence of Stored
         Plain tensors.
     result : Stored

@@ -181,52 +181,25 @@ _NOT_LAST_OPS = (RESHAPE, PERMUTE, "relax.less")
 
 @dataclass
 class RegionOperand:
-    """An operand of a region besides the root.
+    """An operand of a region besides the root."""
 
-    Attributes
-    ----------
-    value : relax.Expr
-        Tensor without encoding.
-    shape : list, optional
-        Shape to reshape it to, so that it broadcasts to the root.
-    is_full : bool
-        Whether it has as many elements as the root, and so gets its encoding; other operands broadcast and get none.
-    axes : tuple of int, optional
-        Permutation to apply to it, so that its dimensions are in the root's order.
-    """
-
-    value: relax.Expr
-    shape: list[Any] | None
+    value: relax.Expr  # tensor without encoding
+    shape: list[Any] | None  # shape to reshape it to, so that it broadcasts to the root
+    # Whether it has as many elements as the root, and so gets its encoding; other operands broadcast and get none.
     is_full: bool
-    axes: tuple[int, ...] | None = None
+    axes: tuple[int, ...] | None = None  # permutation to apply to it, so that its dimensions are in the root's order
 
 
 @dataclass
 class Region:
-    """Ops that become one `elementwise`.
+    """Ops that become one `elementwise`."""
 
-    Attributes
-    ----------
-    root : relax.Var
-        Result of the `unset_encoding` at its start.
-    end : int
-        Index of its last binding.
-    inside : list of int
-        Indices of its bindings before the end, which are removed.
-    expression : Expression
-        Function of the root, ``x0``, and the operands.
-    operands : list of RegionOperand
-        Operands ``x1``, ``x2``, ...
-    order : tuple of int, optional
-        Permutation of the root's dimensions at the end; None without one.
-    """
-
-    root: relax.Var
-    end: int
-    inside: list[int]
-    expression: Expression
-    operands: list[RegionOperand]
-    order: tuple[int, ...] | None = None
+    root: relax.Var  # result of the `unset_encoding` at its start
+    end: int  # index of its last binding
+    inside: list[int]  # indices of its bindings before the end, which are removed
+    expression: Expression  # function of the root, ``x0``, and the operands
+    operands: list[RegionOperand]  # operands ``x1``, ``x2``, ..
+    order: tuple[int, ...] | None = None  # permutation of the root's dimensions at the end; None without one
 
 
 class _RegionBuilder:
@@ -234,7 +207,6 @@ class _RegionBuilder:
 
     Parameters
     ----------
-    block : Block
     root : relax.Var
         Result of an `unset_encoding`.
     bindings_in_regions : set of int

@@ -39,7 +39,6 @@ def emit_quantized_product(
 
     Parameters
     ----------
-    writer : ProductWriter
     binding : relax.VarBinding
         Binding of an R.matmul.
     block : Block

@@ -31,22 +31,13 @@ _SYMBOLIC_EXTENT = 128
 
 @dataclass(frozen=True)
 class Crossing:
-    """A transfer of an encoded tensor between two layouts.
-
-    Attributes
-    ----------
-    encoding : Encoding
-    ty : relax.TensorType
-        Logical type at the source.
-    source, destination : relax.VDevice
-    from_layout, to_layout : PackedLayout
-        Layouts at the source and at the destination.
-    """
+    """A transfer of an encoded tensor between two layouts."""
 
     encoding: Encoding
-    ty: relax.TensorType
+    ty: relax.TensorType  # logical type at the source
     source: relax.VDevice
     destination: relax.VDevice
+    # Layouts at the source and at the destination.
     from_layout: PackedLayout
     to_layout: PackedLayout
 

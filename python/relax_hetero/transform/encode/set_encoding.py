@@ -84,7 +84,6 @@ def emit_quantized_convolution(
 
     Parameters
     ----------
-    writer : ProductWriter
     binding : relax.VarBinding
         Any binding.
     block : Block

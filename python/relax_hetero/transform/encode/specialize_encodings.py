@@ -284,8 +284,6 @@ class Layouts:
 
         Parameters
         ----------
-        encoding : Encoding
-        target : tvm.target.Target
         var_text : str
             Variable, for messages.
 

@@ -135,29 +135,15 @@ class NoAttention(Exception):
 
 @dataclass
 class Attention:
-    """Match of one `R.hetero.attention`.
+    """Match of one `R.hetero.attention`."""
 
-    Attributes
-    ----------
-    end : int
-        Index of the binding that it replaces.
-    operands : list of relax.Expr
-        Query, key, value, masks.
-    heads : Heads
-    scores : Expression
-    causal : str
-    nan_to_zero : bool
-    inside : list of int
-        Indices of bindings that are removed, besides those without users.
-    """
-
-    end: int
-    operands: list[relax.Expr]
+    end: int  # index of the binding that it replaces
+    operands: list[relax.Expr]  # query, key, value, masks
     heads: Heads
     scores: Expression
     causal: str = ""
     nan_to_zero: bool = False
-    inside: list[int] = field(default_factory=list)
+    inside: list[int] = field(default_factory=list)  # indices of bindings that are removed, besides those without users
 
 
 def find_attention(block: Block, index: int, widens: bool = False) -> Attention | None:

@@ -26,21 +26,13 @@ Dims = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class HeadsTrace:
-    """A tensor and the positions of the heads in it.
-
-    Attributes
-    ----------
-    value : relax.Expr
-    dims, starts
-        See `HeadsMap`.
-    factor : float
-        Factor that its elements are multiplied by.
-    """
+    """A tensor and the positions of the heads in it."""
 
     value: relax.Expr
+    # See `HeadsMap`.
     dims: Dims
     starts: tuple[int, ...]
-    factor: float = 1.0
+    factor: float = 1.0  # factor that its elements are multiplied by
 
     @staticmethod
     def of(value: relax.Expr, dims: Sequence[Sequence[str]]) -> HeadsTrace:

@@ -29,51 +29,24 @@ _MAX_JOINED_OPS = 8
 
 @dataclass
 class Product:
-    """A product with block-quantized weights, and the elementwise ops after it.
-
-    Attributes
-    ----------
-    lhs : relax.Expr
-    weight : relax.Call
-        Call of dequantize_blocks.
-    layout : BlockLayout
-        Layout in which the device's kernel reads the weight.
-    inside : list of int
-        Indices of the bindings before the last one.
-    end : int
-    expression : Expression
-    operands : list of relax.Expr
-        Operands ``x1``, ``x2``, ...
-    experts : int
-        Number of matrices of the weight; 0: one for all rows.
-    index : relax.Expr or None
-        Indices of the experts that each row is multiplied by.
-    second : relax.Call or None
-        Call of dequantize_blocks of a second product of the same rows, whose sum is ``x1``; operands are ``x2``, ...
-    shares : relax.Expr or None
-        Shares of the rows in the result, which is their sum.
-    biases : list of relax.Expr
-        Biases of experts, (experts, columns), which are added to the sum of each product.
-    rounded : str
-        Type that `lhs`, a row of float32 for each token, is rounded to; empty for its own.
-    source : relax.Expr or None
-        Weight on the CPU that keeps it, for copies in each call.
-    """
+    """A product with block-quantized weights, and the elementwise ops after it."""
 
     lhs: relax.Expr
-    weight: relax.Call
-    layout: BlockLayout
-    inside: list[int]
+    weight: relax.Call  # call of dequantize_blocks
+    layout: BlockLayout  # layout in which the device's kernel reads the weight
+    inside: list[int]  # indices of the bindings before the last one
     end: int
     expression: Expression
-    operands: list[relax.Expr] = field(default_factory=list)
-    experts: int = 0
-    index: relax.Expr | None = None
+    operands: list[relax.Expr] = field(default_factory=list)  # operands ``x1``, ``x2``, ..
+    experts: int = 0  # number of matrices of the weight; 0: one for all rows
+    index: relax.Expr | None = None  # indices of the experts that each row is multiplied by
+    # Call of dequantize_blocks of a second product of the same rows, whose sum is ``x1``; operands are ``x2``, ...
     second: relax.Call | None = None
-    shares: relax.Expr | None = None
+    shares: relax.Expr | None = None  # shares of the rows in the result, which is their sum
+    # Biases of experts, (experts, columns), which are added to the sum of each product.
     biases: list[relax.Expr] = field(default_factory=list)
-    rounded: str = ""
-    source: relax.Expr | None = None
+    rounded: str = ""  # type that `lhs`, a row of float32 for each token, is rounded to; empty for its own
+    source: relax.Expr | None = None  # weight on the CPU that keeps it, for copies in each call
 
     @property
     def columns(self) -> int:

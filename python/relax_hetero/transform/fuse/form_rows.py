@@ -71,17 +71,10 @@ _ROW_KINDS = (*_ROW_TO_ROW_KINDS, "reduction", "moment")
 
 @dataclass(frozen=True)
 class RowOp:
-    """A call that reduces rows, to its result or in between.
-
-    Attributes
-    ----------
-    call : relax.Call
-    axes : int
-        Number of trailing axes that form a row.
-    """
+    """A call that reduces rows, to its result or in between."""
 
     call: relax.Call
-    axes: int
+    axes: int  # number of trailing axes that form a row
 
     @property
     def vectors(self) -> list[relax.Expr]:
@@ -176,43 +169,22 @@ def _number(value: float) -> Term:
 
 @dataclass(frozen=True)
 class RowOperand:
-    """A tensor that a region reads.
-
-    Attributes
-    ----------
-    value : relax.Expr
-    shape : tuple or None
-        Shape that it is reshaped to first; None: its own.
-    """
+    """A tensor that a region reads."""
 
     value: relax.Expr
-    shape: tuple[Any, ...] | None
+    shape: tuple[Any, ...] | None  # shape that it is reshaped to first; None: its own
 
 
 @dataclass(frozen=True)
 class RowRegion:
-    """Ops that become one `rows`.
+    """Ops that become one `rows`."""
 
-    Attributes
-    ----------
-    end : int
-        Index of the last binding.
-    inside : tuple of int
-        Indices of the other bindings, which are removed.
-    program : RowProgram
-    operands : tuple of RowOperand
-    shape : list
-        Shape of the result of `rows`.
-    ops : tuple of str
-        Names of its ops.
-    """
-
-    end: int
-    inside: tuple[int, ...]
+    end: int  # index of the last binding
+    inside: tuple[int, ...]  # indices of the other bindings, which are removed
     program: RowProgram
     operands: tuple[RowOperand, ...]
-    shape: list[Any]
-    ops: tuple[str, ...]
+    shape: list[Any]  # shape of the result of `rows`
+    ops: tuple[str, ...]  # names of its ops
 
 
 FULL, ROW, FLAT = "full", "row", "flat"

@@ -35,29 +35,14 @@ from ..ir.rewriting import op_name
 
 @dataclass
 class _Product:
-    """A product with a constant weight, and perhaps a constant bias, that only one attention reads.
-
-    Attributes
-    ----------
-    var : relax.Var
-    x : relax.Expr
-        Left operand.
-    weight : GenericConst
-        Weight of shape (k, n).
-    bias : GenericConst or None
-        Bias of shape (n,).
-    types : tuple of str
-        Types of the product, and of the cast at its end.
-    inside : list of int
-        Indices of its bindings.
-    """
+    """A product with a constant weight, and perhaps a constant bias, that only one attention reads."""
 
     var: relax.Var
-    x: relax.Expr
-    weight: tvm.ir.GenericConst
-    bias: tvm.ir.GenericConst | None
-    types: tuple[str, str]
-    inside: list[int]
+    x: relax.Expr  # left operand
+    weight: tvm.ir.GenericConst  # weight of shape (k, n)
+    bias: tvm.ir.GenericConst | None  # bias of shape (n,)
+    types: tuple[str, str]  # types of the product, and of the cast at its end
+    inside: list[int]  # indices of its bindings
 
 
 def merge_products(block: Block) -> list[relax.Binding] | None:

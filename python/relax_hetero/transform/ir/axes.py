@@ -48,21 +48,11 @@ def is_order_preserving(shape: Sequence[Any], axes: Axes) -> bool:
 
 @dataclass(frozen=True)
 class Reshaped:
-    """A reshape of v computed from u.
+    """A reshape of v computed from u."""
 
-    Attributes
-    ----------
-    operand : Axes
-        The order that v must have: merged dimensions must be neighbours.
-    shape : list of PrimExpr
-        Shape of the result.
-    result : Axes
-        The order of the reshape's result.
-    """
-
-    operand: Axes
-    shape: list[Any]
-    result: Axes
+    operand: Axes  # the order that v must have: merged dimensions must be neighbours
+    shape: list[Any]  # shape of the result
+    result: Axes  # the order of the reshape's result
 
 
 def reshaped(source: Sequence[Any], target: Sequence[Any], axes: Axes) -> Reshaped | None:

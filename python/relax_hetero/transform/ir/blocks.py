@@ -19,18 +19,11 @@ from .rewriting import copy_module, map_nested, op_name, relax_functions, typed,
 
 @dataclass
 class Block:
-    """The bindings of one block of a function, and their users.
-
-    Attributes
-    ----------
-    bindings : list of relax.Binding
-    is_dataflow : bool
-    used_later : frozenset of relax.Var
-        Variables used after the block: in later blocks, or as the result of its sequence.
-    """
+    """The bindings of one block of a function, and their users."""
 
     bindings: list[relax.Binding]
     is_dataflow: bool
+    # Variables used after the block: in later blocks, or as the result of its sequence.
     used_later: frozenset[relax.Var] = frozenset()
 
     @cached_property
@@ -110,7 +103,6 @@ def with_regions(
 
     Parameters
     ----------
-    block : Block
     regions : mapping
         Regions by the index of their last binding.
     write : Callable

@@ -103,7 +103,6 @@ def precision_of(func: tirx.PrimFunc, arguments: Iterable[str] | None = None) ->
 
     Parameters
     ----------
-    func : tirx.PrimFunc
     arguments : iterable of str, optional
         The element types of its tensors, if its parameters lack them.
     """

@@ -30,7 +30,6 @@ def mark_lowered(mod: tvm.IRModule, vdevices: int, public: list[str], kernels: l
 
     Parameters
     ----------
-    mod : tvm.IRModule
     vdevices : int
         Number of vdevices of the module.
     public : list of str

@@ -76,7 +76,6 @@ def from_expression(
 
     Parameters
     ----------
-    expression : Expression
     operands : sequence of relax.Expr
         Plain tensors ``x0``, ``x1``, ...; they broadcast.
     emit : Callable

@@ -62,7 +62,6 @@ def kernel_nodes(
 
     Parameters
     ----------
-    mod : tvm.IRModule
     named : tuple of str and relax.Function
         A function with its name.
     graph : ModelGraph or None
@@ -196,45 +195,23 @@ Aliases: TypeAlias = "dict[str, dict[str, list[str]]]"
 
 @dataclass(frozen=True)
 class Remarks:
-    """Remarks of the passes about a module; a field is None until a pass sets it.
+    """Remarks of the passes about a module; a field is None until a pass sets it."""
 
-    Attributes
-    ----------
-    placement : PlacementReport, optional
-        Reason of each value's device, by the import or the first RealizeVDevice.
-    placement_estimate : object
-        Estimate by the cost model that placed the module, as JSON data.
-    encodings : EncodingReport, optional
-        Layouts of encodings on each device, by SpecializeEncodings.
-    fusions : FusionReport, optional
-        Kernels and their ops, by FormDispatches, and missed fusions with their reasons, by any pass.
-    single_calls : tuple of SingleCall, optional
-        The kernel calls outside of command buffers, by FormCommandBuffers.
-    schedules : tuple of Schedule, optional
-        Steps in which functions go through queues, by FormSchedules.
-    checks : tuple of CheckSpec, optional
-        Checks of values that kernels make, by number, by CheckValues.
-    shardings : dict of str to str, optional
-        ``function/variable`` of a product over a mesh to the reason of its sharding, by PartitionByMesh.
-    origins : dict of str to str, optional
-        Variable to the name of its node in the model's file, by the import.
-    graph : ModelGraph, optional
-        The ops of the placed model and their operands, by AnnotateGraph.
-    aliases : dict, optional
-        Function to variable to the variables that it aliases or concatenates; function "" stands for all functions.
-        By AnnotateGraph, and by passes that make one product of several.
-    """
-
-    placement: PlacementReport | None = None
-    placement_estimate: Any = None
-    encodings: EncodingReport | None = None
+    placement: PlacementReport | None = None  # reason of each value's device, by the import or the first RealizeVDevice
+    placement_estimate: Any = None  # estimate by the cost model that placed the module, as JSON data
+    encodings: EncodingReport | None = None  # layouts of encodings on each device, by SpecializeEncodings
+    # Kernels and their ops, by FormDispatches, and missed fusions with their reasons, by any pass.
     fusions: FusionReport | None = None
+    # The kernel calls outside of command buffers, by FormCommandBuffers.
     single_calls: tuple[SingleCall, ...] | None = None
-    schedules: tuple[Schedule, ...] | None = None
-    checks: tuple[CheckSpec, ...] | None = None
+    schedules: tuple[Schedule, ...] | None = None  # steps in which functions go through queues, by FormSchedules
+    checks: tuple[CheckSpec, ...] | None = None  # checks of values that kernels make, by number, by CheckValues
+    # ``function/variable`` of a product over a mesh to the reason of its sharding, by PartitionByMesh.
     shardings: dict[str, str] | None = None
-    origins: dict[str, str] | None = None
-    graph: ModelGraph | None = None
+    origins: dict[str, str] | None = None  # variable to the name of its node in the model's file, by the import
+    graph: ModelGraph | None = None  # the ops of the placed model and their operands, by AnnotateGraph
+    # Function to variable to the variables that it aliases or concatenates; function "" stands for all functions. By
+    # AnnotateGraph, and by passes that make one product of several.
     aliases: Aliases | None = None
 
     def to_data(self) -> dict[str, Any]:
@@ -418,7 +395,6 @@ def record_dispatches(mod: tvm.IRModule, inside: Mapping[tuple[str, str], Sequen
 
     Parameters
     ----------
-    mod : tvm.IRModule
     inside : mapping
         Function and variable to the names of the values that its fused kernel computes.
     """

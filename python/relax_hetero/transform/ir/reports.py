@@ -90,51 +90,28 @@ class PlacementReport:
 
 @dataclass(frozen=True, slots=True)
 class DispatchEntry:
-    """One call of a kernel.
+    """One call of a kernel."""
 
-    Attributes
-    ----------
-    function, variable : str
-        Function of the call, and variable of its result.
-    kernel : str
-        The PrimFunc's name.
-    device : str
-        ``kind:i``; empty for kernels that compute shapes on the host.
-    ops : tuple of str
-        Ops that it computes, in order: more than one where ops were fused.
-    precision : str
-        The element types of its products, else those of its arguments (`kernels.precision_of`).
-    nodes : tuple of int
-        Nodes of the model's graph that it computes, by position in the graph's function (`kernel_nodes`).
-    """
-
+    # Function of the call, and variable of its result.
     function: str
     variable: str
-    kernel: str
-    device: str
-    ops: tuple[str, ...]
-    precision: str
+    kernel: str  # the PrimFunc's name
+    device: str  # ``kind:i``; empty for kernels that compute shapes on the host
+    ops: tuple[str, ...]  # ops that it computes, in order: more than one where ops were fused
+    precision: str  # the element types of its products, else those of its arguments (`kernels.precision_of`)
+    # Nodes of the model's graph that it computes, by position in the graph's function (`kernel_nodes`).
     nodes: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class MissedFusion:
-    """Work that stayed out of a kernel.
+    """Work that stayed out of a kernel."""
 
-    Attributes
-    ----------
-    function, variable : str
-        Function of the op, and variable of its result.
-    op : str
-        The op that stayed out, or whose kernel did not fuse another op.
-    reason : str
-        Form of the program, and the form that the fusion needs.
-    """
-
+    # Function of the op, and variable of its result.
     function: str
     variable: str
-    op: str
-    reason: str
+    op: str  # the op that stayed out, or whose kernel did not fuse another op
+    reason: str  # form of the program, and the form that the fusion needs
 
 
 @dataclass(slots=True)
@@ -178,70 +155,37 @@ Size = int | str
 
 @dataclass(frozen=True, slots=True)
 class OperandEntry:
-    """One tensor of an encoded op: its role and its layout.
+    """One tensor of an encoded op: its role and its layout."""
 
-    Attributes
-    ----------
-    role : str
-        "lhs", "rhs", "init", "data", "weight", "result", or "x1", "x2", ... for further operands of an expression.
-    variable : str
-        The encoded tensor's variable.
-    shape, dtype : str
-        Logical shape ("128x768", symbolic extents by name) and element type.
-    encoding : str
-        Text of its `Encoding`.
-    layout : str
-        Text of its `PackedLayout`; empty before SpecializeEncodings.
-    bytes_before : int or str
-        Size in row-major order, in bytes.
-    bytes_after : int or str
-        Size in its layout, in bytes; equal to `bytes_before` if no layout is known yet.
-    packed : str
-        Origin of its layout: "never" (row-major, or no layout yet), "at compile time", "at run time",
-        "as a permutation" (nothing is tiled: MovePermutes moves it, most often to its inverse),
-        "by transfer" (it arrives packed), or "by op" (the op that makes it writes this layout).
-    """
-
+    # "lhs", "rhs", "init", "data", "weight", "result", or "x1", "x2", ... for further operands of an expression.
     role: str
-    variable: str
+    variable: str  # the encoded tensor's variable
+    # Logical shape ("128x768", symbolic extents by name) and element type.
     shape: str
     dtype: str
-    encoding: str
-    layout: str
-    bytes_before: Size
-    bytes_after: Size
+    encoding: str  # text of its `Encoding`
+    layout: str  # text of its `PackedLayout`; empty before SpecializeEncodings
+    bytes_before: Size  # size in row-major order, in bytes
+    bytes_after: Size  # size in its layout, in bytes; equal to `bytes_before` if no layout is known yet
+    # Origin of its layout: "never" (row-major, or no layout yet), "at compile time", "at run time", "as a permutation"
+    # (nothing is tiled: MovePermutes moves it, most often to its inverse), "by transfer" (it arrives packed), or "by
+    # op" (the op that makes it writes this layout).
     packed: str
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedOpEntry:
-    """One encoded op.
+    """One encoded op."""
 
-    Attributes
-    ----------
-    function, variable : str
-        Function of the op, and variable of its result in the model.
-    op : str
-        "matmul", "conv2d", or the expression of elementwise work that no product fuses.
-    device : str
-        ``kind:i``.
-    kernel : str
-        The name of its kernel's variant; empty before SpecializeEncodings.
-    operands : tuple of OperandEntry
-        Its encoded operands in order, then its result.
-    epilogue : str
-        The expression that its kernel applies before it stores ("" if there is none).
-    form : str
-        Algorithm of a convolution, and why: ``direct: windows are not of 3x3 elements``; "" if there is one only.
-    """
-
+    # Function of the op, and variable of its result in the model.
     function: str
     variable: str
-    op: str
-    device: str
-    kernel: str
-    operands: tuple[OperandEntry, ...]
-    epilogue: str = ""
+    op: str  # "matmul", "conv2d", or the expression of elementwise work that no product fuses
+    device: str  # ``kind:i``
+    kernel: str  # the name of its kernel's variant; empty before SpecializeEncodings
+    operands: tuple[OperandEntry, ...]  # its encoded operands in order, then its result
+    epilogue: str = ""  # the expression that its kernel applies before it stores ("" if there is none)
+    # Algorithm of a convolution, and why: ``direct: windows are not of 3x3 elements``; "" if there is one only.
     form: str = ""
 
 
@@ -258,29 +202,17 @@ class CancelledEntry:
 
 @dataclass(frozen=True, slots=True)
 class EncodedTransferEntry:
-    """A tensor that crosses devices while encoded.
+    """A tensor that crosses devices while encoded."""
 
-    Attributes
-    ----------
-    function, variable : str
-        Function of the transfer, and variable of the tensor on the destination.
-    source, destination : str
-        Devices.
-    layout : str
-        Layout during the transfer.
-    bytes : int or str
-        Bytes that the transfer moves.
-    relayout : str
-        Device that changes the layout, with both layouts; empty if source and destination agree.
-    """
-
+    # Function of the transfer, and variable of the tensor on the destination.
     function: str
     variable: str
+    # Devices.
     source: str
     destination: str
-    layout: str
-    bytes: Size
-    relayout: str = ""
+    layout: str  # layout during the transfer
+    bytes: Size  # bytes that the transfer moves
+    relayout: str = ""  # device that changes the layout, with both layouts; empty if source and destination agree
 
 
 @dataclass(slots=True)

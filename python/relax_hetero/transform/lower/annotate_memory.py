@@ -83,10 +83,8 @@ def function_memory(
 
     Parameters
     ----------
-    name : str
     func : relax.Function
         Function of `mod`.
-    mod : tvm.IRModule
     regions : dict of str to RegionSpec
         The module's command buffers.
     """

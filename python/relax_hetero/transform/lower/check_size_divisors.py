@@ -38,7 +38,7 @@ from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, DIVISORS_CHECKED
 from ..ir.remarks import remarks_of, with_remarks
 from ..ir.requirements import DIVISIONS
-from ..ir.rewriting import copy_module
+from ..ir.rewriting import with_functions
 
 
 def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
@@ -56,7 +56,7 @@ def check_size_divisors(mod: tvm.IRModule) -> tvm.IRModule:
                 functions[gv] = guarded.with_attr(DIVISORS_CHECKED, True)
     if not functions:
         return mod
-    return with_remarks(copy_module(mod, {**dict(mod.functions.items()), **functions}), checks=tuple(checks))
+    return with_remarks(with_functions(mod, functions), checks=tuple(checks))
 
 
 CheckSizeDivisors = declare_pass("CheckSizeDivisors", check_size_divisors)

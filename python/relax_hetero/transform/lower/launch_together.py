@@ -33,7 +33,7 @@ from ...artifact.nccl_layout import NCCL_MEMORY
 from ...artifact.peer_layout import PEER_MEMORY
 from ..ir.blocks import Block, rewrite_function
 from ..ir.declare import declare_pass
-from ..ir.rewriting import copy_module, op_name, relax_functions, walk_bindings
+from ..ir.rewriting import op_name, relax_functions, walk_bindings, with_functions
 from ..record.region_attrs import regions_of
 
 _ALLOCATIONS = ("relax.memory.alloc_storage", "relax.memory.alloc_tensor")
@@ -51,7 +51,7 @@ def launch_together(mod: tvm.IRModule) -> tvm.IRModule:
     if not shared:
         return mod
     functions = {gv: rewrite_function(func, rewrite) for gv, func in shared}
-    return copy_module(mod, {**dict(mod.functions.items()), **functions})
+    return with_functions(mod, functions)
 
 
 LaunchTogether = declare_pass("LaunchTogether", launch_together)

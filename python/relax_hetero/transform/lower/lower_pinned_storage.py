@@ -21,7 +21,7 @@ import tvm
 from tvm import relax
 
 from ..ir.declare import declare_pass
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
+from ..ir.rewriting import map_bindings, op_name, relax_functions, with_functions
 from .pin_transferred import PINNED
 
 _STORAGE, _VIEW = "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView"
@@ -29,9 +29,7 @@ _STORAGE, _VIEW = "relax_hetero.pinned_storage", "runtime.TVMTensorCreateView"
 
 def lower_pinned_storage(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    functions = dict(mod.functions.items())
-    functions.update({gv: _lowered(func) for gv, func in relax_functions(mod)})
-    return copy_module(mod, functions)
+    return with_functions(mod, {gv: _lowered(func) for gv, func in relax_functions(mod)})
 
 
 LowerPinnedStorage = declare_pass("LowerPinnedStorage", lower_pinned_storage)

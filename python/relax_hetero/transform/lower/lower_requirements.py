@@ -115,23 +115,15 @@ def without_division_by_zero(func: relax.Function) -> relax.Function:
 
 @dataclass
 class _Writer:
-    """Rewrites a function.
-
-    Attributes
-    ----------
-    guards : dict
-        The PrimFuncs that check sizes.
-    analyzer : tvm.sym.Analyzer
-        Knows that extents of argument tensors are not negative; numbers of a shape may be.
-    origins : dict
-        Symbolic size -> text of the dimension of an argument that defines it.
-    """
+    """Rewrites a function."""
 
     name: str
     is_public: bool
     used_names: set[str]
-    guards: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)
+    guards: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = field(default_factory=dict)  # the PrimFuncs that check sizes
+    # Knows that extents of argument tensors are not negative; numbers of a shape may be.
     analyzer: tvm.sym.Analyzer = field(default_factory=tvm.sym.Analyzer)
+    # Symbolic size -> text of the dimension of an argument that defines it.
     origins: dict[tirx.Var, str] = field(default_factory=dict)
 
     def function(self, func: relax.Function, known: Set[tirx.Var] = frozenset(), is_top: bool = True) -> relax.Function:

@@ -34,12 +34,12 @@ from ...target.vdevice import is_cpu, vdevice_index, vdevices_of
 from ..ir.declare import declare_pass
 from ..ir.op_names import IN_PLACE, TRANSFERS
 from ..ir.rewriting import (
-    copy_module,
     is_tensor_constant,
     map_bindings,
     op_name,
     relax_functions,
     walk_bindings,
+    with_functions,
 )
 
 TO_DEVICE, STREAM_TO_DEVICE = "relax_hetero.to_device", "relax_hetero.stream_to_device"
@@ -83,9 +83,7 @@ def lower_transfers(mod: tvm.IRModule, must_copy: bool | None = None) -> tvm.IRM
         ]
         return [*buffer, _call(TO_DEVICE, operands, binding)]
 
-    functions = dict(mod.functions.items())
-    functions.update({gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
-    return copy_module(mod, functions)
+    return with_functions(mod, {gv: map_bindings(func, change) for gv, func in relax_functions(mod)})
 
 
 LowerTransfers = declare_pass("LowerTransfers", lower_transfers)

@@ -33,16 +33,14 @@ from tvm import relax
 
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions, walk_bindings
+from ..ir.rewriting import map_bindings, op_name, relax_functions, walk_bindings, with_functions
 from ..ir.tensor_aliases import is_view
 from .lower_transfers import STREAM_TO_DEVICE, STREAMED
 
 
 def order_streams(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    functions = dict(mod.functions.items())
-    functions.update({gv: _ordered(func, mod) for gv, func in relax_functions(mod)})
-    return copy_module(mod, functions)
+    return with_functions(mod, {gv: _ordered(func, mod) for gv, func in relax_functions(mod)})
 
 
 OrderStreams = declare_pass("OrderStreams", order_streams)

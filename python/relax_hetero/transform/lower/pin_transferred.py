@@ -32,7 +32,7 @@ from ...target.backend import backend_of
 from ...target.vdevice import is_cpu, vdevices_of
 from ...vm.device.memory_pools import PINNED_BYTES
 from ..ir.declare import declare_pass
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
+from ..ir.rewriting import map_bindings, op_name, relax_functions, with_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..partition.form_schedules import schedules_of
 from .lower_transfers import is_lowered_transfer
@@ -47,9 +47,9 @@ def pin_transferred(mod: tvm.IRModule) -> tvm.IRModule:
     if not any(map(_copies_pinned, vdevices_of(mod))):
         return mod
     transferred = _transferred_results(mod)
-    functions = dict(mod.functions.items())
-    functions.update({gv: _pinned(func, mod, transferred.get(gv.name_hint, ())) for gv, func in relax_functions(mod)})
-    return copy_module(mod, functions)
+    return with_functions(
+        mod, {gv: _pinned(func, mod, transferred.get(gv.name_hint, ())) for gv, func in relax_functions(mod)}
+    )
 
 
 PinTransferred = declare_pass("PinTransferred", pin_transferred)
@@ -105,19 +105,12 @@ def _is_large(binding: relax.Binding, bounds: Mapping[str, int]) -> bool:
 
 @dataclass
 class _AliasWalk:
-    """A walk over a function in order.
-
-    Attributes
-    ----------
-    allocated : list of Binding
-        Bindings that allocate in the "global" memory of a CPU.
-    transferred : set of int
-        Numbers of the allocations that transfers copy to a GPU.
-    """
+    """A walk over a function in order."""
 
     vdevices: list[relax.VDevice]
+    # Bindings that allocate in the "global" memory of a CPU.
     allocated: list[relax.Binding] = field(default_factory=list)
-    transferred: set[int] = field(default_factory=set)
+    transferred: set[int] = field(default_factory=set)  # numbers of the allocations that transfers copy to a GPU
     _aliases: TensorAliases = field(default_factory=TensorAliases)
 
     def body(self, body: relax.SeqExpr) -> Roots:

@@ -44,7 +44,7 @@ from ...tir.core.builder import plain_extent
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.kernels import bytes_of_extents
-from ..ir.rewriting import copy_module, map_bindings, op_name, relax_functions
+from ..ir.rewriting import map_bindings, op_name, relax_functions, with_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..record.plan_arena import Lifetime, groups_by_unit, overlaps_of
 from .lower_transfers import STREAM_TO_DEVICE, is_lowered_transfer
@@ -81,9 +81,7 @@ _READ_ONLY_OPS = ("relax.shape_of", "relax.tensor_to_shape", "relax.assert_op", 
 
 def plan_memory_per_device(mod: tvm.IRModule) -> tvm.IRModule:
     """See the module's docstring."""
-    functions = dict(mod.functions.items())
-    functions.update({gv: _planned(func, mod) for gv, func in relax_functions(mod)})
-    return copy_module(mod, functions)
+    return with_functions(mod, {gv: _planned(func, mod) for gv, func in relax_functions(mod)})
 
 
 PlanMemoryPerDevice = declare_pass("PlanMemoryPerDevice", plan_memory_per_device)

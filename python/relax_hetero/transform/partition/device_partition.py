@@ -37,20 +37,11 @@ TYPICAL_EXTENT = 64
 
 @dataclass
 class Part:
-    """Bindings that run together.
+    """Bindings that run together."""
 
-    Attributes
-    ----------
-    devices : tuple of int
-        Devices that it uses. The queue of the first one runs it.
-    members : list of int
-        Indices of its bindings, in order.
-    is_isolated : bool
-        True for a single binding that cannot be merged: a transfer, or one that uses several devices.
-    """
-
-    devices: tuple[int, ...]
-    members: list[int] = field(default_factory=list)
+    devices: tuple[int, ...]  # Devices that it uses. The queue of the first one runs it.
+    members: list[int] = field(default_factory=list)  # indices of its bindings, in order
+    # True for a single binding that cannot be merged: a transfer, or one that uses several devices.
     is_isolated: bool = False
 
 

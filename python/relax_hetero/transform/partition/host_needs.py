@@ -29,40 +29,20 @@ Needs: TypeAlias = "dict[str, set[relax.Var]]"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Hosts of a binding.
+    """Hosts of a binding."""
 
-    Attributes
-    ----------
-    hosts : Hosts
-        Hosts that evaluate it.
-    sent_to : Hosts
-        Other hosts, which need the sizes that it defines.
-    sizes : tuple of relax.Var
-        The symbolic sizes that it defines.
-    """
-
-    hosts: Hosts
-    sent_to: Hosts = ()
-    sizes: tuple[relax.Var, ...] = ()
+    hosts: Hosts  # hosts that evaluate it
+    sent_to: Hosts = ()  # other hosts, which need the sizes that it defines
+    sizes: tuple[relax.Var, ...] = ()  # the symbolic sizes that it defines
 
 
 @dataclass
 class HostNeeds:
-    """Needs of the hosts of a module, function by function.
+    """Needs of the hosts of a module, function by function."""
 
-    Attributes
-    ----------
-    hosts : Hosts
-        All hosts, in the order of the module's vdevices.
-    participants : mapping of tvm.ir.GlobalVar to Hosts
-        The hosts of each Relax function.
-    evaluations : dict of relax.Var to Evaluation
-        Evaluations by the variable of a binding.
-    """
-
-    hosts: Hosts
-    participants: Mapping[tvm.ir.GlobalVar, Hosts]
-    evaluations: dict[relax.Var, Evaluation] = field(default_factory=dict)
+    hosts: Hosts  # all hosts, in the order of the module's vdevices
+    participants: Mapping[tvm.ir.GlobalVar, Hosts]  # the hosts of each Relax function
+    evaluations: dict[relax.Var, Evaluation] = field(default_factory=dict)  # evaluations by the variable of a binding
     _defined_sizes: dict[relax.Var, tuple[relax.Var, ...]] = field(default_factory=dict)
     _working: set[str] = field(default_factory=set)
     _name: str = ""

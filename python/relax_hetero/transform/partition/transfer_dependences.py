@@ -27,17 +27,10 @@ Dependences: TypeAlias = tuple[int, int]
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads among bindings.
+    """Reads among bindings."""
 
-    Attributes
-    ----------
-    direct : list of list of int
-        Indices of the bindings that each binding reads.
-    producers : list of list of int
-        The same, with bindings without cost, such as views, replaced by the bindings that they read.
-    """
-
-    direct: list[list[int]]
+    direct: list[list[int]]  # indices of the bindings that each binding reads
+    # The same, with bindings without cost, such as views, replaced by the bindings that they read.
     producers: list[list[int]]
 
     @staticmethod

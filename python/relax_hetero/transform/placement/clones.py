@@ -14,29 +14,14 @@ from .solve import Solution, check_untransferable, nearest_origin, needs_transfe
 
 @dataclass(slots=True, eq=False)
 class Clone:
-    """One recursion group on given devices.
-
-    Attributes
-    ----------
-    group : RecursionGroup
-    devices : list of int
-        Devices of every node of the group's graph.
-    names : dict
-        Names of its functions in the result, by name in the source module.
-    first : bool
-        Whether it keeps the names; the other clones are private.
-    caller : str
-        Function whose call placed it, for reports; empty without a caller.
-    needs_transfers : bool
-        Whether values are used on devices other than their own.
-    """
+    """One recursion group on given devices."""
 
     group: RecursionGroup
-    devices: list[int]
-    names: dict[str, str]
-    first: bool
-    caller: str
-    needs_transfers: bool
+    devices: list[int]  # devices of every node of the group's graph
+    names: dict[str, str]  # names of its functions in the result, by name in the source module
+    first: bool  # whether it keeps the names; the other clones are private
+    caller: str  # function whose call placed it, for reports; empty without a caller
+    needs_transfers: bool  # whether values are used on devices other than their own
 
 
 def make_clones(program: Program, groups: Sequence[RecursionGroup], insert_copies: bool) -> list[list[Clone]]:
@@ -130,18 +115,10 @@ def _suffix(program: Program, group: RecursionGroup, devices: list[int]) -> str:
 
 @dataclass(slots=True, eq=False)
 class RecursionGroup:
-    """Functions that call each other, or a single function.
+    """Functions that call each other, or a single function."""
 
-    Attributes
-    ----------
-    index : int
-        Index of the group; callees come before their callers.
-    units : list of Unit
-        Functions in module order.
-    """
-
-    index: int
-    units: list[Unit]
+    index: int  # index of the group; callees come before their callers
+    units: list[Unit]  # functions in module order
     graph: Graph
     solution: Solution
 
@@ -156,7 +133,6 @@ def add_reference(graph: Graph, callee: Unit, group: RecursionGroup, location: L
     ----------
     graph : Graph
         Graph of the caller, which gets the sites.
-    callee : Unit
     group : RecursionGroup
         Group of the callee.
     location : Location

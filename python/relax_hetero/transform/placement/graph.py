@@ -29,21 +29,11 @@ class FuncTree:
 
 @dataclass(slots=True, eq=False)
 class ConstLeaf:
-    """A constant, which is copied to every device that uses it; its variable is on the device of the first use.
+    """A constant, which is copied to every device that uses it; its variable is on the device of the first use."""
 
-    Attributes
-    ----------
-    expr : relax.Expr
-        Constant.
-    first_use : int
-        Node (or HOST) of the first use; ANY without a use.
-    pinned : int
-        Device (index) of the first use if that is a hint or `to_vdevice`, else -1.
-    """
-
-    expr: relax.Expr
-    first_use: int = ANY
-    pinned: int = -1
+    expr: relax.Expr  # constant
+    first_use: int = ANY  # node (or HOST) of the first use; ANY without a use
+    pinned: int = -1  # device (index) of the first use if that is a hint or `to_vdevice`, else -1
 
     def use(self, node: int, device: int = -1) -> None:
         """Record a use; uses are recorded in program order."""
@@ -56,23 +46,12 @@ Tree: TypeAlias = "None | int | ConstLeaf | FuncTree | tuple[Tree, ...]"
 
 
 class Origin(NamedTuple):
-    """Origin of a fixed device.
+    """Origin of a fixed device."""
 
-    Attributes
-    ----------
-    kind : str
-        "parameter", "variable", "match_cast", "return", "hint", "to_vdevice", "out_ty" or "callee".
-    name : str
-        Variable; for "return" and "callee" the function.
-    function : str
-        Function that contains it.
-    origin_in_callee : callable, optional
-        For "callee": function that computes the text of the origin inside the callee, which only messages need.
-    """
-
-    kind: str
-    name: str
-    function: str
+    kind: str  # "parameter", "variable", "match_cast", "return", "hint", "to_vdevice", "out_ty" or "callee"
+    name: str  # variable; for "return" and "callee" the function
+    function: str  # function that contains it
+    # For "callee": function that computes the text of the origin inside the callee, which only messages need.
     origin_in_callee: Callable[[], str] | None = None
 
     def __str__(self) -> str:
@@ -93,24 +72,12 @@ _ORIGIN_TEXTS = {
 
 
 class Location(NamedTuple):
-    """Description of a node, for messages.
+    """Description of a node, for messages."""
 
-    Attributes
-    ----------
-    function : str
-        Name of the Relax function.
-    var : tvm.ir.Var, optional
-        Variable; None for the result of a function.
-    op : str
-        Op of a site, e.g. "relax.add", "call of 'f'", "return"; empty for a value.
-    path : tuple of int
-        Path inside the variable's tuple.
-    """
-
-    function: str
-    var: tvm.ir.Var | None
-    op: str = ""
-    path: tuple[int, ...] = ()
+    function: str  # name of the Relax function
+    var: tvm.ir.Var | None  # variable; None for the result of a function
+    op: str = ""  # Op of a site, e.g. "relax.add", "call of 'f'", "return"; empty for a value.
+    path: tuple[int, ...] = ()  # path inside the variable's tuple
 
     @property
     def variable(self) -> str:
@@ -126,42 +93,24 @@ class Location(NamedTuple):
 
 @dataclass(slots=True)
 class Graph:
-    """Graph of a recursion group. Nodes are numbered in program order; all tables are indexed by node.
+    """Graph of a recursion group. Nodes are numbered in program order; all tables are indexed by node."""
 
-    Attributes
-    ----------
-    sources, targets : list of list of int
-        Neighbours against and along the edges: of a site its operands and results, of a value its producers and users.
-    locations : list of Location
-        Location of each node.
-    fixed : dict
-        Fixed device (index) of a node, and its origin.
-    hints : dict
-        Devices that are hinted for a node, in program order; the first one counts if nothing fixes the node.
-    opaque : set
-        Values of type ``R.Object``, which may be tensors or not.
-    signature_nodes : set
-        Nodes of parameters and results: callers place them if the function does not.
-    host_values : set
-        Values that the host produces and copies to their device.
-    constants : dict
-        Constant of each value node of an annotated variable that is bound to a constant.
-    inferred : dict
-        Device in the type of a node that TVM's inference copied from the operand of a hint.
-    untransferable : list
-        Pairs of nodes between which no transfer is possible: (source, target, site between them).
-    """
-
+    # Neighbours against and along the edges: of a site its operands and results, of a value its producers and users.
     sources: list[list[int]] = field(default_factory=list)
     targets: list[list[int]] = field(default_factory=list)
-    locations: list[Location] = field(default_factory=list)
-    fixed: dict[int, tuple[int, Origin]] = field(default_factory=dict)
+    locations: list[Location] = field(default_factory=list)  # location of each node
+    fixed: dict[int, tuple[int, Origin]] = field(default_factory=dict)  # fixed device (index) of a node, and its origin
+    # Devices that are hinted for a node, in program order; the first one counts if nothing fixes the node.
     hints: dict[int, list[tuple[int, Origin]]] = field(default_factory=dict)
-    opaque: set[int] = field(default_factory=set)
+    opaque: set[int] = field(default_factory=set)  # values of type ``R.Object``, which may be tensors or not
+    # Nodes of parameters and results: callers place them if the function does not.
     signature_nodes: set[int] = field(default_factory=set)
-    host_values: set[int] = field(default_factory=set)
+    host_values: set[int] = field(default_factory=set)  # values that the host produces and copies to their device
+    # Constant of each value node of an annotated variable that is bound to a constant.
     constants: dict[int, relax.Expr] = field(default_factory=dict)
+    # Device in the type of a node that TVM's inference copied from the operand of a hint.
     inferred: dict[int, int] = field(default_factory=dict)
+    # Pairs of nodes between which no transfer is possible: (source, target, site between them).
     untransferable: list[tuple[int, int, int]] = field(default_factory=list)
 
     def add(self, location: Location) -> int:

@@ -75,30 +75,15 @@ _VARS = (relax.Var, relax.DataflowVar)
 
 
 class PlacementNote(NamedTuple):
-    """Note about one value for the placement report.
+    """Note about one value for the placement report."""
 
-    Attributes
-    ----------
-    kind : str
-        "op", "transfer", "param" or "constant".
-    name : str
-        Variable; for a constant the variable that uses it first.
-    ty : Type
-    op : str
-    device : int
-    node : int
-        Node that explains the device; HOST for reads and results of the host, ANY if a use determines it.
-    reason : str
-        Reason as text; empty if it follows from `node`.
-    """
-
-    kind: str
-    name: str
+    kind: str  # "op", "transfer", "param" or "constant"
+    name: str  # variable; for a constant the variable that uses it first
     ty: tvm.ir.Type
     op: str
     device: int
-    node: int
-    reason: str
+    node: int  # node that explains the device; HOST for reads and results of the host, ANY if a use determines it
+    reason: str  # reason as text; empty if it follows from `node`
 
 
 class Operands:

@@ -19,139 +19,75 @@ from .graph import ANY, HOST, FuncTree, Tree
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """One binding.
-
-    Attributes
-    ----------
-    binding : relax.Binding
-    kind : str
-        "op", "call" (of a Relax function), "hint", "to_vdevice", "alias" (also match_cast), "tuple", "getitem",
-        "const", "if", "function" or "other".
-    index : int
-        Index in its scope.
-    op : str
-        Op for messages and reports.
-    args : list of Expr
-        Expressions that may hold tensors: the arguments of a call, the condition of an ``If``.
-    trees : list of Tree
-        Nodes of the tensors of `args`.
-    operand_devices : int, or list of Tree
-        Nodes (or HOST, ANY) on whose devices the operands are needed: one node for all, or a tree for each operand.
-    result_device : Tree
-        Nodes of the variable's tensors.
-    produced : Tree
-        Nodes on whose devices the value is computed; other nodes than `result_device` only if a transfer follows.
-    site : int
-        Site of an op in the graph; ANY without one.
-    scopes : list of Scope
-        Branches of an ``If``; body of a local function.
-    device : int
-        Target device of a hint or `to_vdevice`.
-    callees : list of CallRef
-        References to Relax functions in the value.
-    func : FuncTree
-        Parameters and result of a local function.
-    written : sequence of int
-        Operands that the op may write to; later uses on other devices need new transfers.
-    host_read : bool
-        True if the host reads the operands.
-    """
+    """One binding."""
 
     binding: relax.Binding
     var: relax.Var
     value: relax.Expr
-    index: int
+    index: int  # index in its scope
+    # "op", "call" (of a Relax function), "hint", "to_vdevice", "alias" (also match_cast), "tuple", "getitem", "const",
+    # "if", "function" or "other".
     kind: str = "other"
-    op: str = ""
+    op: str = ""  # op for messages and reports
+    # Expressions that may hold tensors: the arguments of a call, the condition of an ``If``.
     args: list[relax.Expr] = field(default_factory=list)
-    trees: list[Tree] = field(default_factory=list)
+    trees: list[Tree] = field(default_factory=list)  # nodes of the tensors of `args`
+    # Nodes (or HOST, ANY) on whose devices the operands are needed: one node for all, or a tree for each operand.
     operand_devices: Any = ANY
-    result_device: Tree = None
+    result_device: Tree = None  # nodes of the variable's tensors
+    # Nodes on whose devices the value is computed; other nodes than `result_device` only if a transfer follows.
     produced: Tree = None
-    site: int = ANY
-    device: int = ANY
-    scopes: list[Scope] = field(default_factory=list)
-    callees: list[CallRef] = field(default_factory=list)
-    func: FuncTree | None = None
-    written: Sequence[int] = ()
-    host_read: bool = False
+    site: int = ANY  # site of an op in the graph; ANY without one
+    device: int = ANY  # target device of a hint or `to_vdevice`
+    scopes: list[Scope] = field(default_factory=list)  # branches of an ``If``; body of a local function
+    callees: list[CallRef] = field(default_factory=list)  # references to Relax functions in the value
+    func: FuncTree | None = None  # parameters and result of a local function
+    written: Sequence[int] = ()  # operands that the op may write to; later uses on other devices need new transfers
+    host_read: bool = False  # True if the host reads the operands
 
 
 @dataclass(slots=True, eq=False)
 class Scope:
-    """One ``SeqExpr``: the body of a function or a branch.
-
-    Attributes
-    ----------
-    body : relax.Expr
-        Expression after the last block, the value of the sequence.
-    blocks : list
-        Tuples of a block, the index of its first record, and the index after its last.
-    body_tree, body_device : Tree
-        Nodes of the tensors of `body`, and nodes on whose devices they are needed.
-    parent, parent_index
-        Enclosing scope and record; None for the body of a module's function.
-    is_function : bool
-        True for the body of a local function.
-    """
+    """One ``SeqExpr``: the body of a function or a branch."""
 
     seq: relax.SeqExpr
+    # Enclosing scope and record; None for the body of a module's function.
     parent: Scope | None
     parent_index: int
     depth: int
-    body: Any = None
+    body: Any = None  # expression after the last block, the value of the sequence
     records: list[Record] = field(default_factory=list)
+    # Tuples of a block, the index of its first record, and the index after its last.
     blocks: list[tuple[relax.BindingBlock, int, int]] = field(default_factory=list)
+    # Nodes of the tensors of `body`, and nodes on whose devices they are needed.
     body_tree: Tree = None
     body_device: Tree = None
     callees: list[CallRef] = field(default_factory=list)
-    is_function: bool = False
+    is_function: bool = False  # True for the body of a local function
 
 
 @dataclass(slots=True, eq=False)
 class CallRef:
-    """One reference to a Relax function.
-
-    Attributes
-    ----------
-    callee : Unit
-    sites : dict
-        Site in the caller that determines the device of each open component of the callee's group.
-    """
+    """One reference to a Relax function."""
 
     callee: Unit
-    sites: dict[int, int]
+    sites: dict[int, int]  # site in the caller that determines the device of each open component of the callee's group
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """One Relax function of the module.
+    """One Relax function of the module."""
 
-    Attributes
-    ----------
-    index : int
-        Index in the module.
-    tree : FuncTree
-        Nodes of parameters and result.
-    scope : Scope
-        Body; a placeholder until it is read.
-    group : int
-        Index of its recursion group.
-    access : dict
-        Variable that contains each value node, and the path into its tuple.
-    calls : list of CallRef
-        References to functions of other groups, in program order.
-    """
-
-    index: int
+    index: int  # index in the module
     gvar: tvm.ir.GlobalVar
     func: relax.Function
     name: str
-    tree: FuncTree
-    scope: Scope
-    group: int = -1
+    tree: FuncTree  # nodes of parameters and result
+    scope: Scope  # body; a placeholder until it is read
+    group: int = -1  # index of its recursion group
+    # Variable that contains each value node, and the path into its tuple.
     access: dict[int, tuple[relax.Var, tuple[int, ...]]] = field(default_factory=dict)
-    calls: list[CallRef] = field(default_factory=list)
+    calls: list[CallRef] = field(default_factory=list)  # references to functions of other groups, in program order
 
 
 class Program:

@@ -162,7 +162,6 @@ def _realized(mod: tvm.IRModule, insert_copies: bool = False) -> tvm.IRModule:
 
     Parameters
     ----------
-    mod : tvm.IRModule
     insert_copies : bool
         Insert a transfer between connected values that are fixed to different devices, instead of raising an error.
 

@@ -28,7 +28,6 @@ def propagate(graph: Graph, component: list[int], fixed: dict[int, int]) -> dict
 
     Parameters
     ----------
-    graph : Graph
     component : list of int
         All nodes of the component.
     fixed : dict
@@ -106,21 +105,11 @@ _CONFLICT_ADVICE = (
 
 @dataclass(slots=True)
 class Solution:
-    """Devices of all nodes of a graph that do not depend on callers.
+    """Devices of all nodes of a graph that do not depend on callers."""
 
-    Attributes
-    ----------
-    devices : list of int
-        Device (index) of every node, or -1 if its component is open.
-    open_component_of : dict
-        Index of the open component of each node in one.
-    open_components : list of list of int
-        Nodes of every open component.
-    """
-
-    devices: list[int]
-    open_component_of: dict[int, int] = field(default_factory=dict)
-    open_components: list[list[int]] = field(default_factory=list)
+    devices: list[int]  # device (index) of every node, or -1 if its component is open
+    open_component_of: dict[int, int] = field(default_factory=dict)  # index of the open component of each node in one
+    open_components: list[list[int]] = field(default_factory=list)  # nodes of every open component
 
 
 def solve(graph: Graph, device_names: list[str], host: int, insert_copies: bool) -> Solution:

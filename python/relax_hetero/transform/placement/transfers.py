@@ -15,38 +15,20 @@ from .program import Program, Record, Scope
 
 @dataclass(slots=True, eq=False)
 class Transfer:
-    """A copy of one value to one device.
+    """A copy of one value to one device."""
 
-    Attributes
-    ----------
-    node : int
-        Value node.
-    device : int
-        Destination.
-    scope : Scope
-        Innermost scope that contains all uses.
-    first, last : int
-        First and last record of that scope with a use, perhaps nested; the number of records stands for the scope's
-        result. The transfer is written before the first.
-    provider : Record, optional
-        `to_vdevice` of the program that serves as this transfer, because it is the first use.
-    needed_by : str
-        Variable of the first use, for reports.
-    captured : bool
-        Whether a local function uses it, which cannot capture dataflow variables.
-    var : relax.Var, optional
-        Variable of the copy, after it is written.
-    """
-
-    node: int
-    device: int
-    scope: Scope
+    node: int  # value node
+    device: int  # destination
+    scope: Scope  # innermost scope that contains all uses
+    # First and last record of that scope with a use, perhaps nested; the number of records stands for the scope's
+    # result. The transfer is written before the first.
     first: int
     last: int
-    needed_by: str
+    needed_by: str  # variable of the first use, for reports
+    # `to_vdevice` of the program that serves as this transfer, because it is the first use.
     provider: Record | None = None
-    captured: bool = False
-    var: relax.Var | None = None
+    captured: bool = False  # whether a local function uses it, which cannot capture dataflow variables
+    var: relax.Var | None = None  # variable of the copy, after it is written
 
     def include(self, scope: Scope, index: int) -> None:
         """Include one more use, later in program order."""
@@ -76,17 +58,11 @@ class Transfer:
 
 @dataclass(slots=True)
 class TransferPlan:
-    """All transfers of one function.
+    """All transfers of one function."""
 
-    Attributes
-    ----------
-    by_use : dict
-        Transfer by scope, record index, node and device of a use.
-    before : dict
-        Transfers to write before a record, by scope and record index.
-    """
-
+    # Transfer by scope, record index, node and device of a use.
     by_use: dict[tuple[int, int, int, int], Transfer] = field(default_factory=dict)
+    # Transfers to write before a record, by scope and record index.
     before: dict[tuple[int, int], list[Transfer]] = field(default_factory=dict)
 
 

@@ -24,7 +24,6 @@ class Trees:
 
     Parameters
     ----------
-    program : Program
     graph : Graph
         Graph that the methods add to.
     """

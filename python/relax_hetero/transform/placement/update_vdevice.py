@@ -75,7 +75,6 @@ def succeed_vdevices(mod: tvm.IRModule, successors: Sequence[VDevice], new: Sequ
 
     Parameters
     ----------
-    mod : tvm.IRModule
     successors : sequence of VDevice
         Entry of `new` for each vdevice of the module, by index; several may have the same.
     new : sequence of VDevice

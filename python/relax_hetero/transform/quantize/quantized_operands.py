@@ -31,23 +31,12 @@ _ABSORBED_OPS = frozenset(
 
 @dataclass(frozen=True)
 class Parameter:
-    """A zero point or a scale: one number, or one for each row of a left or column of a right operand.
+    """A zero point or a scale: one number, or one for each row of a left or column of a right operand."""
 
-    Attributes
-    ----------
-    expr : relax.Expr
-        Tensor, which may have further dimensions of size one.
-    shape : tuple
-        Shape of its numbers, () or (size,).
-    value : np.ndarray, optional
-        Numbers of a constant, in `shape`.
-    is_narrow : bool
-        Whether every zero point is certainly in the range of the data's own 8-bit type, as in ONNX.
-    """
-
-    expr: relax.Expr
-    shape: tuple[Any, ...]
-    value: np.ndarray | None = None
+    expr: relax.Expr  # tensor, which may have further dimensions of size one
+    shape: tuple[Any, ...]  # shape of its numbers, () or (size,)
+    value: np.ndarray | None = None  # numbers of a constant, in `shape`
+    # Whether every zero point is certainly in the range of the data's own 8-bit type, as in ONNX.
     is_narrow: bool = False
 
     @property
@@ -58,23 +47,13 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Quantized:
-    """An operand ``permute_dims((data - zero) * scale, perm)``.
+    """An operand ``permute_dims((data - zero) * scale, perm)``."""
 
-    Attributes
-    ----------
-    data : relax.Expr
-        Tensor of uint8 or int8.
-    perm : tuple of int
-    zero, scale : Parameter, optional
-    is_float : bool
-        Whether the operand was float32, not int32.
-    """
-
-    data: relax.Expr
+    data: relax.Expr  # tensor of uint8 or int8
     perm: tuple[int, ...]
     zero: Parameter | None = None
     scale: Parameter | None = None
-    is_float: bool = False
+    is_float: bool = False  # whether the operand was float32, not int32
 
     @property
     def data_value(self) -> np.ndarray | None:

@@ -59,21 +59,11 @@ SinkDequantize = declare_pass("SinkDequantize", sink_dequantize)
 
 @dataclass
 class _Dequantized:
-    """A float32 tensor that is computed from an 8-bit tensor.
+    """A float32 tensor that is computed from an 8-bit tensor."""
 
-    Attributes
-    ----------
-    data : relax.Expr
-        The 8-bit tensor.
-    expression : Expression
-        Expression of the float tensor, with `data` as ``x0``.
-    unread : relax.Var, optional
-        Emitted variable of the float tensor, until its first reader takes it.
-    """
-
-    data: relax.Expr
-    expression: Expression
-    unread: relax.Var | None = None
+    data: relax.Expr  # the 8-bit tensor
+    expression: Expression  # expression of the float tensor, with `data` as ``x0``
+    unread: relax.Var | None = None  # emitted variable of the float tensor, until its first reader takes it
 
 
 def _sink(block: Block) -> list[relax.Binding] | None:

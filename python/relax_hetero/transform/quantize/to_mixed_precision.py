@@ -210,7 +210,6 @@ class NameFilter:
 
     Parameters
     ----------
-    mod : tvm.IRModule
     patterns : sequence of str
         Names of ops (``relax.nn.softmax``, or ``nn.softmax``), variables (also parameters) and functions. ``*`` stands
         for any letters, unless the pattern itself is a name.
@@ -277,7 +276,6 @@ class LowPrecisionValues:
 
     Parameters
     ----------
-    func : relax.Function
     dtype : str
         Low type.
     excluded : NameFilter

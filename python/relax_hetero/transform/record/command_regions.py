@@ -36,24 +36,12 @@ and the cost of one more call for so many kernels is negligible."""
 
 @dataclass
 class Run:
-    """Bindings that become a command buffer.
+    """Bindings that become a command buffer."""
 
-    Attributes
-    ----------
-    vdevice : relax.VDevice
-        Device of the kernels.
-    members : list of int
-        Indices of the bindings, in order.
-    calls : dict of int to KernelCall
-        Kernel calls by index; the other members are views.
-    ended_by : int, optional
-        Index of the binding that ended it; None for the end of the block.
-    """
-
-    vdevice: relax.VDevice
-    members: list[int] = field(default_factory=list)
-    calls: dict[int, KernelCall] = field(default_factory=dict)
-    ended_by: int | None = None
+    vdevice: relax.VDevice  # device of the kernels
+    members: list[int] = field(default_factory=list)  # indices of the bindings, in order
+    calls: dict[int, KernelCall] = field(default_factory=dict)  # kernel calls by index; the other members are views
+    ended_by: int | None = None  # index of the binding that ended it; None for the end of the block
 
 
 @dataclass
@@ -91,7 +79,6 @@ class RunFinder:
 
         Parameters
         ----------
-        block : Block
         free : set of relax.Var
             Variables from outside of the block that kernels may overwrite: nothing else uses them.
         """

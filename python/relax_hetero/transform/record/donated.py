@@ -26,7 +26,6 @@ def with_donated(mod: tvm.IRModule, donate: Sequence[str] | Mapping[str, Sequenc
 
     Parameters
     ----------
-    mod : tvm.IRModule
     donate : sequence of str, or mapping from function to sequence of str
         Names of inputs; of ``main`` if no function is named.
 
@@ -91,12 +90,7 @@ def donated(func: relax.Function) -> list[relax.Var]:
 
 
 class DonatedVariables:
-    """Donated parameters of a function, and their uses.
-
-    Parameters
-    ----------
-    func : relax.Function
-    """
+    """Donated parameters of a function, and their uses."""
 
     def __init__(self, func: relax.Function) -> None:
         self._donated = donated(func)

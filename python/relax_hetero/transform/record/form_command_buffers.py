@@ -57,24 +57,15 @@ from .region_ir import OutlinedRegion, RegionStep, RegionValue
 
 @dataclass
 class Draft:
-    """A call of a kernel in a run, before it is decided which results take the memory of an operand.
-
-    Attributes
-    ----------
-    kernel : tvm.ir.GlobalVar
-    reads, makes : list of RegionValue
-    scalars : tuple
-    variable : str
-    stored_over : dict
-        From the index of a result to that of the operand whose memory it takes; at most one pair, unless the program
-        calls the kernel in place.
-    """
+    """A call of a kernel in a run, before it is decided which results take the memory of an operand."""
 
     kernel: tvm.ir.GlobalVar
     reads: list[RegionValue]
     makes: list[RegionValue]
     scalars: tuple[object, ...]
     variable: str
+    # From the index of a result to that of the operand whose memory it takes; at most one pair, unless the program
+    # calls the kernel in place.
     stored_over: dict[int, int] = field(default_factory=dict)
 
     def take(self, result: int, operand: int) -> None:
@@ -153,7 +144,6 @@ class RunOutliner:
 
     Parameters
     ----------
-    block : Block
     run : Run
         Run of the block.
     outside : set of relax.Var

@@ -82,48 +82,28 @@ _TOKEN = ((1,), "int32")
 
 @dataclass(eq=False)
 class _Mailbox:
-    """Transfers that become one mailbox.
-
-    Attributes
-    ----------
-    source, target : relax.VDevice
-    transfers : list of int
-        Indices of their bindings.
-    sent_at, received_at : int
-        Indices of the bindings before which it is sent and received.
-    """
+    """Transfers that become one mailbox."""
 
     source: relax.VDevice
     target: relax.VDevice
-    transfers: list[int]
+    transfers: list[int]  # indices of their bindings
+    # Indices of the bindings before which it is sent and received.
     sent_at: int
     received_at: int
 
 
 @dataclass
 class _Span:
-    """Bindings whose kernels become one command buffer of a GPU and one of the CPU.
-
-    Attributes
-    ----------
-    gpu : relax.VDevice
-    cpu : relax.VDevice or None
-        CPU of the transfers; None before the first one.
-    made : dict of relax.Var to int
-        Variables that its kernels and transfers define, with the index of the kernel or transfer.
-    calls : Counter of relax.VDevice
-        Number of kernels of each device, with senders and receivers.
-    mailboxes : list of _Mailbox
-    end : int
-        Index of the binding before which it ends.
-    """
+    """Bindings whose kernels become one command buffer of a GPU and one of the CPU."""
 
     gpu: relax.VDevice
-    cpu: relax.VDevice | None = None
+    cpu: relax.VDevice | None = None  # CPU of the transfers; None before the first one
+    # Variables that its kernels and transfers define, with the index of the kernel or transfer.
     made: dict[relax.Var, int] = field(default_factory=dict)
+    # Number of kernels of each device, with senders and receivers.
     calls: Counter[relax.VDevice] = field(default_factory=Counter)
     mailboxes: list[_Mailbox] = field(default_factory=list)
-    end: int = -1
+    end: int = -1  # index of the binding before which it ends
 
     @property
     def is_useful(self) -> bool:

@@ -31,32 +31,17 @@ from ..ir.rewriting import fresh_global_var, is_tensor_constant, op_name, walk_b
 
 @dataclass(frozen=True)
 class KernelCall:
-    """A call of a kernel.
-
-    Attributes
-    ----------
-    kernel : tvm.ir.GlobalVar
-    vdevice : relax.VDevice
-        Device of the call.
-    reads : tuple of relax.Expr
-        Variables and constants, in the order of the kernel's parameters.
-    makes : tuple of relax.TensorType
-        Types of the results.
-    scalars : tuple of tvm.ir.PrimExpr
-        Values of the scalars of the kernel's `RawSignature`.
-    stored_over : tuple of (int, int)
-        Index pairs of results (in `makes`) and operands (in `reads`) that share memory, for in-place kernels.
-    has_peers : bool
-        True if it waits for kernels of other devices. Only CUDA graphs run such kernels: NCCL's sums precede them
-        there, and a call launches no graph before it has made all.
-    """
+    """A call of a kernel."""
 
     kernel: tvm.ir.GlobalVar
-    vdevice: relax.VDevice
-    reads: tuple[relax.Expr, ...]
-    makes: tuple[relax.TensorType, ...]
-    scalars: tuple[Any, ...]
+    vdevice: relax.VDevice  # device of the call
+    reads: tuple[relax.Expr, ...]  # variables and constants, in the order of the kernel's parameters
+    makes: tuple[relax.TensorType, ...]  # types of the results
+    scalars: tuple[Any, ...]  # values of the scalars of the kernel's `RawSignature`
+    # Index pairs of results (in `makes`) and operands (in `reads`) that share memory, for in-place kernels.
     stored_over: tuple[tuple[int, int], ...] = ()
+    # True if it waits for kernels of other devices. Only CUDA graphs run such kernels: NCCL's sums precede them there,
+    # and a call launches no graph before it has made all.
     has_peers: bool = False
 
 

@@ -144,7 +144,6 @@ def kernel_spec(
 
     Parameters
     ----------
-    name : str
     func : tirx.PrimFunc
         Kernel with tensor parameters, before it becomes raw.
     signature : RawSignature

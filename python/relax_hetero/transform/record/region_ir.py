@@ -12,36 +12,22 @@ from tvm_ffi import structural_map, structural_walk
 
 from ...target.vdevice import identifier
 from ...tir.commands.command_list import Address, Call, Tensor, host_function
-from ...tir.core.builder import plain_extent
+from ...tir.core.builder import int64, plain_extent
 from ..ir.kernels import bytes_of_extents
 
 
 @dataclass(eq=False)
 class RegionValue:
-    """A tensor that a run reads or makes.
-
-    Attributes
-    ----------
-    ty : relax.TensorType
-    name : str
-    begin, end : int
-        The command that defines it and the last one that reads it.
-    is_result : bool
-        True if bindings after the run read it.
-    stored_over : RegionValue, optional
-        The value whose memory it takes.
-    offset : int or tirx.Expr
-        Offset of its first byte in the arena, if it is there and has memory of its own.
-    shape : list of (int or tirx.Expr)
-    """
+    """A tensor that a run reads or makes."""
 
     ty: relax.TensorType
     name: str
+    # The command that defines it and the last one that reads it.
     begin: int = 0
     end: int = 0
-    is_result: bool = False
-    stored_over: RegionValue | None = None
-    offset: Any = 0
+    is_result: bool = False  # True if bindings after the run read it
+    stored_over: RegionValue | None = None  # the value whose memory it takes
+    offset: Any = 0  # offset of its first byte in the arena, if it is there and has memory of its own
     shape: list[Any] = field(init=False)
     _known_root: RegionValue | None = field(init=False, default=None)
 
@@ -82,61 +68,33 @@ class RegionValue:
 
 @dataclass(frozen=True)
 class RegionStep:
-    """A call of a kernel in a run.
-
-    Attributes
-    ----------
-    kernel : tvm.ir.GlobalVar
-    operands : tuple of RegionValue
-        Tensor arguments.
-    access : tuple of str
-        Access to each operand: ``"read"``, ``"write"`` or ``"read-write"``.
-    scalars : tuple
-        Values of the scalars of the kernel's `RawSignature`.
-    variable : str
-    """
+    """A call of a kernel in a run."""
 
     kernel: tvm.ir.GlobalVar
-    operands: tuple[RegionValue, ...]
-    access: tuple[str, ...]
-    scalars: tuple[Any, ...]
+    operands: tuple[RegionValue, ...]  # tensor arguments
+    access: tuple[str, ...]  # access to each operand: ``"read"``, ``"write"`` or ``"read-write"``
+    scalars: tuple[Any, ...]  # values of the scalars of the kernel's `RawSignature`
     variable: str
 
 
 @dataclass
 class OutlinedRegion:
-    """A command buffer, whose host function is generated once the kernels' raw names are known.
+    """A command buffer, whose host function is generated once the kernels' raw names are known."""
 
-    Attributes
-    ----------
-    gv : tvm.ir.GlobalVar
-        Global variable of the host function.
-    function : str
-        The Relax function that contains the run.
-    vdevice : relax.VDevice
-    inputs, constants, results : list of RegionValue
-        Tensor parameters, in this order, with `numbers` before the results, and the arena after them. Results that
-        take the memory of an input are not among them.
-    numbers : list of tirx.Var
-        The symbols that the call passes as numbers, since they are not extents of a tensor. Those that are given first
-        are parameters, even if nothing depends on them.
-    arena : int or tirx.Expr
-        Bytes of the arena; 0 for none.
-    steps : list of RegionStep
-    ended_by : str
-        Description of the binding that ended the run.
-    """
-
-    gv: tvm.ir.GlobalVar
-    function: str
+    gv: tvm.ir.GlobalVar  # global variable of the host function
+    function: str  # the Relax function that contains the run
     vdevice: relax.VDevice
+    # Tensor parameters, in this order, with `numbers` before the results, and the arena after them. Results that take
+    # the memory of an input are not among them.
     inputs: list[RegionValue]
     constants: list[RegionValue]
     results: list[RegionValue]
+    # The symbols that the call passes as numbers, since they are not extents of a tensor. Those that are given first
+    # are parameters, even if nothing depends on them.
     numbers: list[tirx.Var]
-    arena: Any
+    arena: Any  # bytes of the arena; 0 for none
     steps: list[RegionStep]
-    ended_by: str = ""
+    ended_by: str = ""  # description of the binding that ended the run
 
     @property
     def kernels(self) -> list[tvm.ir.GlobalVar]:
@@ -183,7 +141,7 @@ class OutlinedRegion:
             for number, value in enumerate(tensors)
         }
         if self.has_arena:
-            params.append(Tensor("arena", [_int64(renamed(self.arena))], "uint8"))
+            params.append(Tensor("arena", [int64(renamed(self.arena))], "uint8"))
 
         def address(value: RegionValue) -> Address:
             if value.root in indices:
@@ -200,7 +158,3 @@ class OutlinedRegion:
 def _c_name(name: str) -> str:
     """A name of C: TVM's generator writes those of variables as they are, such as ``/layer.0/MatMul@1`` of models."""
     return identifier(f"_{name}" if name[:1].isdigit() else name)
-
-
-def _int64(extent: Any) -> Any:
-    return tirx.IntImm("int64", extent) if isinstance(extent, int) else extent

@@ -193,18 +193,10 @@ def unreachable(gpus: tuple[int, ...]) -> tuple[int, int] | None:
 
 @dataclass(frozen=True)
 class _Transfers:
-    """Transfers that become one exchange.
-
-    Attributes
-    ----------
-    mesh : tuple of int
-    members : list of int
-        Indices of their bindings.
-    exchange : Exchange
-    """
+    """Transfers that become one exchange."""
 
     mesh: Group
-    members: list[int]
+    members: list[int]  # indices of their bindings
     exchange: Exchange
 
 
@@ -297,11 +289,8 @@ class _BlockWriter:
 
     Parameters
     ----------
-    rewriter : _Rewriter
-    block : Block
     sums : dict of int to RankReduce
         Sums by NCCL by the indices of their bindings.
-    exchanges : list of _Transfers
     stays : bool
         True if kernels sum, too.
     """

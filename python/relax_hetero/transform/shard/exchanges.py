@@ -33,32 +33,18 @@ from .sharding import REPLICATED, Sharding, Shardings, known
 
 @dataclass(frozen=True)
 class MeshValue:
-    """A value over a mesh.
-
-    Attributes
-    ----------
-    mesh : Mesh
-    shardings : list of Shardings
-        Shardings of each tensor in it.
-    locals : list of relax.Expr
-        The value of each device.
-    """
+    """A value over a mesh."""
 
     mesh: Mesh
-    shardings: list[Shardings]
-    locals: list[relax.Expr]
+    shardings: list[Shardings]  # shardings of each tensor in it
+    locals: list[relax.Expr]  # the value of each device
 
 
 class Exchanges:
     """Values of a function over meshes, and the exchanges between their devices.
 
-    Parameters
-    ----------
-    bindings : LocalBindings
-
     Attributes
     ----------
-    values : dict of relax.Var to MeshValue
     repeatable : dict
         A value that follows from one other value, and the maker of it, so that the whole can be made again on a device
         instead of gathered.
@@ -354,24 +340,12 @@ class Exchanges:
 
 @dataclass(frozen=True)
 class _Group:
-    """Devices that exchange parts of a value.
+    """Devices that exchange parts of a value."""
 
-    Attributes
-    ----------
-    devices : tuple of int
-        Positions in the module's list.
-    name : str
-        Name of the value.
-    suffixes : list of str
-        Suffix of names on each device.
-    parts : list of relax.Expr
-        Local value of each device.
-    """
-
-    devices: tuple[int, ...]
-    name: str
-    suffixes: list[str]
-    parts: list[relax.Expr]
+    devices: tuple[int, ...]  # positions in the module's list
+    name: str  # name of the value
+    suffixes: list[str]  # suffix of names on each device
+    parts: list[relax.Expr]  # local value of each device
 
 
 def whole_on(mesh: Mesh) -> Shardings:

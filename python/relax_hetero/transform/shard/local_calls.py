@@ -20,7 +20,6 @@ class LocalCall:
 
     Parameters
     ----------
-    call : relax.Call
     leaves : sequence of relax.Expr
         Tensors and other variables among its arguments, in order.
     rebuilt : callable
@@ -73,7 +72,6 @@ class LocalCall:
             Sharding of each tensor operand.
         local : callable or None
             Maker of a device's call; None: the same call of its operands.
-        count : int
         """
         if local is None and not any(sharding.is_split for sharding in shardings):
             return

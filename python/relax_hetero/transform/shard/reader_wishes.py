@@ -20,7 +20,6 @@ class ReaderWishes:
 
     Parameters
     ----------
-    bindings : sequence of relax.Binding
     outputs : mapping of relax.Var to set of (int, int)
         Results of the function, and the splits that the caller asks for, as in `asked`.
 

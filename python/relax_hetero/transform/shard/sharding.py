@@ -16,22 +16,14 @@ from tvm import tirx
 
 @dataclass(frozen=True)
 class Sharding:
-    """How the devices along an axis of a mesh share a tensor.
+    """How the devices along an axis of a mesh share a tensor."""
 
-    Attributes
-    ----------
-    axis : int or None
-        Axis that is split evenly, in the order of the devices; None: each device has all elements.
-    segments : tuple of int
-        Extents of consecutive parts of the axis, of which each device has its share of every one, such as queries, keys
-        and values that one product computes; () if the axis is one segment.
-    is_partial : bool
-        True if the tensor is the sum of what the devices have.
-    """
-
+    # Axis that is split evenly, in the order of the devices; None: each device has all elements.
     axis: int | None = None
+    # Extents of consecutive parts of the axis, of which each device has its share of every one, such as queries, keys
+    # and values that one product computes; () if the axis is one segment.
     segments: tuple[int, ...] = ()
-    is_partial: bool = False
+    is_partial: bool = False  # True if the tensor is the sum of what the devices have
 
     def __str__(self) -> str:
         if self.is_partial:

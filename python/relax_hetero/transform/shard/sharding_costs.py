@@ -100,18 +100,11 @@ class ShardingCosts:
 
 @dataclass(frozen=True)
 class Readers:
-    """Uses of the values of a function.
+    """Uses of the values of a function."""
 
-    Attributes
-    ----------
-    of : mapping of relax.Var to sequence of relax.Binding
-    outputs : sequence of relax.Var
-    weight_bytes : callable
-        Bytes of an operand that follows from constants; None for others.
-    """
-
-    of: Mapping[relax.Var, Sequence[relax.Binding]]
+    of: Mapping[relax.Var, Sequence[relax.Binding]]  # mapping of relax.Var to sequence of relax.Binding
     outputs: Sequence[relax.Var]
+    # Bytes of an operand that follows from constants; None for others.
     weight_bytes: Callable[[relax.Expr], float | None]
 
     def has_weights(self, call: relax.Call) -> bool:
@@ -126,34 +119,16 @@ class Readers:
 
 @dataclass(frozen=True)
 class Splits:
-    """Decision about a product on a group of devices.
-
-    Attributes
-    ----------
-    costs : ShardingCosts
-    readers : Readers
-    var : relax.Var
-        Result of the product.
-    call : relax.Call
-        The product, as the devices along earlier axes of the mesh compute it.
-    operand_bytes : float
-        Bytes of its operands.
-    group : tuple of int
-        Positions of devices along this axis of the mesh.
-    earlier : int
-        Number of devices along earlier axes, which share later products, too.
-    record : callable
-        Takes the reason of a decision.
-    """
+    """Decision about a product on a group of devices."""
 
     costs: ShardingCosts
     readers: Readers
-    var: relax.Var
-    call: relax.Call
+    var: relax.Var  # result of the product
+    call: relax.Call  # the product, as the devices along earlier axes of the mesh compute it
     operand_bytes: float
-    group: tuple[int, ...]
-    earlier: int
-    record: Callable[[str], None]
+    group: tuple[int, ...]  # positions of devices along this axis of the mesh
+    earlier: int  # number of devices along earlier axes, which share later products, too
+    record: Callable[[str], None]  # takes the reason of a decision
 
     def columns_pay(self) -> bool:
         """Return whether a split of the weight's columns, or of its output channels, takes less time than none."""

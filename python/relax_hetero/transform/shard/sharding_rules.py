@@ -56,34 +56,18 @@ class Operand:
 
 @dataclass(frozen=True)
 class OpCall:
-    """A call of an op over a mesh.
-
-    Attributes
-    ----------
-    call : relax.Call
-    operands : list of Operand
-        Tensor operands in order, those of tuples among them.
-    count : int
-        Number of devices.
-    shapes : list of list
-        Whole shape of each result.
-    segments : tuple of int
-        Segments along the result's last axis that its readers would like; () for any.
-    is_read_by_products : bool
-        True if a split of the result's last axis serves a reader: a product, attention, or the caller.
-    columns_pay : callable
-        Test of whether a split of a weight's columns, or output channels, is better than the whole on each device.
-    rows_pay : callable
-        Test of whether a split of a weight's rows, given a split operand, is better than a whole operand.
-    """
+    """A call of an op over a mesh."""
 
     call: relax.Call
-    operands: list[Operand]
-    count: int
-    shapes: list[list[Any]]
-    segments: tuple[int, ...]
+    operands: list[Operand]  # tensor operands in order, those of tuples among them
+    count: int  # number of devices
+    shapes: list[list[Any]]  # whole shape of each result
+    segments: tuple[int, ...]  # segments along the result's last axis that its readers would like; () for any
+    # True if a split of the result's last axis serves a reader: a product, attention, or the caller.
     is_read_by_products: bool
+    # Test of whether a split of a weight's columns, or output channels, is better than the whole on each device.
     columns_pay: Callable[[Sharding], bool] = lambda _: True
+    # Test of whether a split of a weight's rows, given a split operand, is better than a whole operand.
     rows_pay: Callable[[Operand, Sharding], bool] = lambda *_: True
 
     def first_split(self) -> tuple[int, Sharding] | None:
@@ -96,21 +80,12 @@ class OpCall:
 
 @dataclass(frozen=True)
 class OpPlan:
-    """Plan of an op on all devices.
-
-    Attributes
-    ----------
-    operands, results : list of Sharding
-    local : callable or None
-        Maker of a device's call; None: the same call of its operands.
-    factor : float
-        Factor of a device's result, such as its share of a mean.
-    """
+    """Plan of an op on all devices."""
 
     operands: list[Sharding]
     results: list[Sharding]
-    local: Local | None = None
-    factor: float = 1.0
+    local: Local | None = None  # maker of a device's call; None: the same call of its operands
+    factor: float = 1.0  # factor of a device's result, such as its share of a mean
 
 
 def plan_op(op: OpCall) -> OpPlan:
@@ -528,7 +503,6 @@ def segments_of_operand(call: relax.Call, shape: Sequence[Any], result: tuple[in
 
     Parameters
     ----------
-    call : relax.Call
     shape : sequence
         Shape of the operand.
     result : tuple of int

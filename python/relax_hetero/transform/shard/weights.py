@@ -30,7 +30,6 @@ class Weights:
 
     Parameters
     ----------
-    bindings : LocalBindings
     cuts : Cuts
         Parts of constants, which functions share.
 

@@ -36,24 +36,15 @@ _FLOATS = ("float32", "float64")
 
 @dataclass
 class _Affine:
-    """Affine function ``y * scale + shift`` with numbers per channel of one axis.
+    """Affine function ``y * scale + shift`` with numbers per channel of one axis."""
 
-    Attributes
-    ----------
-    axis, channels : int
-        Channel axis, counted from the front, and its extent.
-    members : list of int
-        Indices of the bindings that compute it, in order.
-    additions : int
-        Number of members that only shift.
-    """
-
+    # Channel axis, counted from the front, and its extent.
     axis: int
     channels: int
     scale: np.ndarray
     shift: np.ndarray
-    members: list[int]
-    additions: int = 0
+    members: list[int]  # indices of the bindings that compute it, in order
+    additions: int = 0  # number of members that only shift
 
 
 @dataclass(frozen=True)

@@ -88,30 +88,14 @@ _AT_RETURN = math.inf
 
 @dataclass
 class _Tensor:
-    """A tensor of the function; tensors are referred to by index.
+    """A tensor of the function; tensors are referred to by index."""
 
-    Attributes
-    ----------
-    is_argument : bool
-        Whether it belongs to the caller, which may read it later.
-    is_constant : bool
-        Whether it may be computed when the module is compiled.
-    shares : frozenset of int
-        Tensors whose memory it may share.
-    views : set of int
-        Tensors that may share its memory.
-    definition : float
-        Position of its binding.
-    reads : list of float
-        Positions of its readers.
-    """
-
-    is_argument: bool = False
-    is_constant: bool = False
-    shares: frozenset[int] = NOTHING
-    views: set[int] = field(default_factory=set)
-    definition: float = -1
-    reads: list[float] = field(default_factory=list)
+    is_argument: bool = False  # whether it belongs to the caller, which may read it later
+    is_constant: bool = False  # whether it may be computed when the module is compiled
+    shares: frozenset[int] = NOTHING  # tensors whose memory it may share
+    views: set[int] = field(default_factory=set)  # tensors that may share its memory
+    definition: float = -1  # position of its binding
+    reads: list[float] = field(default_factory=list)  # positions of its readers
 
 
 @dataclass

@@ -42,21 +42,11 @@ _LAYOUTS = {1: ("NCW", "IOW", "OIW"), 2: ("NCHW", "IOHW", "OIHW"), 3: ("NCDHW", 
 
 @dataclass(frozen=True)
 class _Phase:
-    """Phase r: the outputs ``stride * j + r`` of one axis, as a convolution of stride 1.
+    """Phase r: the outputs ``stride * j + r`` of one axis, as a convolution of stride 1."""
 
-    Attributes
-    ----------
-    taps : tuple of int
-        Kernel elements in the order of the inputs; empty if the outputs are zeros.
-    first : int
-        Input of the first tap at j = 0; negative in the padding.
-    dilation : int
-        Distance of inputs of neighbouring taps.
-    """
-
-    taps: tuple[int, ...]
-    first: int
-    dilation: int
+    taps: tuple[int, ...]  # kernel elements in the order of the inputs; empty if the outputs are zeros
+    first: int  # input of the first tap at j = 0; negative in the padding
+    dilation: int  # distance of inputs of neighbouring taps
 
     @property
     def window(self) -> tuple[int, int, int]:

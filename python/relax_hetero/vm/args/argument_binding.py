@@ -21,21 +21,11 @@ from .donated_arguments import check_donated
 
 
 class BoundArguments(NamedTuple):
-    """The checked arguments of a call.
+    """The checked arguments of a call."""
 
-    Attributes
-    ----------
-    values : sequence of object
-        Arguments as the function takes them.
-    dims : DimValues
-        The values of its symbolic dimensions.
-    borrowed : list of AddressRange
-        Address ranges of the caller's memory that results must not share.
-    """
-
-    values: Sequence[Any]
-    dims: DimValues
-    borrowed: list[AddressRange]
+    values: Sequence[Any]  # arguments as the function takes them
+    dims: DimValues  # the values of its symbolic dimensions
+    borrowed: list[AddressRange]  # address ranges of the caller's memory that results must not share
 
 
 class ArgumentBinder:

@@ -50,39 +50,18 @@ _REFUSALS = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeE
 
 @dataclass
 class Placement:
-    """Devices, scopes and rules for placing the arguments of one call.
+    """Devices, scopes and rules for placing the arguments of one call."""
 
-    Attributes
-    ----------
-    devices : sequence of runtime.Device
-        Devices by manifest index; the last is the host.
-    scopes : sequence of str
-        Memory scope by manifest index; the last is the host's.
-    dims : DimValues
-        Values of symbolic dimensions so far.
-    keep : bool
-        Whether to copy foreign memory even if it could be borrowed, because the values outlive the call.
-    alignment : int
-        Alignment in bytes that kernels require of a tensor's address.
-    borrows_arrays : bool
-        Whether numpy arrays may be borrowed, because no kernel writes to an argument.
-    borrowed : list of AddressRange
-        Address ranges of borrowed tensors.
-    copies : bool
-        Whether values must be copied, because code writes to them.
-    donates : bool
-        Whether the argument is donated: its memory may be written, and is not added to `borrowed`.
-    """
-
-    devices: Sequence[runtime.Device]
-    scopes: Sequence[str]
-    dims: DimValues = field(default_factory=DimValues)
+    devices: Sequence[runtime.Device]  # devices by manifest index; the last is the host
+    scopes: Sequence[str]  # memory scope by manifest index; the last is the host's
+    dims: DimValues = field(default_factory=DimValues)  # values of symbolic dimensions so far
+    # Whether to copy foreign memory even if it could be borrowed, because the values outlive the call.
     keep: bool = False
-    alignment: int = ALIGNMENT
-    borrows_arrays: bool = False
-    borrowed: list[AddressRange] = field(default_factory=list)
-    copies: bool = False
-    donates: bool = False
+    alignment: int = ALIGNMENT  # alignment in bytes that kernels require of a tensor's address
+    borrows_arrays: bool = False  # whether numpy arrays may be borrowed, because no kernel writes to an argument
+    borrowed: list[AddressRange] = field(default_factory=list)  # address ranges of borrowed tensors
+    copies: bool = False  # whether values must be copied, because code writes to them
+    donates: bool = False  # whether the argument is donated: its memory may be written, and is not added to `borrowed`
 
 
 def place(value: Any, spec: ValueSpec, where: str, to: Placement) -> Any:

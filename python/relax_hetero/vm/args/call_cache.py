@@ -37,45 +37,20 @@ _MISALIGNED = b"\1" * 48  # stands for an object that is not a tensor; never mat
 
 @dataclass(slots=True)
 class CachedCall:
-    """A call that passed its checks.
+    """A call that passed its checks."""
 
-    Attributes
-    ----------
-    nbytes : tuple of int
-        Bytes of each argument that results must not share memory with; 0 for a donated one.
-    sizes : tuple of int
-        Bytes of each argument.
-    moves : tuple of (int, runtime.Device)
-        Arguments to alias under another device id.
-    rest : tuple of object
-        Parameters that follow the arguments, already placed.
-    rest_borrowed : list of AddressRange
-        Their address ranges.
-    dims : DimValues
-        The values of its symbolic dimensions.
-    outs : set of Fingerprint
-        Fingerprints of ``out=`` buffers that passed their checks.
-    shared : tuple of object
-        Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`), if `has_shared`.
-    has_shared : bool
-        Whether they are computed.
-    is_plain : bool
-        Whether they are, and calls need nothing else besides the arguments.
-    pool_epoch : int
-        `PoolWatch.epoch` in which its extents were last noted; -1 before.
-    """
-
-    nbytes: tuple[int, ...]
-    sizes: tuple[int, ...]
-    moves: tuple[tuple[int, runtime.Device], ...]
-    rest: tuple[Any, ...]
-    rest_borrowed: list[AddressRange]
-    dims: DimValues
-    outs: set[Fingerprint] = field(default_factory=set)
+    nbytes: tuple[int, ...]  # bytes of each argument that results must not share memory with; 0 for a donated one
+    sizes: tuple[int, ...]  # bytes of each argument
+    moves: tuple[tuple[int, runtime.Device], ...]  # arguments to alias under another device id
+    rest: tuple[Any, ...]  # parameters that follow the arguments, already placed
+    rest_borrowed: list[AddressRange]  # their address ranges
+    dims: DimValues  # the values of its symbolic dimensions
+    outs: set[Fingerprint] = field(default_factory=set)  # fingerprints of ``out=`` buffers that passed their checks
+    # Values computed once for all calls with these fingerprints (`driver.link.repeated_calls`), if `has_shared`.
     shared: tuple[Any, ...] = ()
-    has_shared: bool = False
-    is_plain: bool = False
-    pool_epoch: int = -1
+    has_shared: bool = False  # whether they are computed
+    is_plain: bool = False  # whether they are, and calls need nothing else besides the arguments
+    pool_epoch: int = -1  # `PoolWatch.epoch` in which its extents were last noted; -1 before
 
     def determines_output_shape(self, signature: FunctionSignature) -> bool:
         """Return whether the arguments alone decide the shape of the function's one result."""

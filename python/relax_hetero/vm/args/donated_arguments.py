@@ -39,21 +39,12 @@ def check_donated(signature: FunctionSignature, values: Sequence[Any]) -> None:
 
 
 class BorrowedRange(NamedTuple):
-    """The memory of an argument of a call in flight.
+    """The memory of an argument of a call in flight."""
 
-    Attributes
-    ----------
-    name : str
-        Name of the input.
-    range : AddressRange
-        Its addresses.
-    owner : object
-        Weak reference to the object that owns the caller's memory, or a TVM tensor itself, which does not support weak
-        references. None if the memory is the machine's, or its owner cannot be tracked.
-    """
-
-    name: str
-    range: AddressRange
+    name: str  # name of the input
+    range: AddressRange  # its addresses
+    # Weak reference to the object that owns the caller's memory, or a TVM tensor itself, which does not support weak
+    # references. None if the memory is the machine's, or its owner cannot be tracked.
     owner: Any = None
 
     def is_retained(self) -> bool:
@@ -63,15 +54,10 @@ class BorrowedRange(NamedTuple):
 
 @dataclass(frozen=True)
 class ArgumentMemory:
-    """The memory of the arguments of a call in flight.
-
-    Attributes
-    ----------
-    read, consumed : tuple of BorrowedRange
-        Memory that the call only reads, and memory that it may overwrite.
-    """
+    """The memory of the arguments of a call in flight."""
 
     function: str
+    # Memory that the call only reads, and memory that it may overwrite.
     read: tuple[BorrowedRange, ...]
     consumed: tuple[BorrowedRange, ...]
 

@@ -25,21 +25,13 @@ _Tensor = tvm_ffi.core.Tensor
 
 @dataclass(frozen=True)
 class BorrowedBuffer:
-    """Contiguous memory, which this object keeps alive.
-
-    Attributes
-    ----------
-    dtype : str
-        Element type that its owner declares.
-    device : (int, int)
-        DLPack's device type and id; the id is -1 for host memory without one.
-    """
+    """Contiguous memory, which this object keeps alive."""
 
     address: int
     nbytes: int
-    dtype: str
+    dtype: str  # element type that its owner declares
     writable: bool
-    device: tuple[int, int]
+    device: tuple[int, int]  # DLPack's device type and id; the id is -1 for host memory without one
     owner: Any = field(repr=False, compare=False)
 
     def subrange(self, offset: int, length: int | None, where: str) -> BorrowedBuffer:

@@ -27,14 +27,9 @@ INT64_RANGE = -(1 << 63), (1 << 63) - 1
 
 @dataclass(frozen=True)
 class Number:
-    """A symbolic integer that each submission evaluates: arithmetic (``+ - * // %``) of parameters and ints.
+    """A symbolic integer that each submission evaluates: arithmetic (``+ - * // %``) of parameters and ints."""
 
-    Attributes
-    ----------
-    text : str
-        Text in the grammar of `dims.parse_dim`, limited to `MAX_CHARACTERS` because deeper nesting cannot be parsed.
-    """
-
+    # Text in the grammar of `dims.parse_dim`, limited to `MAX_CHARACTERS` because deeper nesting cannot be parsed.
     text: str
 
     def __add__(self, other: Integer) -> Number:
@@ -67,24 +62,13 @@ Integer: TypeAlias = int | Number
 
 @dataclass(frozen=True)
 class MemoryRange:
-    """Bytes that a command reads or writes, in a slot of the binding table or in a direct buffer.
+    """Bytes that a command reads or writes, in a slot of the binding table or in a direct buffer."""
 
-    Attributes
-    ----------
-    owner : object
-        Command buffer that it belongs to.
-    space : str
-        ``"slot"`` or ``"direct"``.
-    offset : Integer
-        Bytes.
-    length : Integer or None
-        Bytes; None for the bytes that the command needs, if it determines them, else all bytes from `offset` on.
-    """
-
-    owner: Any = field(repr=False, compare=False)
-    space: str
+    owner: Any = field(repr=False, compare=False)  # command buffer that it belongs to
+    space: str  # ``"slot"`` or ``"direct"``
     index: int
-    offset: Integer = 0
+    offset: Integer = 0  # bytes
+    # Bytes; None for the bytes that the command needs, if it determines them, else all bytes from `offset` on.
     length: Integer | None = None
 
 
@@ -193,25 +177,14 @@ def _divisor(value: int) -> int:
 
 @dataclass(frozen=True)
 class Limit:
-    """A condition on a number of each submission.
+    """A condition on a number of each submission."""
 
-    Attributes
-    ----------
-    what : str
-        Subject of messages.
-    value : str
-        Arithmetic of parameters and sizes of bindings.
-    low, high : int or None
-        Minimum and maximum.
-    multiple : int
-        Required divisor.
-    """
-
-    what: str
-    value: str
+    what: str  # subject of messages
+    value: str  # arithmetic of parameters and sizes of bindings
+    # Minimum and maximum.
     low: int | None = 0
     high: int | None = None
-    multiple: int = 1
+    multiple: int = 1  # required divisor
 
     def check(self, values: Mapping[str, int]) -> None:
         """Require the condition for a submission's values; BindingError otherwise."""

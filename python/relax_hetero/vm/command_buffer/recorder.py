@@ -50,18 +50,10 @@ from .operands import (
 
 @dataclass
 class Requirement:
-    """The requirements of all commands on one slot or one direct buffer.
+    """The requirements of all commands on one slot or one direct buffer."""
 
-    Attributes
-    ----------
-    static : int
-        Bytes required by ranges with constant ends.
-    dynamic : dict of str to None
-        Distinct other ends, which submissions evaluate, in order.
-    """
-
-    static: int = 0
-    dynamic: dict[str, None] = field(default_factory=dict)
+    static: int = 0  # bytes required by ranges with constant ends
+    dynamic: dict[str, None] = field(default_factory=dict)  # distinct other ends, which submissions evaluate, in order
     alignment: int = 1
     access: str = ""
     dtypes: set[str] = field(default_factory=set)
@@ -108,20 +100,12 @@ def text_of(value: Integer) -> str:
 
 @dataclass(frozen=True)
 class DispatchArguments:
-    """A kernel and its arguments.
-
-    Attributes
-    ----------
-    scalars : tuple of object
-        Scalars, without the workgroup indices.
-    extents : tuple of (tuple of Integer, Integer)
-        Extents and bytes of each tensor.
-    """
+    """A kernel and its arguments."""
 
     kernel: Kernel
     operands: tuple[MemoryRange, ...]
-    scalars: tuple[Any, ...]
-    extents: tuple[tuple[tuple[Integer, ...], Integer], ...]
+    scalars: tuple[Any, ...]  # scalars, without the workgroup indices
+    extents: tuple[tuple[tuple[Integer, ...], Integer], ...]  # extents and bytes of each tensor
 
 
 def dispatch_arguments(kernel: Kernel, operands: Sequence[MemoryRange], scalars: object) -> DispatchArguments:
@@ -198,35 +182,18 @@ COUNT_BYTES = 4
 
 @dataclass(frozen=True)
 class Recording:
-    """A finished recording.
+    """A finished recording."""
 
-    Attributes
-    ----------
-    device : int
-        Manifest index.
-    parameters : tuple of str
-        Type of each parameter: ``"int64"`` if any command uses it as an integer, else ``"float64"``.
-    directs : tuple of BorrowedBuffer
-        Direct buffers: memory that is the same in each submission.
-    written_directs : frozenset of int
-        Indices of the direct buffers that commands write.
-    kernels : mapping of str to Kernel
-        Kernels of the commands, by name.
-    limits : tuple of Limit
-        Conditions that each submission must meet.
-    may_overlap : frozenset of (int, int)
-        Pairs of slots whose bindings may overlap.
-    """
-
-    device: int
+    device: int  # manifest index
     commands: tuple[Command, ...]
     slots: tuple[SlotSpec, ...]
+    # Type of each parameter: ``"int64"`` if any command uses it as an integer, else ``"float64"``.
     parameters: tuple[str, ...]
-    directs: tuple[BorrowedBuffer, ...]
-    written_directs: frozenset[int]
-    kernels: Mapping[str, Kernel]
-    limits: tuple[Limit, ...]
-    may_overlap: frozenset[tuple[int, int]]
+    directs: tuple[BorrowedBuffer, ...]  # direct buffers: memory that is the same in each submission
+    written_directs: frozenset[int]  # indices of the direct buffers that commands write
+    kernels: Mapping[str, Kernel]  # kernels of the commands, by name
+    limits: tuple[Limit, ...]  # conditions that each submission must meet
+    may_overlap: frozenset[tuple[int, int]]  # pairs of slots whose bindings may overlap
 
 
 class Recorder:

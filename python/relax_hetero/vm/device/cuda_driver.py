@@ -141,22 +141,13 @@ _ARCH = re.compile(r"sm_([0-9]+)([0-9])([a-z]?)")
 
 
 class GpuCode(NamedTuple):
-    """The GPUs that run an architecture's code: of the compute capability `major`.`minor`.
+    """The GPUs that run an architecture's code: of the compute capability `major`.`minor`."""
 
-    Attributes
-    ----------
-    arch : str
-        Architecture, such as "sm_90a".
-    major, minor : int
-        Compute capability.
-    is_exact : bool
-        True if newer capabilities of the same `major` do not run it.
-    """
-
-    arch: str
+    arch: str  # architecture, such as "sm_90a"
+    # Compute capability.
     major: int
     minor: int
-    is_exact: bool
+    is_exact: bool  # True if newer capabilities of the same `major` do not run it
 
     def runs_on(self, capability: str) -> bool:
         """Return whether a GPU of a compute capability runs the code."""

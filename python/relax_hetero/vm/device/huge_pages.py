@@ -44,21 +44,11 @@ _HUGE_IN_FILES = re.compile(r"(?:FilePmdMapped|ShmemPmdMapped): +([1-9]\d*) kB")
 
 @dataclass(frozen=True)
 class HugePages:
-    """Result of `on_huge_pages`.
+    """Result of `on_huge_pages`."""
 
-    Attributes
-    ----------
-    nbytes : int
-        Bytes of the weights.
-    huge : int
-        Bytes of huge pages that back them; those of a mapped file by its first page.
-    copied : int
-        Bytes that were copied from a mapped file.
-    """
-
-    nbytes: int
-    huge: int
-    copied: int
+    nbytes: int  # bytes of the weights
+    huge: int  # bytes of huge pages that back them; those of a mapped file by its first page
+    copied: int  # bytes that were copied from a mapped file
 
     def __str__(self) -> str:
         copied = f", {bytes_text(self.copied)} copied from the file" if self.copied else ""

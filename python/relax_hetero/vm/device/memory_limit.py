@@ -125,16 +125,11 @@ class PoolWatch:
 
     The pool serves a request only from freed buffers of exactly that size (rounded to pages), and returns none to the
     system. A model called with ever new extents would keep the buffers of all of them.
-
-    Attributes
-    ----------
-    epoch : int
-        Number of times that the pool was emptied. Extents need to be noted only once per epoch.
     """
 
     shapes: set[Hashable] = field(default_factory=set)
     nbytes: int = 0
-    epoch: int = 0
+    epoch: int = 0  # Number of times that the pool was emptied. Extents need to be noted only once per epoch.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, extents: Hashable, values: Sequence[Any]) -> None:

@@ -17,38 +17,23 @@ from ...errors import HostError, pip_install
 
 @dataclass(frozen=True)
 class Nccl:
-    """Functions and numbers of NCCL.
+    """Functions and numbers of NCCL."""
 
-    Attributes
-    ----------
-    create_id : callable
-        Creates the identifier of a communicator; this process must live until it is connected.
-    communicator : callable
-        Function of the number of ranks, an id and a rank; returns once all ranks have called it.
-    communicators : callable
-        Function of a list of GPUs, that returns a communicator of each for this process.
-    abort : callable
-        Function of a communicator that ends its kernels, and may wait until no CUDA graph has them any more. It leaves
-        Python's global lock to others, which CuPy's method keeps; the communicator must live on.
-    start, end : callable
-        Begin and end a group of operations, which run as one.
-    byte : int
-        NCCL's number of the data type uint8.
-    float32 : int
-        NCCL's number of float32.
-    sum : int
-        NCCL's number of the reduction.
-    """
-
+    # Creates the identifier of a communicator; this process must live until it is connected.
     create_id: Callable[[], Any]
+    # Function of the number of ranks, an id and a rank; returns once all ranks have called it.
     communicator: Callable[[int, Any, int], Any]
+    # Function of a list of GPUs, that returns a communicator of each for this process.
     communicators: Callable[[list[int]], list[Any]]
+    # Function of a communicator that ends its kernels, and may wait until no CUDA graph has them any more. It leaves
+    # Python's global lock to others, which CuPy's method keeps; the communicator must live on.
     abort: Callable[[Any], None]
+    # Begin and end a group of operations, which run as one.
     start: Callable[[], None]
     end: Callable[[], None]
-    byte: int
-    float32: int
-    sum: int
+    byte: int  # NCCL's number of the data type uint8
+    float32: int  # NCCL's number of float32
+    sum: int  # NCCL's number of the reduction
 
 
 @cache

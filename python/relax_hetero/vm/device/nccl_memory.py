@@ -62,8 +62,6 @@ class Communicators:
         Indices of the GPUs.
     each : list of object
         NCCL's communicator of each GPU.
-    nccl : Nccl
-    library : CudaLibrary
     limit : float
         Seconds that a thread waits for the GPUs.
 

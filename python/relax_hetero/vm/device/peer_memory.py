@@ -31,33 +31,15 @@ from .tensors import copy_into, empty, from_array, part_of
 
 
 class _PeerCall(threading.local):
-    """The call on this thread.
+    """The call on this thread; its flags begin as False."""
 
-    Attributes
-    ----------
-    uses_peers : bool
-        Whether it is one of a function over GPUs of a mesh.
-    is_incomplete : bool
-        Whether command buffers have become graphs that were not launched.
-    missing : str
-        Command buffer that became a graph last, and its device.
-    waits : bool
-        Whether the host waits for each kernel, so that no kernel can wait for one of another GPU.
-    is_repeated : bool
-        Whether it is the second call of compiled code, after one that made graphs.
-    has_lock : bool
-        Whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`).
-    collects_later : bool
-        Whether Python collects garbage again after the call.
-    """
-
-    uses_peers = False
-    is_incomplete = False
-    missing = ""
-    waits = False
-    is_repeated = False
-    has_lock = False
-    collects_later = False
+    uses_peers = False  # whether it is one of a function over GPUs of a mesh
+    is_incomplete = False  # whether command buffers have become graphs that were not launched
+    missing = ""  # command buffer that became a graph last, and its device
+    waits = False  # whether the host waits for each kernel, so that no kernel can wait for one of another GPU
+    is_repeated = False  # whether it is the second call of compiled code, after one that made graphs
+    has_lock = False  # whether this thread launches kernels of GPUs of a mesh, and no other thread does (`_launching`)
+    collects_later = False  # whether Python collects garbage again after the call
 
 
 peer_call = _PeerCall()
@@ -86,9 +68,10 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
         Devices of the machine.
     """
     call = peer_call
-    # Of a call that this one is nested in.
-    outer = call.uses_peers, call.is_incomplete, call.is_repeated, call.has_lock, call.collects_later
-    call.uses_peers = call.is_incomplete = call.is_repeated = call.has_lock = call.collects_later = False
+    flags = vars(call)
+    outer = dict(flags)  # those of a call that this one is nested in
+    flags.clear()
+    call.waits = outer.get("waits", False)
     try:
         result = function(*values)
         if call.uses_peers and call.is_incomplete:
@@ -110,7 +93,8 @@ def run_over_peers(function: Callable[..., Any], values: Sequence[Any], devices:
             gc.enable()
         if call.has_lock:
             _launching.release()
-        call.uses_peers, call.is_incomplete, call.is_repeated, call.has_lock, call.collects_later = outer
+        flags.clear()
+        flags.update(outer)
     return result
 
 
@@ -122,11 +106,6 @@ _lock = threading.RLock()  # a garbage collection within may free memory
 
 class _PeerMemory:
     """Memory of all devices of a mesh, and on each of them the addresses of all.
-
-    Parameters
-    ----------
-    devices : list of runtime.Device
-    slot_bytes : int
 
     Raises
     ------

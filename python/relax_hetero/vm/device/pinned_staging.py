@@ -58,18 +58,12 @@ Chunk: TypeAlias = tuple[int, int]
 
 
 class Loop(NamedTuple):
-    """Compiled functions of the copy loop.
+    """Compiled functions of the copy loop."""
 
-    Attributes
-    ----------
-    copy : callable
-        Copies; takes the addresses of a mailbox, a `Job` and the caller's `_Buffer` entries. Without a job it ends the
-        helpers.
-    help : callable
-        Helps with the copies of a mailbox until it is closed; takes its address and that of the helper's entries.
-    """
-
+    # Copies; takes the addresses of a mailbox, a `Job` and the caller's `_Buffer` entries. Without a job it ends the
+    # helpers.
     copy: Callable[[int, int, int], int]
+    # Helps with the copies of a mailbox until it is closed; takes its address and that of the helper's entries.
     help: Callable[[int, int], int]
 
 

@@ -40,27 +40,13 @@ _configure_stock = tvm_ffi.get_global_func("runtime.config_threadpool")
 
 @dataclass(frozen=True)
 class Threads:
-    """The threads that a machine's kernels run on.
+    """The threads that a machine's kernels run on."""
 
-    Attributes
-    ----------
-    width : int
-        Number of threads, including the caller.
-    use_tvm_pool : bool
-        Whether TVM's pool is used, because the code has no workers or threads must be pinned.
-    is_fixed : bool
-        Whether the number was chosen for the machine: it is not shared with concurrent callers.
-    spin_ns : int
-        Time in nanoseconds that workers spin (`workers.configure`).
-    cpus : tuple of int
-        CPUs that the machine's threads are bound to; empty for no binding.
-    """
-
-    width: int
-    use_tvm_pool: bool
-    is_fixed: bool = False
-    spin_ns: int = workers.DEFAULT_SPIN
-    cpus: tuple[int, ...] = ()
+    width: int  # number of threads, including the caller
+    use_tvm_pool: bool  # whether TVM's pool is used, because the code has no workers or threads must be pinned
+    is_fixed: bool = False  # whether the number was chosen for the machine: it is not shared with concurrent callers
+    spin_ns: int = workers.DEFAULT_SPIN  # time in nanoseconds that workers spin (`workers.configure`)
+    cpus: tuple[int, ...] = ()  # CPUs that the machine's threads are bound to; empty for no binding
 
 
 SHARED_THREADS = Threads(1, False)

@@ -28,24 +28,12 @@ _SYMBOL = "__tvm_ffi__library_bin"
 
 @dataclass(frozen=True)
 class CudaModule:
-    """A module of kernels.
+    """A module of kernels."""
 
-    Attributes
-    ----------
-    format : str
-        "cuda" for source, "cubin" for machine code.
-    kernels : bytes
-        Launch description of each kernel, as TVM writes it.
-    names : tuple of str
-        Names of the kernels.
-    code : bytes
-        Source or machine code.
-    """
-
-    format: str
-    kernels: bytes
-    names: tuple[str, ...]
-    code: bytes
+    format: str  # "cuda" for source, "cubin" for machine code
+    kernels: bytes  # launch description of each kernel, as TVM writes it
+    names: tuple[str, ...]  # names of the kernels
+    code: bytes  # source or machine code
 
     def to_bytes(self) -> bytes:
         """Serialize the module as TVM does."""

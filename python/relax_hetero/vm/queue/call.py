@@ -23,23 +23,13 @@ from .stream_queue import Point, StreamQueue
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call whose arguments were checked and placed.
+    """A call whose arguments were checked and placed."""
 
-    Attributes
-    ----------
-    values : sequence of object
-        Arguments as the function takes them.
-    sizes : mapping of str to int
-        Values of the function's symbolic dimensions.
-    finish : callable
-        Converts the function's result (a value, or nested tuples) to the caller's, in the thread of the last step.
-    memory : ArgumentMemory or None
-        Memory of the arguments; None unless calls in this process may consume donated arguments.
-    """
-
-    values: Sequence[Any]
-    sizes: Mapping[str, int]
+    values: Sequence[Any]  # arguments as the function takes them
+    sizes: Mapping[str, int]  # values of the function's symbolic dimensions
+    # Converts the function's result (a value, or nested tuples) to the caller's, in the thread of the last step.
     finish: Callable[[Any], Any]
+    # Memory of the arguments; None unless calls in this process may consume donated arguments.
     memory: ArgumentMemory | None = None
 
 
@@ -109,7 +99,7 @@ class QueuedCall:
         self._mark_issued(index, results, point)
         queue = self._plan.queues[index]
         if point is not None and isinstance(queue, StreamQueue):
-            queue.at_end(_StepEnd(self, index, point))
+            queue.at_end(_StepWork(self, index, point))
         else:
             self._mark_ended(index)
 
@@ -227,30 +217,18 @@ class QueuedCall:
 
 
 class _StepWork:
-    """A step of a call, as work of a queue."""
-
-    __slots__ = ("_call", "_index")
-
-    def __init__(self, call: QueuedCall, index: int) -> None:
-        self._call, self._index = call, index
-
-    def run(self) -> None:
-        self._call.run(self._index)
-
-    def fail(self, error: BaseException) -> None:
-        self._call.fail(self._index, error)
-
-
-class _StepEnd:
-    """The wait for the end of an issued step, as work of a queue."""
+    """A step of a call, or the wait for the end `point` of an issued one, as work of a queue."""
 
     __slots__ = ("_call", "_index", "_point")
 
-    def __init__(self, call: QueuedCall, index: int, point: Point) -> None:
+    def __init__(self, call: QueuedCall, index: int, point: Point | None = None) -> None:
         self._call, self._index, self._point = call, index, point
 
     def run(self) -> None:
-        self._call.end(self._index, self._point)
+        if self._point is None:
+            self._call.run(self._index)
+        else:
+            self._call.end(self._index, self._point)
 
     def fail(self, error: BaseException) -> None:
         self._call.fail(self._index, error)

@@ -47,53 +47,28 @@ RESULT = -1
 
 @dataclass(frozen=True)
 class RanStep:
-    """One execution of a step.
+    """One execution of a step."""
 
-    Attributes
-    ----------
-    step : int
-        Index of the step, or `RESULT`.
-    track : str
-        Name of the thread, or of a GPU's queue.
-    begin, end : int
-        Times of ``time.perf_counter_ns``. GPU work begins when it is issued.
-    error : str
-        Error that it raised, or empty.
-    """
-
-    step: int
-    track: str
+    step: int  # index of the step, or `RESULT`
+    track: str  # name of the thread, or of a GPU's queue
+    # Times of ``time.perf_counter_ns``. GPU work begins when it is issued.
     begin: int
     end: int
-    error: str = ""
+    error: str = ""  # error that it raised, or empty
 
 
 @dataclass
 class TracedCall:
-    """One traced call.
+    """One traced call."""
 
-    Attributes
-    ----------
-    number : int
-        Number of the call, from 1 in the order of submission.
-    submitted, ended : int
-        Times, as in `RanStep`, at which the call was submitted and its fence settled; `ended` is 0 until then.
-    outcome : str
-        ``"done"``, ``"cancelled"``, or the error.
-    plan : QueuePlan or None
-        Plan of the call; None if the call failed before its plan was made.
-    ran : list of RanStep
-        Executed steps in the order of their ends.
-    nbytes : dict of int to int
-        Bytes of each value that a step made and another step or the caller reads, by its number.
-    """
-
-    number: int
+    number: int  # number of the call, from 1 in the order of submission
+    # Times, as in `RanStep`, at which the call was submitted and its fence settled; `ended` is 0 until then.
     submitted: int
     ended: int = 0
-    outcome: str = ""
-    plan: QueuePlan | None = None
-    ran: list[RanStep] = field(default_factory=list)
+    outcome: str = ""  # ``"done"``, ``"cancelled"``, or the error
+    plan: QueuePlan | None = None  # plan of the call; None if the call failed before its plan was made
+    ran: list[RanStep] = field(default_factory=list)  # executed steps in the order of their ends
+    # Bytes of each value that a step made and another step or the caller reads, by its number.
     nbytes: dict[int, int] = field(default_factory=dict)
 
     def note(self, step: int, begin: int, error: str = "", track: str = "") -> None:

@@ -28,8 +28,6 @@ class TimedGraph:
 
     Parameters
     ----------
-    library : CudaLibrary
-    gpu : int
     launch : callable
         Function that launches the kernels on a stream.
 

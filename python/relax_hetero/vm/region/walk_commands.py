@@ -44,20 +44,13 @@ SCALARS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel of an executable, loaded in this process.
-
-    Attributes
-    ----------
-    address : int
-        Address of a C function of pointers and scalars that returns an int32, 0 unless it failed. 0 for GPU kernels,
-        which the code launches.
-    code : object
-        Module that contains it, kept loaded.
-    """
+    """A kernel of an executable, loaded in this process."""
 
     spec: KernelSpec
+    # Address of a C function of pointers and scalars that returns an int32, 0 unless it failed. 0 for GPU kernels,
+    # which the code launches.
     address: int
-    code: Any = field(repr=False, compare=False)
+    code: Any = field(repr=False, compare=False)  # module that contains it, kept loaded
 
     @functools.cached_property
     def launch(self) -> Callable[..., Any]:
@@ -90,19 +83,12 @@ def load_kernel(executable: Executable, name: str) -> Kernel:
 
 @dataclass(frozen=True)
 class Memory:
-    """The addresses of memory for the commands of one submission.
+    """The addresses of memory for the commands of one submission."""
 
-    Attributes
-    ----------
-    slots, directs : sequence of int
-        Addresses of bindings and of direct buffers.
-    arena : int
-        Address of transient values, if any.
-    """
-
+    # Addresses of bindings and of direct buffers.
     slots: Sequence[int]
     directs: Sequence[int]
-    arena: int = 0
+    arena: int = 0  # address of transient values, if any
 
     def address(self, reference: Reference, values: Values) -> int:
         """The address of a reference's first byte."""

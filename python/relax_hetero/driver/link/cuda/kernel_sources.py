@@ -32,18 +32,12 @@ _PLACEHOLDER = b"\0"
 
 @dataclass(frozen=True)
 class KernelSource:
-    """CUDA source of one kernel, or of several that share device functions.
-
-    Attributes
-    ----------
-    module : runtime.Module
-        TVM's module: of source if TVM lacks its CUDA runtime, else of a placeholder.
-    """
+    """CUDA source of one kernel, or of several that share device functions."""
 
     target: tvm.target.Target
     names: tuple[str, ...]
     text: str
-    module: runtime.Module
+    module: runtime.Module  # TVM's module: of source if TVM lacks its CUDA runtime, else of a placeholder
     data: CudaModule
 
     @property
@@ -66,15 +60,9 @@ class HostCode:
 
 @dataclass(frozen=True)
 class CudaPart:
-    """Host code and kernel sources of a target.
+    """Host code and kernel sources of a target."""
 
-    Attributes
-    ----------
-    codes : tuple of HostCode
-        The host functions; the first module imports the others.
-    """
-
-    codes: tuple[HostCode, ...]
+    codes: tuple[HostCode, ...]  # the host functions; the first module imports the others
     sources: tuple[KernelSource, ...]
 
     @property

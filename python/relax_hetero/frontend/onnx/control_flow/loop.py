@@ -19,33 +19,17 @@ class Trip(NamedTuple):
 
 @dataclass
 class Loop:
-    """A loop to import.
-
-    Attributes
-    ----------
-    title : str
-        Name of its node in messages.
-    trips : object
-        Maximum number of trips: an int, an int64 scalar, or None if only the condition ends the loop.
-    condition : object
-        Boolean scalar, the condition of the first trip; None if only the count matters.
-    state : list of object
-        Initial loop-carried values.
-    rows : int
-        Number of tensors that collect rows.
-    trip : callable
-        Converts the body, given the trip's number (or an int64 scalar), the condition and the state.
-    joins : list of int or None
-        For each state value that is a sequence, the axis along which all readers concatenate it afterwards.
-    """
+    """A loop to import."""
 
     info: NodeInfo
-    title: str
+    title: str  # name of its node in messages
     nodes: int
-    trips: Any
-    condition: Any
-    state: list[Any]
-    rows: int
+    trips: Any  # maximum number of trips: an int, an int64 scalar, or None if only the condition ends the loop
+    condition: Any  # boolean scalar, the condition of the first trip; None if only the count matters
+    state: list[Any]  # initial loop-carried values
+    rows: int  # number of tensors that collect rows
+    # Converts the body, given the trip's number (or an int64 scalar), the condition and the state.
     trip: Callable[[Any, Any, list[Any]], Trip]
     names: list[str] = field(default_factory=list)
+    # For each state value that is a sequence, the axis along which all readers concatenate it afterwards.
     joins: list[int | None] = field(default_factory=list)

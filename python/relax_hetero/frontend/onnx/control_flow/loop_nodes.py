@@ -34,6 +34,7 @@ from tvm import relax, te, tirx
 
 from ....errors import FrontendError
 from ....target.element_types import bytes_for
+from ....tir.core.builder import int64
 from ....transform.ir.rewriting import typed
 from ...import_limits import budget
 from ...joined_sizes import analyzer_for
@@ -109,43 +110,23 @@ def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
 
 @dataclass
 class _LoopFunction:
-    """Function of a loop.
-
-    Attributes
-    ----------
-    rows : list of relax.TensorType
-        The type of one row of each collected tensor.
-    outer : set of tirx.Var
-        Symbolic sizes in `rows` that are defined outside of the loop.
-    is_preallocated : list of bool
-        True if a collected tensor is allocated for all trips, False if it grows.
-    """
+    """Function of a loop."""
 
     loop: ImportedLoop
-    rows: list[relax.TensorType]
-    outer: set[tirx.Var]
-    is_preallocated: list[bool]
+    rows: list[relax.TensorType]  # the type of one row of each collected tensor
+    outer: set[tirx.Var]  # symbolic sizes in `rows` that are defined outside of the loop
+    is_preallocated: list[bool]  # True if a collected tensor is allocated for all trips, False if it grows
 
 
 @dataclass
 class _Attempt:
-    """Conversion of a loop's body under assumptions about which sizes change between trips.
-
-    Attributes
-    ----------
-    types : list of relax.TensorType
-        Types of the state in each trip.
-    has_condition : bool
-        True if trips compute the condition of the next one.
-    open : set of tirx.Var
-        Sizes in `types` that each trip may change.
-    """
+    """Conversion of a loop's body under assumptions about which sizes change between trips."""
 
     importer: Importer
     loop: Loop
-    types: list[relax.TensorType]
-    has_condition: bool = False
-    open: set[tirx.Var] = field(default_factory=set)
+    types: list[relax.TensorType]  # types of the state in each trip
+    has_condition: bool = False  # True if trips compute the condition of the next one
+    open: set[tirx.Var] = field(default_factory=set)  # sizes in `types` that each trip may change
 
     def function(self) -> _LoopFunction | _Attempt:
         """The function, or the next attempt if the types of a trip's results differ from those of its operands."""
@@ -592,25 +573,17 @@ def convert_scan(
 
 @dataclass
 class _Scan:
-    """A `Scan` without a batch axis.
-
-    Attributes
-    ----------
-    inputs : list of object
-        Scanned tensors; each trip reads a slice.
-    axes, reversed_inputs
-        Scanned axis of each input, and True if it is scanned from its end.
-    row_axes, rows_backwards
-        The same for each tensor of rows.
-    """
+    """A `Scan` without a batch axis."""
 
     node: onnx.NodeProto
     info: NodeInfo
     body: onnx.GraphProto
     state: list[Any]
-    inputs: list[Any]
+    inputs: list[Any]  # scanned tensors; each trip reads a slice
+    # Scanned axis of each input, and True if it is scanned from its end.
     axes: list[int]
     reversed_inputs: list[bool]
+    # The same for each tensor of rows.
     row_axes: list[int]
     rows_backwards: list[bool]
 
@@ -757,11 +730,7 @@ def _require_length(importer: Importer, info: NodeInfo, length: Any, other: Any,
     """Require that scanned input `index` has as many slices as the others."""
     scan = Node("Scan", info.name, 0, importer.bb, [], {}, 0)
     message = f"goes along inputs of different lengths, {length} and, input {index}, {other}"
-    scan.require(tirx.EQ(_as_expr(length), _as_expr(other)), message)
-
-
-def _as_expr(size: Any) -> tirx.Expr:
-    return tirx.IntImm("int64", size) if isinstance(size, int) else size
+    scan.require(tirx.EQ(int64(length), int64(other)), message)
 
 
 def slice_at(importer: Importer, value: relax.Expr, axis: int, index: Any, is_backwards: bool) -> relax.Expr:

@@ -19,30 +19,14 @@ from ..node_names import NodeInfo
 
 @dataclass
 class ImportedLoop:
-    """Private function of a loop, before names and devices are written into it.
+    """Private function of a loop, before names and devices are written into it."""
 
-    Attributes
-    ----------
-    gv : tvm.ir.GlobalVar
-        Its global variable.
-    params : list of relax.Var
-        Its own parameters.
-    captured : list of relax.Var
-        Outer variables that its body reads; they become parameters after its own.
-    sizes : list of tvm.tirx.Var
-        Outer symbolic sizes that its body uses; its last parameter is a shape of them.
-    bindings : list of relax.Binding
-        In program order.
-    result : relax.Expr
-        A tuple.
-    """
-
-    gv: tvm.ir.GlobalVar
-    params: list[relax.Var]
-    captured: list[relax.Var]
-    sizes: list[tvm.tirx.Var]
-    bindings: list[relax.Binding]
-    result: relax.Expr
+    gv: tvm.ir.GlobalVar  # its global variable
+    params: list[relax.Var]  # its own parameters
+    captured: list[relax.Var]  # outer variables that its body reads; they become parameters after its own
+    sizes: list[tvm.tirx.Var]  # outer symbolic sizes that its body uses; its last parameter is a shape of them
+    bindings: list[relax.Binding]  # in program order
+    result: relax.Expr  # a tuple
 
 
 class Importer(Protocol):

@@ -35,13 +35,7 @@ Weights = Mapping[int, Sequence[tuple[int, float]]]
 
 @dataclass
 class Trees:
-    """Nodes of all trees, including leaves, as listed in the model; children are indices.
-
-    Attributes
-    ----------
-    members : mapping of int to sequence of float
-        Node of mode BRANCH_MEMBER -> numbers for which it takes the true branch.
-    """
+    """Nodes of all trees, including leaves, as listed in the model; children are indices."""
 
     modes: Sequence[str]
     features: Sequence[int]
@@ -50,7 +44,7 @@ class Trees:
     if_false: Sequence[int]
     missing_is_true: Sequence[bool]
     roots: Sequence[int]
-    members: Mapping[int, Sequence[float]]
+    members: Mapping[int, Sequence[float]]  # node of mode BRANCH_MEMBER -> numbers for which it takes the true branch
 
 
 @dataclass
@@ -59,36 +53,19 @@ class Forest:
 
     A row steps from a node to its first child if it passes the node's test, else to the next place. Leaves step to
     themselves. Nodes with several parents have several places.
-
-    Attributes
-    ----------
-    tests : np.ndarray
-        (places, 2) integers: the bits of the split, and the first child's place times `stride` plus the feature.
-    stride : int
-        Power of two, at least the number of features.
-    dtype : str
-        Type of splits and features.
-    missing : np.ndarray
-        1 if NaN passes the test.
-    leaf_at : np.ndarray
-        Number of the leaf in each place, in the order of the model's leaves; 0 for inner nodes.
-    roots, depths : np.ndarray
-        Root and depth of each tree.
-    num_leaves : int
-        Number of the model's leaves, with those that no tree reaches.
-    leaves_of : list of list of int
-        Leaves of each tree.
     """
 
+    # (places, 2) integers: the bits of the split, and the first child's place times `stride` plus the feature.
     tests: np.ndarray
-    stride: int
-    dtype: str
-    missing: np.ndarray
-    leaf_at: np.ndarray
+    stride: int  # power of two, at least the number of features
+    dtype: str  # type of splits and features
+    missing: np.ndarray  # 1 if NaN passes the test
+    leaf_at: np.ndarray  # number of the leaf in each place, in the order of the model's leaves; 0 for inner nodes
+    # Root and depth of each tree.
     roots: np.ndarray
     depths: np.ndarray
-    num_leaves: int
-    leaves_of: list[list[int]]
+    num_leaves: int  # number of the model's leaves, with those that no tree reaches
+    leaves_of: list[list[int]]  # leaves of each tree
 
 
 class _Table:

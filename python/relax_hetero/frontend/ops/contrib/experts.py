@@ -31,23 +31,13 @@ _SPARSE_MIXER_JITTER = 0.01
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of all experts.
+    """A layer of all experts."""
 
-    Attributes
-    ----------
-    weights : list of relax.Expr
-        (depth, columns) of each expert, or (experts, depth, columns) of all; empty if there is a table.
-    bias : relax.Expr or None
-        (experts, columns).
-    columns : int
-    table : relax.Expr or None
-        (experts, columns, depth), from which rows gather their matrices.
-    """
-
+    # (depth, columns) of each expert, or (experts, depth, columns) of all; empty if there is a table.
     weights: list[relax.Expr]
-    bias: relax.Expr | None
+    bias: relax.Expr | None  # (experts, columns)
     columns: int
-    table: relax.Expr | None = None
+    table: relax.Expr | None = None  # (experts, columns, depth), from which rows gather their matrices
 
 
 @converts("MoE", domain=MICROSOFT)

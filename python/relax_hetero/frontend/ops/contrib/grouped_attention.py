@@ -32,25 +32,18 @@ _K_SCALE, _V_SCALE, _Q_NORM, _K_NORM, _ROWS = range(12, 17)
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of a node.
+    """Sizes of a node."""
 
-    Attributes
-    ----------
-    batch, rows : Number of sequences, and of new positions of each.
-    heads, kv_heads, size : Numbers of query heads and key/value heads, and elements of a head.
-    past : Positions of the input cache.
-    total : Positions of the longest sequence after the node.
-    cache : Positions of the output cache.
-    """
-
+    # Number of sequences, and of new positions of each.
     batch: Dim
     rows: Dim
+    # Numbers of query heads and key/value heads, and elements of a head.
     heads: int
     kv_heads: int
     size: int
-    past: Dim
-    total: Dim
-    cache: Dim
+    past: Dim  # positions of the input cache
+    total: Dim  # positions of the longest sequence after the node
+    cache: Dim  # positions of the output cache
 
 
 @converts("GroupQueryAttention", domain=MICROSOFT)
@@ -157,18 +150,12 @@ def _first_positions(node: Node, sizes: Sizes, lengths: relax.Expr) -> relax.Exp
 
 @dataclass(frozen=True)
 class _Positions:
-    """Positions of new rows in the cache.
-
-    Attributes
-    ----------
-    lengths : Number of positions of each sequence after the node, minus 1, (batch,) of int64.
-    first : Number of positions of each sequence before, (batch,) of int64; 0 for a padded first prompt.
-    """
+    """Positions of new rows in the cache."""
 
     node: Node
     sizes: Sizes
-    lengths: relax.Expr
-    first: relax.Expr
+    lengths: relax.Expr  # number of positions of each sequence after the node, minus 1, (batch,) of int64
+    first: relax.Expr  # number of positions of each sequence before, (batch,) of int64; 0 for a padded first prompt
 
     def rotations(self) -> list[relax.Expr]:
         """Cosines and sines of every new row's position, (batch, rows, pairs) each; empty without rotation."""

@@ -44,7 +44,7 @@ def non_max_suppression(node: Node) -> relax.Expr:
         bool(node.attribute("center_point_box", 0)),
     )
     kernel = opaque_kernel(nms_kernel(problem))
-    limit = as_expr(count) if problem.most is None else tirx.min(as_expr(count), as_expr(problem.most))
+    limit = as_expr(count) if problem.max_boxes is None else tirx.min(as_expr(count), as_expr(problem.max_boxes))
     results = node.emit(
         relax.op.call_tir(
             node.builder.add_func(kernel, "non_max_suppression"),

@@ -57,7 +57,6 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
     ----------
     problem : CachedAttentionProblem
         Attention with keys of pages in "lanes".
-    cpu : CpuTarget
 
     Returns
     -------
@@ -79,24 +78,15 @@ def cached_attention_kernel(problem: CachedAttentionProblem, cpu: CpuTarget) -> 
 
 @dataclass(frozen=True)
 class _Pages:
-    """Pages from `begin` up to `end` of a slot and a key head, which a unit's queries attend to.
-
-    Attributes
-    ----------
-    last : PrimExpr
-        Last position that is visible to any row.
-    queries : PrimExpr
-        Number of queries.
-    positions : callable
-        Function from a row of the unit to the first and the last position that it sees.
-    """
+    """Pages from `begin` up to `end` of a slot and a key head, which a unit's queries attend to."""
 
     slot: Expr
     head: Expr
     begin: Expr
     end: Expr
-    last: Expr
-    queries: Expr
+    last: Expr  # last position that is visible to any row
+    queries: Expr  # number of queries
+    # Function from a row of the unit to the first and the last position that it sees.
     positions: Callable[[Expr], tuple[Expr, Expr]]
 
 

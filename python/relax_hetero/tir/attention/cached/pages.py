@@ -78,19 +78,12 @@ def page_of(spec: CachedSpec, number: Expr, head: Expr) -> Page:
 
 @dataclass(frozen=True)
 class PagedKeyValues(KeyValueSource):
-    """A page of keys and values, widened to scratch for many rows. Keys that no row sees may be undefined.
-
-    Attributes
-    ----------
-    following : PrimExpr
-        Offset of the next page's keys, in elements, for prefetching.
-    positions : callable
-        Function from a row to the first and the last position that it sees.
-    """
+    """A page of keys and values, widened to scratch for many rows. Keys that no row sees may be undefined."""
 
     spec: CachedSpec
     page: Page
-    following: Expr
+    following: Expr  # offset of the next page's keys, in elements, for prefetching
+    # Function from a row to the first and the last position that it sees.
     positions: Callable[[Expr], tuple[Expr, Expr]]
 
     is_padded = True

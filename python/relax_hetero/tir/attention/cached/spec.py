@@ -35,21 +35,11 @@ BLOCK_PAGES = 2
 
 @dataclass(frozen=True)
 class CachedPlan(AttentionPlan):
-    """Plan of an attention to pages. A block of keys is a page; `queries` are all rows of a unit, in whole tiles.
+    """Plan of an attention to pages. A block of keys is a page; `queries` are all rows of a unit, in whole tiles."""
 
-    Attributes
-    ----------
-    unit_queries : int
-        Queries of a unit: 1 for "decode".
-    splits : int
-        Units that share the blocks of a row's pages.
-    max_blocks : int
-        Maximum number of blocks of pages that are visible to a row.
-    """
-
-    unit_queries: int = 1
-    splits: int = 1
-    max_blocks: int = 0
+    unit_queries: int = 1  # queries of a unit: 1 for "decode"
+    splits: int = 1  # units that share the blocks of a row's pages
+    max_blocks: int = 0  # maximum number of blocks of pages that are visible to a row
 
     @property
     def buffers(self) -> dict[str, int]:
@@ -109,8 +99,6 @@ class Tensors:
 
     Parameters
     ----------
-    function : Function
-    problem : CachedAttentionProblem
     lanes : int
         Maximum number of lanes of a vector of floats.
     """

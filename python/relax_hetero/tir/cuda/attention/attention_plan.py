@@ -54,33 +54,17 @@ _RESERVED = 2 << 10
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Tiling of an attention.
+    """Tiling of an attention."""
 
-    Attributes
-    ----------
-    rows : int
-        Rows of a block: 16 per warp, so 64 per warpgroup; 16 if the warps split the keys of a tile.
-    keys : int
-        Keys of a tile; a multiple of 16.
-    stages : int
-        Stages of keys and values.
-    split_keys : int
-        Blocks of a cluster that split the keys (flash decoding): 1 to 8. A GPU holds fewer blocks of large clusters.
-    heads_per_tile : int
-        Heads whose queries are rows of one tile: see `heads.Rows`.
-    overlaps_own_product : bool
-        Whether the softmax of a warpgroup overlaps with its own product with values, or only with those of others.
-    heads_per_group : int
-        Heads that are rasterized together, longest rows first; 0: head by head.
-    """
-
-    rows: int
-    keys: int
-    stages: int = 1
+    rows: int  # rows of a block: 16 per warp, so 64 per warpgroup; 16 if the warps split the keys of a tile
+    keys: int  # keys of a tile; a multiple of 16
+    stages: int = 1  # stages of keys and values
+    # Blocks of a cluster that split the keys (flash decoding): 1 to 8. A GPU holds fewer blocks of large clusters.
     split_keys: int = 1
-    heads_per_tile: int = 1
+    heads_per_tile: int = 1  # heads whose queries are rows of one tile: see `heads.Rows`
+    # Whether the softmax of a warpgroup overlaps with its own product with values, or only with those of others.
     overlaps_own_product: bool = True
-    heads_per_group: int = 0
+    heads_per_group: int = 0  # heads that are rasterized together, longest rows first; 0: head by head
 
     @property
     def warpgroups(self) -> int:

@@ -96,8 +96,6 @@ class AttentionTensors:
         Element type of the operands of products.
     scores : Expression
         Function of a product (``x0``) and elements of the masks (``x1``, ...), before softmax.
-    masks : tuple of GpuHeads
-    result : GpuHeads
     sinks : Buffer or None
         Scores without a value, one for each head, float32.
     is_causal : bool
@@ -200,12 +198,7 @@ class AttentionTensors:
 
 
 class DenseTensors(AttentionTensors):
-    """Parameters of `AttentionProblem`; attributes are those of `AttentionTensors`.
-
-    Attributes
-    ----------
-    query, key, value : GpuHeads
-    """
+    """Parameters of `AttentionProblem`; attributes are those of `AttentionTensors`."""
 
     def __init__(self, function: Function, problem: AttentionProblem, plan: AttentionPlan, gpu: GpuTarget) -> None:
         sizes = {name: size if isinstance(size, int) else function.symbol(size) for name, size in problem.sizes}

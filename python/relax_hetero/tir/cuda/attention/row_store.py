@@ -29,8 +29,6 @@ class RowStore:
 
     Parameters
     ----------
-    tensors : AttentionTensors
-    shared : SharedMemory
     columns : int
         Columns of a warp's tile; 0: all.
     """
@@ -115,7 +113,6 @@ class PartialResults:
 
     Parameters
     ----------
-    shared : SharedMemory
     offset, lines, width : int
         Offset in shared memory; number of lines, and their columns, a multiple of 8.
     """

@@ -25,21 +25,12 @@ from .team import Team
 
 @dataclass(frozen=True)
 class Visible:
-    """Keys that a lane's two rows see, int32.
+    """Keys that a lane's two rows see, int32."""
 
-    Attributes
-    ----------
-    ends : sequence of PrimExpr
-        Ends of the keys visible to both rows.
-    min_end : PrimExpr
-        Lower bound of the ends of all rows of the warp: tiles up to it have no hidden keys, except those of `begins`.
-    begins : sequence of PrimExpr, optional
-        First keys visible to both rows.
-    """
-
-    ends: Sequence[Expr]
+    ends: Sequence[Expr]  # ends of the keys visible to both rows
+    # Lower bound of the ends of all rows of the warp: tiles up to it have no hidden keys, except those of `begins`.
     min_end: Expr
-    begins: Sequence[Expr] | None = None
+    begins: Sequence[Expr] | None = None  # first keys visible to both rows
 
 
 def plain_scale(expression: Expression) -> float | None:
@@ -95,7 +86,6 @@ class ScoreTile:
         ``keys / 4`` registers: probabilities as a left operand fragment, after `pack`; those of all keys of a team.
     sums : RegisterTile
         Accumulators of values.
-    softmax : OnlineSoftmax
     """
 
     def __init__(
@@ -202,10 +192,10 @@ class ScoreTile:
         if visible is not None:
             begin = T.bind(first + first_column(self.lane))
             with when(first + self.keys > visible.min_end):
-                self.scores.keep_columns(-math.inf, [T.bind(end - begin) for end in visible.ends])
+                self.scores.keep_columns([T.bind(end - begin) for end in visible.ends])
             if visible.begins is not None:
                 limits = [T.bind(key - begin) for key in visible.begins]
-                self.scores.keep_columns(-math.inf, limits, is_below=False)
+                self.scores.keep_columns(limits, is_below=False)
         self.softmax.update()
 
     def pack(self) -> None:

@@ -40,20 +40,10 @@ _ROW_LANES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class SimtPlan:
-    """Tiling of a SIMT attention.
+    """Tiling of a SIMT attention."""
 
-    Attributes
-    ----------
-    rows : int
-        Queries of a block.
-    keys : int
-        Keys of a tile, a multiple of 16.
-    thread_rows : int
-        Rows of a thread.
-    """
-
-    rows: int
-    keys: int
+    rows: int  # queries of a block
+    keys: int  # keys of a tile, a multiple of 16
     thread_rows: int
 
     @property

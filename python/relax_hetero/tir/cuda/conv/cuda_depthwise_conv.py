@@ -46,18 +46,10 @@ _MAX_WEIGHT_REGISTERS = 64
 
 @dataclass(frozen=True)
 class ChannelPlan:
-    """Work of a thread.
+    """Work of a thread."""
 
-    Attributes
-    ----------
-    pixels : int
-        Neighbouring pixels along the last spatial dimension.
-    lanes : int
-        Neighbouring output channels, of one group or, if depthwise, of several.
-    """
-
-    pixels: int
-    lanes: int
+    pixels: int  # neighbouring pixels along the last spatial dimension
+    lanes: int  # neighbouring output channels, of one group or, if depthwise, of several
 
 
 def unsupported_reason(problem: ConvProblem) -> str:

@@ -47,23 +47,12 @@ def is_padded(window: Window, extent: int) -> bool:
 
 @dataclass(frozen=True)
 class FilterTaps:
-    """Addresses of output pixels and taps in the feature map.
+    """Addresses of output pixels and taps in the feature map."""
 
-    Attributes
-    ----------
-    view : GlobalView
-        The feature map, opened: dimensions "b", "c", "x0", ...
-    problem : ConvProblem
-    extents : dict of str to (PrimExpr or int)
-        Extents of the result's "b", "y0", "y1", ..., outermost first.
-    batches : int
-        Number of outermost dimensions that are batch dimensions "b0", "b1", ... of the product; the others are its
-        rows.
-    """
-
-    view: GlobalView
+    view: GlobalView  # the feature map, opened: dimensions "b", "c", "x0", ..
     problem: ConvProblem
-    extents: dict[str, Expr]
+    extents: dict[str, Expr]  # extents of the result's "b", "y0", "y1", ..., outermost first
+    # Number of outermost dimensions that are batch dimensions "b0", "b1", ... of the product; the others are its rows.
     batches: int
 
     @property

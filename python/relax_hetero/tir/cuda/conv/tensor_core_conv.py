@@ -66,21 +66,13 @@ def untileable_reason(problem: ConvProblem) -> str:
 
 @dataclass
 class WindowTile(StageTile):
-    """Left operand of an implicit GEMM, whose rows are pixels; other attributes are those of `StageTile`.
+    """Left operand of an implicit GEMM, whose rows are pixels; other attributes are those of `StageTile`."""
 
-    Attributes
-    ----------
-    taps : FilterTaps
-        Addresses in the map, opened raw.
-    in_chunks : bool
-        Whether each 16 bytes of a k-step have a tap of their own.
-    """
-
-    taps: FilterTaps
+    taps: FilterTaps  # addresses in the map, opened raw
     rows: int
     extent: Expr
     depth: int
-    in_chunks: bool
+    in_chunks: bool  # whether each 16 bytes of a k-step have a tap of their own
     threads: int = PRODUCERS
     source: Source = Source.LINES
     _offsets: Any = field(default=None, init=False)

@@ -21,21 +21,11 @@ SWIZZLED_ALIGN = 1024
 
 @dataclass(frozen=True)
 class Place:
-    """Indices of a thread.
+    """Indices of a thread."""
 
-    Attributes
-    ----------
-    block : PrimExpr
-        Index of the block in the grid; blocks of a cluster are neighbours.
-    rank : PrimExpr
-        Rank of the block in its cluster, 0 without clusters.
-    thread : PrimExpr
-        Index of the thread in the block.
-    """
-
-    block: Expr
-    rank: Expr
-    thread: Expr
+    block: Expr  # index of the block in the grid; blocks of a cluster are neighbours
+    rank: Expr  # rank of the block in its cluster, 0 without clusters
+    thread: Expr  # index of the thread in the block
 
 
 @contextmanager

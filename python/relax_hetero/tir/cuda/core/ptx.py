@@ -322,9 +322,9 @@ def load_remote(registers: Sequence[Expr], address: Expr, dtype: str = "u32") ->
     _emit(f"ld.shared::cluster.{_vector(len(registers))}{dtype}", *registers, address)
 
 
-def store_remote(address: Expr, values: Sequence[Expr], dtype: str = "u32") -> None:
+def store_remote(address: Expr, values: Sequence[Expr]) -> None:
     """Store one, two or four values of 32 bits to shared memory of another block, at a `remote_address`."""
-    _emit(f"st.shared::cluster.{_vector(len(values))}{dtype}", address, *values)
+    _emit(f"st.shared::cluster.{_vector(len(values))}u32", address, *values)
 
 
 # Hopper's tensor cores: a warpgroup multiplies tiles in shared memory.

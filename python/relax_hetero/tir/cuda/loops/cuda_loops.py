@@ -65,23 +65,12 @@ _MAX_SHARED_BYTES = 48 << 10
 
 @dataclass(frozen=True)
 class Tiles:
-    """A box that reads some inputs along another loop than it writes.
+    """A box that reads some inputs along another loop than it writes."""
 
-    Attributes
-    ----------
-    box : FlatBox
-        Its expressions load stand-ins, at `LANE`.
-    across : Loop
-        The loop along which these inputs are contiguous.
-    reads : dict
-        Load of each stand-in.
-    read_lanes, lanes : int
-        Elements of a thread's vector loads and stores.
-    """
-
-    box: FlatBox
-    across: Loop
-    reads: dict[tirx.Buffer, Load]
+    box: FlatBox  # its expressions load stand-ins, at `LANE`
+    across: Loop  # the loop along which these inputs are contiguous
+    reads: dict[tirx.Buffer, Load]  # load of each stand-in
+    # Elements of a thread's vector loads and stores.
     read_lanes: int
     lanes: int
 
@@ -248,17 +237,11 @@ _MIN_SPLITS = 8
 
 @dataclass(frozen=True)
 class SplitReduction:
-    """A reduction in two launches.
-
-    Attributes
-    ----------
-    partials : tuple of Buffer
-        Partial results, which the first launch stores and the second one reduces.
-    """
+    """A reduction in two launches."""
 
     first: FlatBox
     second: FlatBox
-    partials: tuple[tirx.Buffer, ...]
+    partials: tuple[tirx.Buffer, ...]  # partial results, which the first launch stores and the second one reduces
 
 
 def split_reduction_of(box: FlatBox, gpu: GpuTarget) -> SplitReduction | None:

@@ -38,16 +38,10 @@ _THREADS = 256
 
 @dataclass(frozen=True)
 class GpuScatter:
-    """A scatter and the form of its updates.
-
-    Attributes
-    ----------
-    problem : ScatterProblem
-    axis : int or None
-        Axis whose coordinates of elements are the indices; None: rows of indices are the coordinates of slices.
-    """
+    """A scatter and the form of its updates."""
 
     problem: ScatterProblem
+    # Axis whose coordinates of elements are the indices; None: rows of indices are the coordinates of slices.
     axis: int | None
 
     @property

@@ -48,45 +48,23 @@ def register(dtype: str, lanes: int) -> tirx.Buffer:
 
 @dataclass(frozen=True)
 class VectorRead:
-    """Neighbouring elements that a thread loads as a vector.
+    """Neighbouring elements that a thread loads as a vector."""
 
-    Attributes
-    ----------
-    stand_in : Buffer
-        Buffer that expressions read in its place, at `LANE`.
-    offset : PrimExpr
-        Offset of the first element in terms of the loops; the vectorized loop counts elements.
-    condition : PrimExpr or None
-        Predicate of the load.
-    """
-
-    stand_in: tirx.Buffer
+    stand_in: tirx.Buffer  # buffer that expressions read in its place, at `LANE`
     source: tirx.Buffer
-    offset: Expr
-    condition: Expr | None
+    offset: Expr  # offset of the first element in terms of the loops; the vectorized loop counts elements
+    condition: Expr | None  # predicate of the load
 
 
 @dataclass(frozen=True)
 class LaneBox:
-    """A box in which the lanes of a thread compute neighbouring points along one loop.
+    """A box in which the lanes of a thread compute neighbouring points along one loop."""
 
-    Attributes
-    ----------
-    box : FlatBox
-        Its expressions read the stand-ins of `reads`.
-    var : Var or None
-        The loop whose neighbouring iterations are lanes.
-    lanes : int
-    reads : tuple of VectorRead
-    stores : frozenset of Buffer
-        Results that are stored as vectors.
-    """
-
-    box: FlatBox
-    var: tirx.Var | None
+    box: FlatBox  # its expressions read the stand-ins of `reads`
+    var: tirx.Var | None  # the loop whose neighbouring iterations are lanes
     lanes: int
     reads: tuple[VectorRead, ...] = ()
-    stores: frozenset[tirx.Buffer] = field(default_factory=frozenset)
+    stores: frozenset[tirx.Buffer] = field(default_factory=frozenset)  # results that are stored as vectors
 
 
 def max_lanes(types: Sequence[str]) -> int:

@@ -18,18 +18,11 @@ from ...loops.stages import Load
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a PrimFunc.
+    """One launch of a PrimFunc."""
 
-    Attributes
-    ----------
-    func : PrimFunc
-        Its parameters are `reads`, then `updates`, then `writes`.
-    reads, updates, writes : tuple of Var
-        Parameters of the original PrimFunc, scalars included, and buffers that its root block allocates. Buffers that
-        an earlier launch has written are updated, not written.
-    """
-
-    func: tirx.PrimFunc
+    func: tirx.PrimFunc  # its parameters are `reads`, then `updates`, then `writes`
+    # Parameters of the original PrimFunc, scalars included, and buffers that its root block allocates. Buffers that an
+    # earlier launch has written are updated, not written.
     reads: tuple[tirx.Var, ...]
     updates: tuple[tirx.Var, ...]
     writes: tuple[tirx.Var, ...]

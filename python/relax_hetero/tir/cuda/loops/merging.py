@@ -13,7 +13,7 @@ import tvm
 from tvm import tirx
 from tvm_ffi import structural_equal, structural_map, structural_walk
 
-from ...core.builder import Expr
+from ...core.builder import Expr, as_type
 from ...loops.nests import Sum
 from ...loops.reduce_box import combined
 from ...loops.stages import Load, node_count, replaced, sources, with_loads
@@ -23,35 +23,18 @@ from .arithmetic import accumulator_type
 
 @dataclass(frozen=True)
 class Merge:
-    """Reductions that are computed together as partial results.
-
-    Attributes
-    ----------
-    types : tuple of str
-        Types of partial results.
-    starts : tuple of PrimExpr
-        Initial values of partial results.
-    terms : tuple of PrimExpr
-        Values of a point that a partial result is combined with.
-    finals : tuple of PrimExpr or None
-        Initial values of the complete result, where they differ from `starts`.
-    own, new : tuple of Var
-        Variables for two partial results.
-    joined : tuple of PrimExpr
-        The combination of `own` and `new`.
-    selects : bool
-        Whether one partial result is selected, all its values together.
-    """
+    """Reductions that are computed together as partial results."""
 
     sums: tuple[Sum, ...]
-    types: tuple[str, ...]
-    starts: tuple[Expr, ...]
-    terms: tuple[Expr, ...]
-    finals: tuple[Expr | None, ...]
+    types: tuple[str, ...]  # types of partial results
+    starts: tuple[Expr, ...]  # initial values of partial results
+    terms: tuple[Expr, ...]  # values of a point that a partial result is combined with
+    finals: tuple[Expr | None, ...]  # initial values of the complete result, where they differ from `starts`
+    # Variables for two partial results.
     own: tuple[tirx.Var, ...]
     new: tuple[tirx.Var, ...]
-    joined: tuple[Expr, ...]
-    selects: bool = False
+    joined: tuple[Expr, ...]  # the combination of `own` and `new`
+    selects: bool = False  # whether one partial result is selected, all its values together
 
     def join(self, one: Sequence[Expr], other: Sequence[Expr]) -> list[Expr]:
         """Combine two partial results."""
@@ -70,10 +53,10 @@ def merge_of(sums: Sequence[Sum]) -> Merge | None:
         for i, (combination, dtype) in enumerate(zip(combinations, types, strict=True)):
             assert combination is not None
             joined.append(combination.combine(own[i], new[i]))
-            starts.append(_cast(combination.neutral, dtype))
-            terms.append(_cast(combination.term, dtype))
+            starts.append(as_type(combination.neutral, dtype))
+            terms.append(as_type(combination.term, dtype))
             is_same = structural_equal(combination.neutral, combination.sum.initial)
-            finals.append(None if is_same else _cast(combination.sum.initial, dtype))
+            finals.append(None if is_same else as_type(combination.sum.initial, dtype))
         return Merge(tuple(sums), tuple(types), tuple(starts), tuple(terms), tuple(finals), own, new, tuple(joined))
     return _selection_merge(sums)
 
@@ -197,7 +180,3 @@ def _variables(value: Expr) -> set[tirx.Var]:
     variables: list[tirx.Var] = []
     structural_walk(value, (tvm.ir.Var, variables.append))
     return set(variables)
-
-
-def _cast(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)

@@ -16,7 +16,7 @@ from tvm.script.ir_builder import tirx as T
 
 from ....target.element_types import bytes_of
 from ....target.gpu_target import ALL_LANES, WARP, GpuTarget
-from ...core.builder import Expr, ceil_div, int64
+from ...core.builder import Expr, as_type, ceil_div, int64
 from ...loops.flat import FlatBox, Loop, is_step
 from ...loops.loop_code import nested
 from ...loops.reduce_box import value_of
@@ -64,24 +64,12 @@ _MIN_VECTORS_PER_THREAD = 4
 
 @dataclass(frozen=True)
 class Plan:
-    """Distribution of a reduction among threads.
+    """Distribution of a reduction among threads."""
 
-    Attributes
-    ----------
-    threads_per_result : int
-        Threads that compute partial results of the same results.
-    are_neighbours : bool
-        Whether these threads are neighbours; otherwise neighbours compute neighbouring results.
-    lanes : int
-        Results of a thread, contiguous along the last loop.
-    terms : int
-        Terms that a thread loads as a vector.
-    """
-
-    threads_per_result: int
-    are_neighbours: bool
-    lanes: int
-    terms: int
+    threads_per_result: int  # threads that compute partial results of the same results
+    are_neighbours: bool  # whether these threads are neighbours; otherwise neighbours compute neighbouring results
+    lanes: int  # results of a thread, contiguous along the last loop
+    terms: int  # terms that a thread loads as a vector
 
 
 def write_reduction(box: FlatBox, gpu: GpuTarget) -> None:
@@ -492,10 +480,6 @@ def from_below(value_register: tirx.Buffer, distance: int) -> Expr:
     value: Expr = tirx.BufferLoad(value_register, [int64(0)])
     numbers = [tirx.const(n, "int32") for n in (distance, WARP, WARP)]
     shuffled = tirx.call_intrin(
-        wide, "tirx.tvm_warp_shuffle_down", tirx.const(ALL_LANES, "uint32"), _cast(value, wide), *numbers
+        wide, "tirx.tvm_warp_shuffle_down", tirx.const(ALL_LANES, "uint32"), as_type(value, wide), *numbers
     )
-    return _cast(_in_register(shuffled), dtype)
-
-
-def _cast(value: Expr, dtype: str) -> Expr:
-    return value if str(value.ty.dtype) == dtype else tirx.Cast(dtype, value)
+    return as_type(_in_register(shuffled), dtype)

@@ -38,26 +38,15 @@ _MAX_THREAD_LINE = 32
 
 @dataclass(frozen=True)
 class ScanProblem:
-    """A scan along an axis.
+    """A scan along an axis."""
 
-    Attributes
-    ----------
-    shape : tuple of int or str
-        Symbolic extents are names.
-    dtype, result : str
-        Element types of the data and of the result.
-    kind : str
-        One of `COMBINE`.
-    exclusive : bool
-        Whether the scan is exclusive: an element's result excludes the element.
-    """
-
-    shape: tuple[Dim, ...]
+    shape: tuple[Dim, ...]  # symbolic extents are names
     axis: int
+    # Element types of the data and of the result.
     dtype: str
     result: str
-    kind: str
-    exclusive: bool
+    kind: str  # one of `COMBINE`
+    exclusive: bool  # whether the scan is exclusive: an element's result excludes the element
 
 
 TILE = 8192

@@ -39,29 +39,15 @@ _THREADS = 256
 
 @dataclass(frozen=True)
 class SortProblem:
-    """A sort along an axis.
+    """A sort along an axis."""
 
-    Attributes
-    ----------
-    shape : tuple of int or str
-        Symbolic extents are names; that of the axis is an integer.
-    dtype : str
-        Element type of the data.
-    count : int
-        Number of first elements of each sorted line that are results.
-    values : bool
-        Whether the values are a result.
-    indices : str
-        Element type of the values' indices in the line; empty where these are not a result.
-    """
-
-    shape: tuple[Dim, ...]
+    shape: tuple[Dim, ...]  # symbolic extents are names; that of the axis is an integer
     axis: int
-    dtype: str
+    dtype: str  # element type of the data
     descending: bool
-    count: int
-    values: bool
-    indices: str
+    count: int  # number of first elements of each sorted line that are results
+    values: bool  # whether the values are a result
+    indices: str  # element type of the values' indices in the line; empty where these are not a result
 
     @property
     def length(self) -> int:
@@ -82,22 +68,11 @@ class SortProblem:
 
 @dataclass(frozen=True)
 class SortStep:
-    """One launch.
+    """One launch."""
 
-    Attributes
-    ----------
-    length : int
-        Elements of an input line.
-    run : int
-        Elements of a tile, or of each of two runs that are merged.
-    kept : int
-        Maximum elements that a tile, or a merged run, outputs.
-    is_merge, is_first, is_last : bool
-    """
-
-    length: int
-    run: int
-    kept: int
+    length: int  # elements of an input line
+    run: int  # elements of a tile, or of each of two runs that are merged
+    kept: int  # maximum elements that a tile, or a merged run, outputs
     is_merge: bool
     is_first: bool
     is_last: bool

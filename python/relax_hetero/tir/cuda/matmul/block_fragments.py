@@ -42,7 +42,6 @@ class WeightFragments:
 
     Parameters
     ----------
-    work : BlockWork
     packed : list of GpuOperand
         Weights, scales and perhaps zero points or factors, opened; those of several products follow each other, which
         have equal numbers of the block's fragments.

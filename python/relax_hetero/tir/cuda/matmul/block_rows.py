@@ -36,10 +36,8 @@ class LeftRows:
 
     Parameters
     ----------
-    work : BlockWork
     lhs : RowSource
         Opened raw.
-    shared : SharedMemory
     thread, low, high : PrimExpr
         Index of the thread, of its lane among the four of a column, and of its column among eight.
     first : PrimExpr

@@ -69,12 +69,8 @@ class MmaProduct:
 
     Parameters
     ----------
-    left : StageTile
-    right : OperandTile
     store : FragmentStore
         Opened.
-    tiling : MmaTiling
-    batches : Batches
     """
 
     def __init__(

@@ -20,26 +20,16 @@ MAX_STAGES = 4
 
 @dataclass(frozen=True)
 class MmaTiling:
-    """Tiling of a product.
+    """Tiling of a product."""
 
-    Attributes
-    ----------
-    rows, columns : int
-        Rows and columns of a block tile, multiples of 64.
-    warp_rows, warp_columns : int
-        Rows and columns of a warp tile, multiples of 16.
-    stages : int
-        Stages of the pipeline in shared memory, at least 2.
-    epilogue_columns : int
-        Columns of the result that a warp stages in shared memory at a time.
-    """
-
+    # Rows and columns of a block tile, multiples of 64.
     rows: int
     columns: int
+    # Rows and columns of a warp tile, multiples of 16.
     warp_rows: int
     warp_columns: int
-    stages: int
-    epilogue_columns: int
+    stages: int  # stages of the pipeline in shared memory, at least 2
+    epilogue_columns: int  # columns of the result that a warp stages in shared memory at a time
 
     @property
     def threads(self) -> int:
@@ -99,8 +89,8 @@ def mma_tiling_of(
     staging = warps * 16 * (epilogue_columns * element + STAGING_PAD)
     stage = (rows + columns) * SWIZZLED_BYTES
     # Small tiles leave shared memory for a second resident block, which hides latency.
-    room = gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
-    stages = (room - staging - SWIZZLED_BYTES * 8) // stage
+    usable = gpu.shared_bytes if rows * columns > 128 * 128 else min(gpu.shared_bytes, gpu.shared_bytes_sm // 2 - 1024)
+    stages = (usable - staging - SWIZZLED_BYTES * 8) // stage
     if stages < 2:
         stages = (gpu.shared_bytes - staging - SWIZZLED_BYTES * 8) // stage
     stages = min(stages, MAX_STAGES, max(2, steps))

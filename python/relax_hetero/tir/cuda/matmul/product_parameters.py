@@ -21,27 +21,15 @@ from .wgmma_tiling import reads_rows
 
 @dataclass(frozen=True)
 class ProductParameters:
-    """Parameters of a kernel, declared in order.
-
-    Attributes
-    ----------
-    problem : MatmulProblem
-    lhs, rhs : GpuOperand
-    writer : EpilogueWriter
-    sizes : tuple of PrimExpr or int
-        Extents of m, n and k.
-    batches : Batches
-    addresses : GpuOperand or None
-        Addresses of the memory of GPUs that the result is sent to.
-    """
+    """Parameters of a kernel, declared in order."""
 
     problem: MatmulProblem
     lhs: GpuOperand
     rhs: GpuOperand
     writer: EpilogueWriter
-    sizes: tuple[Expr, Expr, Expr]
+    sizes: tuple[Expr, Expr, Expr]  # extents of m, n and k
     batches: Batches
-    addresses: GpuOperand | None
+    addresses: GpuOperand | None  # addresses of the memory of GPUs that the result is sent to
 
     @staticmethod
     def declare(function: Function, problem: MatmulProblem) -> ProductParameters:

@@ -44,16 +44,9 @@ _CONSUMERS_BARRIER = 1
 
 @dataclass(frozen=True)
 class RingPlan(BlockPlan):
-    """Plan with weights in a ring; `fragments`, `groups` and `ahead` are 1.
+    """Plan with weights in a ring; `fragments`, `groups` and `ahead` are 1."""
 
-    Attributes
-    ----------
-    run : int
-        Chunks of a stage that a warp multiplies.
-    stages : int
-    """
-
-    run: int = 1
+    run: int = 1  # chunks of a stage that a warp multiplies
     stages: int = 2
 
 

@@ -51,30 +51,20 @@ _MANY_BLOCKS = 128
 
 @dataclass(frozen=True)
 class Gemv:
-    """A product with few rows.
+    """A product with few rows."""
 
-    Attributes
-    ----------
-    few, weight : GpuOperand
-        The operand with few rows and the other one.
-    row, column : str
-        Their dimensions of the result: ("m", "n") or ("n", "m").
-    rows, row_tiles : int
-        Rows of a block, and number of blocks of rows.
-    columns, k : PrimExpr or int
-    dtype : str
-        Element type of the accumulators.
-    """
-
+    # The operand with few rows and the other one.
     few: GpuOperand
     weight: GpuOperand
+    # Their dimensions of the result: ("m", "n") or ("n", "m").
     row: str
     column: str
+    # Rows of a block, and number of blocks of rows.
     rows: int
     row_tiles: int
     columns: Expr
     k: Expr
-    dtype: str
+    dtype: str  # element type of the accumulators
     writer: EpilogueWriter
     batches: Batches
 
@@ -95,31 +85,16 @@ class Gemv:
 
 @dataclass(frozen=True)
 class _Plan:
-    """Distribution of the weight among threads.
+    """Distribution of the weight among threads."""
 
-    Attributes
-    ----------
-    along_k : bool
-        Whether a thread's vector lies along k, else along the columns.
-    vector : int
-        Elements of a vector load.
-    column_lanes : int
-        Lanes of a warp along the columns; the others lie along k.
-    warps, column_warps : int
-        Warps of a block that split k, and those that split its columns.
-    loads : int
-        Loads along k that a thread has in flight.
-    repeats : int
-        Vectors of columns of a thread.
-    """
-
-    along_k: bool
-    vector: int
-    column_lanes: int
+    along_k: bool  # whether a thread's vector lies along k, else along the columns
+    vector: int  # elements of a vector load
+    column_lanes: int  # lanes of a warp along the columns; the others lie along k
+    # Warps of a block that split k, and those that split its columns.
     warps: int
     column_warps: int = 1
-    loads: int = _LOADS_IN_FLIGHT
-    repeats: int = 1
+    loads: int = _LOADS_IN_FLIGHT  # loads along k that a thread has in flight
+    repeats: int = 1  # vectors of columns of a thread
 
     @property
     def threads(self) -> int:

@@ -12,34 +12,19 @@ from ..core.minimax_regret import cases_of, minimax_regret
 
 @dataclass(frozen=True)
 class SimtPlan:
-    """Tiling of a product.
+    """Tiling of a product."""
 
-    Attributes
-    ----------
-    rows, columns : int
-        Rows and columns of a block tile.
-    thread_rows, thread_columns : int
-        Rows and columns of a thread tile, multiples of `group`.
-    group : int
-        Neighbouring elements that a thread loads from shared memory at once.
-    depth : int
-        Extent of k in a k-step of a slice.
-    slices : int
-        Sliced-k: groups of threads that split the k of a block tile; their accumulators are added at the end.
-    cluster : int
-        Split-k: blocks of a cluster that split the k of a tile: 1, 2, 4 or 8.
-    staged : bool
-        Whether tiles of the operands are staged in shared memory; otherwise threads read global memory, in one slice.
-    """
-
+    # Rows and columns of a block tile.
     rows: int
     columns: int
+    # Rows and columns of a thread tile, multiples of `group`.
     thread_rows: int
     thread_columns: int
-    group: int
-    depth: int
-    slices: int
-    cluster: int = 1
+    group: int  # neighbouring elements that a thread loads from shared memory at once
+    depth: int  # extent of k in a k-step of a slice
+    slices: int  # sliced-k: groups of threads that split the k of a block tile; their accumulators are added at the end
+    cluster: int = 1  # split-k: blocks of a cluster that split the k of a tile: 1, 2, 4 or 8
+    # Whether tiles of the operands are staged in shared memory; otherwise threads read global memory, in one slice.
     staged: bool = True
 
     @property
@@ -106,7 +91,6 @@ def simt_plan(
     ----------
     sizes : tuple of (int or None)
         Rows and columns of the result, and k; None where symbolic.
-    batch : int or None
     dtype : str
         Element type of the accumulators.
     staged : bool

@@ -54,27 +54,15 @@ _THREADS = PRODUCERS + WARPGROUP
 
 
 class _RowRange(NamedTuple):
-    """Numbers of rows with a common rule of plans; stages are those of weights and of the left operand.
-
-    Attributes
-    ----------
-    max_rows : int
-    blocks : float
-        Maximum blocks per multiprocessor up to which k is split.
-    short_steps : int
-        Maximum k-steps of a block for `short`.
-    short, long : tuple of int
-        Stages of blocks with few k-steps, and with more.
-    alone : tuple of int
-        Stages of long blocks if each has a multiprocessor of its own.
-    """
+    """Numbers of rows with a common rule of plans; stages are those of weights and of the left operand."""
 
     max_rows: int
-    blocks: float
-    short_steps: int
+    blocks: float  # maximum blocks per multiprocessor up to which k is split
+    short_steps: int  # maximum k-steps of a block for `short`
+    # Stages of blocks with few k-steps, and with more.
     short: tuple[int, int]
     long: tuple[int, int]
-    alone: tuple[int, int]
+    alone: tuple[int, int]  # stages of long blocks if each has a multiprocessor of its own
 
 
 # Measured on an H200. With 1 to 8 rows, three or four blocks are resident on a multiprocessor, including those of the
@@ -108,24 +96,12 @@ _DEEP_SPLIT = 2
 
 @dataclass(frozen=True)
 class SkinnyPlan:
-    """Distribution of work among blocks.
+    """Distribution of work among blocks."""
 
-    Attributes
-    ----------
-    split : int
-        Blocks of a cluster, which split k: 1, 2, 4 or 8.
-    stages : int
-        Maximum stages of weights, 8 KB each.
-    row_stages : int
-        Stages of the left operand.
-    evicts_first : bool
-        Whether L2 evicts weights first, to keep other data.
-    """
-
-    split: int
-    stages: int
-    row_stages: int
-    evicts_first: bool = False
+    split: int  # blocks of a cluster, which split k: 1, 2, 4 or 8
+    stages: int  # maximum stages of weights, 8 KB each
+    row_stages: int  # stages of the left operand
+    evicts_first: bool = False  # whether L2 evicts weights first, to keep other data
 
 
 def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:

@@ -41,15 +41,9 @@ registers; one row takes 590 to 800 us instead of 478, because of waits for stag
 
 @dataclass(frozen=True)
 class StagedPlan(BlockPlan):
-    """Plan with staged weights; `ahead` is 1.
+    """Plan with staged weights; `ahead` is 1."""
 
-    Attributes
-    ----------
-    stages : int
-        Stages of a warp, of a chunk each.
-    """
-
-    stages: int = 2
+    stages: int = 2  # stages of a warp, of a chunk each
 
 
 def staged_plan(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> StagedPlan | None:

@@ -15,23 +15,12 @@ from ...core.builder import Expr
 
 @dataclass(frozen=True)
 class Part:
-    """Scales, zero points or factors of the weights: a few numbers of a lane for each unit of k.
-
-    Attributes
-    ----------
-    dtype : str
-    width : int
-        Numbers of a lane: of its two columns, perhaps scales and then minimums.
-    unit : int
-        Extent of k that shares them.
-    units : int
-        Number of units of a column.
-    """
+    """Scales, zero points or factors of the weights: a few numbers of a lane for each unit of k."""
 
     dtype: str
-    width: int
-    unit: int
-    units: int
+    width: int  # numbers of a lane: of its two columns, perhaps scales and then minimums
+    unit: int  # extent of k that shares them
+    units: int  # number of units of a column
 
     @staticmethod
     def of(operand: Operand, unit: int) -> Part:

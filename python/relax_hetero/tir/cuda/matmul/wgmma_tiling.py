@@ -41,35 +41,21 @@ _RESERVED_BYTES = 1024
 
 @dataclass(frozen=True)
 class Tiling:
-    """Tiling of a product.
+    """Tiling of a product."""
 
-    Attributes
-    ----------
-    rows, columns : int
-        Rows and columns of a tile: 64 or 128 rows, or any multiple of 16 if `swap_ab`; columns a multiple of 64, up to
-        256.
-    stages : int
-        Stages of the pipeline in shared memory.
-    blocks : int
-        Grid size, a multiple of `cluster_split_k`; 0: a cluster per tile, with a symbolic number of tiles.
-    cluster_split_k : int
-        Blocks of a cluster that split the k of a tile: 1, 2, 4 or 8.
-    blocks_per_sm : int
-        Resident blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
-    epilogue_columns : int
-        Columns of the result that a warp stages at a time; rows that a warpgroup stages if `swap_ab`.
-    swap_ab : bool
-        Whether columns of the result are the M dimension of wgmma, which is always 64, so that the rows of a tile can
-        be chosen to balance the load of multiprocessors.
-    """
-
+    # Rows and columns of a tile: 64 or 128 rows, or any multiple of 16 if `swap_ab`; columns a multiple of 64, up to
+    # 256.
     rows: int
     columns: int
-    stages: int
-    blocks: int
-    cluster_split_k: int = 1
+    stages: int  # stages of the pipeline in shared memory
+    blocks: int  # grid size, a multiple of `cluster_split_k`; 0: a cluster per tile, with a symbolic number of tiles
+    cluster_split_k: int = 1  # blocks of a cluster that split the k of a tile: 1, 2, 4 or 8
+    # Columns of the result that a warp stages at a time; rows that a warpgroup stages if `swap_ab`.
     epilogue_columns: int = 64
+    # Resident blocks of a multiprocessor: while one stores, or waits for its first loads, the other multiplies.
     blocks_per_sm: int = 1
+    # Whether columns of the result are the M dimension of wgmma, which is always 64, so that the rows of a tile can be
+    # chosen to balance the load of multiprocessors.
     swap_ab: bool = False
 
     @property

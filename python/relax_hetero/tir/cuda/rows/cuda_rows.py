@@ -55,20 +55,11 @@ _ZERO = tirx.const(0, "int64")
 
 @dataclass(frozen=True)
 class Threads:
-    """Indices of a thread.
+    """Indices of a thread."""
 
-    Attributes
-    ----------
-    number : PrimExpr
-        Index of the thread in its row, int32.
-    row : PrimExpr or int
-        Index of the row in its block.
-    is_row : PrimExpr or None
-        Predicate of the row's existence; None: always. Threads whose row does not exist recompute another.
-    """
-
-    number: Expr
-    row: Expr
+    number: Expr  # index of the thread in its row, int32
+    row: Expr  # index of the row in its block
+    # Predicate of the row's existence; None: always. Threads whose row does not exist recompute another.
     is_row: Expr | None
 
 

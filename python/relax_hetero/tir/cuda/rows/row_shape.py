@@ -42,26 +42,14 @@ class RowShape:
     """Distribution of a row among threads.
 
     Thread t of a row has the vectors t, t + threads, t + 2 threads, ... so that accesses are coalesced.
-
-    Attributes
-    ----------
-    threads : int
-        Threads of a row: a power of two within a warp, the whole block or all blocks of the cluster.
-    rows : int
-        Rows of a block.
-    lanes : int
-        Elements of a vector, a divisor of the row's length.
-    vectors : int
-        Vectors in a thread's registers, the last of which may be beyond the row; 0 if every pass loads the row again.
-    cluster : int
-        Blocks of the cluster that shares a row.
     """
 
-    threads: int
-    rows: int
-    lanes: int
+    threads: int  # threads of a row: a power of two within a warp, the whole block or all blocks of the cluster
+    rows: int  # rows of a block
+    lanes: int  # elements of a vector, a divisor of the row's length
+    # Vectors in a thread's registers, the last of which may be beyond the row; 0 if every pass loads the row again.
     vectors: int
-    cluster: int = 1
+    cluster: int = 1  # blocks of the cluster that shares a row
 
     @property
     def warps(self) -> int:

@@ -17,15 +17,9 @@ _RASTERIZATION_GROUP_M = 8
 
 @dataclass(frozen=True)
 class Batches:
-    """The batch dimensions of a product.
+    """The batch dimensions of a product."""
 
-    Attributes
-    ----------
-    extents : dict of str to (PrimExpr or int)
-        Extents by name, outermost first.
-    """
-
-    extents: dict[str, Expr]
+    extents: dict[str, Expr]  # extents by name, outermost first
 
     @property
     def count(self) -> Expr:

@@ -21,26 +21,14 @@ from .register_tile import reinterpreted
 
 @dataclass(frozen=True)
 class ClusterReduction:
-    """Reduction of accumulators over a cluster.
-
-    Attributes
-    ----------
-    shared : SharedMemory
-    offset : int
-        Offset of memory for the accumulators of a whole tile, free when all threads of the cluster call `add`.
-    cluster_split_k : int
-        Blocks of the cluster.
-    rank : PrimExpr
-        Rank of the block in the cluster.
-    groups : int
-        Consumer warpgroups of a block.
-    """
+    """Reduction of accumulators over a cluster."""
 
     shared: SharedMemory
+    # Offset of memory for the accumulators of a whole tile, free when all threads of the cluster call `add`.
     offset: int
-    cluster_split_k: int
-    rank: Expr
-    groups: int
+    cluster_split_k: int  # blocks of the cluster
+    rank: Expr  # rank of the block in the cluster
+    groups: int  # consumer warpgroups of a block
 
     def add(self, sums: Any, extents: tuple[int, int], kind: str, group: Expr, member: Expr) -> Any:
         """Reduce the block's part of the tile, in the order of blocks; producers take part in two cluster barriers.

@@ -24,26 +24,13 @@ from ..core.operand import GpuOperand
 
 @dataclass(frozen=True)
 class EpilogueWriter:
-    """Writer of epilogues; its operands are parameters of the kernel.
+    """Writer of epilogues; its operands are parameters of the kernel."""
 
-    Attributes
-    ----------
-    expression : Expression
-        ``x0`` is the accumulator plus `init`.
-    init : GpuOperand or None
-        Initial values of accumulators.
-    views : tuple of GpuOperand
-        Views of ``x1``, ``x2``, ...
-    result : GpuOperand
-    acc_dtype : str
-        Element type of ``x0``; accumulators are cast to it.
-    """
-
-    expression: Expression
-    init: GpuOperand | None
-    views: tuple[GpuOperand, ...]
+    expression: Expression  # ``x0`` is the accumulator plus `init`
+    init: GpuOperand | None  # initial values of accumulators
+    views: tuple[GpuOperand, ...]  # views of ``x1``, ``x2``, ..
     result: GpuOperand
-    acc_dtype: str
+    acc_dtype: str  # element type of ``x0``; accumulators are cast to it
 
     @staticmethod
     def of(

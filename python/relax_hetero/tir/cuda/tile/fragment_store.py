@@ -43,27 +43,15 @@ _Pair = list[tuple[Expr, list[Expr]]]  # accumulators of two neighbours, each wi
 
 @dataclass(frozen=True)
 class Staging:
-    """Shared memory in which a warp, or a warpgroup if operands are swapped, transposes fragments to rows.
-
-    Attributes
-    ----------
-    shared : SharedMemory
-    offset : PrimExpr or int
-        Offset of the memory in bytes.
-    rows, columns : int
-        Rows and columns of the result that are staged at a time.
-    element : int
-        Bytes of a staged element.
-    swap_ab : bool
-        Whether fragments are transposed.
-    """
+    """Shared memory in which a warp, or a warpgroup if operands are swapped, transposes fragments to rows."""
 
     shared: SharedMemory
-    offset: Expr
+    offset: Expr  # offset of the memory in bytes
+    # Rows and columns of the result that are staged at a time.
     rows: int
     columns: int
-    element: int
-    swap_ab: bool
+    element: int  # bytes of a staged element
+    swap_ab: bool  # whether fragments are transposed
 
     @property
     def pitch(self) -> int:
@@ -107,11 +95,6 @@ class FragmentStore:
     """Writer of the epilogue and the stores of a product's fragments.
 
     `open` and `plan` belong to the function's body, before the launch; `fetch` and `emit` to the launch.
-
-    Parameters
-    ----------
-    writer : EpilogueWriter
-    gpu : GpuTarget
     """
 
     def __init__(self, writer: EpilogueWriter, gpu: GpuTarget) -> None:

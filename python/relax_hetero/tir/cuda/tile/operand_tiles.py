@@ -74,7 +74,6 @@ class StageTile(ABC):
         Rows of a tile.
     extent, depth : PrimExpr or int
         Rows of the operand, and extent of k.
-    source : Source
     threads : int
         Number of producer threads.
     """
@@ -150,27 +149,17 @@ class StageTile(ABC):
 
 @dataclass(frozen=True)
 class OperandTile(StageTile):
-    """An operand in memory and its tile in a stage; other attributes are those of `StageTile`.
-
-    Attributes
-    ----------
-    row_dim : str
-        Dimension of its rows, "m" or "n".
-    width : int
-        Bytes of an asynchronous copy.
-    evicts_first : bool
-        Whether bulk copies have L2 evict their bytes first.
-    """
+    """An operand in memory and its tile in a stage; other attributes are those of `StageTile`."""
 
     view: TileView
-    row_dim: str
+    row_dim: str  # dimension of its rows, "m" or "n"
     rows: int
     extent: Expr
     depth: Expr
     source: Source
-    width: int
+    width: int  # bytes of an asynchronous copy
     threads: int = PRODUCERS
-    evicts_first: bool = False
+    evicts_first: bool = False  # whether bulk copies have L2 evict their bytes first
 
     @staticmethod
     def of(

@@ -9,6 +9,7 @@ Source: PTX ISA 9.0, "Matrix fragments for mma.m16n8k16", "Register fragments fo
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -128,8 +129,8 @@ class RegisterTile:
         """Multiply both rows of a lane by their factors."""
         self.map(lambda value, i: value * factors[row_of(i)])
 
-    def keep_columns(self, hidden: float, limits: Sequence[Expr], is_below: bool = True) -> None:
-        """Mask columns by row.
+    def keep_columns(self, limits: Sequence[Expr], is_below: bool = True) -> None:
+        """Mask columns by row, with minus infinity.
 
         Parameters
         ----------
@@ -141,7 +142,7 @@ class RegisterTile:
         def masked(value: Expr, i: Expr) -> Expr:
             limit = T.Select(row_of(i) == 0, limits[0], limits[1])
             is_kept = column_of(i) < limit if is_below else column_of(i) >= limit
-            return T.if_then_else(is_kept, value, T.float32(hidden))
+            return T.if_then_else(is_kept, value, T.float32(-math.inf))
 
         self.map(masked)
 

@@ -23,7 +23,6 @@ class Ring:
     ----------
     shared : SharedMemory
         Not yet opened: the ring reserves its barriers.
-    stages : int
     producers : int
         Arrivals that complete a full barrier.
     consumers : int

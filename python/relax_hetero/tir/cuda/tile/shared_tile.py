@@ -20,19 +20,11 @@ from .register_tile import RegisterTile
 
 @dataclass(frozen=True)
 class SharedTile(ABC):
-    """Lines in shared memory, in chunks of 16 bytes.
-
-    Attributes
-    ----------
-    shared : SharedMemory
-    offset : PrimExpr or int
-        Offset of the tile in bytes.
-    is_transposed : bool
-        Whether lines are values of k, of 16-bit elements along the operand's rows; else lines are rows, along k.
-    """
+    """Lines in shared memory, in chunks of 16 bytes."""
 
     shared: SharedMemory
-    offset: Expr
+    offset: Expr  # offset of the tile in bytes
+    # Whether lines are values of k, of 16-bit elements along the operand's rows; else lines are rows, along k.
     is_transposed: bool = field(default=False, kw_only=True)
 
     @abstractmethod
@@ -61,15 +53,9 @@ class SharedTile(ABC):
 
 @dataclass(frozen=True)
 class SwizzledTile(SharedTile):
-    """Lines of 128 bytes with chunks swizzled to ``chunk ^ (line % 8)``; wider ones continue in the next stripe.
+    """Lines of 128 bytes with chunks swizzled to ``chunk ^ (line % 8)``; wider ones continue in the next stripe."""
 
-    Attributes
-    ----------
-    stripe_bytes : int
-        Bytes between stripes.
-    """
-
-    stripe_bytes: int
+    stripe_bytes: int  # bytes between stripes
 
     def address(self, line: Expr, chunk: Expr) -> Expr:
         """Offset in shared memory of a chunk of a line."""
@@ -79,15 +65,9 @@ class SwizzledTile(SharedTile):
 
 @dataclass(frozen=True)
 class ChunkedTile(SharedTile):
-    """Chunks in the order ``(chunks, lines, 16 bytes)``, without swizzle.
+    """Chunks in the order ``(chunks, lines, 16 bytes)``, without swizzle."""
 
-    Attributes
-    ----------
-    lines : int
-        Number of lines.
-    """
-
-    lines: int
+    lines: int  # number of lines
 
     def address(self, line: Expr, chunk: Expr) -> Expr:
         """Offset in shared memory of a chunk of a line."""
@@ -99,7 +79,6 @@ class MatrixOperand:
 
     Parameters
     ----------
-    shared : SharedMemory
     begin : PrimExpr or int
         Offset in shared memory that the descriptor encodes.
     leading, stride : int
