@@ -363,13 +363,7 @@ class _FunctionPartition:
 
     def _add_branches(self, var: relax.Var, value: relax.If) -> None:
         """Partition branches, which begin with whole values on all devices and end with one on a single device."""
-        variables = [var, *(binding.var for branch in _branches(value) for binding in walk_bindings(branch))]
-        devices = [device for each in variables for device in self._annotated(each.ty) or ()]
-        if any(self._bindings.records_graphs(device) for device in devices):
-            raise PlacementError(
-                f"function {self._name!r} has values over a mesh of GPUs and If at {var.name!r}; expected no control "
-                "flow besides meshes of GPUs, whose kernels wait for each other"
-            )
+        self._refuse_gpus(f"If at {var.name!r}")
         mesh = self._mesh(var, [each for each in used_vars(value) if each in self._values])
         home = Mesh.of_device(mesh.positions[0])
         condition = self._whole(value.cond) if isinstance(value.cond, relax.Var) else value.cond
@@ -377,6 +371,17 @@ class _FunctionPartition:
         local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
         self._bindings.items.append(relax.VarBinding(local, typed(relax.If(condition, *ends), local.ty)))
         self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
+
+    def _refuse_gpus(self, control_flow: str) -> None:
+        """PlacementError for control flow in a function over a mesh of GPUs."""
+        variables = [*self._func.params, *(binding.var for binding in walk_bindings(self._func.body))]
+        meshes = [self._annotated(var.ty) or _FIRST for var in variables]
+        meshes += [value.mesh for value in self._values.values()]
+        if any(len(mesh) > 1 and any(map(self._bindings.records_graphs, mesh)) for mesh in meshes):
+            raise PlacementError(
+                f"function {self._name!r} has values over a mesh of GPUs and {control_flow}; expected no control flow "
+                "besides meshes of GPUs, whose kernels wait for each other"
+            )
 
     def _partitioned_branch(self, branch: relax.SeqExpr, home: Mesh) -> relax.SeqExpr:
         """A branch with values of single devices only, and its result on one of them."""
@@ -399,6 +404,7 @@ class _FunctionPartition:
 
     def _add_recursive_call(self, var: relax.Var, call: relax.Call) -> None:
         """Call a function over a mesh that calls itself: its parameters and results are whole, on single devices."""
+        self._refuse_gpus(f"a call of {call.op.name_hint!r}, which calls itself")
         callee = self._callees[call.op]
         bindings = list(walk_bindings(callee.body, nested=False))
         meshes = [self._mesh_of_param(param, bindings) for param in callee.params]
@@ -426,11 +432,6 @@ class _FunctionPartition:
         variables = [*func.params, *(binding.var for binding in walk_bindings(func.body))]
         meshes = [self._annotated(ty) for ty in (func.ret_ty, *(var.ty for var in variables))]
         mesh = next((mesh for mesh in meshes if mesh is not None), _FIRST)
-        if self._callees and any(map(self._bindings.records_graphs, mesh)):
-            raise PlacementError(
-                f"function {self._name!r} has values over a mesh of GPUs, and calls itself or is called by a function "
-                "that does; expected no recursion besides meshes of GPUs, whose kernels wait for each other"
-            )
         return Mesh.of_device(mesh.positions[0])
 
     def _tensors_of(self, var: relax.Var) -> list[relax.Var]:
