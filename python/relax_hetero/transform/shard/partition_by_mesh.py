@@ -53,6 +53,7 @@ from tvm import relax
 from tvm.relax.distributed import DTensorType
 from tvm_ffi import structural_map
 
+from ...display.text import plural
 from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axes
@@ -696,7 +697,7 @@ class _FunctionPartition:
         if len(shardings) != len(mesh.shape):
             extents = f" of shape {mesh.shape}" if len(mesh.shape) > 1 else ""
             return (
-                f"found {len(shardings)} placements for the mesh{extents} of {devices}; expected one for each of its "
+                f"found {plural(len(shardings), 'placement')} for the mesh{extents} of {devices}; expected one for each of its "
                 f"axes, {len(mesh.shape)} in all"
             )
         if shape is None:

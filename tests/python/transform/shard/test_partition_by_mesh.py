@@ -829,7 +829,7 @@ def test_sums_are_within_groups_of_an_axis():
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ("S[0]", "1 placements .* expected one for each of its axes, 2 in all"),
+        ("S[0]", "found 1 placement for .* expected one for each of its axes, 2 in all"),
         ("S[0], S[0], R", "3 placements .* expected one for each of its axes, 2 in all"),
         ("S[1], S[1]", "2 x 2 devices cannot have in equal parts"),
     ],
