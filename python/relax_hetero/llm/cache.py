@@ -10,9 +10,11 @@ Tokens cannot be removed from it: such a sequence can only be truncated to nothi
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tvm
@@ -32,30 +34,31 @@ if TYPE_CHECKING:
 NO_PAGE = -1
 
 
-@dataclass(frozen=True)
-class PageExtension:
+class PageExtension(NamedTuple):
     """Plan of a sequence's extension in a group.
 
     Attributes
     ----------
-    out_of_window : tuple of int
+    out_of_window : range
         Columns whose pages have left the window.
     copied_column : int or None
         Column of a shared page that will be written to, and so is copied.
-    missing : tuple of int
+    missing : range
         Columns without a page.
     pages : int
         Pages that it takes, less the pages that it frees.
     """
 
-    out_of_window: tuple[int, ...]
+    out_of_window: range
     copied_column: int | None
-    missing: tuple[int, ...]
+    missing: range
     pages: int
 
 
 class PageGroup:
     """Page table of a group of layers: column j holds the tokens at positions 64 * j to 64 * j + 63.
+
+    A sequence has pages in consecutive columns, to that of its last token.
 
     Parameters
     ----------
@@ -68,7 +71,7 @@ class PageGroup:
     ----------
     table : array of int32, (slots, columns)
         Page of each column of a slot, or `NO_PAGE`; kernels read it.
-    reference_counts : array of int32, (pages,)
+    reference_counts : list of int
         Number of sequences that share each page.
     version : int
         Number of changes of the table.
@@ -77,7 +80,7 @@ class PageGroup:
     def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
         self.window, self.pages = window, pages
         self.table = np.full((slots, columns), NO_PAGE, "int32")
-        self.reference_counts = np.zeros(pages, "int32")
+        self.reference_counts = [0] * pages
         self.version = 0
         self._free = list(range(pages - 1, -1, -1))
 
@@ -90,27 +93,27 @@ class PageGroup:
         """First column that the token at position `length` attends to."""
         return max(0, length - self.window + 1) // PAGE if self.window else 0
 
-    def fits(self, slot: int, length: int, count: int) -> bool:
-        """Return whether the last page takes `count` more tokens as it is, and none has left the window."""
-        used, first = length % PAGE, self.first_visible_column(length)
-        if not used or used + count > PAGE or (first and self.table[slot, first - 1] != NO_PAGE):
-            return False
-        return bool(self.reference_counts[self.table[slot, length // PAGE]] == 1)
+    def planned_end(self, before: int, length: int) -> int:
+        """Length to which a sequence grows without a plan, after an extension from `before` to `length` tokens.
+
+        The last page takes these tokens, and no page leaves the window; 0 if one has left it.
+        """
+        end, first = length + -length % PAGE, self.first_visible_column(length)
+        if not self.window:
+            return end
+        return min(end, (first + 1) * PAGE + self.window - 1) if first == self.first_visible_column(before) else 0
 
     def plan(self, slot: int, length: int, count: int) -> PageExtension:
         """Plan pages for `count` tokens after the first `length` of a slot, without changing anything."""
         row, first = self.table[slot], self.first_visible_column(length)
-        # Columns with pages are consecutive: if the one before the window lacks a page, so do all before it.
-        has_expired = first > 0 and row[first - 1] != NO_PAGE
-        out_of_window = tuple(map(int, np.flatnonzero(row[:first] != NO_PAGE))) if has_expired else ()
-        if not count:
-            return PageExtension(out_of_window, None, (), 0)
-        begin, end = length // PAGE, -(-(length + count) // PAGE)
-        missing = tuple(column for column in range(begin, end) if row[column] == NO_PAGE)
-        is_shared = length % PAGE != 0 and row[begin] != NO_PAGE and self.reference_counts[row[begin]] > 1
+        out_of_window = range(0)
+        if first and row[first - 1] != NO_PAGE:
+            out_of_window = range(int(np.argmax(row[:first] != NO_PAGE)), first)
+        missing = range(-(-length // PAGE), -(-(length + count) // PAGE))
+        last = length // PAGE
+        is_shared = bool(count and length % PAGE) and self.reference_counts[row[last]] > 1
         freed = sum(self.reference_counts[row[column]] == 1 for column in out_of_window)
-        pages = len(missing) + is_shared - int(freed)
-        return PageExtension(out_of_window, begin if is_shared else None, missing, pages)
+        return PageExtension(out_of_window, last if is_shared else None, missing, len(missing) + is_shared - freed)
 
     def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
         """Carry out a plan; the group must have enough free pages.
@@ -121,50 +124,55 @@ class PageGroup:
             Source and destination of a copy-on-write.
         """
         row = self.table[slot]
-        for column in extension.out_of_window:
-            self._release(row, column)
+        if extension.out_of_window:
+            self._release(row, extension.out_of_window)
         copy = None
         if extension.copied_column is not None:
+            columns = range(extension.copied_column, extension.copied_column + 1)
             source = int(row[extension.copied_column])
-            self._release(row, extension.copied_column)
-            self._allocate(row, extension.copied_column)
+            self._release(row, columns)
+            self._allocate(row, columns)
             copy = source, int(row[extension.copied_column])
-        for column in extension.missing:
-            self._allocate(row, column)
+        if extension.missing:
+            self._allocate(row, extension.missing)
         return copy
 
     def share(self, source: int, target: int) -> None:
         """Share a slot's pages with an empty slot."""
         self.table[target] = self.table[source]
         self.version += 1
-        pages = self.table[target]
-        self.reference_counts[pages[pages != NO_PAGE]] += 1
+        for page in self.table[target].tolist():
+            if page != NO_PAGE:
+                self.reference_counts[page] += 1
 
     def first_freed_column(self, slot: int, length: int) -> int | None:
         """First column that the token at position `length` attends to and that lacks a page; None if there is none."""
-        columns = range(self.first_visible_column(length), -(-length // PAGE))
-        return next((column for column in columns if self.table[slot, column] == NO_PAGE), None)
+        first = self.first_visible_column(length)
+        pages = self.table[slot, first : -(-length // PAGE)].tolist()
+        return first + pages.index(NO_PAGE) if NO_PAGE in pages else None
 
     def truncate(self, slot: int, length: int) -> None:
         """Free the pages after the first `length` tokens."""
-        row = self.table[slot]
-        for column in range(-(-length // PAGE), len(row)):
-            if row[column] != NO_PAGE:
-                self._release(row, column)
+        row, first = self.table[slot], -(-length // PAGE)
+        columns = [column for column, page in enumerate(row[first:].tolist(), first) if page != NO_PAGE]
+        if columns:
+            self._release(row, range(columns[0], columns[-1] + 1))
 
-    def _allocate(self, row: np.ndarray, column: int) -> None:
-        page = self._free.pop()
-        self.reference_counts[page] = 1
-        row[column] = page
-        self.version += 1
+    def _allocate(self, row: np.ndarray, columns: range) -> None:
+        pages = [self._free.pop() for _ in columns]
+        for page in pages:
+            self.reference_counts[page] = 1
+        row[columns.start : columns.stop] = pages
+        self.version += len(pages)
 
-    def _release(self, row: np.ndarray, column: int) -> None:
-        page = int(row[column])
-        row[column] = NO_PAGE
-        self.version += 1
-        self.reference_counts[page] -= 1
-        if not self.reference_counts[page]:
-            self._free.append(page)
+    def _release(self, row: np.ndarray, columns: range) -> None:
+        pages = row[columns.start : columns.stop].tolist()
+        for page in pages:
+            self.reference_counts[page] -= 1
+            if not self.reference_counts[page]:
+                self._free.append(page)
+        row[columns.start : columns.stop] = NO_PAGE
+        self.version += len(pages)
 
 
 _FULL_TABLE, _WINDOW_TABLE = TABLES[False], TABLES[True]
@@ -249,6 +257,7 @@ class KVCache:
         }
         self.tables = {name: group.table for name, group in self._groups.items()}
         self._lengths: list[int | None] = [None] * slots
+        self._planned_ends: dict[int, int] = {}  # lengths to which sequences grow with their pages as they are
         self._has_states = any(layer.state for layer in layers)
         self._computed = [0] * slots  # tokens that are in the states
         # None while a call has the pages.
@@ -331,7 +340,8 @@ class KVCache:
         if self._layer_pages is None:
             raise CacheError("the pages of the cache are taken already; expected them to be given back first")
         arrays, self._layer_pages = self._layer_pages, None
-        self._computed = [length or 0 for length in self._lengths]
+        if self._has_states:
+            self._computed = [length or 0 for length in self._lengths]
         return arrays
 
     def release(self, pages: Sequence[runtime.Tensor]) -> None:
@@ -397,11 +407,7 @@ class KVCache:
             raise CacheError(
                 f"sequence {slot} of {length} tokens asks for {count} more, expected at most {max_length} tokens in all"
             )
-        plans = {
-            name: group.plan(slot, length, count)
-            for name, group in self._groups.items()
-            if not group.fits(slot, length, count)
-        }
+        plans = {name: group.plan(slot, length, count) for name, group in self._groups.items()}
         for name, plan in plans.items():
             group = self._groups[name]
             if plan.pages > group.free:
@@ -416,6 +422,39 @@ class KVCache:
             if copy is not None:
                 self._copy_page(name, *copy)
         self._lengths[slot] = length + count
+        if count:  # then a last page that was shared has been copied
+            ends = (group.planned_end(length, length + count) for group in self._groups.values())
+            self._planned_ends[slot] = min(ends, default=0)
+
+    def extend_rows(self, slots: Sequence[int]) -> list[int]:
+        """Extend sequences by a token for each of their rows in a step, and return the positions of these tokens.
+
+        Parameters
+        ----------
+        slots : sequence of int
+            Slot of each row.
+
+        Raises
+        ------
+        CacheError
+            As for `extend`; then all sequences have their previous lengths.
+        """
+        counts, before = Counter(slots), dict[int, int]()
+        try:
+            for slot, count in counts.items():
+                before[slot] = length = self.length(slot)
+                if length + count <= self._planned_ends.get(slot, 0):
+                    self._lengths[slot] = length + count
+                else:
+                    self.extend(slot, count)
+        except BaseException:
+            for slot, length in before.items():
+                self.truncate(slot, length)
+            raise
+        if len(counts) == len(slots):
+            return list(before.values())
+        positions = {slot: itertools.count(length) for slot, length in before.items()}
+        return [next(positions[slot]) for slot in slots]
 
     def fork(self, slot: int) -> int:
         """Add a sequence with the same tokens, which shares the pages; CacheError if no slot is free.
@@ -429,6 +468,7 @@ class KVCache:
         if self._has_states and self._layer_pages is None:
             raise CacheError(f"sequence {slot} has states, which cannot be copied while a call has them")
         new_slot = self.add()
+        self._planned_ends.pop(slot, None)
         for group in self._groups.values():
             group.share(slot, new_slot)
         for layer, array in zip(self.layers, self._layer_pages or (), strict=self._layer_pages is not None):
@@ -467,8 +507,10 @@ class KVCache:
                     f"sequence {slot} of {current} tokens cannot be truncated to {length}: the window of "
                     f"{group.window} would see positions from {freed * PAGE} on, whose pages {name} has freed"
                 )
-        for group in self._groups.values():
-            group.truncate(slot, length)
+        if -(-length // PAGE) < -(-current // PAGE):
+            for group in self._groups.values():
+                group.truncate(slot, length)
+            self._planned_ends.pop(slot, None)
         self._lengths[slot], self._computed[slot] = length, min(self._computed[slot], length)
 
     def free(self, slot: int) -> None:
@@ -483,6 +525,7 @@ class KVCache:
         for group in self._groups.values():
             group.truncate(slot, 0)
         self._lengths[slot] = None
+        self._planned_ends.pop(slot, None)
 
     def _used_slots(self) -> list[int]:
         return [slot for slot, length in enumerate(self._lengths) if length is not None]

@@ -26,11 +26,10 @@ from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, CacheError, HeteroError
 from ..target.backend import backend_of_device
 from ..vm import VirtualMachine
-from ..vm.device.cuda_copies import SENT_BYTES
-from ..vm.device.host_copies import EarlyCopies, begin_copy_to_host, join_columns, joined_buffer
+from ..vm.device.host_copies import CopiesToHost, EarlyCopies, JoinedColumns
 from ..vm.device.nccl import load_nccl
 from ..vm.device.nccl_memory import TIMEOUT_SECONDS
-from ..vm.device.tensors import copy_into, empty, is_host, part_of, same_device
+from ..vm.device.tensors import copy_into, empty, is_host, on_host, part_of, same_device
 from ..vm.file.executable import Executable
 from ..vm.profile import Profile
 from .background import BackgroundTask
@@ -69,7 +68,6 @@ class IntegerInputs:
     def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
         self.arrays: dict[str, np.ndarray] = {}
         self.turn = 0
-        self._slots: list[int] | None = None
         self._sources: dict[tuple[str, ...], runtime.Tensor] = {}  # host memory by the names in it
         self._on_host: dict[int, runtime.Tensor] = {}  # inputs of CPUs, which all turns share
         used = {
@@ -116,19 +114,18 @@ class IntegerInputs:
                 self.arrays[name] = host_array[offsets[name] : offsets[name] + prod(shape)].reshape(shape)
         if source is not target:
             tables = min((offsets[name] for name in TABLES.values() if name in offsets), default=count)
-            turn.copies[index] = _small_copies(source, target, 0, tables)
-            turn.table_copies[index] = _small_copies(source, target, tables, count)
+            for copies, end in ((turn.copies, tables), (turn.copies_with_tables, count)):
+                parts = [part_of(tensor, (end,), "int32", 0) for tensor in (source, target)]
+                copies[index] = self._early_copies[index].prepare(*parts)
         names = [(spec.name, _plain_name(spec.name)) for spec in inputs]
         return {name: part_of(target, shapes[plain], "int32", 4 * offsets[plain]) for name, plain in names}
 
-    def write_rows(self, slots: Sequence[int], positions: _Integers) -> None:
+    def write_rows(self, slots: _Integers, positions: _Integers) -> None:
         """Write the positions and sequences of rows; further rows are padding."""
         arrays, count = self.arrays, len(slots)
-        if self._slots != slots:
-            self._slots = list(slots)
-            arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
-            arrays["tokens"][count:], arrays["positions"][count:] = 0, 0
-        arrays["positions"][: len(positions)] = positions
+        arrays["sequences"][:count], arrays["sequences"][count:] = slots, _NO_SEQUENCE
+        arrays["tokens"][count:] = 0
+        arrays["positions"][: len(positions)], arrays["positions"][len(positions) :] = positions, 0
 
     def send(self, tables: Mapping[str, np.ndarray], version: int) -> None:
         """Copy `arrays`, and page tables unless those of the turn are the same, to GPUs; CPUs share their memory.
@@ -149,8 +146,8 @@ class IntegerInputs:
                 columns = tables[name].shape[1]  # others belong to positions after the context
                 self.arrays[name][:, :columns] = tables[name]
             turn.tables_version = version
-        for index, copies in turn.copies.items():
-            self._early_copies[index].send([*copies, *turn.table_copies[index]] if is_new else copies)
+        for index, copies in (turn.copies_with_tables if is_new else turn.copies).items():
+            self._early_copies[index].send(copies)
 
     def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int) -> None:
         """Copy the first `count` tokens from devices that have them, in order with their work, after `send`.
@@ -178,8 +175,8 @@ class _DeviceInputs:
         self.tensors: list[runtime.Tensor] = []
         self.tokens: list[runtime.Tensor] = []
         self.token_copies: list[tuple[int, Callable[[int, int], None] | None]] | None = None
-        self.copies: dict[int, list[tuple[runtime.Tensor, runtime.Tensor]]] = {}
-        self.table_copies: dict[int, list[tuple[runtime.Tensor, runtime.Tensor]]] = {}
+        self.copies: dict[int, list[Callable[[], None]]] = {}
+        self.copies_with_tables: dict[int, list[Callable[[], None]]] = {}
         self.tables_version = -1
 
 
@@ -196,18 +193,6 @@ def _token_copy(
         if same_device(copy.device, target.device):
             return number, backend_of_device(target.device).copies_within(target)
     return 0, None
-
-
-def _small_copies(
-    source: runtime.Tensor, target: runtime.Tensor, begin: int, end: int
-) -> list[tuple[runtime.Tensor, runtime.Tensor]]:
-    """Copies of elements `begin` to `end`, none of which waits for the GPU."""
-    step = SENT_BYTES // 4
-    pieces = [(first, min(step, end - first)) for first in range(begin, end, step)]
-    return [
-        (part_of(source, (count,), "int32", 4 * first), part_of(target, (count,), "int32", 4 * first))
-        for first, count in pieces
-    ]
 
 
 class DecodeCall(NamedTuple):
@@ -238,6 +223,8 @@ class CompiledDecodeStep:
     ----------
     calls : sequence of DecodeCall
         Calls of the step, for consecutive sequences.
+    copies : sequence of callable
+        Copies to the host of the greedy tokens of each call, as `CopiesToHost.begin` returns them.
     mask : callable, optional
         Function ``masked_tokens`` of the model.
     mask_parts : int
@@ -245,10 +232,13 @@ class CompiledDecodeStep:
     """
 
     def __init__(
-        self, calls: Sequence[DecodeCall], mask: Callable[..., runtime.Tensor] | None = None, mask_parts: int = 1
+        self,
+        calls: Sequence[DecodeCall],
+        copies: Sequence[Callable[[], np.ndarray]],
+        mask: Callable[..., runtime.Tensor] | None = None,
+        mask_parts: int = 1,
     ) -> None:
-        self.calls, self._mask, self._mask_parts = calls, mask, mask_parts
-        self._copies = [begin_copy_to_host(call.tokens[0]) for call in calls]
+        self.calls, self._copies, self._mask, self._mask_parts = calls, copies, mask, mask_parts
 
     def tokens(self) -> list[int]:
         """Wait for the end, and return the index of the largest logit of each sequence.
@@ -279,7 +269,7 @@ class CompiledDecodeStep:
             rows = np.full((int(call.logits[0].shape[0]), masks.shape[1]), -1, np.int32)
             rows[: call.sequences] = masks[begin : begin + call.sequences]
             parts = map(np.ascontiguousarray, np.split(rows, self._mask_parts, axis=1))
-            arrays.append(begin_copy_to_host(self._mask(*call.logits, *parts))())
+            arrays.append(np.from_dlpack(on_host(self._mask(*call.logits, *parts))))
             begin += call.sequences
         return self._checked(arrays)
 
@@ -390,7 +380,8 @@ class CompiledModel:
             raise BindingError(f"found functions {names}, expected decode_B and prefill_C as rh.from_gguf makes them")
         self._integers: dict[str, IntegerInputs] = {}
         self._prepared_calls: dict[tuple[str, int], Callable[[], Any]] = {}
-        self._logits: dict[str, tuple[runtime.Tensor, np.ndarray]] = {}
+        self._logits: dict[str, JoinedColumns] = {}
+        self._token_copies: dict[str, CopiesToHost] = {}
         outputs = executable.signature(f"decode_{self._batches[0]}").outputs
         is_logits = [isinstance(spec, TensorSpec) and _plain_name(spec.name) == "logits" for spec in outputs]
         self._logit_parts = sum(is_logits)
@@ -469,8 +460,9 @@ class CompiledModel:
         rows = next(rows for rows in self._chunks if rows >= count)
         length = self.cache.length(slot)
         self.cache.extend(slot, count)
-        positions = length + np.minimum(np.arange(rows), count - 1)
-        results = self._call(f"prefill_{rows}", tokens, positions, [slot] * count, count - 1)
+        positions = np.arange(length, length + rows)
+        positions[count:] = length + count - 1
+        results = self._call(f"prefill_{rows}", tokens, positions, np.full(count, slot), count - 1)
         logits = self._to_host(f"prefill_{rows}", results, count if self._has_all_logits else 1)
         if all_logits:
             return logits[:count]
@@ -561,40 +553,40 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
-        return CompiledDecodeStep(self._decode(slots, tokens), self._mask, self._mask_parts)
+        calls = self._decode(slots, tokens)
+        copies = []
+        for call in calls:
+            if call.function not in self._token_copies:
+                self._token_copies[call.function] = CopiesToHost(call.tokens[0])
+            copies.append(self._token_copies[call.function].begin(call.tokens[0]))
+        return CompiledDecodeStep(calls, copies, self._mask, self._mask_parts)
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
         """Extend sequences, and call functions for at most the largest batch each; undo the former on any error."""
         if not isinstance(tokens, CompiledDecodeStep):  # whose calls are those of its batches
             self._take_rest()
         slots = list(map(int, slots))
-        before = {slot: self.cache.length(slot) for slot in slots}
-        counts, lengths = dict.fromkeys(before, 0), []
-        for slot in slots:
-            lengths.append(before[slot] + counts[slot])
-            counts[slot] += 1
-        if len(counts) < len(lengths) and not self._rows_of_a_sequence:
+        is_single = len(set(slots)) == len(slots)
+        if not is_single and not self._rows_of_a_sequence:
             raise BindingError(
                 "decode: found a slot twice, expected each once: this model's steps take one row of each"
             )
-        is_single = len(counts) == len(lengths) or not self._verify_rows
-        kind, sizes = ("decode", self._batches) if is_single else ("verify", [self._verify_rows])
-        calls: list[DecodeCall] = []
+        has_verify = not is_single and self._verify_rows
+        kind, sizes = ("verify", [self._verify_rows]) if has_verify else ("decode", self._batches)
+        positions, calls = self.cache.extend_rows(slots), list[DecodeCall]()
         try:
-            for slot, count in counts.items():
-                self.cache.extend(slot, count)
             for begin in range(0, len(slots), sizes[-1]):
                 batch = slice(begin, min(begin + sizes[-1], len(slots)))
                 count = batch.stop - batch.start
                 rows = next(rows for rows in sizes if rows >= count)
                 fed = tokens.calls[len(calls)].tokens if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
-                results = self._call(f"{kind}_{rows}", fed, lengths[batch], slots[batch], 0)
+                results = self._call(f"{kind}_{rows}", fed, positions[batch], slots[batch], 0)
                 parts = self._logit_parts
                 calls.append(DecodeCall(f"{kind}_{rows}", count, results[:parts], results[parts:]))
         except BaseException:
-            for slot, length in before.items():
+            for slot, position in zip(reversed(slots), reversed(positions), strict=True):
                 with suppress(CacheError):  # a state that the failed call has changed
-                    self.cache.truncate(slot, length)
+                    self.cache.truncate(slot, position)
             raise
         return calls
 
@@ -713,16 +705,14 @@ class CompiledModel:
         rows, length = int(function.rpartition("_")[2]), self.cache.length(slot)
         self.cache.extend(slot, count)
         positions = length + np.minimum(np.arange(rows), count - 1)
-        inputs = self._inputs(function, [0] * count, positions, [slot] * count, count - 1)
+        inputs = self._inputs(function, [0] * count, positions, np.full(count, slot), count - 1)
         pages = self.cache.take()
         try:
             return self.machine.profile(function, *inputs.tensors, *pages, *self.expert_counts.tensors)
         finally:
             self.cache.release(pages)
 
-    def _inputs(
-        self, name: str, tokens: _Tokens, positions: _Integers, slots: Sequence[int], last: int
-    ) -> IntegerInputs:
+    def _inputs(self, name: str, tokens: _Tokens, positions: _Integers, slots: _Integers, last: int) -> IntegerInputs:
         """Write and send inputs of a function, for logits of row `last`; rows after those of `slots` are padding."""
         integers = self._integers.get(name)
         if integers is None:
@@ -742,7 +732,7 @@ class CompiledModel:
         return integers
 
     def _call(
-        self, name: str, tokens: _Tokens, positions: _Integers, slots: Sequence[int], last: int
+        self, name: str, tokens: _Tokens, positions: _Integers, slots: _Integers, last: int
     ) -> Sequence[runtime.Tensor]:
         """Call a function; returns its results without the pages."""
         inputs, pages = self._inputs(name, tokens, positions, slots, last), self.cache.take()
@@ -772,15 +762,14 @@ class CompiledModel:
         The same memory on a CPU, a new array of the parts of several CPUs, else a buffer that the function's next call
         reuses.
         """
-        if all(is_host(part.device) for part in logits):
-            arrays = [np.from_dlpack(part) for part in logits]
-            return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
-        buffer = self._logits.get(name)
-        if buffer is None:
-            tensor = joined_buffer(logits)
-            buffer = self._logits[name] = tensor, np.from_dlpack(tensor)
-        join_columns(logits, buffer[0], rows)
-        return buffer[1]
+        joined = self._logits.get(name)
+        if joined is None:
+            if all(is_host(part.device) for part in logits):
+                arrays = [np.from_dlpack(part) for part in logits]
+                return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=1)
+            joined = self._logits[name] = JoinedColumns(logits)
+        joined.copy(logits, rows)
+        return joined.array
 
 
 def _check_sums(executable: Executable) -> None:

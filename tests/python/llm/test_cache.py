@@ -1,5 +1,8 @@
 """`rh.llm.KVCache`: sequences that are added, extended, forked, truncated and freed, against lists of tokens."""
 
+import re
+from collections import Counter
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -128,6 +131,48 @@ def test_a_window_stays_small():
     ):
         writer.cache.truncate(0, 1000)
     writer.check()
+
+
+def test_rows_of_a_step_extend_as_sequences_do():
+    """Tables after each step, also of shared pages, of several rows of a sequence, and of steps that are refused."""
+    rng, caches = np.random.default_rng(0), (make(pages=12), make(pages=12))
+    planned = refused = 0
+    for _ in range(4):
+        for cache in caches:
+            cache.extend(cache.add(), 3)
+    for number in range(1500):
+        slots = [int(slot) for slot in rng.permutation(4)[: rng.integers(1, 5)]] * int(rng.choice([1, 1, 1, 3]))
+        counts, changed = Counter(slots), int(rng.integers(4))
+        before = [caches[0].length(slot) for slot in range(4)]
+        ends = caches[1]._planned_ends
+        planned += all(ends.get(slot, 0) >= before[slot] + count for slot, count in counts.items())
+        positions = [before[slot] + slots[:row].count(slot) for row, slot in enumerate(slots)]
+        try:
+            for slot, count in counts.items():
+                caches[0].extend(slot, count)
+            assert caches[1].extend_rows(slots) == positions
+        except CacheError as error:
+            for slot in slots:
+                caches[0].truncate(slot, before[slot])
+            with pytest.raises(CacheError, match=re.escape(str(error))):
+                caches[1].extend_rows(slots)
+            assert [caches[1].length(slot) for slot in range(4)] == before
+            for cache in caches:
+                cache.truncate(slots[0], 0)
+            refused += 1
+        for slot in slots[: number % 3]:  # as drafts do whose tokens are refused
+            for cache in caches:
+                cache.truncate(slot, min(cache.length(slot), max(before[slot], cache.length(slot) - 1)))
+        if number % 40 == 0:
+            for cache in caches:
+                cache.free(changed)
+                cache.fork((changed + 1) % 4)
+        for name, table in caches[0].tables.items():
+            np.testing.assert_array_equal(caches[1].tables[name], table)
+    assert planned > 500 and refused > 5
+    with pytest.raises(CacheError, match="slot 4 is not in use"):
+        caches[1].extend_rows([0, 4])
+    assert caches[1].length(0) == caches[0].length(0)
 
 
 def test_a_fork_writes_a_copy():

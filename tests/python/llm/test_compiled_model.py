@@ -26,7 +26,7 @@ from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.report.executable_report import report_of
 from relax_hetero.system import allowed_cpus
 from relax_hetero.vm.device import cuda_copies, host_copies
-from relax_hetero.vm.device.host_copies import join_columns, joined_buffer
+from relax_hetero.vm.device.host_copies import JoinedColumns
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.device.threads import Threads
 from vm.fake_cuda import FakeCuda, FakeLibrary
@@ -270,13 +270,15 @@ def test_a_step_of_two_gpus_makes_two_copies_for_each(cuda):
     ]
     inputs = compiled_model.IntegerInputs(specs, [tvm.cuda(0), tvm.cuda(1)], 16)
     results = [alias(tvm.runtime.tensor(np.full(4, 7 + gpu, "int32")), tvm.cuda(gpu)) for gpu in (0, 1)]
+    events = set(cuda.events)
     for number in range(4):
         cuda.copies.clear()
         inputs.write_rows([0, 1, 2], [5, 6, 7])
         inputs.send({}, 0)
         inputs.copy_tokens(results, 3)
-        tables = [("to the GPU", 64)] * (number < 2)  # once for both turns
-        assert cuda.copies == [("to the GPU", 48), *tables] * 2 + [("on the GPU", 12)] * 2
+        nbytes = 48 + 64 * (number < 2)  # tables once for both turns
+        assert cuda.copies == [("to the GPU", nbytes)] * 2 + [("on the GPU", 12)] * 2
+        assert set(cuda.events) == events
     tokens = [np.from_dlpack(alias(tensor, tvm.cpu(0))) for tensor in inputs.tensors[:2]]
     cuda.cuStreamSynchronize(0)
     np.testing.assert_array_equal(tokens, [[7, 7, 7, 0], [8, 8, 8, 0]])
@@ -522,13 +524,12 @@ def test_logits_of_several_gpus_are_joined_on_the_host(monkeypatch):
         monkeypatch.setattr(module, "cuda_library", lambda: library)
     parts = np.random.default_rng(0).standard_normal((2, 3, 8)).astype("float32")
     logits = [alias(tvm.runtime.tensor(part), tvm.cuda(gpu)) for gpu, part in enumerate(parts)]
-    target = joined_buffer(logits)
-    array = np.from_dlpack(target)
-    assert array.shape == (3, 16)
-    array[:] = 7
-    join_columns(logits, target, 2)
-    np.testing.assert_array_equal(array, [*np.concatenate([part[:2] for part in parts], axis=1), [7] * 16])
-    alone = joined_buffer(logits[:1])
-    join_columns(logits[:1], alone, 3)
-    np.testing.assert_array_equal(np.from_dlpack(alone), parts[0])
-    assert len(cuda.copies) == 2 * 2 + 1  # whole rows are one copy
+    joined = JoinedColumns(logits)
+    assert joined.array.shape == (3, 16)
+    joined.array[:] = 7
+    joined.copy(logits, 2)
+    np.testing.assert_array_equal(joined.array, [*np.concatenate([part[:2] for part in parts], axis=1), [7] * 16])
+    alone = JoinedColumns(logits[:1])
+    alone.copy(logits[:1], 3)
+    np.testing.assert_array_equal(alone.array, parts[0])
+    assert cuda.copies == [("to the host", 2 * 32), ("to the host", 2 * 32), ("to the host", 3 * 32)]

@@ -223,6 +223,15 @@ class FakeCuda:
     def cuMemcpyDtoDAsync_v2(self, target, source, nbytes, stream):
         self._copy("on the GPU", target, source, nbytes, stream)
 
+    def cuMemcpy2DAsync_v2(self, pointer, stream):
+        copy = pointer._obj
+        assert (copy.srcMemoryType, copy.dstMemoryType) == (2, 1) and not (copy.srcXInBytes or copy.dstXInBytes)
+        source, target, nbytes, rows = copy.srcDevice, copy.dstHost, copy.WidthInBytes, copy.Height
+        self.copies.append(("to the host", nbytes * rows))
+        for row in range(rows):
+            addresses = target + row * copy.dstPitch, source + row * copy.srcPitch
+            self._push(stream, lambda addresses=addresses: ctypes.memmove(*addresses, nbytes))
+
     def cuMemcpyPeerAsync(self, target, target_context, source, source_context, nbytes, stream):
         self._copy((source_context, target_context), target, source, nbytes, stream)
 

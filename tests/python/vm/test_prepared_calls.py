@@ -8,14 +8,15 @@ from tvm import relax
 import relax_hetero as rh
 
 
-def machine(donate=None):
-    """``main(x, y)`` gives ``(x + y, y * 2)``."""
+def machine(donate=None, *returned):
+    """``main(x, y)`` gives ``(x + y, y * 2)``, and those of the arguments whose positions are `returned`."""
     builder = relax.BlockBuilder()
     x, y = (relax.Var(name, relax.TensorType((4,), "float32")) for name in "xy")
     with builder.function("main", [x, y]):
         with builder.dataflow():
             parts = [relax.op.add(x, y), relax.op.multiply(y, relax.const(2, "float32"))]
-            result = builder.emit_output(relax.Tuple([builder.emit(part) for part in parts]))
+            arguments = [(x, y)[position] for position in returned]
+            result = builder.emit_output(relax.Tuple([*map(builder.emit, parts), *arguments]))
         builder.emit_func_output(result)
     return rh.vm.VirtualMachine(rh.compile(builder.finalize(), donate=donate))
 
@@ -42,6 +43,16 @@ def test_donated_memory_stays_the_callers():
         _, twice = run()
         assert twice.data_ptr() == y.data_ptr()
         np.testing.assert_array_equal(twice.numpy(), np.array([5, 6, 7, 8]) * 2**iteration)
+
+
+def test_no_run_returns_memory_of_arguments_that_are_not_donated():
+    vm, x, y = machine(["y"], 0, 1), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
+    runs = vm.prepare("main", [x, y], results=4), vm.prepare("main", [x, y])
+    for run in (*runs, *runs, *runs):
+        _, _, first, second = run()
+        assert first.data_ptr() != x.data_ptr()
+        np.testing.assert_array_equal([first.numpy(), x.numpy()], [[1, 2, 3, 4]] * 2)
+        np.testing.assert_array_equal(second.numpy(), [5, 6, 7, 8])
 
 
 def test_prepared_calls_alongside_submitted_calls():

@@ -8,7 +8,6 @@ import itertools
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import NamedTuple
 
 import tvm_ffi
@@ -171,27 +170,6 @@ def begin_copy(source: runtime.Tensor, target: runtime.Tensor, stream: Stream) -
         The end of the copy.
     """
     issue_copy(stream.library, _location_of(source), _location_of(target), nbytes_of(source), stream)
-    return stream.record()
-
-
-def begin_copy_of_rows(source: runtime.Tensor, target: runtime.Tensor, column: int, rows: int, stream: Stream) -> Event:
-    """Copy the first rows of a matrix on a GPU to those of a wider one on the host, from a column on; see `begin_copy`.
-
-    Returns
-    -------
-    Event
-        The end of the copies.
-    """
-    row = nbytes_of(source) // int(source.shape[0])
-    begin, step = nbytes_of(target) // prod(target.shape) * column, nbytes_of(target) // int(target.shape[0])
-    from_gpu, to_host = _location_of(source), _location_of(target)
-    count, nbytes = (1, rows * row) if row == step else (rows, row)
-    for number in range(count):
-        pieces = (
-            from_gpu._replace(address=from_gpu.address + number * row),
-            to_host._replace(address=to_host.address + begin + number * step),
-        )
-        issue_copy(stream.library, *pieces, nbytes, stream)
     return stream.record()
 
 

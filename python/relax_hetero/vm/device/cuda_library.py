@@ -21,9 +21,25 @@ NOT_READY = 600  # CUDA_ERROR_NOT_READY
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 
 _PORTABLE, _DEVICEMAP = 1, 2  # CU_MEMHOSTALLOC_*
-_MEMORY_TYPE, _HOST = 2, 1  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE, CU_MEMORYTYPE_HOST
+_MEMORY_TYPE = 2  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+HOST_MEMORY, DEVICE_MEMORY = 1, 2  # CU_MEMORYTYPE_*
 
 _ADDRESS = c_uint64  # CUdeviceptr
+
+
+class RowCopy(ctypes.Structure):
+    """A copy of rows with a distance between their begins (CUDA_MEMCPY2D)."""
+
+    _fields_ = [
+        (f"{side}{name}", kind)
+        for side in ("src", "dst")
+        for name, kind in (
+            ("XInBytes", c_size_t), ("Y", c_size_t), ("MemoryType", c_uint), ("Host", c_void_p),
+            ("Device", _ADDRESS), ("Array", c_void_p), ("Pitch", c_size_t),
+        )
+    ] + [("WidthInBytes", c_size_t), ("Height", c_size_t)]  # fmt: skip
+
+
 _ARGUMENTS = {
     "cuInit": (c_uint,),
     "cuGetErrorName": (c_int, POINTER(c_char_p)),
@@ -52,6 +68,7 @@ _ARGUMENTS = {
     "cuMemcpyHtoDAsync_v2": (_ADDRESS, c_void_p, c_size_t, c_void_p),
     "cuMemcpyDtoHAsync_v2": (c_void_p, _ADDRESS, c_size_t, c_void_p),
     "cuMemcpyDtoDAsync_v2": (_ADDRESS, _ADDRESS, c_size_t, c_void_p),
+    "cuMemcpy2DAsync_v2": (POINTER(RowCopy), c_void_p),
     "cuMemsetD8Async": (_ADDRESS, c_ubyte, c_size_t, c_void_p),
     "cuMemsetD16Async": (_ADDRESS, c_ushort, c_size_t, c_void_p),
     "cuMemsetD32Async": (_ADDRESS, c_uint, c_size_t, c_void_p),
@@ -149,7 +166,7 @@ class CudaLibrary:
         """Return whether host memory is pinned, by any library."""
         kind = c_uint(0)
         failed = self.status("cuPointerGetAttribute", ctypes.byref(kind), _MEMORY_TYPE, address)
-        return not failed and kind.value == _HOST
+        return not failed and kind.value == HOST_MEMORY
 
 
 def _typed(library: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from relax_hetero.vm.device import cuda_copies, host_copies, memory_pools, pinne
 from relax_hetero.vm.device.cuda_copies import SENT_BYTES, begin_copy
 from relax_hetero.vm.device.cuda_driver import CudaError
 from relax_hetero.vm.device.cuda_streams import Event, Stream, copy_stream
-from relax_hetero.vm.device.host_copies import EarlyCopies, begin_copy_to_host
+from relax_hetero.vm.device.host_copies import CopiesToHost, EarlyCopies
 from relax_hetero.vm.device.memory_pools import PinnedPool
 from relax_hetero.vm.device.pinned_staging import Staging
 from relax_hetero.vm.device.tensors import alias, copy_into, copy_to, from_numpy
@@ -140,22 +140,27 @@ def test_a_copy_within_a_gpu_need_not_end(cuda, library):
     assert (values(target) == 5).all()
 
 
-def test_a_copy_to_the_host_waits_for_earlier_work_only(cuda, library, monkeypatch):
+def test_copies_to_the_host_wait_for_earlier_work_only(cuda, library, monkeypatch):
     monkeypatch.setattr(host_copies, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "cuda_library", lambda: library)
     monkeypatch.setattr(memory_pools, "_pools", {})
     source, before, later = on_gpu(np.zeros(100, "uint8")), np.full(100, 7, "uint8"), []
     library.use(0)
     cuda._push(0, lambda: ctypes.memset(source.data_ptr(), 7, 100))
-    wait = begin_copy_to_host(source)
+    to_host = CopiesToHost(source)
+    wait = to_host.begin(source)
     cuda._push(0, lambda: later.append(ctypes.memset(source.data_ptr(), 0, 100)))
     np.testing.assert_array_equal(wait(), before)
     assert not later and cuda.copies == [("to the host", 100)]
-    np.testing.assert_array_equal(begin_copy_to_host(on_cpu(before))(), before)
-    wait, copies = begin_copy_to_host(source), cuda.streams[copy_stream(library, 0, "to the host").handle]
+    np.testing.assert_array_equal(CopiesToHost(on_cpu(before)).begin(on_cpu(before))(), before)
+    copies = cuda.streams[copy_stream(library, 0, "to the host").handle]
+    waits = [to_host.begin(source), to_host.begin(source)]  # while the first copy has its memory
     assert copies
-    del wait  # before the end of the copy, for which the memory of both tensors has to wait
+    waits.clear()  # before the end of the copies, for which the memory of both tensors has to wait
     assert not copies
+    events, memory = len(cuda.events), len(cuda.pinned)
+    np.testing.assert_array_equal([to_host.begin(source)() for _ in range(9)], np.zeros((9, 100)))
+    assert (len(cuda.events), len(cuda.pinned)) == (events, memory) == (6, 3)  # of three copies at a time
 
 
 def test_an_early_copy_waits_for_work_before_the_last_one(cuda, library, monkeypatch):
@@ -166,7 +171,7 @@ def test_an_early_copy_waits_for_work_before_the_last_one(cuda, library, monkeyp
     targets, seen = [on_gpu(np.zeros(4, "uint8")) for _ in range(2)], []
     for step in range(4):
         np.from_dlpack(host)[:] = step + 1
-        copies.send([(host, targets[step % 2])])
+        copies.send(copies.prepare(host, targets[step % 2]))
         if step > 1:
             copy_stream(library, 0, "from the host").synchronize()
             assert (values(targets[step % 2]) == step + 1).all() and len(seen) == step - 1
@@ -177,7 +182,8 @@ def test_an_early_copy_waits_for_work_before_the_last_one(cuda, library, monkeyp
 
 def test_an_early_copy_to_a_cpu_is_a_plain_one():
     source, target = on_cpu(random(10)), on_cpu(np.zeros(10, "uint8"))
-    EarlyCopies(tvm.cpu(0)).send([(source, target)])
+    copies = EarlyCopies(tvm.cpu(0))
+    copies.send(copies.prepare(source, target))
     np.testing.assert_array_equal(target.numpy(), source.numpy())
 
 
