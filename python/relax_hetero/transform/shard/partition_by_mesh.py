@@ -675,7 +675,7 @@ class _FunctionPartition:
             is_transfer = op_name(call) == TRANSFER
             mesh = self._mesh_at(call.attrs.dst_vdevice if is_transfer else hinted_vdevice(call, self._vdevices))
             shardings, declared = whole_on(mesh), self._annotated(var.ty)
-            if declared not in (None, mesh):
+            if declared not in (None, mesh):  # the operand's, because TVM checks annotations
                 self._copied[var] = declared
         else:
             shardings = _shardings(str(call.attrs.placement))
@@ -697,8 +697,8 @@ class _FunctionPartition:
         if len(shardings) != len(mesh.shape):
             extents = f" of shape {mesh.shape}" if len(mesh.shape) > 1 else ""
             return (
-                f"found {plural(len(shardings), 'placement')} for the mesh{extents} of {devices}; expected one for each of its "
-                f"axes, {len(mesh.shape)} in all"
+                f"found {plural(len(shardings), 'placement')} for the mesh{extents} of {devices}; expected one for "
+                f"each of its axes, {len(mesh.shape)} in all"
             )
         if shape is None:
             return "the operand's sizes are not known; expected a shape, for example by a match_cast"
