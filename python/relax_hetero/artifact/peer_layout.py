@@ -1,6 +1,6 @@
 """Layout of the memory that the GPUs of a mesh write to: flags of each slot, the state, then slots for operands.
 
-A slot has, for each GPU, words of short operands, flags of the tiles of long ones, and these.
+A slot has, for each GPU, words of short operands; of long ones, the address of the result, flags of tiles, and rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ LAMPORT_BYTES = 512 << 10
 SENT_FLAGS_BYTES = 16 << 10
 """Bytes of a slot for the flags of the tiles that products send, for each GPU."""
 
-LONG_OPERANDS = LAMPORT_BYTES + SENT_FLAGS_BYTES
+RESULT_LINE_BYTES = 16
+"""Bytes of a slot for the address of another GPU's result."""
+
+LONG_OPERANDS = LAMPORT_BYTES + RESULT_LINE_BYTES + SENT_FLAGS_BYTES
 """Offset of a long operand in what a slot has for a GPU."""
 
 PEER_MEMORY = "relax_hetero.peer_memory"

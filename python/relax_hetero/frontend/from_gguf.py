@@ -186,7 +186,7 @@ def from_gguf(
     if devices is not None and not any(meshes):
         streams = plan_streams(
             file, model, cache, types_of(split.rules), split.groups, devices, stream_experts,
-            lambda: cost_model or CostModel.measured(devices, may_measure=False),
+            lambda: cost_model or CostModel.measured(devices, may_measure=False), all_logits or count_experts,
         )  # fmt: skip
     types, weights = types_of([*streams.rules, *split.rules]), Weights(file, model)
     mod = language_module(model, weights, cache, activation_bits, types, split.groups, streams, count_experts)

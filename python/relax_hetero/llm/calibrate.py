@@ -100,9 +100,12 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
 
 
 def _measured_layers(file: GgufFile, model: Hyperparameters) -> int:
-    """Number of layers that are measured: some of each kind, such as those with experts after dense ones."""
+    """Number of layers that are measured: some of each kind, such as those with experts after dense ones.
+
+    The last one's feed-forward network has one row of a prompt.
+    """
     nbytes = sum(tensor.nbytes for name, tensor in file.tensors.items() if name.startswith("blk."))
-    kinds = [_MIN_LAYERS, model.dense_layers + 1 if model.experts else 0, model.delta.period if model.delta else 0]
+    kinds = [_MIN_LAYERS, model.dense_layers + 2 if model.experts else 0, model.delta.period if model.delta else 0]
     return min(model.layers, max(*kinds, int(_MAX_BYTES * model.layers / max(nbytes, 1))))
 
 

@@ -26,7 +26,7 @@ _DECODE = re.compile(r"decode_(\d+)")
 # Part of the model of a variable, by the first pattern that matches its name (names of GGUF and of ONNX files).
 _PARTS = (
     (EMBEDDING, re.compile(r"token_embd|embed_tokens")),
-    (LOGITS, re.compile(r"^output|last_row|lm_head")),
+    (LOGITS, re.compile(r"^output|lm_head")),
     (ATTENTION, re.compile(r"attn|attention|rope|rotary|^lv\d*$")),
     (FEED_FORWARD, re.compile(r"ffn|ffw|mlp|moe|experts")),
 )

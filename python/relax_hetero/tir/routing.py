@@ -83,6 +83,9 @@ class RoutingProblem:
         Number of groups of neighbouring experts, and of those that a row chooses from.
     has_counts : bool
         Whether the rows of each expert are counted.
+    first, own : int
+        First and number of the experts that a device has, whose ids count from the first; ids of others are -1. 0: the
+        device has all, as always with counts.
     """
 
     rows: Dim
@@ -95,6 +98,8 @@ class RoutingProblem:
     groups: int = 1
     groups_used: int = 1
     has_counts: bool = False
+    first: int = 0
+    own: int = 0
 
     @classmethod
     def of(cls, func: tirx.PrimFunc) -> RoutingProblem:
@@ -134,6 +139,13 @@ class RoutingProblem:
     def power(self, score: Expr, highest: Expr) -> Expr:
         """Power of a score, given the highest one of its row, which only a softmax reads."""
         return T.exp(score - highest) if self.is_softmax else T.sigmoid(score)
+
+    def id_of(self, expert: Expr) -> Expr:
+        """Id of a chosen expert, int32."""
+        if not self.own:
+            return expert
+        number = T.bind(expert - self.first)
+        return T.Select(tirx.all(number >= 0, number < self.own), number, -1)
 
     def share(self, power: Expr, total: Expr) -> Expr:
         """Share of a chosen expert, given the sum of the powers that shares are of."""
@@ -242,7 +254,7 @@ class _Row:
             T.buffer_store(self.total, T.float32(0), [0])
         with loop(problem.used) as number:
             self._find_best(0, problem.experts)
-            T.buffer_store(tensors.ids, self.best[0], [self.first + number])
+            T.buffer_store(tensors.ids, problem.id_of(self.best[0]), [self.first + number])
             power = self._power(self.best[0])
             T.buffer_store(tensors.shares, power, [self.first + number])
             if problem.normalizes:

@@ -204,7 +204,8 @@ def test_products_send_what_other_gpus_add():
         return y
 
     executable = rh.compile(mod)
-    assert sum("_sent" in name for name in executable.metadata.kernels) >= 4  # products and sums of both GPUs
+    sums_of_tiles = [name for name in executable.metadata.kernels if name.startswith("all_reduce") and "_sent" in name]
+    assert len(sums_of_tiles) == 6  # the first sum, too, on both GPUs
     vm = rh.vm.VirtualMachine(executable)
     cases = []
     for _ in range(2):
@@ -265,6 +266,31 @@ def test_products_send_short_sums(rows):
         expected = a + product(norm(g, scales[3]), ups[3], downs[0])
         atol = 1e-2 * np.nanmax(np.abs(expected))
         np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=0, atol=atol)
+
+
+def test_a_product_before_the_only_sum_of_a_function():
+    """The sum is computed twice, from one product, which is long enough to send it."""
+    generator, rows, width = np.random.default_rng(6), 16, 2048
+    up = (generator.standard_normal((width, 512)) / width**0.5).astype("float16")
+    down = (generator.standard_normal((512, width)) / 512**0.5).astype("float16")
+    shape = (rows, width)
+
+    @ir_module("cuda", "cuda:1")
+    def mod(x: R.Tensor(shape, "float32", "cuda[0:2]")):
+        with R.dataflow():
+            h = R.matmul(R.astype(x, "float16"), R.const(up))
+            a = R.nn.relu(R.add(x, R.matmul(h, R.const(down), out_dtype="float32")))
+            y = R.matmul(R.astype(a, "float16"), R.const(up), out_dtype="float32")
+            R.output(y)
+        return y
+
+    vm = rh.vm.VirtualMachine(rh.compile(rh.transform.PartitionByMesh(by_cost=False)(mod)))
+    for _ in range(20):
+        x = fresh_rng().standard_normal(shape).astype("float32")
+        h = (x.astype("float16").astype("float32") @ up.astype("float32")).astype("float16")
+        a = np.maximum(x + h.astype("float32") @ down.astype("float32"), 0).astype("float16")
+        expected = a.astype("float32") @ up.astype("float32")
+        np.testing.assert_allclose(np.asarray(vm["main"](x)), expected, rtol=0, atol=1e-2 * np.abs(expected).max())
 
 
 @with_nccl
@@ -466,7 +492,7 @@ def test_calls_of_stages_follow_each_other(tmp_path):
     """A step of four texts in two calls of two: the second one begins while the first is on the other GPU."""
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
     options = {"batches": (2,), "chunks": (16,), "slots": 4, "context": 64, "background": False}
-    stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "last_row*": "cuda:1", "*": "cuda:0"}
+    stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "*": "cuda:0"}
     texts = []
     for devices, placement in ("cuda", None), (["cuda:0", "cuda:1"], stages):
         model, _ = rh.llm.load(path, devices, placement, **options)

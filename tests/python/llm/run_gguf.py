@@ -21,8 +21,12 @@ def run(
     activation_bits=16,
     activations=None,
     stream_experts=0,
+    all_logits=True,
 ):
-    """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves."""
+    """Logits of all tokens: a prompt in chunks, the last `decoded` ones by themselves.
+
+    Without `all_logits`, chunks are computed again for the logits of each row.
+    """
     file = read_language_model(path)
     caches = hyperparameters_of(file).caches
     if placement:  # devices of a mesh have a part each
@@ -35,7 +39,7 @@ def run(
         slots=2,
         context=256,
         page_type=page_type,
-        all_logits=True,
+        all_logits=all_logits,
         activation_bits=activation_bits,
         activations=activations,
         stream_experts=stream_experts,
@@ -66,14 +70,18 @@ def run(
         inputs["tokens"][: end - first] = tokens[first:end]
         inputs["positions"][: end - first] = np.arange(first, end)
         inputs["sequences"][: end - first] = 1
-        results = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
-            **inputs, **dict(zip(donated, pages, strict=True))
-        )
-        logits = np.concatenate([part.numpy() for part in results[:logit_parts]], axis=1)
+        has_last, before = rows > 1 and not all_logits, pages
+        for last in range(end - first) if has_last else [None]:
+            if has_last:  # calls may change the pages
+                inputs["last"], pages = np.array([last], "int32"), [np.from_dlpack(page).copy() for page in before]
+            results = machine["decode_1" if rows == 1 else f"prefill_{ROWS}"](
+                **inputs, **dict(zip(donated, pages, strict=True))
+            )
+            logits = np.concatenate([part.numpy() for part in results[:logit_parts]], axis=1)
+            parts.append(logits[: 1 if has_last else end - first])
         pages = results[-len(donated) :]
         if rows == 1:
             np.testing.assert_array_equal(results[logit_parts].numpy(), logits.argmax(axis=1))
-        parts.append(logits[: end - first])
     return np.concatenate(parts)
 
 

@@ -41,7 +41,7 @@ def test_logits(name, tmp_path):
     path, expected = write(tmp_path / "model.gguf", MODELS[name], tensors(name)), recorded(name)[1]
     assert expected.std() > 0.2
     tolerance = MODELS[name].tolerance * np.abs(expected).max()
-    np.testing.assert_allclose(run(path, TOKENS, 6)[list(ROWS)], expected, atol=tolerance)
+    np.testing.assert_allclose(run(path, TOKENS, 6, all_logits=False)[list(ROWS)], expected, atol=tolerance)
 
 
 @pytest.mark.slow

@@ -186,6 +186,11 @@ def test_experts_are_dealt(tmp_path):
         "blk.1.*",
         "*",
     ]
+    mod = rh.from_gguf(path, CORE, tensor_parallel=2, context=64)
+    names = {str(binding.var.name) for binding in walk_bindings(mod["decode_1"].body)}
+    # Each device numbers its own experts when it chooses.
+    assert {f"blk.{layer}.ffn_moe_topk.llvm_{device}" for layer in range(2) for device in range(2)} <= names
+    assert not any("ffn_own_exps" in name for name in names)
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def _run(kernel, arguments, on_gpu):
         RoutingProblem(5, 60, 5, 16.0, normalizes=False, groups=5, groups_used=3),
         RoutingProblem(5, 256, 8, 2.5, kind="sigmoid", has_bias=True, groups=8, groups_used=4),
         RoutingProblem("rows", 6, 3, kind="sigmoid", groups=6, groups_used=4),
+        RoutingProblem(9, 40, 6, 2.5, first=16, own=13),
+        RoutingProblem("rows", 9, 9, normalizes=False, kind="sigmoid", first=4, own=5),
     ],
     ids=str,
 )
@@ -76,6 +78,9 @@ def test_the_experts_with_the_greatest_scores(problem, on_gpu):
     bias = generator.standard_normal(problem.experts).astype("float32") / 4 if problem.has_bias else None
     ids, shares = routed(problem, scores, on_gpu, bias)
     want_ids, want_shares = wanted(scores, problem, bias)
+    if problem.own:
+        numbers = want_ids - problem.first
+        want_ids = np.where((numbers >= 0) & (numbers < problem.own), numbers, -1)
     np.testing.assert_array_equal(ids, want_ids)
     np.testing.assert_allclose(shares, want_shares, rtol=2e-6)
 

@@ -192,10 +192,10 @@ def test_experts_are_copied_for_long_chunks_only(planned):
     assert copied == pytest.approx(layer.weights / 40e9, rel=0.01)
     # A chunk of that length takes the CPU as long: 8 experts of 3 * 2048 * 768 weights a token, at 4 TFLOP/s.
     assert streaming.rows == pytest.approx(copied * 4e12 / (2 * 8 * 3 * 2048 * 768), rel=0.1)
-    # The longest chunk takes the time of the copies of 48 layers, shorter ones that of the CPU.
+    # The longest chunk takes the time of the copies of 47 layers, shorter ones that of the CPU; the last has one row.
     prompts = [planned({"blk.*_exps": "llvm", "*": "cuda"}, chunks=(32, rows)).speeds[2] for rows in (256, 4096)]
     assert [prompt.chunk for prompt in prompts] == [256, 4096] and 256 < streaming.rows
-    assert prompts[0].seconds > 48 * here and prompts[1].seconds == pytest.approx(48 * copied, rel=0.01)
+    assert prompts[0].seconds > 47 * here and prompts[1].seconds == pytest.approx(47 * copied, rel=0.01)
     assert planned("auto").streaming is None  # all on the GPU
     assert planned({"*": "llvm"}).streaming is None
 
@@ -245,7 +245,7 @@ DEVICES = ["llvm", GPU]
         {"blk.*.ffn_up_exps": "cuda", "blk.1.attn_output": "cuda"},
         {"blk.*.ffn_*_exps[0,2-4]": "cuda", "blk.1.ffn_*": "llvm", "*": "cuda"},
         {"blk.0.attn": "cuda", "matmul": "llvm"},
-        {"last_row": "cuda", "output": "cuda"},  # no matrix has the first name
+        {"blk.1.attn_residual": "cuda", "output": "cuda"},  # no matrix has the first name
     ],
 )
 def test_rules_place_as_in_a_module(placement, tmp_path):

@@ -94,7 +94,8 @@ def run_call(call: relax.Call, args: list[np.ndarray], sizes: dict[str, int]) ->
         widths = np.reshape([int(width) for width in call.attrs.pad_width], (-1, 2))
         return np.pad(args[0], widths.tolist())
     if name == "relax.take":
-        return np.take(args[0], args[1], int(call.attrs.axis))
+        mode = "clip" if call.attrs.mode == "clip" else "raise"
+        return np.take(args[0], args[1], int(call.attrs.axis), mode=mode)
     if name == "relax.broadcast_to":
         return np.broadcast_to(args[0], [int(extent) for extent in call.args[1].values])
     if name == "relax.nn.layer_norm":

@@ -38,7 +38,8 @@ class AttentionGraph(GraphOps):
         call = cached_attention(
             qkv,
             self.caches[index],
-            *(self.params[key] for key in (page_table, "sequences", "positions")),
+            self.params[page_table],
+            *(self._integers(key, layer) for key in ("sequences", "positions")),
             *operands,
             heads=model.heads,
             kv_heads=model.kv_heads[layer],
@@ -55,14 +56,21 @@ class AttentionGraph(GraphOps):
         )
         result = self.emit(call, f"{name}.attn")
         output = self.emit(relax.TupleGetItem(result, 0), f"{name}.attn.kqv")
+        self._end_full_rows(layer)
+        output = self._current(output, f"{name}.attn.row")
         if model.latent:
             output = self._latent_values(output, name)
         if layer in self._output_gates:
             output = self._cast(output, "float32")
-            output = self.emit(relax.op.multiply(output, self._output_gates[layer]), f"{name}.attn.gated")
+            gates = self._current(self._output_gates[layer], f"{name}.attn.gates")
+            output = self.emit(relax.op.multiply(output, gates), f"{name}.attn.gated")
         is_last = layer == max(other for other in range(model.layers) if model.cache_index(other) == index)
         self.caches[index] = self.emit(relax.TupleGetItem(result, 1), f"{name}.attn.pages", is_output=is_last)
         return output
+
+    def _integers(self, key: str, layer: int) -> relax.Expr:
+        """Positions or sequences of the rows of a layer's attention."""
+        return self._current(self.params[key], f"blk.{layer}.attn_{key}")
 
     def _cache_index(self, layer: int) -> int:
         """Number of the cache that a layer reads, which is on the layer's device."""
@@ -94,7 +102,9 @@ class AttentionGraph(GraphOps):
                 begin, end = end, end + size
                 parts.append(self._sliced(product, begin, end, part))
         elif index != layer:
-            parts = [self._linear(x, f"{name}.attn_q", sizes["q"], model.hidden_size), *self.shared_keys[index]]
+            shared = zip("kv", self.shared_keys[index], strict=True)
+            parts = [self._linear(x, f"{name}.attn_q", sizes["q"], model.hidden_size)]
+            parts += [self._current(each, f"{name}.attn_{part}_row") for part, each in shared]
         else:
             parts = [self._gated_queries(x, layer)] if has_gate else []
             for part, size in [*names.items()][len(parts) :]:
@@ -211,10 +221,10 @@ class AttentionGraph(GraphOps):
         """
         base, scale, yarn = self.model.rotary_base_of(layer)
         size, is_divided = self.model.rotary_sizes[layer], self.model.has_scaled_positions(layer)
-        key = size, is_divided, base, scale, yarn, self.types.device_of(f"blk.{layer}.attn")
+        key = self.rows, size, is_divided, base, scale, yarn, self.types.device_of(f"blk.{layer}.attn")
         if key not in self.rotary_tables:
             name = f"blk.{layer}.attn_rope"
-            positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.positions")
+            positions = self.emit(relax.op.astype(self._integers("positions", layer), "float32"), f"{name}.positions")
             column = self.emit(relax.op.expand_dims(positions, 1), f"{name}.column")
             frequencies = np.tile(self._frequencies(size, is_divided, base, scale, yarn), 2)[None]
             angles = self.emit(relax.op.multiply(column, relax.const(frequencies)), f"{name}.angles")
@@ -248,7 +258,7 @@ class AttentionGraph(GraphOps):
         """Factors of the queries of each row, which grow with its position, (rows, 1)."""
         factor, length = self.model.temperature
         name = f"blk.{layer}.attn_temperature"
-        positions = self.emit(relax.op.astype(self.params["positions"], "float32"), f"{name}.numbers")
+        positions = self.emit(relax.op.astype(self._integers("positions", layer), "float32"), f"{name}.numbers")
         # Rows after the end of a text have negative positions.
         positions = self.emit(relax.op.maximum(positions, scalar(0.0)), f"{name}.positions")
         if self.model.architecture.temperature:

@@ -82,7 +82,7 @@ def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
     others = [f"{_text_of(other)} take {time_text(time)}" for time, other in shared[1:2]]
     others.append("layers on single devices " + (f"take {time_text(alone.seconds)}" if alone else "do not fit"))
     reason = f"{AUTO}fastest are {_text_of(groups)}: {time_text(seconds)} a token; {', '.join(others)}"
-    rules = rules_of(groups, problem.cache)
+    rules = rules_of(groups)
     used = groups.tensor * len(groups.stages)
     busy = {name: seconds / len(groups.stages) * (index < used) for index, name in enumerate(problem.names)}
     return ChosenRules(rules, dict.fromkeys(rules, reason), problem.estimate(seconds, busy), groups)
@@ -195,7 +195,7 @@ def choose_replicas(
     devices = best.tensor * best.stages
     reason = f"{_rate_of(best)} of {plural(texts, 'text')} at the same time"
     reason += f"; next best: {_rate_of(others[0])}" if others else ""
-    batch, rules = -(-slots // best.stages), rules_of(groups, cache) if devices > 1 else None
+    batch, rules = -(-slots // best.stages), rules_of(groups) if devices > 1 else None
     return ChosenReplicas(best.replicas, devices, slots, batch, rules, reason)
 
 
@@ -205,14 +205,14 @@ def _rate_of(each: Arrangement) -> str:
     return f"{plural(each.replicas, 'replica')} of {stages}{devices}, about {each.tokens_per_second:,.0f} tokens/s"
 
 
-def rules_of(groups: Pipeline, cache: PagedCache) -> dict[str, str]:
+def rules_of(groups: Pipeline) -> dict[str, str]:
     """Rules that put the layers of each stage on its group."""
     rules: dict[str, str] = {}
     for stage, parts in enumerate(groups.stages[1:], 1):
         mesh = mesh_of(groups, stage)
         rules |= {f"blk.{part.layer}.*": mesh for part in parts if part.name != "output"}
         if parts[-1].name == "output":
-            rules |= {"output*": mesh} | ({} if cache.all_logits else {"last_row*": mesh})
+            rules["output*"] = mesh
     return {**rules, "*": mesh_of(groups, 0)}
 
 

@@ -19,8 +19,8 @@ class DeltaGraph(GraphOps):
 
     def _delta_rule(self, x: relax.Expr, layer: int) -> relax.Expr:
         """The results of all heads of a layer with the gated delta rule, (rows, result_size), which adds to states."""
-        model, name, rows, states = self.model, f"blk.{layer}", self.rows, self.caches[layer]
-        problem = model.delta_problem(rows, int(states.ty.shape.values[0]), self.kind == CHUNK)
+        model, name, states = self.model, f"blk.{layer}", self.caches[layer]
+        problem = model.delta_problem(self.rows, int(states.ty.shape.values[0]), self.kind == CHUNK)
         width = model.result_size(layer)
         self._split_old_matrix(name, problem)
         vectors = [self.weights.vector(f"{name}.{part}", problem.value_heads) for part in ("ssm_a", "ssm_dt.bias")]
@@ -35,6 +35,9 @@ class DeltaGraph(GraphOps):
         result, self.caches[layer] = self._delta_kernel(
             delta_rule_kernel(problem), inputs, states, f"{name}.attn", is_output=True
         )
+        self._end_full_rows(layer)
+        result, x = self._current(result, f"{name}.attn.row"), self._current(x, f"{name}.attn_input")
+        rows = self.rows
         heads = self._reshaped(result, [rows, problem.value_heads, problem.value_size], f"{name}.attn.heads")
         normal = self._reshaped(self._norm(heads, f"{name}.ssm_norm"), [rows, width], f"{name}.attn.normal")
         gate = self._linear(x, f"{name}.attn_gate", width, model.hidden_size)

@@ -37,6 +37,11 @@ class ExpertGroup:
     suffix: str  # end of the names of its variables: a dot and the name of the device
     experts: tuple[int, ...]  # numbers of the experts, ascending
 
+    @property
+    def is_range(self) -> bool:
+        """True if the experts are neighbours."""
+        return self.experts[-1] - self.experts[0] + 1 == len(self.experts)
+
 
 @dataclass(frozen=True)
 class SplitRules:

@@ -9,6 +9,7 @@ import numpy as np
 from tvm import relax
 
 from ...op.functions import apply_function
+from ...target.mesh import mesh_positions
 from ...tir.routing import routing_kernel
 from ...transform.ir.kernels import opaque_kernel
 from ..paged_cache import CHUNK
@@ -123,46 +124,66 @@ class FeedForwardGraph(GraphOps):
         model, matrices = self.model, [f"{name}.ffn_{part}_exps.weight" for part in ("gate", "up")]
         sizes = model.experts, model.expert_feed_forward, model.hidden_size
         self.weights.split_experts(f"{name}.ffn_gate_up_exps.weight", matrices, sizes)
-        ids, weights = self._routes(x if router_input is None else router_input, name)
+        scores = self._router_scores(x if router_input is None else router_input, name)
         groups = self.expert_groups.get(name)
         if groups is None:
-            return self._experts_of_device(x, ids, weights, name)
+            return self._experts_of_device(x, *self._routes(scores, name), name)
         device = self.types.device_of(f"{name}.ffn_moe_out")
         is_local = {group: self.types.device_of(f"{name}.ffn_sum_exps{group.suffix}") == device for group in groups}
         # What other devices compute begins first.
         order = sorted(groups, key=is_local.__getitem__)
-        sums = {group: self._experts_of_device(x, ids, weights, name, group) for group in order}
+        if self._numbers_own_experts(name):
+            routes = {group: self._routes(scores, name, group) for group in order}
+        else:
+            routes = dict.fromkeys(order, self._routes(scores, name))
+        sums = {group: self._experts_of_device(x, *routes[group], name, group) for group in order}
         total = sums[groups[0]]
         for group in groups[1:]:
             total = self.emit(relax.op.add(total, sums[group]), f"{name}.ffn_moe_out")
         return total
 
-    def _routes(self, x: relax.Expr, name: str) -> tuple[relax.Expr, relax.Expr]:
-        """Numbers and shares of the experts of each row, (rows, used) each."""
-        model, rows = self.model, self.rows
+    def _numbers_own_experts(self, name: str) -> bool:
+        """Return whether a layer's routing numbers each device's experts: ranges, on a mesh that has the scores."""
+        is_on_mesh = bool(mesh_positions(self.types.device_of(f"{name}.ffn_moe_topk")))
+        return is_on_mesh and all(group.is_range for group in self.expert_groups.get(name, ()))
+
+    def _router_scores(self, x: relax.Expr, name: str) -> list[relax.Expr]:
+        """Scores of all experts, (rows, experts), and perhaps their biases, (experts,)."""
+        model, router = self.model, f"{name}.ffn_gate_inp"
+        # float32 on all devices: rounding would change the order of experts with nearly equal scores. The router's
+        # scale, if any, is one of inputs.
+        scores = self._linear(x, router, model.experts, model.hidden_size, dtype="float32", has_scale=False)
+        if f"{name}.exp_probs_b.bias" not in self.weights:
+            return [scores]
+        return [scores, self.weights.vector(f"{name}.exp_probs_b.bias", model.experts)]
+
+    def _routes(
+        self, inputs: Sequence[relax.Expr], name: str, group: ExpertGroup | None = None
+    ) -> tuple[relax.Expr, relax.Expr]:
+        """Numbers and shares of the experts of each row, (rows, used) each, from the results of `_router_scores`.
+
+        With a group, numbers are those of its experts, -1 for others.
+        """
+        model, rows, counters = self.model, self.rows, self.counters.get(name)
         assert model.routing is not None, "layers after the dense ones have experts"
-        # float32 on all devices: rounding would change the order of experts with nearly equal scores.
-        router = f"{name}.ffn_gate_inp"
-        # Its scale, if any, is one of inputs.
-        inputs = [self._linear(x, router, model.experts, model.hidden_size, dtype="float32", has_scale=False)]
-        has_bias, counters = f"{name}.exp_probs_b.bias" in self.weights, self.counters.get(name)
-        if has_bias:
-            inputs.append(self.weights.vector(f"{name}.exp_probs_b.bias", model.experts))
         types = [relax.TensorType([rows, model.experts_used], dtype) for dtype in ("int32", "float32")]
-        problem = replace(model.routing, rows=rows, has_bias=has_bias, has_counts=counters is not None)
+        problem = replace(model.routing, rows=rows, has_bias=len(inputs) > 1, has_counts=counters is not None)
+        if group is not None:
+            problem = replace(problem, first=group.experts[0], own=len(group.experts))
+        end = group.suffix if group is not None else ""
         kernel = self.builder.add_func(opaque_kernel(routing_kernel(problem)), f"routing_{rows}_{self.kind}")
         if counters is None:
-            routing = relax.op.call_tir(kernel, inputs, types)
+            routing = relax.op.call_tir(kernel, list(inputs), types)
         else:
-            inputs += [self.params["sequences"], counters]
+            inputs = [*inputs, self.params["sequences"], counters]
             indices = [-1, -1, len(inputs) - 1]  # -1: a new tensor
             routing = relax.op.call_tir_inplace(kernel, inputs, indices, [*types, counters.ty])
-        routes = self.emit(routing, f"{name}.ffn_moe_topk")
+        routes = self.emit(routing, f"{name}.ffn_moe_topk{end}")
         if counters is not None:
             added = relax.TupleGetItem(routes, 2)
             self.counters[name] = self.emit(added, f"{name}.ffn_moe_counts", is_output=True)
-        ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids")
-        return ids, self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights")
+        ids = self.emit(relax.TupleGetItem(routes, 0), f"{name}.ffn_moe_ids{end}")
+        return ids, self.emit(relax.TupleGetItem(routes, 1), f"{name}.ffn_moe_weights{end}")
 
     def _experts_of_device(
         self, x: relax.Expr, ids: relax.Expr, shares: relax.Expr, name: str, group: ExpertGroup | None = None
@@ -187,7 +208,7 @@ class FeedForwardGraph(GraphOps):
             for part, sizes in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
                 tensor = f"{name}.ffn_{part}_exps"
                 self.weights.select_experts(tensor, f"{tensor}{kept}", own, [model.experts, *sizes])
-        if len(own) < model.experts:
+        if len(own) < model.experts and not self._numbers_own_experts(name):
             numbers = np.full(model.experts, -1, "int32")
             numbers[own] = range(len(own))
             ids = self.emit(relax.op.take(relax.const(numbers), ids, axis=0, mode="clip"), f"{name}.ffn_own_exps{end}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import tvm
@@ -13,7 +14,7 @@ from ...op.streamed import stream
 from ..paged_cache import CHUNK, DECODE
 from .activation_types import ActivationTypes
 from .expert_rules import ExpertGroup
-from .hyperparameters import Hyperparameters, Yarn
+from .hyperparameters import Hyperparameters
 from .stream_experts import ExpertStreams
 from .weights import Weights
 
@@ -40,10 +41,11 @@ class GraphOps:
         self.streams = streams
         self.row_kind = CHUNK if kind == CHUNK else DECODE  # of the rows that products take
         self._casts: dict[tuple[relax.Expr, str], relax.Expr] = {}
+        self._last_rows: dict[tuple[relax.Expr, relax.VDevice | None], relax.Expr] = {}
         self.builder = builder
         self.counters: dict[str, relax.Expr] = {}  # by the prefix of the layer
         self.bindings: list[relax.Binding] = []
-        self.rotary_tables: dict[tuple[int, bool, float, float, Yarn | None, relax.VDevice | None], relax.Expr] = {}
+        self.rotary_tables: dict[tuple[Any, ...], relax.Expr] = {}
         self._output_gates: dict[int, relax.Expr] = {}  # by layer
         self.params, self.context = params, context
         # Caches by their number, and keys and values of the layers whose cache others read.
@@ -111,6 +113,28 @@ class GraphOps:
     def _sliced(self, x: relax.Expr, begin: int, end: int, name: str) -> relax.Expr:
         """Elements from `begin` to `end` of the last axis."""
         return self.emit(relax.op.strided_slice(x, [len(x.ty.shape.values) - 1], [begin], [end]), name)
+
+    def _end_full_rows(self, layer: int) -> None:
+        """Compute one row of a chunk from here on, in the attention of the last layer that needs all of them.
+
+        Functions that return the logits of all rows, or count the experts of all, need all to the end.
+        """
+        if "last" in self.params and layer == self.model.full_layers(bool(self.counters)):
+            self._take_last()
+
+    def _take_last(self) -> None:
+        """Compute the row whose logits are returned from here on, with the kernels of decode functions."""
+        self.rows, self.kind, self.row_kind = 1, DECODE, DECODE
+
+    def _current(self, x: relax.Expr, name: str) -> relax.Expr:
+        """The rows of a value that are computed from here on, once for all readers on the device of `name`."""
+        if int(x.ty.shape.values[0]) == self.rows:
+            return x
+        key = x, self.types.device_of(name)
+        if key not in self._last_rows:
+            row = relax.op.take(x, self.params["last"], axis=0, mode="clip")
+            self._last_rows[key] = self.emit(row, name)
+        return self._last_rows[key]
 
     def _cast(self, x: relax.Expr, dtype: str) -> relax.Expr:
         """Cast a value to an element type, once for all readers."""

@@ -242,6 +242,14 @@ class Hyperparameters:
         is_window = self.windows[layer] > 0
         return next(other for other in range(own - 1, -1, -1) if (self.windows[other] > 0) == is_window)
 
+    def full_layers(self, all_rows: bool) -> int:
+        """Number of first layers that compute all rows of a chunk; the attention of the next one does, too.
+
+        That layer is the last with a cache of its own. What follows computes the row whose logits a prefill returns,
+        unless `all_rows` are needed.
+        """
+        return self.layers if all_rows else len(self.caches) - 1
+
     def has_delta_rule(self, layer: int) -> bool:
         """Return whether a layer has the gated delta rule in place of attention."""
         return self.delta is not None and layer % self.delta.period != self.delta.period - 1

@@ -1,10 +1,10 @@
 """Relax functions of a language model: ``decode_B``, ``verify_R`` and ``prefill_C``.
 
 ``decode_B`` takes one token of each of B sequences and returns the logits and the greedy tokens; ``prefill_C`` takes C
-consecutive tokens of one sequence and returns the logits of one of them. ``verify_R`` is a decode function whose rows
-may be consecutive tokens of a sequence. All write keys and values into the cache: for
-each layer, they take its pages as a parameter, and return them as a result. Variables have the names of the file's
-tensors (``blk.3.attn_q``), which placement rules match.
+consecutive tokens of one sequence and returns the logits of one of them, for which it computes one row after the
+attention of the last layer that writes keys. ``verify_R`` is a decode function whose rows may be consecutive tokens of
+a sequence. All write keys and values into the cache: for each layer, they take its pages as a parameter, and return
+them as a result. Variables have the names of the file's tensors (``blk.3.attn_q``), which placement rules match.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ...encoding.pages import EXPERT_COUNTS
 from ...encoding.token_masks import MASKED_TOKENS
 from ...errors import FrontendError
 from ..greedy_tokens import greedy_tokens, masked_tokens
-from ..paged_cache import CHUNK, DECODE, PagedCache
+from ..paged_cache import CHUNK, PagedCache
 from .activation_types import ActivationTypes
 from .attention_graph import AttentionGraph
 from .delta_graph import DeltaGraph
@@ -81,7 +81,7 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
 
     def build(self, name: str) -> relax.Function:
         """Build the function, with `name` as its global symbol."""
-        x = self._embedding()
+        is_chunk, x = self.kind == CHUNK, self._embedding()
         self._read_layer_inputs(x)
         if self.model.streams:
             x = self._merged(self._stream_layers(self._streams(x)))
@@ -98,7 +98,7 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         # An output of the dataflow block, in place of the local variable that `_logits` bound last.
         self.bindings[-1] = relax.VarBinding(relax.Var(logits.name, logits.ty), self.bindings[-1].value)
         outputs = {"logits": self.bindings[-1].var}
-        if self.kind != CHUNK:
+        if not is_chunk:
             tokens = greedy_tokens(
                 self.builder,
                 outputs["logits"],
@@ -140,7 +140,8 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         """All layers of a model with several residual streams, (rows, streams, hidden_size)."""
         for layer in range(self.model.layers):
             x = self._predicted(x, layer)
-            x = self._corrected(x, self._layer(self._active(x, f"blk.{layer}.altup"), layer), layer)
+            result = self._layer(self._active(x, f"blk.{layer}.altup"), layer)
+            x = self._corrected(self._current(x, f"blk.{layer}.altup_row"), result, layer)
         return x
 
     def _layer(self, x: relax.Expr, layer: int) -> relax.Expr:
@@ -151,6 +152,7 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         has_delta_rule = model.has_delta_rule(layer)
         attention = self._delta_rule(inputs, layer) if has_delta_rule else self._attention(inputs, layer)
         matrix = f"{name}.{'ssm_out' if has_delta_rule else 'attn_output'}"
+        x = self._current(x, f"{name}.attn_residual")
         projection = self._linear(attention, matrix, model.hidden_size, model.result_size(layer))
         if norms.attention_out:
             projection = self._norm(projection, f"{name}.{norms.attention_out}")
@@ -159,9 +161,11 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
         if norms.attention_sum:
             total = self._norm(total, f"{name}.{norms.attention_sum}")
         if f"{name}.laurel_l.weight" in self.weights:
-            total = self._with_laurel(total, inputs, name)
+            total = self._with_laurel(total, self._current(inputs, f"{name}.attn_input"), name)
         if before != between or not before:
             inputs = self._optional_norm(x if model.is_parallel else total, between)
+        else:
+            inputs = self._current(inputs, f"{name}.attn_input")
         if model.routing and model.architecture.has_dense_beside_experts:
             feed_forward = self._dense_and_experts(inputs, total, layer)
         elif layer < model.dense_layers:
@@ -188,8 +192,8 @@ class LanguageFunction(AttentionGraph, DeltaGraph, ResidualGraph):
     def _logits(self, x: relax.Expr) -> relax.Expr:
         model = self.model
         if "last" in self.params:
-            x = self.emit(relax.op.take(x, self.params["last"], axis=0, mode="clip"), "last_row")
-            self.row_kind = DECODE  # one row per chunk
+            self._take_last()
+            x = self._current(x, "output.row")
         name = "output" if "output.weight" in self.weights else "token_embd"
         logits = self._linear(self._norm(x, "output_norm"), name, model.vocabulary, model.hidden_size, "output")
         logits = self._scaled(logits, model.logit_scale, "output.factored")

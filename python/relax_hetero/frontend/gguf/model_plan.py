@@ -374,13 +374,16 @@ def _curve(problem: LayerProblem, device: int) -> list[tuple[int, float | None]]
 
 
 def _streaming(problem: LayerProblem, layout: _Layout) -> Streaming | None:
-    """Copies of all experts of the first layer with some on a CPU, to the GPU of its router or attention."""
+    """Copies of all experts of the first layer with some on a CPU, to the GPU of its router or attention.
+
+    Layers that compute one row of a prompt multiply it on the CPU.
+    """
     vdevices, at = problem.vdevices, dict[tuple[str, int], int]()
     placed = list(zip(layout.search.parts, layout.plan.devices, strict=True))
     for part, device in placed:
         at.setdefault((part.name, part.layer), device)
     for part, source in placed:
-        if part.name != "experts" or not is_cpu(vdevices[source]):
+        if part.name != "experts" or not is_cpu(vdevices[source]) or part.last_row[0]:
             continue
         ends = [at[name, part.layer] for name in ("router", "attn")]
         target = next((end for end in ends if not is_cpu(vdevices[end])), None)

@@ -80,6 +80,9 @@ class Part:
         Variable whose placement rule decides for the part.
     experts : tuple of int
         Numbers of the experts, if the part does not have all of the layer.
+    last_row : (float, float)
+        Fractions of the products and of the scores that a prefill computes for one row of each text, as the logits of
+        one are returned (`Hyperparameters.full_layers`).
     """
 
     name: str
@@ -95,6 +98,7 @@ class Part:
     resident_cache: float = 0.0
     variable: str = ""
     experts: tuple[int, ...] = ()
+    last_row: tuple[float, float] = (0.0, 0.0)
 
     def some_experts(self, experts: Sequence[int], pairs: Sequence[float], variable: str) -> Part:
         """Some experts of a layer; `pairs` has a token's expected pairs with each of all."""
@@ -113,9 +117,17 @@ class Part:
         """Expected fraction of the weights that rows read, which choose experts independently of each other."""
         return 1.0 - (1.0 - self.share) ** rows
 
+    def rows_read(self, step: Step) -> int:
+        """Rows of a text that the part takes."""
+        return 1 if self.last_row[0] == 1.0 else step.rows
+
+    def rows_returned(self, step: Step) -> int:
+        """Rows of a text that the part returns."""
+        return 1 if self.last_row[0] else step.rows
+
     def read_bytes(self, device: int, step: Step) -> float:
         """Bytes that a step reads on a device."""
-        weights = self.weights_read[device] * self.touched(step.rows * step.texts)
+        weights = self.weights_read[device] * self.touched(self.rows_read(step) * step.texts)
         return weights + step.texts * self.cache_bytes * self._positions(step)
 
     def seconds(self, device: int, costs: CostModel, step: Step) -> float:
@@ -125,10 +137,10 @@ class Part:
     def work_seconds(self, device: int, costs: CostModel, step: Step) -> float:
         """Time of a step on a device without that of launches."""
         cost = costs.devices[device]
-        rows = step.texts * (1 if self.name == "output" else step.rows)  # prefill returns the logits of one row
+        rows, score_rows = (step.texts * (step.rows * (1.0 - last) + last) for last in self.last_row)
         compute = sum(rows * count / cost.products.get(kind, cost.flops) for kind, count in self.products.items())
         # Attention multiplies 16-bit floats where that is faster, as on GPUs.
-        compute += rows * self.scores * self._positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
+        compute += score_rows * self.scores * self._positions(step) / max(cost.flops, cost.products.get("float16", 0.0))
         compute *= _OPERATIONS
         return max(self.read_bytes(device, step) / cost.bandwidth, compute)
 
@@ -138,8 +150,8 @@ class Part:
         return min(positions, self.window or positions)
 
 
-def crossings(parts: Sequence[Part], devices: Sequence[int], host: int) -> Iterator[tuple[int, int]]:
-    """Source and destination of each transfer of activations.
+def crossings(parts: Sequence[Part], devices: Sequence[int], host: int) -> Iterator[tuple[int, int, Part]]:
+    """Source and destination of each transfer of activations, and the part whose rows cross.
 
     Rows follow the parts; those of experts come back, because the rest of the layer adds their result.
     """
@@ -147,9 +159,9 @@ def crossings(parts: Sequence[Part], devices: Sequence[int], host: int) -> Itera
     for part, device in zip(parts, devices, strict=True):
         if device == previous:
             continue
-        yield previous, device
+        yield previous, device, part
         if part.name == "experts":
-            yield device, previous
+            yield device, previous, part
         else:
             previous = device
 
@@ -197,7 +209,10 @@ def streamed_step_seconds(
 ) -> float:
     """Time of a step for which a GPU gets copies of all experts of a CPU, the ends of the copies, meanwhile."""
     source, target = ends
-    is_copied = [part.name == "experts" and device == source for part, device in zip(parts, devices, strict=True)]
+    is_copied = [
+        part.name == "experts" and device == source and part.rows_read(step) == step.rows
+        for part, device in zip(parts, devices, strict=True)
+    ]
     at = [target if copied else device for copied, device in zip(is_copied, devices, strict=True)]
     size = sum(part.resident_bytes[source] for part, copied in zip(parts, is_copied, strict=True) if copied)
     return max(step_seconds(parts, at, costs, row_bytes, step), _copy_seconds(costs, source, target, size))
@@ -208,10 +223,9 @@ def step_seconds(
 ) -> float:
     """Time of a step whose parts run one after the other; `row_bytes` are those of a row of activations."""
     seconds = sum(part.seconds(device, costs, step) for part, device in zip(parts, devices, strict=True))
-    size = row_bytes * step.rows
     return seconds + sum(
-        crossing_seconds(costs, source, destination, size)
-        for source, destination in crossings(parts, devices, costs.host)
+        crossing_seconds(costs, source, destination, row_bytes * part.rows_read(step))
+        for source, destination, part in crossings(parts, devices, costs.host)
     )
 
 

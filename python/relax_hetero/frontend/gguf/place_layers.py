@@ -202,7 +202,7 @@ class LayerProblem:
         ordered: list[tuple[int, str, str, str]] = []
         for part, device in zip(self.search.parts, plan.devices, strict=True):
             reason = self.reason(part, device, plan)
-            for rank, pattern in _patterns(part, self.model, self.cache):
+            for rank, pattern in _patterns(part, self.model):
                 ordered.append((rank, pattern, self.names[device], reason))
         # The first match decides.
         return [rule[1:] for rule in sorted(ordered, key=lambda rule: rule[0])]
@@ -271,7 +271,7 @@ class LayerProblem:
         return choice("staying saves transfers of activations", seconds, device, names)
 
 
-def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tuple[int, str]]:
+def _patterns(part: Part, model: Hyperparameters) -> list[tuple[int, str]]:
     """Patterns that match the names of a part's variables, none of them unused, and their ranks among all patterns."""
     prefix = f"blk.{part.layer}."
     if part.name == "embd":
@@ -279,7 +279,7 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
     if part.name == "inputs":  # before the others
         return [(-1, f"token_embd.{name}*") for name in ("layers", *(["altup"] if model.streams else []))]
     if part.name == "output":
-        return [(0, "output*"), *([] if cache.all_logits else [(0, "last_row*")])]
+        return [(0, "output*")]
     if part.name == "experts":  # all values of chosen pairs of a token and an expert
         return [(1, f"{prefix}ffn_*_exps*")]
     if part.name in ("ffn", "router"):
@@ -292,6 +292,10 @@ def _patterns(part: Part, model: Hyperparameters, cache: PagedCache) -> list[tup
 
 _INPUTS = (("per_layer", "altup_proj"), ("altup_unembd",))
 """Beginnings of the names of tensors of the inputs of layers, and of those of the output besides its matrix."""
+
+
+_AFTER_ATTENTION = ("attn_output", "attn_gate", "ssm_out")
+"""Matrices of attention, or of a delta rule, that its results are multiplied by, or their gates."""
 
 
 class ModelParts:
@@ -322,6 +326,7 @@ class ModelParts:
     ) -> None:
         self._file, self._model, self._cache, self._layouts = file, model, cache, layouts
         self._device_of, self._groups, self._expert_counts = device_of, groups or {}, expert_counts or {}
+        self._full_layers = model.full_layers(cache.all_logits)
 
     def all(self) -> list[Part]:
         """The parts in execution order."""
@@ -372,7 +377,8 @@ class ModelParts:
         first, *others = self._by_device("attn", layer, f"blk.{layer}.attn", tensors, cached=cached)
         # A state is read and written by each call, whatever its rows.
         size, window = (2.0 * unit, 1) if own.state else (unit / PAGE * len(readers), own.window)
-        return [replace(first, cache_bytes=size, window=window, scores=scores), *others]
+        last_row = first.last_row[0], sum(reader > self._full_layers for reader in readers) / len(readers)
+        return [replace(first, cache_bytes=size, window=window, scores=scores, last_row=last_row), *others]
 
     def _tensors_of(self, layer: int) -> list[FileTensor]:
         return [tensor for name, tensor in self._file.tensors.items() if name.startswith(f"blk.{layer}.")]
@@ -413,10 +419,13 @@ class ModelParts:
         cached: float = 0.0,
     ) -> Part:
         products: dict[str, float] = {}
+        of_last_row = of_all = 0
         for tensor in tensors:
             if len(tensor.shape) > 1:
-                kind = _product_type(tensor)
-                products[kind] = products.get(kind, 0.0) + share * prod(tensor.shape)
+                kind, count = _product_type(tensor), prod(tensor.shape)
+                products[kind] = products.get(kind, 0.0) + share * count
+                of_all += count
+                of_last_row += count * self._is_of_last_row(name, tensor)
         return Part(
             name,
             layer,
@@ -426,7 +435,16 @@ class ModelParts:
             products,
             resident_cache=cached,
             variable=variable,
+            last_row=(of_last_row / max(of_all, 1), 0.0),
         )
+
+    def _is_of_last_row(self, part: str, tensor: FileTensor) -> bool:
+        """Return whether a prefill multiplies one row by a matrix."""
+        if part in ("embd", "inputs", "output"):
+            return part == "output" and not self._cache.all_logits
+        _, layer, name, *_ = tensor.name.split(".")
+        is_after = not self._is_attention(tensor) or name in _AFTER_ATTENTION
+        return int(layer) > self._full_layers or (int(layer) == self._full_layers and is_after)
 
 
 def _product_type(tensor: FileTensor) -> str:

@@ -42,7 +42,8 @@ class ResidualGraph(FeedForwardGraph):
         """Summand of a layer's result from its embeddings of the tokens, gated by the result, (rows, hidden_size)."""
         model, width, name = self.model, self.model.layer_width, f"blk.{layer}"
         gate = self._linear(x, f"{name}.inp_gate", width, model.hidden_size)
-        own = self._sliced(self.layer_inputs, layer * width, (layer + 1) * width, f"{name}.inp_rows")
+        inputs = self._current(self.layer_inputs, "token_embd.layers_row")
+        own = self._sliced(inputs, layer * width, (layer + 1) * width, f"{name}.inp_rows")
         gated = self._activated([gate, own], f"{name}.inp{{}}")
         return self._norm(self._linear(gated, f"{name}.proj", model.hidden_size, width), f"{name}.post_norm")
 

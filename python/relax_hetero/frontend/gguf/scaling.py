@@ -395,7 +395,7 @@ class Pipeline:
         stages, sizes = len(self.stages), _call_sizes(texts, batch)
         calls, size = len(sizes), max(sizes)
         if self.tensor > 1:
-            sums = sum(self._sums(stage) for stage in self.stages) * calls
+            sums = sum(self._has_sum(part) for stage in self.stages for part in stage) * calls
             nbytes = self._row_bytes * size
             yield Exchange("all-reduce", sums, nbytes, sums * self.sum_seconds(nbytes))
             kind, nbytes = self._gathered(size)
@@ -419,7 +419,9 @@ class Pipeline:
             seconds = short * self._calibration.decode_ratio(texts) + (seconds - short) * self._calibration.cached
         if self.tensor == 1:
             return seconds
-        seconds += self._sums(parts) * self.sum_seconds(self._row_bytes * texts * rows)
+        step = Step(rows, cached, texts)
+        summed = [part.rows_returned(step) for part in parts if self._has_sum(part)]
+        seconds += sum(self.sum_seconds(self._row_bytes * texts * count) for count in summed)
         return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
     def sum_seconds(self, nbytes: float) -> float:
@@ -436,9 +438,10 @@ class Pipeline:
         return "greedy tokens", 8 * texts
 
     def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
-        work = part.work_seconds(0, self._costs, Step(rows, cached, texts))
+        step = Step(rows, cached, texts)
+        work = part.work_seconds(0, self._costs, step)
         launches = KERNELS[part.name] * self._costs.devices[0].launch
-        return work * self._imbalance(part, texts * rows) / self.tensor + launches
+        return work * self._imbalance(part, texts * part.rows_read(step)) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
         """Expected work of the device with the most chosen experts over the mean."""
@@ -446,8 +449,8 @@ class Pipeline:
             return 1.0
         return _imbalance(self._model.experts, self._model.experts_used, self.tensor, min(rows, 64))
 
-    def _sums(self, parts: Sequence[Part]) -> int:
-        return sum(part.name in ("attn", "ffn", "experts") for part in parts)
+    def _has_sum(self, part: Part) -> bool:
+        return part.name in ("attn", "ffn", "experts")
 
     def _sent_seconds(self, stage: int, nbytes: float) -> float:
         """Seconds of a transfer from a stage to the next one."""

@@ -69,6 +69,7 @@ def plan_streams(
     vdevices: Sequence[tvm.relax.VDevice],
     stream_experts: int | Literal["auto"] | None,
     costs: Callable[[], CostModel],
+    all_rows: bool,
 ) -> ExpertStreams:
     """Choose the layers and chunks whose experts are copied.
 
@@ -80,9 +81,11 @@ def plan_streams(
         Minimum rows of a chunk; "auto": those from which copies are faster by the cost model; 0 or None: never.
     costs : callable
         Makes the cost model of `vdevices`, if it is needed.
+    all_rows : bool
+        True if all layers compute all rows of a chunk; others compute one (`Hyperparameters.full_layers`).
     """
     ends: dict[tuple[int, str], list[int]] = {}
-    for layer in range(model.dense_layers, model.layers) if stream_experts and model.experts else ():
+    for layer in range(model.dense_layers, model.full_layers(all_rows)) if stream_experts and model.experts else ():
         prefix = f"blk.{layer}"
         for suffix in [group.suffix for group in groups.get(prefix, ())] or [""]:
             pair = _ends_of(file, prefix, suffix, types, is_asked=stream_experts != "auto")

@@ -6,9 +6,10 @@ Each GPU has memory that the others write to (`artifact.peer_layout`). There are
   bits ("one-shot", as in TensorRT-LLM and vLLM). There are neither fences nor flags, but the data alone: a word that is
   +0.0 is not there yet (the Lamport protocol, as in TensorRT-LLM and FlashInfer). -0.0 is sent for +0.0, all other bits
   as they are. Whoever reads a word puts the zero back. The product's kernel before may send, too (`send_words`).
-- Long operands: GPU r adds the r-th part of the rows, which the others send it, and sends them the result
+- Long operands: GPU r adds the r-th part of the rows, which the others send it, and writes the result to theirs, too
   ("two-shot": reduce-scatter, then all-gather). A block that has sent its rows, or results, sets a flag, for which the
-  same block of the other GPU waits. The kernel of the product before may send the rows instead, in tiles with
+  same block of the other GPU waits. Each GPU tells the others the address of its result when its kernel begins, so that
+  nothing else uses this memory any more. The kernel of the product before may send the rows instead, in tiles with
   flags of their own (`send_tile`).
 
 An RMS norm or a layer norm of the rows, which follow most sums of transformers, is a part of both: a row's threads have
@@ -39,12 +40,13 @@ the epoch that the sum will have. The sum's blocks send results only; each waits
 tiles have places of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and
 one more for results.
 
-Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum sends its operand before it waits
-for operands, and its results before it waits for results. So when sum n - 1 has ended on a GPU, all others have begun
-it, get what they wait for, end it, and begin sum n. This needs kernels of a program to begin in the same order on all
-GPUs, copies between them to be before or after all kernels of a sum (`transform.record.command_regions`), and all
-blocks of a kernel to be resident at once. Each kernel takes the last one's result as an operand that it does not read,
-so that passes keep their order. A thread that waits for a minute traps, as after an error on another GPU.
+Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum tells its address and sends its
+operand before it waits for those of others, and sends its results before it waits for results. So when sum n - 1 has
+ended on a GPU, all others have begun it, get what they wait for, end it, and begin sum n. This needs kernels of a
+program to begin in the same order on all GPUs, copies between them to be before or after all kernels of a sum
+(`transform.record.command_regions`), and all blocks of a kernel to be resident at once. Each kernel takes the last
+one's result as an operand that it does not read, so that passes keep their order. A thread that waits for a minute
+traps, as after an error on another GPU.
 """
 
 from __future__ import annotations
@@ -55,6 +57,7 @@ from dataclasses import asdict, dataclass
 from math import ceil, prod
 from typing import Any, NamedTuple
 
+import numpy as np
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
@@ -62,6 +65,7 @@ from ...artifact.peer_layout import (
     FLAG_BLOCKS,
     LAMPORT_BYTES,
     LONG_OPERANDS,
+    RESULT_LINE_BYTES,
     SENT_FLAGS_BYTES,
     data_offset,
     flags_offset,
@@ -89,6 +93,8 @@ _SHORTEST_SECONDS = 2.5e-6
 
 _MAX_VECTORS = 4
 """Maximum registers of a thread for a row, in fours of numbers."""
+_AHEAD_VECTORS = 2
+"""Maximum fours of numbers for which a thread has registers to load the next row ahead."""
 _SHORT_VECTORS = 2
 """Fours of numbers of a thread for a row of a short operand, if it has enough threads."""
 
@@ -96,6 +102,8 @@ SENT_TILE = (128, 256)
 """Rows and columns of the tiles that a product's kernel sends."""
 _SENT_ROWS = 32
 """Rows of a tile that a warp sends at a time, with a flag."""
+_SENT_TOGETHER = 2
+"""Rows that a warp sends while the next ones are loaded."""
 
 SOURCE = (
     f"""
@@ -107,6 +115,9 @@ SOURCE = (
 #define RH_TILE_ROWS {SENT_TILE[0]}
 #define RH_SENT_COLUMNS {SENT_TILE[1]}
 #define RH_SENT_FLAGS_BYTES {SENT_FLAGS_BYTES}
+#define RH_RESULT_LINE_BYTES {RESULT_LINE_BYTES}
+#define RH_AHEAD_VECTORS {_AHEAD_VECTORS}
+#define RH_SENT_TOGETHER {_SENT_TOGETHER}
 """
     r"""
 __device__ __forceinline__ unsigned long long rh_time() {
@@ -153,8 +164,28 @@ template <int RANK, int RANKS> struct rh_Exchange {
   __device__ __forceinline__ unsigned* tile_flags(int owner, int sender) const {
     return (unsigned*)(slot(owner, sender) - RH_SENT_FLAGS_BYTES);
   }
+  // Line in which a GPU tells another one where its result is: the halves of the address, each beside the epoch.
+  __device__ __forceinline__ long long line(int owner, int sender) const {
+    return (long long)slot(owner, sender) - RH_SENT_FLAGS_BYTES - RH_RESULT_LINE_BYTES;
+  }
+  __device__ __forceinline__ void tell(int peer, const void* result, unsigned now) const {
+    unsigned low = (unsigned)(size_t)result, high = (unsigned)((size_t)result >> 32);
+    asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
+                 :: "l"(line(peer, RANK)), "r"(low), "r"(now), "r"(high), "r"(now));
+  }
+  // Address of the result of another GPU, whose kernel has begun, so that nothing else uses this memory.
+  __device__ __forceinline__ size_t result_of(int peer, unsigned now) const {
+    unsigned low, high, flag, flag2;
+    unsigned long long begin = rh_time();
+    do {
+      asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                   : "=r"(low), "=r"(flag), "=r"(high), "=r"(flag2) : "l"(line(RANK, peer)));
+      rh_check_time(begin);
+    } while (flag != now || flag2 != now);
+    return (size_t)high << 32 | low;
+  }
   __device__ __forceinline__ static void set(unsigned* flag, unsigned value) {
-    asm volatile("fence.acq_rel.sys; st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(value) : "memory");
+    asm volatile("st.release.sys.global.u32 [%0], %1;" :: "l"(flag), "r"(value) : "memory");
   }
   __device__ __forceinline__ static void wait_for(const unsigned* flag, unsigned value) {
     unsigned seen;
@@ -199,8 +230,11 @@ __device__ __forceinline__ float2 rh_from_half(unsigned h) {
   asm("{.reg .b16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}" : "=f"(v.x), "=f"(v.y) : "r"(h));
   return v;
 }
+__device__ __forceinline__ uint2 rh_to_halves(float4 v) {
+  return make_uint2(rh_to_half(v.x, v.y), rh_to_half(v.z, v.w));
+}
 template <bool HALF> __device__ __forceinline__ void rh_store(void* out, long long i, float4 v) {
-  if (HALF) ((uint2*)out)[i] = make_uint2(rh_to_half(v.x, v.y), rh_to_half(v.z, v.w));
+  if (HALF) ((uint2*)out)[i] = rh_to_halves(v);
   else ((float4*)out)[i] = v;
 }
 template <bool HALF> __device__ __forceinline__ float4 rh_load(const void* from, long long i) {
@@ -362,9 +396,9 @@ __device__ __forceinline__ void rh_all_reduce_short(
   ex.end_epoch(last);
 }
 
-template <class Vector> __device__ __forceinline__ void rh_copy(const Vector* from, Vector* to, int begin, int end) {
+__device__ __forceinline__ void rh_copy(const float4* from, float4* to, int begin, int end) {
   for (int i = begin + threadIdx.x; i < end; i += 4 * blockDim.x) {
-    Vector v[4];
+    float4 v[4];
 #pragma unroll
     for (int u = 0; u < 4; ++u) if (i + u * blockDim.x < end) v[u] = __ldcg(from + i + u * blockDim.x);
 #pragma unroll
@@ -379,52 +413,75 @@ __device__ __forceinline__ float rh_scale_of(float largest) {
 __device__ __forceinline__ float rh_largest(float largest, float4 v) {
   return fmaxf(fmaxf(largest, fmaxf(fabsf(v.x), fabsf(v.y))), fmaxf(fabsf(v.z), fabsf(v.w)));
 }
+// A lane's eight numbers of each of some rows of a tile: those from 4 * lane and from 128 + 4 * lane on.
+template <int ROWS> struct rh_SentRows {
+  float4 v[ROWS][2];
+  __device__ __forceinline__ void load(const float4* from, int vectors) {
+#pragma unroll
+    for (int u = 0; u < ROWS; ++u) {
+      v[u][0] = __ldcg(from + u * vectors);
+      v[u][1] = __ldcg(from + u * vectors + 32);
+    }
+  }
+  // Store them, each row times a power of two. Returns the inverse of row `lane - first`, else `inverse`.
+  __device__ __forceinline__ float send(char* to, int vectors, int lane, int first, float inverse) const {
+    float largest[ROWS];
+#pragma unroll
+    for (int u = 0; u < ROWS; ++u) largest[u] = rh_largest(rh_largest(0.0f, v[u][0]), v[u][1]);
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) {
+#pragma unroll
+      for (int u = 0; u < ROWS; ++u) largest[u] = fmaxf(largest[u], __shfl_xor_sync(~0u, largest[u], lanes));
+    }
+#pragma unroll
+    for (int u = 0; u < ROWS; ++u) {
+      float scale = rh_scale_of(largest[u]);
+      uint2 low = rh_to_halves(rh_scale(v[u][0], scale)), high = rh_to_halves(rh_scale(v[u][1], scale));
+      // Of two lanes, the even one stores the low halves of both, the odd one the high ones.
+      bool odd = lane % 2;
+      unsigned x = __shfl_xor_sync(~0u, odd ? low.x : high.x, 1), y = __shfl_xor_sync(~0u, odd ? low.y : high.y, 1);
+      ((uint4*)(to + 8ll * u * vectors))[0] = odd ? make_uint4(x, y, high.x, high.y) : make_uint4(low.x, low.y, x, y);
+      if (lane == first + u) inverse = 1.0f / scale;
+    }
+    return inverse;
+  }
+};
 // Two warps of the kernel of a product send a tile, which the block has stored, to the GPU that adds it: each row as
-// float16 times a power of two, of whose inverses each column of tiles has an array.
+// float16 times a power of two, of whose inverses each column of tiles has an array. While some rows are sent, the next
+// ones are loaded.
 template <int RANK, int RANKS> __device__ __forceinline__ void rh_send_tile(
     const void* x, const void* bases, long long data, long long slot_bytes, long long state, int number, int part_rows,
     int width, int row, int column) {
   rh_Exchange<RANK, RANKS> ex{(const long long*)bases, data, slot_bytes, 0, state, number};
+  constexpr int ROWS = RH_SENT_TOGETHER, WARP_ROWS = RH_TILE_ROWS / 2;
   int peer = row / part_rows, lane = threadIdx.x % 32, vectors = width / 4, tile = column / RH_SENT_COLUMNS;
   if (peer == RANK) return;
   char* slot = ex.slot(peer, RANK);
+  int skip = threadIdx.x / 32 % 2 * WARP_ROWS, first = row % part_rows + skip;
+  const float4* from = (const float4*)x + (long long)(row + skip) * vectors + column / 4 + lane;
+  char* to = slot + 8 * ((long long)first * vectors + column / 4 + lane / 2 * 2 + lane % 2 * 32);
+  float* inverses = (float*)(slot + 8ll * part_rows * vectors) + tile * part_rows + first + lane;
+  rh_SentRows<ROWS> even, odd;
+  even.load(from, vectors);
 #pragma unroll 1
-  for (int skip = threadIdx.x / 32 % 2 * RH_SENT_ROWS; skip < RH_TILE_ROWS; skip += 2 * RH_SENT_ROWS) {
-    int first = row % part_rows + skip;
-    const float4* from = (const float4*)x + (long long)(row + skip) * vectors + column / 4 + lane;
-    uint2* to = (uint2*)slot + (long long)first * vectors + column / 4 + lane;
+  for (int begin = 0; begin < WARP_ROWS; begin += RH_SENT_ROWS) {
     float inverse = 1.0f;
 #pragma unroll 1
-    for (int r = 0; r < RH_SENT_ROWS; r += 4) {
-      float4 v[4][2];
-      float largest[4];
-#pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        v[u][0] = __ldcg(from + u * vectors);
-        v[u][1] = __ldcg(from + u * vectors + 32);
-      }
-#pragma unroll
-      for (int u = 0; u < 4; ++u) largest[u] = rh_largest(rh_largest(0.0f, v[u][0]), v[u][1]);
-#pragma unroll
-      for (int lanes = 16; lanes; lanes /= 2) {
-#pragma unroll
-        for (int u = 0; u < 4; ++u) largest[u] = fmaxf(largest[u], __shfl_xor_sync(~0u, largest[u], lanes));
-      }
-#pragma unroll
-      for (int u = 0; u < 4; ++u) {
-        float scale = rh_scale_of(largest[u]);
-        rh_store<true>(to, u * vectors, rh_scale(v[u][0], scale));
-        rh_store<true>(to, u * vectors + 32, rh_scale(v[u][1], scale));
-        if (lane == r + u) inverse = 1.0f / scale;
-      }
-      from += 4 * vectors;
-      to += 4 * vectors;
+    for (int r = 0; r < RH_SENT_ROWS; r += 2 * ROWS) {
+      odd.load(from += ROWS * vectors, vectors);
+      inverse = even.send(to, vectors, lane, r, inverse);
+      to += 8ll * ROWS * vectors;
+      from += ROWS * vectors;
+      if (begin + r + 2 * ROWS < WARP_ROWS) even.load(from, vectors);
+      inverse = odd.send(to, vectors, lane, r + ROWS, inverse);
+      to += 8ll * ROWS * vectors;
     }
-    ((float*)(slot + 8ll * part_rows * vectors))[tile * part_rows + first + lane] = inverse;
-    __syncwarp();
-    if (lane == 0) {
-      ex.set(ex.tile_flags(peer, RANK) + first / RH_SENT_ROWS * (width / RH_SENT_COLUMNS) + tile, ex.epoch());
-    }
+    inverses[begin] = inverse;
+  }
+  __syncwarp();
+  if (lane < WARP_ROWS / RH_SENT_ROWS) {
+    int flag = (first / RH_SENT_ROWS + lane) * (width / RH_SENT_COLUMNS) + tile;
+    ex.set(ex.tile_flags(peer, RANK) + flag, ex.epoch());
   }
 }
 // Rows as float16, each times a power of two that makes its largest number 2^14 or more, and the inverses of these.
@@ -450,17 +507,18 @@ template <int VECTORS, int THREADS> __device__ __forceinline__ void rh_send_rows
     if (thread == 0) inverses[begin / row] = 1.0f / scale;
   }
 }
-// The numbers of a row that a GPU has itself, and its residual.
-template <int VECTORS, int THREADS, bool RESIDUAL> __device__ __forceinline__ void rh_load_row(
-    const float4* x, const float4* residual, float4* total, int first, int end) {
+// A thread's numbers of a row that a GPU has itself, and of its residual.
+template <int VECTORS, int THREADS, bool RESIDUAL> struct rh_OwnRow {
+  float4 x[VECTORS], residual[VECTORS];
+  __device__ __forceinline__ void load(const float4* from, const float4* old, int first, int end) {
 #pragma unroll
-  for (int u = 0; u < VECTORS; ++u) {
-    int i = first + threadIdx.x % THREADS + u * THREADS;
-    total[u] = i < end ? __ldcg(x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    if (RESIDUAL && i < end) total[u] = rh_add(total[u], residual[i]);
+    for (int u = 0; u < VECTORS; ++u) {
+      int i = first + threadIdx.x % THREADS + u * THREADS;
+      x[u] = i < end ? __ldcg(from + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (RESIDUAL) residual[u] = i < end ? __ldcg(old + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
   }
-}
-
+};
 // Long operands: GPU r adds part r, which the others send it (SENT: which kernels before have sent in tiles), and sends
 // them the result. Teams of THREADS threads have a row each, so that many rows of a block are in flight.
 template <int VECTORS, int THREADS, int RANK, int RANKS, int NORM, bool HALF, bool SUM, bool RESIDUAL, bool SENT>
@@ -472,7 +530,9 @@ __device__ __forceinline__ void rh_all_reduce_long(
   unsigned now = ex.begin_epoch();
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
   int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
-  long long inverses = 8ll * part, results = 16ll * part;  // offsets in a slot, after the operand's part
+  long long inverses = 8ll * part;  // offset in a slot, after the operand's part as float16
+  __shared__ size_t told[RANKS];
+  if (threadIdx.x < RANKS && threadIdx.x != RANK && blockIdx.x == 0) ex.tell(threadIdx.x, out, now);
   for (int step = 1; step < RANKS && !SENT; ++step) {
     int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
     const float4* from = (const float4*)x + (long long)peer * part;
@@ -484,11 +544,15 @@ __device__ __forceinline__ void rh_all_reduce_long(
   int last = min(min(begin + piece, part), vectors - RANK * part);
   int first = begin + threadIdx.x / THREADS * row, stride = blockDim.x / THREADS * row, end = min(first + row, last);
   const float4 *own = (const float4*)x + (long long)RANK * part, *old = (const float4*)residual;
-  float4 total[VECTORS];
-  rh_load_row<VECTORS, THREADS, RESIDUAL>(own, old, total, first, end);  // while the other GPUs send
+  rh_OwnRow<VECTORS, THREADS, RESIDUAL> next;
+  next.load(own, old, first, end);  // while the other GPUs send
+  if (threadIdx.x < RANKS && threadIdx.x != RANK) told[threadIdx.x] = ex.result_of(threadIdx.x, now);
   if (SENT) ex.wait_for_tiles(begin / row, last / row, 4 * row / RH_SENT_COLUMNS, now);
   else ex.wait(2 * now);
   while (first < last) {
+    float4 total[VECTORS];
+#pragma unroll
+    for (int u = 0; u < VECTORS; ++u) total[u] = RESIDUAL ? rh_add(next.x[u], next.residual[u]) : next.x[u];
     for (int step = 1; step < RANKS; ++step) {
       const char* from = ex.slot(RANK, ex.peer(step));
       const float* scales = (const float*)(from + inverses) + first / row;
@@ -500,6 +564,10 @@ __device__ __forceinline__ void rh_all_reduce_long(
         if (i < end) total[u] = rh_add(total[u], rh_scale(rh_load<HALF>(from, i), inverse));
       }
     }
+    int begins = first, ends = end;
+    first += stride;
+    end = min(first + row, last);
+    if (VECTORS <= RH_AHEAD_VECTORS) next.load(own, old, first, end);  // while this row is stored
     float inverse = 1.0f, mean = 0.0f;
     if (NORM == RH_LAYER_NORM) {
 #pragma unroll
@@ -510,8 +578,8 @@ __device__ __forceinline__ void rh_all_reduce_long(
       float squares = 0.0f;
 #pragma unroll
       for (int u = 0; u < VECTORS; ++u) {
-        int i = first + threadIdx.x % THREADS + u * THREADS;
-        if (i >= end) continue;
+        int i = begins + threadIdx.x % THREADS + u * THREADS;
+        if (i >= ends) continue;
         float4 v = make_float4(total[u].x - mean, total[u].y - mean, total[u].z - mean, total[u].w - mean);
         squares += v.x * v.x + v.y * v.y + v.z * v.z + v.w * v.w;
       }
@@ -519,32 +587,24 @@ __device__ __forceinline__ void rh_all_reduce_long(
     }
 #pragma unroll
     for (int u = 0; u < VECTORS; ++u) {
-      int i = first + threadIdx.x % THREADS + u * THREADS;
-      if (i >= end) continue;
+      int i = begins + threadIdx.x % THREADS + u * THREADS;
+      if (i >= ends) continue;
       if (SUM) ((float4*)sum)[i] = total[u];
       float4 v = total[u];
       if (NORM) {
-        float4 w = ((const float4*)weight)[i - first];
+        float4 w = ((const float4*)weight)[i - begins];
         v = make_float4((v.x - mean) * inverse * w.x, (v.y - mean) * inverse * w.y, (v.z - mean) * inverse * w.z,
                         (v.w - mean) * inverse * w.w);
       }
-      if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - first]);
-      rh_store<HALF>(out, (long long)RANK * part + i, v);
-      for (int step = 1; step < RANKS; ++step) rh_store<HALF>(ex.slot(ex.peer(step), RANK) + results, i, v);
+      if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - begins]);
+      long long to = (long long)RANK * part + i;
+      rh_store<HALF>(out, to, v);
+      for (int step = 1; step < RANKS; ++step) rh_store<HALF>((void*)told[ex.peer(step)], to, v);
     }
-    first += stride;
-    end = min(first + row, last);
-    rh_load_row<VECTORS, THREADS, RESIDUAL>(own, old, total, first, end);
+    if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end);
   }
   ex.signal(2 * now + 1);
   ex.wait(2 * now + 1);
-  for (int step = 1; step < RANKS; ++step) {
-    int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
-    const char* from = ex.slot(RANK, peer) + results;
-    long long to = (long long)peer * part;
-    if (HALF) rh_copy((const uint2*)from, (uint2*)out + to, begin, end);
-    else rh_copy((const float4*)from, (float4*)out + to, begin, end);
-  }
 }
 #endif
 """
@@ -584,12 +644,15 @@ class AllReduce:
         Norm of the sum's rows.
     has_residual : bool
         True if each GPU adds its part of a residual to its part of the rows; only for long operands.
+    is_residual_whole : bool
+        True if each GPU has all of the residual, not its part alone.
     """
 
     shape: tuple[int, ...]
     ranks: int
     norm: RowNorm | None = None
     has_residual: bool = False
+    is_residual_whole: bool = False
 
     @property
     def count(self) -> int:
@@ -611,6 +674,16 @@ class AllReduce:
         """Shape of the sum beside a norm's result: a GPU's part of the rows if the operand is long."""
         return self.shape if self.is_short else (self.count // self.width // self.ranks, self.width)
 
+    def declare_residual(self, function: Function) -> tirx.Buffer | None:
+        """Declare the residual as a kernel's next operand; None if there is none."""
+        shape = self.shape if self.is_residual_whole else self.sum_shape
+        return function.argument("residual", list(shape), "float32") if self.has_residual else None
+
+    def residual_rows(self, residual: tirx.Buffer, rank: int) -> tirx.PrimExpr:
+        """Address of a GPU's part of the residual's rows."""
+        begin = rank * prod(self.sum_shape) if self.is_residual_whole else 0
+        return T.address_of(residual[tuple(map(int, np.unravel_index(begin, [int(each) for each in residual.shape])))])
+
     @property
     def supports_rows(self) -> bool:
         """True if a norm can be a part of it, and a residual if it is long."""
@@ -620,7 +693,7 @@ class AllReduce:
     @property
     def slot_bytes(self) -> int:
         """Bytes of a slot that it needs for each GPU."""
-        return LAMPORT_BYTES if self.is_short else LONG_OPERANDS + 2 * 16 * self._part_vectors
+        return LAMPORT_BYTES if self.is_short else LONG_OPERANDS + 16 * self._part_vectors
 
     @property
     def threads(self) -> int:
@@ -635,7 +708,8 @@ class AllReduce:
         if self.is_short or (self.norm is None and not self.has_residual):
             return self.threads
         rows = ceil(self.count // self.width / self.ranks / self.blocks)
-        needed = max(ceil(self.row / _MAX_VECTORS), self.threads // rows)
+        per_thread = _AHEAD_VECTORS if self.row <= _AHEAD_VECTORS * _MAX_THREADS else _MAX_VECTORS
+        needed = max(ceil(self.row / per_thread), self.threads // rows)
         return next(threads for threads in _ROW_THREADS if threads >= needed)
 
     @property
@@ -771,9 +845,9 @@ def all_reduce_kernel(
     -------
     tirx.PrimFunc
         Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
-        only orders kernels; the residual, if there is one; the norm's weight, (width,) of float32, if there is a norm;
-        the bias of a layer norm; and the results: that of the norm or the sum, then the sum of `AllReduce.sum_shape` if
-        it is kept.
+        only orders kernels; the residual, or this GPU's rows of it, if there is one; the norm's weight, (width,) of
+        float32, if there is a norm; the bias of a layer norm; and the results: that of the norm or the sum, then the
+        sum of `AllReduce.sum_shape` if it is kept.
     """
     norm, shape = reduce.norm, list(reduce.shape)
     function = Function(f"all_reduce_{rank}", registers="local")
@@ -781,7 +855,7 @@ def all_reduce_kernel(
         x = function.argument("x", shape, "float32")
         bases = function.argument("bases", [reduce.ranks], "int64")
         function.argument("after", list(after[0]), after[1])
-        residual = function.argument("residual", reduce.sum_shape, "float32") if reduce.has_residual else None
+        residual = reduce.declare_residual(function)
         weight = function.argument("weight", [reduce.width], "float32") if norm is not None else None
         is_centered = norm is not None and norm.is_centered
         bias = function.argument("bias", [reduce.width], "float32") if is_centered else None
@@ -829,12 +903,14 @@ def _sizes(own: RankReduce) -> list[tirx.PrimExpr]:
 
 def _write_long(own: RankReduce, buffers: _Buffers, is_sent: bool) -> None:
     """Write the body of the kernel of a long operand."""
-    reduce, ranks = own.reduce, own.reduce.ranks
+    reduce, ranks, residual = own.reduce, own.reduce.ranks, buffers.residual
     data = data_offset(own.slot, ranks, own.slot_bytes) + LONG_OPERANDS
     _call(
         "rh_all_reduce_long",
         [*_template(own), reduce.has_residual, is_sent],
-        *buffers.pointers("x", "residual", "weight", "bias", "out", "total", "bases"),
+        *buffers.pointers("x"),
+        *(buffers.pointers("x") if residual is None else [reduce.residual_rows(residual, own.rank)]),
+        *buffers.pointers("weight", "bias", "out", "total", "bases"),
         *map(T.int64, (data, own.slot_bytes, flags_offset(own.slot, ranks), state_offset(ranks))),
         *_sizes(own),
     )

@@ -125,18 +125,19 @@ def stage_kernel(own: RankReduce, after: Form) -> tirx.PrimFunc:
     -------
     tirx.PrimFunc
         Function of the operand; the addresses of all GPUs' memory, (ranks,) of int64; the last kernel's result, which
-        only orders kernels; the GPU's rows of the residual, if there is one; and a result, (1,) of float32, which
-        orders `finish_kernel` after this one.
+        only orders kernels; the residual, or the GPU's rows of it, if there is one; and a result, (1,) of float32,
+        which orders `finish_kernel` after this one.
     """
     reduce = own.reduce
     function = Function(f"stage_{own.rank}", registers="local")
     with function:
         x = function.argument("x", list(reduce.shape), "float32")
         bases = _bases_after(function, reduce.ranks, "after", after)
-        residual = function.argument("residual", reduce.sum_shape, "float32") if reduce.has_residual else None
+        residual = reduce.declare_residual(function)
         token = function.argument("token", *_TOKEN)
         with function.body(), launch(_copy_blocks(reduce), _THREADS):
-            pointers = [_pointer(buffer) for buffer in (x, x if residual is None else residual, token, bases)]
+            rows = _pointer(x) if residual is None else reduce.residual_rows(residual, own.rank)
+            pointers = [_pointer(x), rows, _pointer(token), _pointer(bases)]
             numbers = own.rank, reduce.count // 4, prod(reduce.sum_shape) // 4
             call = f"rh_stage<{str(reduce.has_residual).lower()}>"
             _call(call, *pointers, *map(T.int32, numbers))

@@ -146,7 +146,10 @@ def _remove_dead(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[St
 
 
 def _inline(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
-    """The stages with cheap values inlined that are read at other points than their own."""
+    """The stages with cheap values inlined that are read at other points than their own.
+
+    A value that is inlined makes its readers read what it reads, which may be inlined then.
+    """
     remaining: list[Stage] = []
     inline: dict[tirx.Buffer, Stage] = {}
     reads = _readers(stages)
@@ -159,7 +162,7 @@ def _inline(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
                 inline[buffer] = stage
                 continue
         remaining.append(stage)
-    return _remove_dead(remaining, results)
+    return _inline(_remove_dead(remaining, results), results) if inline else remaining
 
 
 def _reads(computed: Stage | Nest, buffer: tirx.Buffer) -> list[Load]:

@@ -307,16 +307,23 @@ class Exchanges:
         order = needed[::-1]
         by_kernels = [item for item in order if isinstance(item, Sum) and self._has_kernel(item, used)]
         bindings.restart()
-        sums = GpuSums(bindings, order, by_kernels, results)
+        sums = GpuSums(bindings, order, by_kernels, results, self._copies(used))
         for item in order:
             if not isinstance(item, Sum):
-                if item.var not in sums.replaced:
-                    bindings.keep(item)
+                sums.keep(item)
             elif item in by_kernels:
                 sums.add(item)
             else:
                 self._add_on_each(item, used)
         return bindings.items  # type: ignore[return-value]
+
+    def _copies(self, used: set[relax.Var]) -> dict[relax.Var, dict[int, relax.Expr]]:
+        """Values that all devices of a mesh have and use, on each of them."""
+        copies: dict[relax.Var, dict[int, relax.Expr]] = {}
+        for (_, mesh, shardings), locals_ in self._converted.items():
+            if len(mesh) > 1 and _is_whole(shardings) and used.issuperset(locals_):
+                copies.update((local, dict(zip(mesh, locals_, strict=True))) for local in locals_)
+        return copies
 
     def _add_on_each(self, item: Sum, used: set[relax.Var]) -> None:
         """Add the parts of a sum on each device that uses it, in the same order on all."""

@@ -15,6 +15,11 @@ After, for a long one, of which each GPU adds and keeps a part of the rows::
 
     norm, rows = all_reduce(part, addresses, ..., weight)
     ...                                        # `rows` is an operand of the next sum's kernel, on all GPUs
+
+A residual of the first long sum that all GPUs have is an operand of its kernels, too: each adds its part of the rows.
+
+If a row of the sum is taken, too, such as that whose logits a prefill returns, the GPU that keeps it has the row, and
+the others zeros, as parts of the next sum.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeAlias
 
 import tvm
-from tvm import relax, tirx
+from tvm import relax, te, tirx
 
 from ...artifact.peer_layout import PEER_MEMORY
 from ...tir.cuda.all_reduce import AllReduce, RowNorm, all_reduce_kernel, slots_of
@@ -70,6 +75,9 @@ class Writer(Protocol):
     def add_binding(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind a value whose type is that of the variable."""
 
+    def keep(self, binding: relax.Binding) -> None:
+        """Add a binding that was written before."""
+
     def add_kernel(self, kernel: tirx.PrimFunc, name: str) -> tvm.ir.GlobalVar:
         """Add a kernel to the module, under a name of its own."""
 
@@ -113,8 +121,8 @@ class _Plan:
         Norm on each GPU; none if the kernels only add.
     keeps_sum : list of bool
         True if a GPU uses the sum, or its part of the rows, beside the norm's result.
-    residuals : list of relax.Var
-        Rows of the residual of each GPU, if there is one.
+    residuals : list of relax.Expr
+        Residual, or its rows, of each GPU, if there is one.
     rows : list of relax.Var
         Rows of a long sum that each GPU keeps.
     """
@@ -123,8 +131,27 @@ class _Plan:
     parts: list[relax.Expr]
     norms: list[_Norm] = field(default_factory=list)
     keeps_sum: list[bool] = field(default_factory=list)
-    residuals: list[relax.Var] = field(default_factory=list)
+    residuals: list[relax.Expr] = field(default_factory=list)
     rows: list[relax.Var] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _TakenRow:
+    """Row of a long sum as a part of a GPU: zeros if another GPU keeps it.
+
+    Attributes
+    ----------
+    rows : relax.Var
+        Rows of the sum that the GPU keeps.
+    total : int
+        Rows of all GPUs.
+    rank : int
+        Number of the GPU in its group.
+    """
+
+    rows: relax.Var
+    total: int
+    rank: int
 
 
 _NormPattern: TypeAlias = "tuple[float | None, list[relax.Expr], list[relax.VarBinding]]"
@@ -143,11 +170,8 @@ class GpuSums:
         Items that are added by kernels, in order.
     outputs : iterable of relax.Var
         Results of the function.
-
-    Attributes
-    ----------
-    replaced : set of relax.Var
-        Variables whose bindings the kernels replace.
+    copies : mapping of relax.Var to dict of int to relax.Expr
+        The same value on each device, for values that several devices have.
     """
 
     def __init__(
@@ -156,22 +180,28 @@ class GpuSums:
         items: Sequence[relax.VarBinding | Sum],
         sums: list[Sum],
         outputs: Iterable[relax.Var],
+        copies: Mapping[relax.Var, Mapping[int, relax.Expr]],
     ) -> None:
-        self._writer = writer
+        self._writer, self._copies = writer, copies
         self._users = _users_of(items)
+        self._values = {item.var: item.value for item in items if not isinstance(item, Sum)}
         self._outputs = set(outputs)
-        self.replaced: set[relax.Var] = set()
+        self._replaced: set[relax.Var] = set()
+        self._taken: dict[relax.Var, _TakenRow] = {}
         plain = {id(each): AllReduce(each.shape, len(each.group)) for each in sums}
         self._plans = {id(each): _Plan(plain[id(each)], list(each.parts)) for each in sums}
-        for each in sums:
+        for each in reversed(sums):  # a sum becomes the residual of one whose plan is made
             self._plan(each)
+        for each in sums:
+            self._join_copies(each)
         # A mesh has memory of its own. Calls follow each other, so that a function's only sum is computed twice.
         counts = Counter(each.group for each in sums)
         self._slots = {group: iter(slots_of(max(2, count))) for group, count in counts.items()}
         self._is_alone = {group: count == 1 for group, count in counts.items()}
         reduces = [*plain.values(), *(plan.reduce for plan in self._plans.values())]
         self._slot_bytes = max((reduce.slot_bytes for reduce in reduces), default=0)
-        self._addresses: dict[tuple[Group, int], relax.Var] = {}
+        # Before all other bindings, so that also the product before the first sum can send (`overlapped_sums`).
+        self._addresses = {(group, device): self._new_addresses(group, device) for group in counts for device in group}
         self._last: dict[int, relax.Expr] = {}
 
     # -- plans
@@ -194,14 +224,20 @@ class GpuSums:
             if not is_one or not self._joins(item, all_readers[0]):
                 return
             keeps_sum = [True] * len(norms)
+        elif not reduce.is_short and (takes := self._row_takes(item)):
+            plan.rows = self._new_rows(item, reduce)
+            ends = enumerate(zip(takes, plan.rows, strict=True))
+            self._taken |= {take.var: _TakenRow(rows, item.shape[0], rank) for rank, (take, rows) in ends}
+            keeps_sum = [True] * len(norms)
         plan.reduce, plan.norms, plan.keeps_sum = reduce, norms, keeps_sum
-        self.replaced.update(binding.var for norm in norms for binding in norm.bindings)
+        self._replaced.update(binding.var for norm in norms for binding in norm.bindings)
 
     def _joins(self, item: Sum, reader: relax.VarBinding | Sum) -> bool:
         """Make a sum the residual of the next one, if its reader only adds it to a part of that."""
         if isinstance(reader, Sum) or op_name(reader.value) != "relax.add" or reader.var in self._outputs:
             return False
         users = self._users.get(reader.var, [])
+        users = [user for user in users if isinstance(user, Sum) or user.var not in self._taken]
         if len(users) != 1 or id(users[0]) not in self._plans:
             return False
         after = users[0]
@@ -213,12 +249,40 @@ class GpuSums:
         plan = self._plans[id(after)]
         plan.reduce = replace(plan.reduce, has_residual=True)
         plan.parts = [operands[0] if part.same_as(reader.var) else part for part in after.parts]
-        plan.residuals = self._plans[id(item)].rows = [
-            self._writer.new_local(f"{result.name}_rows", _tensor(plan.reduce.sum_shape, "float32", result))
+        plan.residuals = self._plans[id(item)].rows = self._new_rows(item, plan.reduce)
+        self._replaced.add(reader.var)
+        return True
+
+    def _new_rows(self, item: Sum, reduce: AllReduce) -> list[relax.Var]:
+        """Variables of the rows of a long sum that each GPU keeps."""
+        return [
+            self._writer.new_local(f"{result.name}_rows", _tensor(reduce.sum_shape, "float32", result))
             for result in item.results
         ]
-        self.replaced.add(reader.var)
-        return True
+
+    def _row_takes(self, item: Sum) -> list[relax.VarBinding]:
+        """Bindings that take rows of the operand of each GPU, so that their sum is that of the results' rows."""
+        users = [self._users.get(part, []) for part in item.parts if isinstance(part, relax.Var)]
+        takes = [[user for user in each if not isinstance(user, Sum) and _is_row_take(user)] for each in users]
+        are_single = len(takes) == len(item.parts) and all(len(each) == 1 for each in takes)
+        return [each[0] for each in takes] if are_single else []
+
+    def _join_copies(self, item: Sum) -> None:
+        """Make an operand that all GPUs have, and that the first one adds to its part, the residual of a long sum."""
+        plan, part = self._plans[id(item)], item.parts[0]
+        value = self._values.get(part)
+        if plan.reduce.is_short or not plan.norms or plan.residuals or value is None or op_name(value) != "relax.add":
+            return
+        if len(self._users[part]) > 1 or part in self._outputs:
+            return
+        for residual, other in (value.args, value.args[::-1]):
+            copies = self._copies.get(residual, {})
+            is_alike = all(same_shape(shape_of(operand) or (), item.shape) for operand in (residual, other))
+            if is_alike and copies.keys() >= {*item.group}:
+                plan.reduce = replace(plan.reduce, has_residual=True, is_residual_whole=True)
+                plan.parts[0], plan.residuals = other, [copies[device] for device in item.group]
+                self._replaced.add(part)
+                return
 
     def _other_users(self, result: relax.Var, norm: _Norm) -> list[relax.VarBinding | Sum]:
         inside = {binding.var for binding in norm.bindings}
@@ -310,7 +374,21 @@ class GpuSums:
             return None
         return users[0] if op_name(users[0].value) == name else None
 
-    # -- kernels
+    # -- bindings and kernels
+
+    def keep(self, binding: relax.VarBinding) -> None:
+        """Write a binding of the function, unless kernels replace it."""
+        if binding.var in self._taken:
+            self._take(binding, self._taken[binding.var])
+        elif binding.var not in self._replaced:
+            self._writer.keep(binding)
+
+    def _take(self, binding: relax.VarBinding, taken: _TakenRow) -> None:
+        """Write a row of a long sum as a part of a GPU."""
+        index = binding.value.args[1]
+        kernel = self._writer.add_kernel(_kept_rows_kernel(taken, index), "kept_rows")
+        call = relax.op.call_tir(kernel, relax.Tuple([taken.rows, index]), binding.var.ty)
+        self._writer.add_binding(binding.var, call)
 
     def add(self, item: Sum) -> None:
         """Add the kernels of a sum, one for each device."""
@@ -327,7 +405,7 @@ class GpuSums:
             keeps_sum = bool(plan.norms) and plan.keeps_sum[rank]
             kernel = all_reduce_kernel(reduce, rank, slot, self._slot_bytes, static_form(after), keeps_sum)
             function = self._writer.add_kernel(opaque_kernel(kernel), f"all_reduce_{rank}_of_{reduce.ranks}")
-            operands = [part, self._addresses_of(item.group, device), after]
+            operands = [part, self._addresses[item.group, device], after]
             operands += [plan.residuals[rank]] if plan.residuals else []
             operands += plan.norms[rank].weights if plan.norms else []
             out = plan.norms[rank].result if plan.norms else results[rank]
@@ -343,13 +421,10 @@ class GpuSums:
                 self._writer.add_binding(out, call)
             self._last[device] = out
 
-    def _addresses_of(self, group: Group, device: int) -> relax.Var:
+    def _new_addresses(self, group: Group, device: int) -> relax.Var:
         """Addresses of the memory that the GPUs of a mesh write to."""
-        key = group, device
-        if key not in self._addresses:
-            numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *group)]
-            self._addresses[key] = self._writer.new_addresses(PEER_MEMORY, numbers, len(group), device)
-        return self._addresses[key]
+        numbers = [relax.prim_value(number) for number in (device, self._slot_bytes, *group)]
+        return self._writer.new_addresses(PEER_MEMORY, numbers, len(group), device)
 
 
 def _users_of(items: Sequence[relax.VarBinding | Sum]) -> Mapping[relax.Var, list[relax.VarBinding | Sum]]:
@@ -365,6 +440,30 @@ def _other(binding: relax.VarBinding, operand: relax.Var) -> relax.Expr:
     """The other operand of a call of two."""
     first, second = binding.value.args
     return second if first.same_as(operand) else first
+
+
+def _kept_rows_kernel(taken: _TakenRow, index: relax.Expr) -> tirx.PrimFunc:
+    """Kernel of the rows of a long sum with some indices, zeros in the place of those of other GPUs."""
+    count, width = (int(extent) for extent in taken.rows.ty.shape.values)
+    rows = te.placeholder((count, width), "float32", "rows")
+    indices = te.placeholder(index.ty.shape.values, str(index.ty.dtype), "indices")
+
+    def row(i: tirx.Var, j: tirx.Var) -> tvm.ir.Expr:
+        own = tirx.max(tirx.min(indices[i], taken.total - 1), 0) - taken.rank * count
+        kept = rows[tirx.max(tirx.min(own, count - 1), 0), j]
+        return tirx.Select(tirx.all(own >= 0, own < count), kept, tirx.const(0.0, "float32"))
+
+    return te.create_prim_func([rows, indices, te.compute((indices.shape[0], width), row, "kept_rows")])
+
+
+def _is_row_take(binding: relax.VarBinding) -> bool:
+    """Return whether a value is rows of a matrix of float32, by a vector of indices of known length."""
+    value = binding.value
+    if op_name(value) != "relax.take" or value.attrs.axis is None or str(value.attrs.mode) != "clip":
+        return False
+    is_matrix = len(shape_of(value.args[0]) or []) == 2 and str(value.ty.dtype) == "float32"
+    indices = shape_of(value.args[1]) or []
+    return is_matrix and int(value.attrs.axis) == 0 and len(indices) == 1 and isinstance(indices[0], (int, tirx.IntImm))
 
 
 def _is_row_mean(binding: relax.VarBinding, var: relax.Var) -> bool:

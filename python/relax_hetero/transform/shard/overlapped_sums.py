@@ -14,12 +14,16 @@ A product of few rows sends the operand of a short sum in vectors, as it stores 
 of a long sum in tiles: they compute those that other GPUs add first, and send each while they compute the next ones, so
 that only the last tiles are left when the sum begins.
 
+A part that others read, too, is not sent: the kernel would not store all of it.
+
 A kernel may write to the slot of its sum when the sum before that has ended on its GPU (`tir.cuda.all_reduce`). So the
-product must read something that follows from that sum. It also reads the addresses, which must be there.
+product must read something that follows from that sum. The products before the first sum of a GPU in the function
+follow from those of the last call. Products also read the addresses, which must be there.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -100,15 +104,17 @@ class _Writer:
         self._mod, self._kernels = mod, kernels
         self._values = {binding.var: binding.value for binding in bindings}
         self._order = {binding.var: number for number, binding in enumerate(bindings)}
+        self._readers = Counter(var for binding in bindings for var in set(used_vars(binding.value)))
 
     def overlapped(self, item: _RankSum) -> dict[relax.Var, relax.Expr]:
         """Values of the product's result and of the sum's; empty if the product cannot send."""
         own, call = item.own, item.binding.value
         part, addresses, before = call.args[1].fields[:3]
         product = self._values.get(part)
-        if own.sent is None or product is None or op_name(product) != CALL_TIR:
+        if own.sent is None or product is None or op_name(product) != CALL_TIR or self._readers[part] > 1:
             return {}
-        if self._order.get(addresses, -1) > self._order[part] or not self._follows(part, before):
+        is_first = before.same_as(part)
+        if self._order.get(addresses, -1) > self._order[part] or not (is_first or self._follows(part, before)):
             return {}
         sending = self._kernels.sending(product.args[0], own.sent)
         if sending is None:

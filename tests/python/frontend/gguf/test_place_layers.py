@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -26,7 +27,7 @@ from relax_hetero.frontend.gguf.plan_layers import PlanSearch
 from relax_hetero.frontend.paged_cache import PagedCache
 from relax_hetero.target.make_vdevice import parse_vdevices
 from relax_hetero.transform.ir.remarks import remarks_of
-from relax_hetero.transform.ir.rewriting import walk_bindings
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.vm.device.tensors import nbytes_of
 
 GPU = {"kind": "cuda", "arch": "sm_90a"}
@@ -116,7 +117,8 @@ def test_bytes_that_embeddings_and_output_share_count_once():
 def test_experts_return_their_result():
     """The rest of a layer adds it: a row goes there and back."""
     parts = [Part(name, 0, (0.0, 0.0), (0.0, 0.0)) for name in ("embd", "attn", "ffn", "experts", "attn", "output")]
-    assert list(crossings(parts, (0, 1, 1, 0, 1, 1), 0)) == [(0, 1), (1, 0), (0, 1)]
+    found = crossings(parts, (0, 1, 1, 0, 1, 1), 0)
+    assert [ends for *ends, _ in found] == [[0, 1], [1, 0], [0, 1]]
 
 
 @pytest.fixture(scope="module")
@@ -224,6 +226,17 @@ def devices_of(function):
     }
 
 
+def rows_of_products(function, full_layers):
+    """Rows of the products of layers that take all rows of a chunk, up to the attention of a layer, and of the rest."""
+    rows = set()
+    for binding in walk_bindings(function):
+        match = re.fullmatch(r"blk\.(\d+)\.(ffn_.*|attn_(?:output|q|qkv))", binding.var.name)
+        if match and op_name(binding.value) == "relax.matmul":
+            layer, is_after = int(match[1]), not match[2].startswith("attn_q")
+            rows.add(("all" if layer + is_after <= full_layers else "one", int(binding.var.ty.shape.values[0])))
+    return rows
+
+
 @pytest.mark.parametrize("all_logits", [False, True])
 @pytest.mark.parametrize("name", [*MODELS, *OTHERS])
 def test_every_architecture_is_placed(name, all_logits, tmp_path):
@@ -247,6 +260,8 @@ def test_every_architecture_is_placed(name, all_logits, tmp_path):
     )
     for function in ("decode_1", "prefill_16"):
         assert set(devices_of(mod[function]).values()) == {"llvm", "cuda"}
+    rows = rows_of_products(mod["prefill_16"], hyperparameters_of(file).full_layers(all_logits))
+    assert rows == {("all", 16)} | (set() if all_logits else {("one", 1)})
     reasons = [entry.reason for entry in remarks_of(mod).placement.entries]
     faster = "cuda" if any("the memory of cuda:0 is too small" in reason for reason in reasons) else "llvm"
     assert any(f"of the limit of {limits[faster]:,} bytes on {faster}:0 other work leaves" in text for text in reasons)

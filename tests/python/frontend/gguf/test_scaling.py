@@ -107,6 +107,19 @@ def test_groups_are_those_that_can_share_layers(large):
     assert {tensor for tensor, _, _ in group_shapes(with_states, fleet)} == {1}
 
 
+def test_a_prefill_has_one_row_after_the_attention_of_the_last_layer(large):
+    problem, groups = pipeline(large, 4, 1)
+    layers = [[part for part in problem.search.parts if part.layer == 46 + i and part.name != "output"] for i in (0, 1)]
+    for before, last in zip(*layers, strict=True):
+        times = [groups.seconds([part], 1, rows, 0) for part, rows in ((before, 256), (last, 256), (before, 1))]
+        if last.name == "attn":  # its products are 2048 by 4096 and 1024, and 4096 by 2048, which has a sum
+            assert last.last_row == (pytest.approx(4096 / (2 * 4096 + 1024)), 0) and before.last_row == (0, 0)
+            assert times[0] - times[1] > groups.sum_seconds(256 * 2048 * 4) - groups.sum_seconds(2048 * 4)
+        else:
+            assert times[0] > times[1] == times[2]
+    assert problem.search.parts[-1].last_row == (1, 0)
+
+
 def test_logits_of_many_texts_take_memory(large):
     """Besides their caches: a call decodes all texts of a replica that has one stage."""
     one, many = (on(large, 1, 1, texts)[0].device_bytes for texts in (1024, 3072))

@@ -1,4 +1,7 @@
-"""Experts of a CPU that long chunks multiply on a GPU: which chunks, what is shared, and the memory of copies."""
+"""Experts of a CPU that long chunks multiply on a GPU: which chunks, what is shared, and the memory of copies.
+
+The last layer multiplies one row of a chunk, on the CPU.
+"""
 
 import logging
 from dataclasses import replace
@@ -22,7 +25,7 @@ RULES = {"blk.*.ffn_*_exps*": "llvm", "*": "cuda"}
 def model(tmp_path):
     """A function that writes a mixture and imports it, with experts on the CPU."""
 
-    def write(stream_experts, layers=2, kind="Q4_K", vdevices=(CPU, GPU), rules=RULES, **options):
+    def write(stream_experts, layers=3, kind="Q4_K", vdevices=(CPU, GPU), rules=RULES, **options):
         sizes = replace(MODELS["qwen3moe"], layers=layers)
         path = write_gguf(tmp_path / "model.gguf", sizes, {"*_exps*": kind, "*": "Q8_0"})
         return rh.from_gguf(path, vdevices, rules, chunks=(16, 64), stream_experts=stream_experts, **options)
@@ -44,6 +47,7 @@ def test_only_long_chunks_copy(model):
     assert copies(model(64)) == {"prefill_64": 6}
     assert copies(model(1)) == {"prefill_16": 6, "prefill_64": 6}
     assert copies(model(64, rules={"blk.*.ffn_*": "llvm", "*": "cuda"})) == {"prefill_64": 6}
+    assert copies(model(64, all_logits=True)) == copies(model(64, count_experts=True)) == {"prefill_64": 9}
     assert copies(model(65)) == copies(model(0)) == copies(model(None)) == {}
 
 
@@ -74,7 +78,7 @@ def test_weights_are_shared_and_copies_take_turns(model):
         plan = rh.compile(mod, donate=dict.fromkeys(names, donated)).memory_plan
         return plan.at("prefill_64", **dict.fromkeys(plan.symbolic_dims("prefill_64"), 8)).devices
 
-    (cpu, gpu), (plain_cpu, _), (_, deeper_gpu) = plans(64, 2), plans(0, 2), plans(64, 4)
+    (cpu, gpu), (plain_cpu, _), (_, deeper_gpu) = plans(64, 3), plans(0, 3), plans(64, 5)
     assert cpu.weights <= plain_cpu.weights
     assert gpu.transient == deeper_gpu.transient
 

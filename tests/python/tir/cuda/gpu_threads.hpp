@@ -27,6 +27,7 @@ struct uint4 { unsigned x, y, z, w; };
 struct float2 { float x, y; };
 struct float4 { float x, y, z, w; };
 uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
+uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 float2 make_float2(float x, float y) { return {x, y}; }
 float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
@@ -80,11 +81,14 @@ void __trap() { for (is_trapped = true;;) yield(); }
 template <class T> T __ldcg(const T* from) { return *from; }
 unsigned __float_as_uint(float value) { unsigned bits; memcpy(&bits, &value, 4); return bits; }
 float __uint_as_float(unsigned bits) { float value; memcpy(&value, &bits, 4); return value; }
+unsigned __shfl_xor_sync(unsigned mask, unsigned bits, int lanes) {
+  return __float_as_uint(__shfl_xor_sync(mask, __uint_as_float(bits), lanes));
+}
 float rsqrtf(float value) { return 1.0f / sqrtf(value); }
 
 // Statements of PTX, by their first instruction, as functions of their operands.
 void mov_u64(unsigned long long& time) { time = turns * 1000000ull; }
-void fence_acq_rel_sys(unsigned* flag, unsigned value) { *flag = value; }
+void st_release_sys_global_u32(unsigned* flag, unsigned value) { *flag = value; }
 void ld_acquire_sys_global_u32(unsigned& seen, const unsigned* flag) { yield(); seen = *(volatile const unsigned*)flag; }
 void bar_sync(int id, int threads) { meet(id, threads); }
 void cvt_rn_f16x2_f32(unsigned& to, float high, float low) { _Float16 h[2] = {low, high}; memcpy(&to, h, 4); }

@@ -9,7 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
-from itertools import product
+from itertools import chain, product
 from math import prod
 from pathlib import Path
 
@@ -47,13 +47,14 @@ CALLS = 3
 HALF, FLOAT = RowNorm(1e-5, "float16"), RowNorm(1e-3, "float32")
 LAYER, HALF_LAYER = RowNorm(1e-5, "float32", is_centered=True), RowNorm(1e-3, "float16", is_centered=True)
 
-# Of each kernel: shape, norm, whether there is a residual, the sum is kept, and products send.
+# Of each kernel: shape, norm, whether there are rows of a residual (1) or all of it (2), the sum is kept, and products
+# send.
 PROGRAMS = {
     "short": (2, [((1036,), None, 0, 0, 0), ((3, 260), HALF, 0, 1, 0), ((140, 12), LAYER, 0, 1, 0)]),
     "words": (2, [((4, 132), None, 0, 0, 0), ((2, 68), HALF, 0, 1, 1), ((204,), None, 0, 0, 1)]),
     "long": (2, [((2, 4, 1030), None, 0, 0, 0), ((70, 132), HALF, 1, 1, 0), ((14, 2048), HALF_LAYER, 0, 0, 0)]),
-    "sent": (2, [((512, 256), HALF, 1, 1, 1), ((14, 260), FLOAT, 0, 1, 0)] * 2),
-    "three": (3, [((3, 36), HALF, 0, 0, 1), ((384, 512), HALF, 1, 1, 1), ((2052,), None, 0, 0, 0)]),
+    "sent": (2, [((512, 256), HALF, 1, 1, 1), ((2, 7, 260), FLOAT, 2, 1, 0)] * 2),
+    "three": (3, [((3, 36), HALF, 0, 0, 1), ((384, 512), HALF, 2, 1, 1), ((2052,), None, 0, 0, 0)]),
     "four": (4, [((20, 132), LAYER, 1, 1, 0), ((5, 20), LAYER, 0, 1, 1), ((1, 1540), HALF, 0, 1, 0)]),
 }
 
@@ -81,17 +82,21 @@ def launch_of(kernel, pointers):
     """A `Launch` in C++, with pointers for the names of the kernel's operands; rows in registers have names."""
     grid, names, lines = {}, {}, []
 
+    def place(value):
+        at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
+        nbytes = at * np.dtype(str(value.source.dtype)).itemsize
+        return f"Pointer{{(char*){pointers[value.source.name]}.address + {nbytes}}}"
+
     def text(value):
         if isinstance(value, tirx.Add):
             return f"({text(value.a)} + {text(value.b)})"
         if isinstance(value, tvm.ir.TensorLoad):
-            at = np.ravel_multi_index([int(i) for i in value.indices], [int(extent) for extent in value.source.shape])
             kind = {"int64": "long long", "float32": "float"}[str(value.source.dtype)]
-            return f"(({kind}*){pointers[value.source.name]}.address)[{at}]"
+            return f"*({kind}*){place(value)}.address"
         if isinstance(value, tvm.ir.Call):
             buffer = value.args[0].source
             if buffer.name in pointers:
-                return pointers[buffer.name]
+                return place(value.args[0])
             if buffer not in names:
                 names[buffer] = f"row{len(names)}"
                 lines.append(f"float4 {names[buffer]}[{buffer.shape[0]}];")
@@ -126,7 +131,7 @@ def on_cpu(source):
 
     source = re.sub(r"asm(?: volatile)?\((?:[^()]|\((?:[^()]|\([^()]*\))*\))*\);", call, source)
     shared = r"static \1 all_\2[MAX_BLOCKS][\3]; \1* \2 = all_\2[current->block->number];"
-    return re.sub(r"__shared__ (\w+) (\w+)\[(\d+)\];", shared, source)
+    return re.sub(r"__shared__ (\w+) (\w+)\[(\w+)\];", shared, source)
 
 
 def compiled(folder, source, functions):
@@ -144,7 +149,7 @@ class Program:
     """Kernels of GPUs that are called in a row: a function in C++, and its operands by kernel and rank."""
 
     def __init__(self, name, ranks, kernels):
-        self.reduces = [AllReduce(shape, ranks, norm, bool(residual)) for shape, norm, residual, *_ in kernels]
+        self.reduces = [AllReduce(shape, ranks, norm, each > 0, each > 1) for shape, norm, each, *_ in kernels]
         self.ranks, self.slot_bytes = ranks, max(reduce.slot_bytes for reduce in self.reduces)
         self.operands, lines, slots = [], [], all_reduce.slots_of(len(kernels))
         for number, (reduce, slot, (*_, keeps, sends)) in enumerate(zip(self.reduces, slots, kernels, strict=True)):
@@ -171,9 +176,11 @@ class Program:
             values = None if param.name == "bases" else np.full(shape, np.nan, str(param.dtype))
             if param.name in ("x", "residual"):
                 scale[1:3] = [0, 1e-36][: len(scale) - 1]  # no power of two scales these to 2^14
-                scale = np.split(scale, self.ranks)[rank] if param.name == "residual" else scale
+                scale = scale if prod(shape[:-1]) == len(scale) else np.split(scale, self.ranks)[rank]
                 values = (rng.normal(1, 1, (len(scale), shape[-1])) * scale[:, None]).reshape(shape)
                 values = values.astype("float32")
+            if param.name == "residual" and self.reduces[number].is_residual_whole:
+                values = arrays.get((number, 0, "residual"), values)
             if param.name in ("weight", "bias"):
                 values = arrays.get((number, 0, param.name), rng.uniform(-2, 2, shape).astype("float32"))
             arrays[number, rank, param.name] = values
@@ -186,10 +193,24 @@ def programs(tmp_path_factory):
         for name, value in SMALLER.items():
             patch.setattr(all_reduce, name, value)
         for module in (all_reduce, peer_layout):
-            patch.setattr(module, "LONG_OPERANDS", SMALLER["LAMPORT_BYTES"] + peer_layout.SENT_FLAGS_BYTES)
+            flags = peer_layout.RESULT_LINE_BYTES + peer_layout.SENT_FLAGS_BYTES
+            patch.setattr(module, "LONG_OPERANDS", SMALLER["LAMPORT_BYTES"] + flags)
         made = {name: Program(name, *how) for name, how in PROGRAMS.items()}
         functions = "\n".join(program.text for program in made.values())
         yield made, compiled(tmp_path_factory.mktemp("sums"), all_reduce.SOURCE, functions)
+
+
+def placed(call, addresses):
+    """The arrays of a call: a result is in the memory of the last sum's operand, if that is large enough.
+
+    So no GPU may write to it before the kernel of its own GPU has begun.
+    """
+    operands = {key: each.copy() for key, each in call.items() if key[2] == "x"}
+    for (number, rank, name), each in call.items():
+        last = operands.get((number - 1, rank, "x"))
+        if name == "out" and last is not None and last.nbytes >= each.nbytes:
+            call[number, rank, name] = last.view(each.dtype).ravel()[: each.size].reshape(each.shape)
+    return [addresses if each is None else operands.get(key, each) for key, each in call.items()]
 
 
 def run(programs, name, gpus, seed, change=lambda call: None):
@@ -206,7 +227,8 @@ def run(programs, name, gpus, seed, change=lambda call: None):
     calls = [program.arrays(rng) for _ in range(CALLS)]
     for call in calls:
         change(call)
-    pointers = [(addresses if each is None else each).ctypes.data for call in calls for each in call.values()]
+    arrays = [placed(call, addresses) for call in calls]
+    pointers = [each.ctypes.data for each in chain(*arrays)]
     end = programs[1][f"run_{name}"]((ctypes.c_void_p * len(pointers))(*pointers), CALLS, gpus, seed)
     slots = memory[:, peer_layout.data_offset(0, program.ranks, program.slot_bytes) :]
     words = slots.reshape(program.ranks, -1, program.slot_bytes)[..., : all_reduce.LAMPORT_BYTES]
@@ -223,7 +245,8 @@ def test_numbers(programs, name, order):
     for call, (number, reduce) in product(calls, enumerate(programs[0][name].reduces)):
         parts = [call[number, rank, "x"].astype("float64").reshape(-1, reduce.width) for rank in ranks]
         if reduce.has_residual:
-            parts.append(np.concatenate([call[number, rank, "residual"] for rank in ranks]).astype("float64"))
+            given = [call[number, rank, "residual"] for rank in ranks][: 1 if reduce.is_residual_whole else None]
+            parts.append(np.concatenate(given).astype("float64").reshape(-1, reduce.width))
         total, bound = sum(parts), sum(map(abs, parts))
         bound += bound.max(-1, keepdims=True) * 1e-5  # parts that are below the smallest float16
         norm = reduce.norm

@@ -39,6 +39,7 @@ MIXED = Exchange(
 KERNELS = {
     "stage short": lambda: stage_kernel(RankReduce(AllReduce(SHORT, 2), 1, False), AFTER),
     "stage residual": lambda: stage_kernel(RankReduce(AllReduce(LONG, 2, None, True), 1, False), AFTER),
+    "stage whole residual": lambda: stage_kernel(RankReduce(AllReduce(LONG, 2, None, True, True), 1, False), AFTER),
     "finish odd": lambda: finish_kernel(RankReduce(AllReduce(ODD, 2), 1, False), 0, (0, 1)),
     "finish long": lambda: finish_kernel(RankReduce(AllReduce(LONG, 2), 0, False), 0, (0, 1)),
     "finish short norm": lambda: finish_kernel(RankReduce(AllReduce(SHORT, 2, NORMS["float16"]), 1, True), 0, (0, 1)),
@@ -84,13 +85,16 @@ def random(shape):
     return np.random.default_rng(len(shape)).standard_normal(shape).astype("float32")
 
 
-@pytest.mark.parametrize(("name", "shape", "has_residual"), [("stage short", SHORT, 0), ("stage residual", LONG, 1)])
-def test_an_operand_is_copied_with_the_rows_of_its_residual(run, name, shape, has_residual):
+@pytest.mark.parametrize(
+    ("name", "shape", "has_residual", "is_whole"),
+    [("stage short", SHORT, 0, 0), ("stage residual", LONG, 1, 0), ("stage whole residual", LONG, 1, 1)],
+)
+def test_an_operand_is_copied_with_the_rows_of_its_residual(run, name, shape, has_residual, is_whole):
     x, (memory, bases) = random(shape), buffers(2, 4 * int(np.prod(shape)))
     half, expected, after = shape[0] // 2, x.copy(), np.zeros(1, "float32")
-    residual = [random((half, shape[1]))] * has_residual
+    residual = [random((half * (1 + is_whole), shape[1]))] * has_residual
     for rows in residual:
-        expected[half:] += rows
+        expected[half:] += rows[-half:]
     run(name, x, bases, after, *residual, np.zeros(1, "float32"))
     np.testing.assert_array_equal(memory[1][:-64].view("float32").reshape(shape), expected)
     assert (memory[1][-64:] == 0xCD).all() and (memory[0] == 0xCD).all()

@@ -12,7 +12,7 @@ from relax_hetero.tir.loops.nests import Nest, form_nests
 from relax_hetero.tir.loops.stages import NotStages, Stage, read_stages, sources
 from relax_hetero.transform.dispatch.schedule_cpu import schedule_cpu
 from tir.kernel_runs import VECTOR_NAMES
-from transform.scheduled_ops import Build, Operands, f32, formed, kernels, pool
+from transform.scheduled_ops import Build, Operands, f32, formed, i32, kernels, pool
 
 
 def stages_of(build: Build, operands: Operands) -> tuple[tirx.PrimFunc, list[Stage]]:
@@ -74,6 +74,17 @@ def test_expensive_broadcast_values_are_computed_once():
     small, large = nests_of(build, [f32(90, 40), f32(40)])
     assert [axis.extent for axis in small.axes] == [40]
     assert small.stored[0] in sources(large.expressions()[0])
+
+
+def test_a_chain_of_values_that_a_sum_reads_is_inlined():
+    """The weighted rows are read by the masked ones only, which are inlined into the sum."""
+
+    def build(x: relax.Var, shares: relax.Var, ids: relax.Var) -> relax.Expr:
+        mask = op.expand_dims(op.greater_equal(ids, relax.const(0, "int32")), 2)
+        return op.sum(op.where(mask, op.multiply(x, shares), relax.const(0.0)), [1])
+
+    (nest,) = nests_of(build, [f32(5, 3, 40), f32(5, 3, 1), i32(5, 3)])
+    assert len(nest.sums) == 1 and not nest.steps
 
 
 def test_loops_that_advance_alike_become_one():

@@ -62,7 +62,7 @@ def following():
 
 SUMS = {
     ROWS: (
-        "rh_all_reduce_long<4, 256, {rank}, 2, RH_RMS_NORM, true, {keeps}, true, true>",
+        "rh_all_reduce_long<2, 512, {rank}, 2, RH_RMS_NORM, true, {keeps}, true, true>",
         "rh_send_tile<{rank}, 2>",
     ),
     FEW_ROWS: ("rh_all_reduce_short<2, 512, {rank}, 2, RH_RMS_NORM, true, {keeps}, true>", "rh_send_words"),
@@ -72,16 +72,14 @@ SUMS = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", SUMS)
-def test_products_send_the_operands_of_all_but_the_first_sum(following, rows):
-    """Before the first sum there are no addresses."""
+def test_products_send_the_operands_of_sums(following, rows):
+    """Those of the first sum, too: they are after the last call's sums."""
     step, before = following if rows == ROWS else before_products(True, rows)
     after = step.run(before)
     assert_structural_equal(step.run(after), after)
     names = [(call.args[0].name_hint, product.args[0].name_hint) for call, product in sums_of(after)]
-    assert [("_sent" in call, "_sent" in product) for call, product in names] == [(False, False)] * 2 + [
-        (True, True)
-    ] * 4
-    for (call, product), (unsent, _), rank in zip(sums_of(after)[2:], sums_of(before)[2:], (0, 1, 0, 1), strict=True):
+    assert [("_sent" in call, "_sent" in product) for call, product in names] == [(True, True)] * 6
+    for (call, product), (unsent, _), rank in zip(sums_of(after), sums_of(before), (0, 1) * 3, strict=True):
         addresses = product.args[1].fields[2]
         assert addresses.same_as(call.args[1].fields[1])
         assert len(call.args[1].fields) == len(unsent.args[1].fields)
@@ -105,8 +103,9 @@ def test_all_gpus_send_or_none(following, monkeypatch):
 def test_a_product_that_may_run_before_the_last_sum_does_not_send(rows):
     step, before = before_products(False, rows)
     calls = sums_of(step.run(before))
-    assert ["_sent" in call.args[0].name_hint for call, _ in calls] == [False] * 4 + [True] * 2
-    assert ["_sent" in product.args[0].name_hint for _, product in calls] == [False] * 4 + [True] * 2
+    is_sent = [True] * 2 + [False] * 2 + [True] * 2
+    assert ["_sent" in call.args[0].name_hint for call, _ in calls] == is_sent
+    assert ["_sent" in product.args[0].name_hint for _, product in calls] == is_sent
 
 
 @pytest.mark.parametrize(

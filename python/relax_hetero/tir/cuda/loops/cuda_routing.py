@@ -71,7 +71,7 @@ def _route(tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Ex
         if problem.normalizes:
             T.buffer_store(total, total[0] + chosen[number], [0])
         with when(tirx.EQ(lane, 0)):
-            T.buffer_store(tensors.ids, best.expert, [row * problem.used + number])
+            T.buffer_store(tensors.ids, problem.id_of(best.expert), [row * problem.used + number])
             if problem.has_counts:
                 with when(tensors.sequences[row] >= 0):
                     ptx.add_global(T.address_of(tensors.counts[best.expert]), T.uint32(1))

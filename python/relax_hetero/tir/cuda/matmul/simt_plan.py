@@ -128,8 +128,7 @@ def _tiles(plan: SimtPlan, sizes: Sequence[int], count: int) -> int:
 def _cycles(plan: SimtPlan, sizes: Sequence[int], count: int, rates: tuple[int, int], gpu: GpuTarget) -> float:
     """Estimated cycles of a product; `rates` are multiply-adds per cycle with one block and with several."""
     step, cluster, k, tiles = plan.depth * plan.slices, plan.cluster, sizes[2], _tiles(plan, sizes, count)
-    # Multiprocessors may be left idle: their number is not a multiple of the cluster size.
-    waves = -(-tiles * cluster // (gpu.multiprocessors // cluster * cluster))
+    waves = -(-tiles * cluster // (gpu.multiprocessors if cluster == 1 else gpu.model.resident_blocks[cluster]))
     step_cycles = max(plan.rows * plan.columns * step / rates[waves > 1], 0 if waves > 1 else _MIN_STEP_CYCLES)
     work = step_cycles * -(-k // (step * cluster))
     exchange = _CLUSTER_BARRIER_CYCLES + plan.rows * plan.columns / _EXCHANGED_SUMS_PER_CYCLE if cluster > 1 else 0

@@ -57,7 +57,7 @@ from .product_parameters import ProductParameters
 from .wgmma_tiling import RASTERIZATION_GROUP_M, Tiling, choose_tiling, reads_rows
 
 _PRODUCER_REGISTERS, _CONSUMER_REGISTERS = 40, 232  # per thread: 128 * 40 + 256 * 232 <= 65,536
-_SENDING_REGISTERS = 56, 224
+_SENDING_REGISTERS = 72, 216
 """The same where some producers send tiles."""
 _SENDERS = 64
 """Threads of the producer warpgroup that send tiles, where it does."""

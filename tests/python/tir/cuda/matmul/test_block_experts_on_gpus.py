@@ -181,7 +181,10 @@ def check_weighted_sums(name, tokens, used, n, k, dtype, gpu=GPU, is_on_gpu=Fals
     problem, (x, *packed, index), products = format_case(name, tokens, used, 4, n, k, dtype, used)
     rng = fresh_rng()
     shares, added = rng.random((tokens, used), "float32"), rng.standard_normal((tokens, n)).astype("float32")
-    index[0, -1], x[0, -1] = -1, np.nan  # a pair of another device, whose row nothing has written
+    # Pairs of other devices, whose rows nothing has written: at the end, as on meshes, at the beginning, and all.
+    left_out = np.zeros((tokens, used), bool)
+    left_out[0, used // 2 :], left_out[-1, : used // 2], left_out[2::3] = True, True, True
+    index[left_out], x[left_out] = -1, np.nan
     own = (index >= 0)[:, :, None]
     result, (operands, (bias,)) = operand((tokens, n), "float32", ("m", "n")), biases_of(problem, 1)
     problem = dataclasses.replace(

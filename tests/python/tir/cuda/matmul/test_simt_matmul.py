@@ -199,6 +199,13 @@ def test_a_plan_fits_into_the_gpu():
         assert plan.thread_rows % plan.group == plan.thread_columns % plan.group == 0
 
 
+def test_all_clusters_of_a_router_of_experts_run_at_once():
+    """Not all multiprocessors have room for clusters of 8: sixteen of them took two waves."""
+    plan = simt_plan((2048, 128, 2048), 1, "float32", GPU)
+    blocks = 2048 // plan.rows * (128 // plan.columns) * plan.cluster
+    assert 120 <= blocks <= GPU.model.resident_blocks[plan.cluster]
+
+
 def test_registers():
     """Sums and fragments stay in registers."""
     problem = product({"m": 4096, "n": 4096, "k": 4096})
