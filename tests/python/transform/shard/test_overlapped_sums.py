@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tvm import relax
 from tvm.ir import assert_structural_equal
 from tvm.script import relax as R
 
@@ -10,8 +11,9 @@ from modules import ir_module
 from relax_hetero.tir.cuda.all_reduce import ALL_REDUCE, AllReduce, RankReduce, RowNorm
 from relax_hetero.transform.encode.encoding_kernels import EncodingKernels
 from relax_hetero.transform.ir.kernels import called_prim_func
-from relax_hetero.transform.ir.rewriting import walk_bindings
+from relax_hetero.transform.ir.rewriting import typed, walk_bindings
 from relax_hetero.transform.pipeline import pipeline_steps
+from relax_hetero.transform.shard.overlapped_sums import overlap_sums
 
 GPUS = ({"kind": "cuda", "arch": "sm_90a"}, ({"kind": "cuda", "arch": "sm_90a"}, 1))
 ROWS, FEW_ROWS, WIDTH, DEPTH = 2048, 32, 4096, 1024
@@ -50,9 +52,12 @@ def sums_of(module):
     """Calls of sums in order, each with the call of its product."""
     bindings = list(walk_bindings(module["main"]))
     values = {binding.var: binding.value for binding in bindings}
-    calls = [(value, called_prim_func(module, value)) for value in values.values()]
-    sums = [call for call, gv in calls if gv is not None and ALL_REDUCE in module[gv].attrs]
-    return [(call, values[call.args[1].fields[0]]) for call in sums]
+    return [(value, values[value.args[1].fields[0]]) for value in values.values() if is_sum(module, value)]
+
+
+def is_sum(module, value):
+    gv = called_prim_func(module, value)
+    return gv is not None and ALL_REDUCE in module[gv].attrs
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +101,22 @@ def test_all_gpus_send_or_none(following, monkeypatch):
     )
     for call, product in sums_of(step.run(before)):
         assert "_sent" not in call.args[0].name_hint + product.args[0].name_hint
+
+
+def test_a_product_that_others_read_does_not_send(following, monkeypatch):
+    """A sent part is not stored as a whole."""
+
+    def with_reader(func, mod, kernels):
+        [*_, last] = (binding.value for binding in walk_bindings(func) if is_sum(mod, binding.value))
+        part, block = last.args[1].fields[0], func.body.blocks[0]
+        read = relax.VarBinding(relax.DataflowVar("read", part.ty), typed(relax.op.negative(part), part.ty))
+        body = relax.SeqExpr([relax.DataflowBlock([*block.bindings, read])], func.body.body)
+        return overlap_sums(relax.Function(func.params, body, func.ret_ty, attrs=func.attrs), mod, kernels)
+
+    step, before = following
+    monkeypatch.setattr("relax_hetero.transform.encode.materialize_encodings.overlap_sums", with_reader)
+    calls = sums_of(step.run(before))
+    assert ["_sent" in call.args[0].name_hint for call, _ in calls] == [True] * 4 + [False] * 2
 
 
 @pytest.mark.sampled(1)
