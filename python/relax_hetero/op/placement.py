@@ -7,7 +7,7 @@ The stock attributes of a hint hold a device type, an index and a memory scope, 
 vdevice with this device type, ``vdevice_id`` and scope. If no scope fits and the hint says "global", which is also the
 default, it means the first vdevice of that device. Where several vdevices share a physical device and a scope, the
 attributes are ambiguous: `encode_hint` then writes the index in the module's list into the scope, as "vdevice:2". That
-form prints, parses and serializes like any scope.
+form prints, parses and serializes like any scope. The scope of a hint for a mesh is the mesh's (`target.mesh`).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.script.ir_builder.ir import IRModuleFrame
 
 from ..errors import PlacementError, VDeviceError
+from ..target.mesh import mesh_of_scope
 from ..target.vdevice import VDeviceSpec, device_name, lookup, physical, same_object, vdevice_index, vdevices_of
 
 # Operand of these operators: an expression, or a Python tuple or list of operands.
@@ -158,6 +159,8 @@ def _decode(device_type: int, vdevice_id: int, scope: str, vdevices: Sequence[tv
                 f"but the hint is for device {(device_type, vdevice_id)} (device type, index)"
             )
         return vdevice
+    if mesh_of_scope(scope) is not None:
+        return lookup(f"vdevice:-1:{scope}", vdevices)
     device = tvm.runtime.device(device_type, vdevice_id)
     first = lookup(device, vdevices)
     candidates = [entry for entry in vdevices if physical(entry) == (device_type, vdevice_id)]

@@ -67,9 +67,11 @@ def split_axes(placement: str) -> list[int | None]:
     matches = [_PLACEMENT.fullmatch(text) for text in placement.split(",")] if isinstance(placement, str) else [None]
     axes = [None if match is None or match["axis"] is None else int(match["axis"]) for match in matches]
     if None in matches:
+        is_partial = isinstance(placement, str) and "P" in placement.replace(" ", "").split(",")
+        hint = "; sums ('P') follow from ops and cannot be asked for" if is_partial else ""
         raise PlacementError(
             f"{SHARD}: placement is {placement!r}, expected 'R' or 'S[a]' with an axis a from 0, for each axis of the "
-            "mesh, as in 'S[0], R'"
+            f"mesh, as in 'S[0], R'{hint}"
         )
     return axes
 

@@ -303,7 +303,7 @@ class _Graph:
     def notes(self) -> list[str]:
         """Summary of the module."""
         kinds = [node["kind"] for node in self.nodes]
-        devices = {node["device"] for node in self.nodes if node["kind"] == "op"}
+        devices = {name for node in self.nodes if node["kind"] == "op" for name in str(node["device"]).split("+")}
         counts = (plural(kinds.count("op"), "op"), plural(len(devices), "device"))
         return [f"{counts[0]} on {counts[1]}, {plural(kinds.count('transfer'), 'transfer')}."]
 

@@ -15,6 +15,7 @@ from ..errors import VDeviceError
 from .backend import backend_of
 from .device_words import device_hint
 from .hosts import check_host, host_of, hosts_of, on_host, split_host
+from .mesh import MESH_NAME
 from .native_target import check_cpu_names, default_target, device_kinds, native
 
 # One entry of a `vdevices=` list.
@@ -159,6 +160,9 @@ def _split_number(spec: str) -> tuple[str, int | None]:
 
 def _hint(spec: str) -> str:
     """End of an error message about an unknown target: a suggestion, and all kinds."""
+    if mesh := MESH_NAME.fullmatch(spec):
+        kind = mesh["kind"]
+        return f": a mesh is named in rules and annotations; expected its devices here, as in [{kind!r}, {kind!r}]"
     return (
         f"{device_hint(spec, device_kinds(), [str(tag) for tag in list_tags()])}; kinds are {', '.join(device_kinds())}"
     )

@@ -1,7 +1,7 @@
 """Meshes: several devices that share the work of an op, named by a range: ``cuda[0:2]`` is ``cuda:0`` and ``cuda:1``.
 
 A mesh of several axes has a shape: ``cuda[0:4](2, 2)`` has rows ``cuda:0``, ``cuda:1`` and ``cuda:2``, ``cuda:3``, as
-TVM's ``I.device_mesh((2, 2), I.Range(0, 4))``.
+TVM's ``relax.distributed.device_mesh((2, 2), Range(0, 4))``.
 
 In types, a mesh stands where a vdevice does: as a vdevice with the target of its first device, whose memory scope lists
 the shape and the devices' positions in the module (``mesh.2x2.0.1.2.3``). `PartitionByMesh` replaces these types by
@@ -19,6 +19,7 @@ import numpy as np
 import tvm
 
 from ..errors import VDeviceError
+from .hosts import host_of
 
 _PREFIX = "mesh."
 MESH_NAME = re.compile(
@@ -29,6 +30,10 @@ MESH_NAME = re.compile(
 
 PRINTED_MESH = re.compile(r"[^:\s]+:-1:(?P<scope>mesh\.[0-9]+(?:[x.][0-9]+)*)")
 """A mesh as TVMScript prints its vdevice, which is in no list: ``llvm:-1:mesh.2x2.0.1.2.3``."""
+
+
+_MESH_VDEVICES: dict[tuple[str, int, str], tvm.relax.VDevice] = {}
+"""One object for each mesh, because TVM compares the vdevices of an op's operands by identity."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +89,8 @@ def mesh_vdevice(
     Raises
     ------
     VDeviceError
-        If the devices have different targets, so that they would not compute the same numbers, or are not as many as
-        the shape has.
+        If the devices are on several hosts, or have different targets, so that they would not compute the same numbers,
+        or are not as many as the shape has.
     """
     shape = tuple(shape or (len(positions),))
     if math.prod(shape) != len(positions):
@@ -94,6 +99,8 @@ def mesh_vdevice(
             "numbers, as in 'cuda[0:4](2, 2)'"
         )
     first = vdevices[positions[0]]
+    if len(hosts := {host_of(vdevices[position]) for position in positions}) > 1:
+        raise VDeviceError(f"a mesh has devices of hosts {sorted(map(str, hosts))}; expected devices of one host")
     for position in positions:
         if str(vdevices[position].target) != str(first.target):
             raise VDeviceError(
@@ -102,7 +109,8 @@ def mesh_vdevice(
             )
     extents = ["x".join(map(str, shape))] if len(shape) > 1 else []
     scope = _PREFIX + ".".join([*extents, *map(str, positions)])
-    return tvm.relax.VDevice(first.target, int(first.vdevice_id), scope)
+    key = (str(first.target), int(first.vdevice_id), scope)
+    return _MESH_VDEVICES.setdefault(key, tvm.relax.VDevice(first.target, key[1], scope))
 
 
 def mesh_of(vdevice: tvm.relax.VDevice | None) -> Mesh | None:

@@ -28,6 +28,7 @@ SECTIONS = ("ops", "transfers", "collectives", "encodings", "kernels", "commands
 
 ALL = "all"
 
+_NO_COLLECTIVES = 'No collectives over GPUs. Values cross between other devices by copies, which "transfers" lists.'
 _MAX_OVERVIEW_ROWS = 12
 _MAX_LISTED_KINDS = 5
 FIELDS = ("function", "variable", "op", "device", "kind", "bytes", "reason")
@@ -157,8 +158,8 @@ class Explanation:
             elif name == "transfers" and self.of_kind("transfer"):
                 columns = ["transfer", "to", "bytes", "why"]
                 yield table("Transfers", columns, _rows(self.of_kind("transfer"), "variable", "device"), ["bytes"])
-            elif name == "collectives" and self.collectives:
-                yield self._collective_table()
+            elif name == "collectives" and (self.collectives or self.of_kind("transfer")):
+                yield self._collective_table() if self.collectives else _NO_COLLECTIVES
             elif name == "encodings" and self.encodings is not None:
                 yield from encoding_tables(self.encodings)
             elif name == "kernels" and self.fusions is not None:

@@ -12,9 +12,10 @@ After ``UpdateVDevice(VDevice("vulkan"), index=0)``::
 
 With an `index` that vdevice is replaced, without one `new_vdevice` is appended, and a list replaces the module's list,
 each old vdevice by the new one at its index. Types of parameters, bindings, constants and returns, types inside tuples,
-functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the ``target`` of PrimFuncs are updated. Afterwards
-every reference to a vdevice is the same object as in ``mod.global_infos["vdevice"]``. TVM's pass of this name changes
-its input, and does not update targets of transfers, ``out_ty`` and tuples.
+functions and ``out_ty``, the targets of ``to_vdevice``, hints, and the ``target`` of PrimFuncs are updated; a mesh
+becomes that of the new vdevices. Afterwards every reference to a single vdevice is the same object as in
+``mod.global_infos["vdevice"]``. TVM's pass of this name changes its input, and does not update targets of transfers,
+``out_ty`` and tuples.
 
 Assumes nothing. A second run changes nothing, except that it appends a vdevice again.
 """
@@ -34,6 +35,7 @@ from tvm.target import Target
 
 from ...errors import VDeviceError
 from ...op.placement import decode_hint, encode_hint
+from ...target.mesh import mesh_of, mesh_vdevice
 from ...target.vdevice import device_name, vdevice_index, vdevices_of, with_vdevices
 from ..ir.declare import declare_pass
 from ..ir.remarks import with_remarks
@@ -86,6 +88,12 @@ def succeed_vdevices(mod: tvm.IRModule, successors: Sequence[VDevice], new: Sequ
     old = vdevices_of(mod)
 
     def successor(vdevice: VDevice) -> VDevice | None:
+        if (mesh := mesh_of(vdevice)) is not None:
+            members = [successor(old[position]) for position in mesh if position < len(old)]
+            known = [member for member in members if member is not None]
+            if len(known) < len(mesh):
+                return None
+            return mesh_vdevice([vdevice_index(member, new) for member in known], new, mesh.shape)
         old_index = _index(vdevice, old)
         if old_index is not None:
             return successors[old_index] if old_index < len(successors) else None
@@ -192,7 +200,8 @@ def _missing_successor_text(
     mod: tvm.IRModule, node: VDevice | HintOnDeviceAttrs, old: Sequence[VDevice], new: Sequence[VDevice]
 ) -> str:
     vdevice = node if isinstance(node, VDevice) else decode_hint(node, old)
-    name = "a vdevice that the module does not list" if _index(vdevice, old) is None else device_name(vdevice, old)
+    is_listed = mesh_of(vdevice) is not None or _index(vdevice, old) is not None
+    name = device_name(vdevice, old) if is_listed else "a vdevice that the module does not list"
     names = ", ".join(device_name(entry, new) for entry in new) or "nothing"
     return (
         f"UpdateVDevice: {name} ({vdevice.target}, vdevice_id={vdevice.vdevice_id}) lacks a successor, "

@@ -10,6 +10,7 @@ import tvm
 from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
+from ...target.vdevice import identifier
 from ...tir.commands.command_list import Address, Call, Tensor, host_function
 from ...tir.core.builder import int64, plain_extent
 from ..ir.kernels import bytes_of_extents
@@ -124,7 +125,7 @@ class OutlinedRegion:
 
     def host_function(self, raw: Mapping[tvm.ir.GlobalVar, tvm.ir.GlobalVar]) -> tirx.PrimFunc:
         """The PrimFunc that runs the steps; it calls kernels by their raw names."""
-        own = {symbol: tirx.Var(symbol.name, symbol.ty) for symbol in self.symbols()}
+        own = {symbol: tirx.Var(_c_name(symbol.name), symbol.ty) for symbol in self.symbols()}
 
         def renamed(expr: Any) -> Any:
             if not isinstance(expr, tirx.Expr):
@@ -132,7 +133,7 @@ class OutlinedRegion:
             return structural_map(expr, (tvm.ir.Var, lambda var: own.get(var, var)))
 
         tensors = [*self.inputs, *self.constants, *self.results]
-        params: list[Any] = [Tensor(v.name, [renamed(e) for e in v.ty.shape.values], v.dtype) for v in tensors]
+        params: list[Any] = [Tensor(_c_name(v.name), [renamed(e) for e in v.ty.shape.values], v.dtype) for v in tensors]
         first_result = len(self.inputs) + len(self.constants)
         params[first_result:first_result] = [own[number] for number in self.numbers]
         indices = {
@@ -152,3 +153,8 @@ class OutlinedRegion:
             for step in self.steps
         ]
         return host_function(self.gv.name_hint, params, calls, self.vdevice.target)
+
+
+def _c_name(name: str) -> str:
+    """A name of C: TVM's generator writes those of variables as they are, such as ``/layer.0/MatMul@1`` of models."""
+    return identifier(f"_{name}" if name[:1].isdigit() else name)

@@ -23,7 +23,6 @@ from functools import partial
 import tvm
 from tvm import relax
 
-from ...target.backend import backend_of
 from ...target.mesh import Mesh
 from ...tir.cuda.all_reduce import AllReduce, supports
 from ..ir.blocks import shape_of, used_vars
@@ -220,7 +219,7 @@ class Exchanges:
         That is exact, as all summands but one are zeros; only -0 becomes 0.
         """
         shape = [known(extent) for extent in shape_of(group.parts[0]) or [None]]
-        if None in shape or not all(map(self._records_graphs, group.devices)):
+        if None in shape or not all(map(self._bindings.records_graphs, group.devices)):
             return False
         count = math.prod(extent or 0 for extent in shape) * len(group.devices)
         return supports(count, str(group.parts[0].ty.dtype)) and AllReduce((count,), len(group.devices)).is_short
@@ -343,10 +342,7 @@ class Exchanges:
         if None in shape or not all(result in used for result in item.results):
             return False
         count = math.prod(extent or 0 for extent in shape)
-        return all(map(self._records_graphs, item.group)) and supports(count, str(item.results[0].ty.dtype))
-
-    def _records_graphs(self, device: int) -> bool:
-        return bool(backend_of(self._bindings.vdevices[device].target).records_graphs)
+        return all(map(self._bindings.records_graphs, item.group)) and supports(count, str(item.results[0].ty.dtype))
 
 
 @dataclass(frozen=True)

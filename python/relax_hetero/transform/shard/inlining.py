@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import tvm
@@ -10,34 +10,26 @@ from tvm import relax, tirx
 from tvm_ffi import structural_map, structural_walk
 
 from ...errors import PlacementError
-from ...target.mesh import mesh_positions
-from ..ir.rewriting import copy_module, relax_functions, typed, vdevice_in, walk_bindings, with_body
+from ...op.placement import is_hint
+from ...op.sharding import SHARD
+from ...target.mesh import mesh_of_scope, mesh_positions
+from ..ir.rewriting import copy_module, op_name, relax_functions, typed, vdevice_in, walk_bindings, with_body
 
 
 def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
-    """A module in which no function calls one with values over a mesh: these are inlined, so that shardings spread.
+    """A module in which functions with values over a mesh are inlined, so that shardings spread.
+
+    Functions that call themselves, as loops do, stay.
 
     Raises
     ------
     PlacementError
-        If such a function calls itself, or is called in a branch or a local function.
+        If such a function is called in a local function.
     """
     functions = dict(relax_functions(mod))
-    called = {gv: _callees(func, functions) for gv, func in functions.items()}
-    while wider := {  # callees of callees
-        gv: callees | more
-        for gv, callees in called.items()
-        if not (more := {each for callee in callees for each in called[callee]}) <= callees
-    }:
-        called |= wider
-    meshes = {gv for gv, func in functions.items() if has_mesh(func)}
-    inlined = {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
-    for gv in inlined:
-        if gv in called[gv]:
-            raise PlacementError(
-                f"function {gv.name_hint!r} has values over a mesh, or calls a function that has, and calls itself; "
-                "expected no recursion besides meshes"
-            )
+    called = _called(functions)
+    over_meshes = _over_meshes(functions, called)
+    inlined = {gv for gv in over_meshes if gv not in called[gv]}
     callers = [gv for gv, callees in called.items() if callees & inlined]
     if not callers:
         return mod
@@ -45,10 +37,10 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     changed: dict[tvm.ir.GlobalVar, relax.Function] = {}
     for gv in sorted(callers, key=lambda gv: len(called[gv])):  # callees first: they call fewer functions
         changed[gv] = _inlined(functions[gv], bodies)
-        if left := sorted(each.name_hint for each in _callees(changed[gv], functions) & inlined):
+        if left := sorted(each.name_hint for each in callees_of(changed[gv], inlined)):
             raise PlacementError(
-                f"function {gv.name_hint!r} calls {left[0]!r}, which has values over a mesh, in a branch or a local "
-                "function; expected no control flow besides meshes"
+                f"function {gv.name_hint!r} calls {left[0]!r}, which has values over a mesh, in a local function; "
+                "expected none besides meshes"
             )
         if gv in bodies:
             bodies[gv] = changed[gv]
@@ -58,20 +50,59 @@ def with_inlined_calls(mod: tvm.IRModule) -> tvm.IRModule:
     return copy_module(mod, {gv: changed.get(gv, func) for gv, func in mod.functions.items() if gv not in unused})
 
 
+def recursive_functions(mod: tvm.IRModule) -> frozenset[tvm.ir.GlobalVar]:
+    """Functions with values over a mesh that call themselves, as loops do."""
+    functions = dict(relax_functions(mod))
+    called = _called(functions)
+    return frozenset(gv for gv in _over_meshes(functions, called) if gv in called[gv])
+
+
+def _called(
+    functions: Mapping[tvm.ir.GlobalVar, relax.Function],
+) -> dict[tvm.ir.GlobalVar, frozenset[tvm.ir.GlobalVar]]:
+    """Functions that each function calls, and those that these call."""
+    called = {gv: callees_of(func, functions) for gv, func in functions.items()}
+    while wider := {
+        gv: callees | more
+        for gv, callees in called.items()
+        if not (more := frozenset().union(*(called[callee] for callee in callees))) <= callees
+    }:
+        called |= wider
+    return called
+
+
+def _over_meshes(
+    functions: Mapping[tvm.ir.GlobalVar, relax.Function],
+    called: Mapping[tvm.ir.GlobalVar, frozenset[tvm.ir.GlobalVar]],
+) -> set[tvm.ir.GlobalVar]:
+    """Functions that have values over a mesh, or call a function that has."""
+    meshes = {gv for gv, func in functions.items() if has_mesh(func)}
+    return {gv for gv, callees in called.items() if gv in meshes or callees & meshes}
+
+
 def _inlined(func: relax.Function, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.Function:
     """A function with the bindings of those that it calls. They keep their devices, which TVM's inlining loses."""
+    return with_body(func, _with_bindings(func.body, bodies))
+
+
+def _with_bindings(body: relax.SeqExpr, bodies: Mapping[tvm.ir.GlobalVar, relax.Function]) -> relax.SeqExpr:
     blocks = []
-    for block in func.body.blocks:
+    for block in body.blocks:
         bindings: list[relax.Binding] = []
         for binding in block.bindings:
-            callee = bodies.get(binding.value.op) if isinstance(binding.value, relax.Call) else None
+            value = binding.value
+            if isinstance(value, relax.If):
+                ends = [_with_bindings(branch, bodies) for branch in (value.true_branch, value.false_branch)]
+                value = typed(relax.If(value.cond, *ends, value.span), value.ty)
+                binding = relax.VarBinding(binding.var, value, binding.span)
+            callee = bodies.get(value.op) if isinstance(value, relax.Call) else None
             if callee is None:
                 bindings.append(binding)
                 continue
-            copies, result = _copied(callee, binding.value.args, isinstance(block, relax.DataflowBlock))
+            copies, result = _copied(callee, value.args, isinstance(block, relax.DataflowBlock))
             bindings += [*copies, relax.VarBinding(binding.var, result)]
         blocks.append(type(block)(bindings))
-    return with_body(func, typed(relax.SeqExpr(blocks, func.body.body), func.body.ty))
+    return typed(relax.SeqExpr(blocks, body.body), body.ty)
 
 
 def _copied(
@@ -115,13 +146,19 @@ def _sizes(ty: tvm.ir.Type) -> Sequence[Any]:
     return getattr(shape, "values", None) or ()
 
 
-def _callees(func: relax.Function, functions: Mapping[tvm.ir.GlobalVar, relax.Function]) -> frozenset[tvm.ir.GlobalVar]:
-    """The Relax functions that a function calls."""
+def callees_of(func: relax.Function, functions: Collection[tvm.ir.GlobalVar]) -> frozenset[tvm.ir.GlobalVar]:
+    """Those of some functions that a function calls."""
     calls = [binding.value for binding in walk_bindings(func.body) if isinstance(binding.value, relax.Call)]
     return frozenset(call.op for call in calls if isinstance(call.op, tvm.ir.GlobalVar) and call.op in functions)
 
 
 def has_mesh(func: relax.Function) -> bool:
-    """Return whether a function has values over a mesh."""
-    types = [param.ty for param in func.params] + [binding.var.ty for binding in walk_bindings(func.body)]
-    return any(mesh_positions(vdevice_in(ty)) for ty in types)
+    """Return whether a function has values over a mesh, or asks for some."""
+    bindings = list(walk_bindings(func.body))
+    types = [param.ty for param in func.params] + [binding.var.ty for binding in bindings]
+    return any(mesh_positions(vdevice_in(ty)) for ty in types) or any(_asks_for_mesh(each.value) for each in bindings)
+
+
+def _asks_for_mesh(value: relax.Expr) -> bool:
+    """Return whether a value is a call of shard, or a hint that names a mesh."""
+    return op_name(value) == SHARD or (is_hint(value) and mesh_of_scope(str(value.attrs.memory_scope)) is not None)

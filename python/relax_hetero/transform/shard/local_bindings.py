@@ -8,6 +8,7 @@ from typing import TypeAlias
 import tvm
 from tvm import relax, tirx
 
+from ...target.backend import backend_of
 from ...target.vdevice import vdevice_index
 from ..ir.op_names import TRANSFER
 from ..ir.rewriting import op_name, typed
@@ -50,6 +51,18 @@ class LocalBindings:
         self._builder, self._kernels = builder, kernels
         self._bare: dict[relax.Var, relax.Var] = {}
         self._transferred: dict[tuple[relax.Expr, int], relax.Expr] = {}
+        self._transferred_before: dict[tuple[relax.Expr, int], relax.Expr] = {}
+
+    def nested(self, is_dataflow: bool) -> LocalBindings:
+        """Bindings of a branch, which uses transfers before it."""
+        inner = LocalBindings(self._builder, self.vdevices, is_dataflow, self._kernels)
+        inner._transferred_before = dict(self._transferred)
+        inner.restart()
+        return inner
+
+    def records_graphs(self, device: int) -> bool:
+        """Return whether a device's kernels are in graphs, as those of a GPU."""
+        return bool(backend_of(self.vdevices[device].target).records_graphs)
 
     def normalized(self, call: relax.Expr) -> relax.Expr:
         """A call with its type, given operands without devices."""
@@ -75,7 +88,7 @@ class LocalBindings:
 
     def restart(self) -> None:
         """Write the function from its begin again: only transfers that are kept, or new, count."""
-        self.items, self._transferred = [], {}
+        self.items, self._transferred = [], dict(self._transferred_before)
 
     def keep(self, binding: relax.Binding) -> None:
         """Add a binding that was written before."""

@@ -30,22 +30,35 @@ each device: they become as many parameters, and results with their names as man
 
 Functions over meshes that others call are inlined there. A ``match_cast`` is one on each device, of its part.
 
-Assumes functions without control flow, and devices of one host. A module without meshes is returned as it is.
+<<<<<<< HEAD
+Assumes functions without control flow, and devices of one host. A module without meshes and that attribute is returned
+as it is.
+=======
+A branch begins with the whole of each value on all devices of the value's mesh, and ends with the whole result on one
+device. So does a function that calls itself, such as a loop, whose parameters are on single devices. Both are refused
+on GPUs, whose kernels wait for each other.
+
+Assumes devices of one host. A module without meshes is returned as it is.
+>>>>>>> main
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 import tvm
 from tvm import relax
+from tvm.relax.distributed import DTensorType
+from tvm_ffi import structural_map
 
+from ...display.text import plural
 from ...errors import PlacementError
 from ...op.placement import hinted_vdevice
 from ...op.sharding import SHARD, split_axes
@@ -67,7 +80,7 @@ from ..ir.rewriting import (
     walk_bindings,
 )
 from .exchanges import Exchanges, MeshValue, whole_on
-from .inlining import has_mesh, with_inlined_calls
+from .inlining import callees_of, has_mesh, recursive_functions, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
 from .reader_wishes import ReaderWishes, leaves
@@ -103,13 +116,18 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     Raises
     ------
     PlacementError
-        If a function over a mesh has control flow or calls itself, or a value cannot be split as it says.
+        If a function over a mesh of GPUs has branches or calls itself, or a value cannot be split as it says.
     """
+    _refuse_distributed_ops(mod)
     vdevices = vdevices_of(mod)
-    if not any(has_mesh(func) for _, func in relax_functions(mod)):
+    if not any(_is_partitioned(func) for _, func in relax_functions(mod)):
         return mod
     mod = with_inlined_calls(mod)
-    over_meshes = {gv: func for gv, func in relax_functions(mod) if has_mesh(func)}
+    recursive = recursive_functions(mod)
+    over_meshes = {
+        gv: func for gv, func in relax_functions(mod) if _is_partitioned(func) or callees_of(func, recursive)
+    }
+    callees = {gv: over_meshes[gv] for gv in recursive}
     cuts: Cuts = {}
     builder = relax.BlockBuilder(mod)
     costs = ShardingCosts(vdevices) if by_cost else None
@@ -121,16 +139,39 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
         func = over_meshes[gv]
         is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in func.body.blocks)
         bindings = LocalBindings(builder, vdevices, is_dataflow, kernels)
-        partitions[gv] = _FunctionPartition(gv.name_hint, func, cuts, bindings, costs, reasons).function()
+        partition = _FunctionPartition(gv.name_hint, func, cuts, bindings, costs, reasons, callees)
+        if gv in recursive:
+            partition.home = partition.home_of_results(func)
+        partitions[gv] = partition.function()
+    names = {gv: typed(tvm.ir.GlobalVar(gv.name_hint), func.ty) for gv, func in partitions.items()}
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in mod.functions.items():
-        if gv in partitions:
-            gv, func = typed(tvm.ir.GlobalVar(gv.name_hint), partitions[gv].ty), partitions[gv]
-        functions[gv] = func
+        func = partitions.get(gv, func)
+        if gv in partitions and callees_of(func, recursive):
+            func = structural_map(func, (tvm.ir.GlobalVar, lambda each: names.get(each, each)))
+        functions[names.get(gv, gv)] = func
     return with_remarks(copy_module(mod, {**functions, **kernels}), shardings=reasons or None)
 
 
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
+
+
+def _is_partitioned(func: relax.Function) -> bool:
+    return SPLIT_PARAMETERS in (func.attrs or {}) or has_mesh(func)
+
+
+def _refuse_distributed_ops(mod: tvm.IRModule) -> None:
+    """PlacementError for a module with types or ops of TVM's ``relax.distributed``."""
+    for gv, func in relax_functions(mod):
+        bindings = list(walk_bindings(func.body))
+        names = [str(param.name) for param in func.params if isinstance(param.ty, DTensorType)]
+        names += [str(each.var.name) for each in bindings if (op_name(each.value) or "").startswith("relax.dist.")]
+        if names:
+            raise PlacementError(
+                f"{names[0]!r} in function {gv.name_hint!r} is a DTensor, or the result of an op of R.dist, which "
+                "TVM's relax.distributed lowers; expected annotations of a mesh, such as R.Tensor((8, 8), 'float32', "
+                "'cuda[0:2]'), and R.hetero.shard(x, 'S[0]') for parts"
+            )
 
 
 def _elements(func: relax.Function) -> int:
@@ -139,7 +180,13 @@ def _elements(func: relax.Function) -> int:
 
 
 class _FunctionPartition:
-    """Partitions one function."""
+    """Partitions one function, or a branch.
+
+    Attributes
+    ----------
+    home : Mesh or None
+        Single device of all results; None: the first one of each result's mesh.
+    """
 
     def __init__(
         self,
@@ -149,9 +196,11 @@ class _FunctionPartition:
         bindings: LocalBindings,
         costs: ShardingCosts | None,
         reasons: dict[str, str],
+        callees: Mapping[tvm.ir.GlobalVar, relax.Function],
     ) -> None:
-        self._name, self._func, self._bindings = name, func, bindings
-        self._costs, self._reasons = costs, reasons
+        self._name, self._func, self._bindings, self._cuts = name, func, bindings, cuts
+        self._costs, self._reasons, self._callees = costs, reasons, callees
+        self.home: Mesh | None = None
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
         self._values = self._exchanges.values
@@ -170,18 +219,24 @@ class _FunctionPartition:
         asked = {var: self._splits_of_output(var) for var in self._outputs}
         self._wishes = ReaderWishes(self._source, asked)
         self._params: dict[relax.Var, list[relax.Var]] = {}
+        self._copied: dict[relax.Var, Mesh] = {}  # devices that TVM's inference copied to types after a hint
+        types = [each.ty for each in (*func.params, *(binding.var for binding in self._source))]
+        annotated = [mesh_of(vdevice_in(ty)) for ty in types]
+        self._meshes_of_one = {mesh.positions for mesh in annotated if mesh is not None and len(mesh) == 1}
 
     def function(self) -> relax.Function:
         """The function with values of single devices only."""
         for param in self._func.params:
             self._add_param(param)
         for binding in self._source:
-            if isinstance(binding.value, (relax.If, relax.Function)):
+            if isinstance(binding.value, relax.Function):
                 raise PlacementError(
-                    f"function {self._name!r} has values over a mesh and {type(binding.value).__name__} at "
-                    f"{binding.var.name!r}; expected no control flow besides meshes"
+                    f"function {self._name!r} has values over a mesh and a local function {binding.var.name!r}; "
+                    "expected none besides meshes"
                 )
-            if isinstance(binding, relax.MatchCast):
+            if isinstance(binding.value, relax.If):
+                self._add_branches(binding.var, binding.value)
+            elif isinstance(binding, relax.MatchCast):
                 self._add_match_cast(binding)
             else:
                 self._add(binding.var, binding.value)
@@ -213,7 +268,7 @@ class _FunctionPartition:
 
     def _add_param(self, param: relax.Var) -> None:
         name, shardings = str(param.name), self._split.get(str(param.name))
-        mesh = self._split_meshes.get(name) or self._annotated(param.ty) or self._mesh_of_reader(param)
+        mesh = self._split_meshes.get(name) or self._mesh_of_param(param, self._source)
         if shardings is None:
             home = Mesh.of_device(mesh.positions[0])
             local = relax.Var(name, on_device(param.ty, self._vdevices[home.positions[0]]))
@@ -232,8 +287,11 @@ class _FunctionPartition:
         self._params[param] = list(map(relax.Var, names, types))
         self._values[param] = MeshValue(mesh, [shardings], list(self._params[param]))
 
-    def _mesh_of_reader(self, param: relax.Var) -> Mesh:
-        for binding in self._source:
+    def _mesh_of_param(self, param: relax.Var, bindings: Iterable[relax.Binding]) -> Mesh:
+        """The mesh of a parameter's annotation, else of a value that is computed from it."""
+        if (mesh := self._annotated(param.ty)) is not None:
+            return mesh
+        for binding in bindings:
             if param in used_vars(binding.value) and (mesh := self._annotated(binding.var.ty)) is not None:
                 return mesh
         return _FIRST
@@ -275,20 +333,23 @@ class _FunctionPartition:
         return (locals_[0] if len(locals_) == 1 else relax.Tuple(locals_)), names
 
     def _whole(self, var: relax.Var) -> relax.Expr:
-        """The whole value on the first device of its mesh."""
+        """The whole value on the first device of its mesh, or that of a branch."""
         if var not in self._tuples and isinstance(var.ty, tvm.ir.TupleType) and var in self._values:
+            value = self._values[var]
+            if len(value.mesh) == 1 and self.home in (None, value.mesh):
+                return value.locals[0]
             self._collect(var, [])
         if var in self._tuples:
             return relax.Tuple([self._whole(field) for field in self._tuples[var]])
         mesh = self._values[var].mesh if var in self._values else self._annotated(var.ty) or _FIRST
-        home = Mesh.of_device(mesh.positions[0])
+        home = self.home or Mesh.of_device(mesh.positions[0])
         return self._get(var, home, whole_on(home))[0]
 
     # -- bindings
 
     def _add(self, var: relax.Var, value: relax.Expr) -> None:
         if isinstance(value, relax.Var):
-            for table in (self._values, self._weights.values, self._tuples):
+            for table in (self._values, self._weights.values, self._tuples, self._copied):
                 if value in table:
                     table[var] = table[value]  # type: ignore[index, assignment]
         elif is_tensor_constant(value):
@@ -311,6 +372,85 @@ class _FunctionPartition:
             self._add(var, fields[value.index])
             return
         self._add_field_of_value(var, source, value.index)
+
+    def _add_branches(self, var: relax.Var, value: relax.If) -> None:
+        """Partition branches, which begin with whole values on all devices and end with one on a single device."""
+        self._refuse_gpus(f"If at {var.name!r}")
+        mesh = self._mesh(var, [each for each in used_vars(value) if each in self._values])
+        home = Mesh.of_device(mesh.positions[0])
+        condition = self._whole(value.cond) if isinstance(value.cond, relax.Var) else value.cond
+        ends = [self._partitioned_branch(branch, home) for branch in _branches(value)]
+        local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
+        self._bindings.items.append(relax.VarBinding(local, typed(relax.If(condition, *ends), local.ty)))
+        self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
+
+    def _refuse_gpus(self, control_flow: str) -> None:
+        """PlacementError for control flow in a function over a mesh of GPUs."""
+        variables = [*self._func.params, *(binding.var for binding in walk_bindings(self._func.body))]
+        meshes = [self._annotated(var.ty) or _FIRST for var in variables]
+        meshes += [value.mesh for value in self._values.values()]
+        if any(len(mesh) > 1 and any(map(self._bindings.records_graphs, mesh)) for mesh in meshes):
+            raise PlacementError(
+                f"function {self._name!r} has values over a mesh of GPUs and {control_flow}; expected no control flow "
+                "besides meshes of GPUs, whose kernels wait for each other"
+            )
+
+    def _partitioned_branch(self, branch: relax.SeqExpr, home: Mesh) -> relax.SeqExpr:
+        """A branch with values of single devices only, and its result on one of them."""
+        is_dataflow = all(isinstance(block, relax.DataflowBlock) for block in branch.blocks)
+        bindings = self._bindings.nested(is_dataflow and bool(branch.blocks))
+        func = relax.Function([], branch, branch.ty, False, tvm.ir.make_node("ir.DictAttrs"))
+        inner = _FunctionPartition(self._name, func, self._cuts, bindings, self._costs, self._reasons, self._callees)
+        free = [var for each in relax.analysis.free_vars(branch) for var in self._tensors_of(each)]
+        inner.home = home
+        inner._weights.values.update(self._weights.values)
+        inner._tuples.update(self._tuples)
+        inner._copied.update(self._copied)
+        for var in free:
+            if var in self._values and isinstance(var.ty, relax.TensorType):
+                mesh = self._values[var].mesh
+                inner._values[var] = MeshValue(mesh, [whole_on(mesh)], self._get(var, mesh, whole_on(mesh)))
+            elif var in self._values:
+                inner._values[var] = self._values[var]
+        return inner.function().body
+
+    def _add_recursive_call(self, var: relax.Var, call: relax.Call) -> None:
+        """Call a function over a mesh that calls itself: its parameters and results are whole, on single devices."""
+        self._refuse_gpus(f"a call of {call.op.name_hint!r}, which calls itself")
+        callee = self._callees[call.op]
+        bindings = list(walk_bindings(callee.body, nested=False))
+        meshes = [self._mesh_of_param(param, bindings) for param in callee.params]
+        args = [
+            self._argument(arg, Mesh.of_device(mesh.positions[0])) for arg, mesh in zip(call.args, meshes, strict=True)
+        ]
+        home = self.home_of_results(callee)
+        local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
+        self._bindings.add_binding(local, relax.Call(call.op, args, call.attrs, call.ty_args, call.span))
+        self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
+
+    def _argument(self, arg: relax.Expr, home: Mesh) -> relax.Expr:
+        """An argument of a function, whole on a device."""
+        if isinstance(arg.ty, tvm.ir.TupleType):
+            if isinstance(arg, relax.Var):
+                self._collect(arg, [])
+            fields = arg.fields if isinstance(arg, relax.Tuple) else self._tuples[arg]
+            return relax.Tuple([self._argument(field, home) for field in fields])
+        if isinstance(arg.ty, relax.TensorType):
+            return self._get(arg, home, whole_on(home))[0]
+        return self._get_plain(arg)
+
+    def home_of_results(self, func: relax.Function) -> Mesh:
+        """Device of the results of a function that calls itself: the first one of its first annotated mesh."""
+        variables = [*func.params, *(binding.var for binding in walk_bindings(func.body))]
+        meshes = [self._annotated(ty) for ty in (func.ret_ty, *(var.ty for var in variables))]
+        mesh = next((mesh for mesh in meshes if mesh is not None), _FIRST)
+        return Mesh.of_device(mesh.positions[0])
+
+    def _tensors_of(self, var: relax.Var) -> list[relax.Var]:
+        """The variable, or those of the tuple that it is."""
+        collected: list[relax.Expr] = []
+        self._collect(var, collected)
+        return [each for each in collected if isinstance(each, relax.Var)]
 
     def _add_match_cast(self, binding: relax.MatchCast) -> None:
         """Check the type of what each device has, so that sizes that it defines are known on all."""
@@ -341,10 +481,15 @@ class _FunctionPartition:
         self._values[var] = MeshValue(mesh, [shardings], locals_)
 
     def _add_call(self, var: relax.Var, call: relax.Call) -> None:
+        if call.op in self._callees:
+            self._add_recursive_call(var, call)
+            return
         name = op_name(call)
         leaves = self._operands(call)
         tensors = [leaf for leaf in leaves if isinstance(leaf.ty, relax.TensorType)]
         mesh = self._mesh(var, tensors)
+        if not _is_pure(call):  # once, not on every device
+            mesh = Mesh.of_device(mesh.positions[0])
         if name in (SHARD, TRANSFER, HINT):
             self._move(var, call, mesh)
             return
@@ -540,33 +685,62 @@ class _FunctionPartition:
         if op_name(call) in (TRANSFER, HINT):
             is_transfer = op_name(call) == TRANSFER
             mesh = self._mesh_at(call.attrs.dst_vdevice if is_transfer else hinted_vdevice(call, self._vdevices))
-            shardings = whole_on(mesh)
+            shardings, declared = whole_on(mesh), self._annotated(var.ty)
+            if declared not in (None, mesh):  # the operand's, because TVM checks annotations
+                self._copied[var] = declared
         else:
             shardings = _shardings(str(call.attrs.placement))
-            shape = shape_of(source)
-            if (
-                len(mesh) == 1
-                or shape is None
-                or len(shardings) != len(mesh.shape)
-                or not divide(shardings, shape, mesh.shape)
-            ):
-                axes = f"its {len(mesh.shape)} axes, " if len(mesh.shape) > 1 else "its axis, "
+            if reason := self._misplaced(source, shardings, mesh):
                 raise PlacementError(
-                    f"{SHARD} at {var.name!r} in function {self._name!r}: placement {_text(shardings)} of a "
-                    f"{source.ty} on {self._mesh_name(mesh)}; expected a mesh of several devices, a placement for each "
-                    f"of {axes}and an axis whose extent they divide"
+                    f"{SHARD} at {var.name!r} in function {self._name!r}, placement {_text(shardings)!r}: {reason}"
                 )
             self._annotated_splits.add(var)
         self._values[var] = MeshValue(mesh, [shardings], self._get(source, mesh, shardings))
+
+    def _misplaced(self, source: relax.Expr, shardings: Shardings, mesh: Mesh) -> str:
+        """Reason why a value cannot have shardings on a mesh, and what was expected; empty if it can."""
+        shape, devices = shape_of(source), self._mesh_name(mesh)
+        if len(mesh) == 1 and mesh.positions not in self._meshes_of_one:
+            return (
+                f"the operand is on {devices}, which is not a mesh; expected the annotation of a mesh, such as "
+                "'cuda[0:2]', on the operand or the result"
+            )
+        if len(shardings) != len(mesh.shape):
+            extents = f" of shape {mesh.shape}" if len(mesh.shape) > 1 else ""
+            return (
+                f"found {plural(len(shardings), 'placement')} for the mesh{extents} of {devices}; expected one for "
+                f"each of its axes, {len(mesh.shape)} in all"
+            )
+        if shape is None:
+            return "the operand's sizes are not known; expected a shape, for example by a match_cast"
+        if not divide(shardings, shape, mesh.shape):
+            extents = ", ".join(str(extent if known(extent) is None else known(extent)) for extent in shape)
+            return (
+                f"the operand has shape ({extents}), whose split axes {' x '.join(map(str, mesh.shape))} devices "
+                "cannot have in equal parts; expected known extents that are multiples of the number of devices"
+            )
+        return ""
 
     # -- meshes
 
     def _mesh(self, var: relax.Var, tensors: Sequence[relax.Expr]) -> Mesh:
         """The mesh of a call: its annotation's, else the largest one of its operands."""
-        if (mesh := self._annotated(var.ty)) is not None:
+        mesh = self._annotated(var.ty)
+        if mesh is not None and not self._is_copied(var, mesh, tensors):
             return mesh
         meshes = [self._values[tensor].mesh for tensor in tensors if tensor in self._values]
         return max(meshes, key=len, default=_FIRST)
+
+    def _is_copied(self, var: relax.Var, mesh: Mesh, tensors: Sequence[relax.Expr]) -> bool:
+        """Return whether TVM's inference copied a device to a variable's type from before a hint."""
+        is_there = any(
+            tensor in self._values and tensor not in self._copied and self._values[tensor].mesh == mesh
+            for tensor in tensors
+        )
+        if is_there or all(self._copied.get(tensor) != mesh for tensor in tensors):
+            return False
+        self._copied[var] = mesh
+        return True
 
     def _annotated(self, ty: tvm.ir.Type) -> Mesh | None:
         vdevice = vdevice_in(ty)
@@ -605,13 +779,16 @@ class _FunctionPartition:
 
     def _add_field_of_value(self, item: relax.Var, source: relax.Var, index: int) -> None:
         of = self._values[source]
+        if source in self._copied:
+            self._copied[item] = self._copied[source]
         locals_ = [
             self._bindings.emit(
                 lambda args: relax.TupleGetItem(args[0], index), [local], device, numbered(item.name, number)
             )
             for number, (device, local) in enumerate(zip(of.mesh, of.locals, strict=True))
         ]
-        self._values[item] = MeshValue(of.mesh, [of.shardings[index]], locals_)
+        ends = [0, *accumulate(len(list(tensor_types(field))) for field in source.ty.fields)]
+        self._values[item] = MeshValue(of.mesh, of.shardings[ends[index] : ends[index + 1]], locals_)
 
     def _rebuilt(self, call: relax.Call, leaves: Sequence[relax.Expr]) -> relax.Call:
         """The call with other tensors and variables, in the order of `_operands`."""
@@ -656,6 +833,17 @@ class _FunctionPartition:
         """The local value of each device of a mesh."""
         is_weight = expr in self._weights
         return self._weights.parts(expr, mesh, shardings) if is_weight else self._exchanges.get(expr, mesh, shardings)
+
+
+def _is_pure(call: relax.Call) -> bool:
+    """Return whether a call only computes its result."""
+    if isinstance(call.op, tvm.ir.Op):
+        return bool(call.op.get_attr("FPurity"))
+    return isinstance(call.op.ty, relax.FuncType) and bool(call.op.ty.purity)
+
+
+def _branches(value: relax.If) -> tuple[relax.SeqExpr, relax.SeqExpr]:
+    return value.true_branch, value.false_branch
 
 
 _FIRST = Mesh.of_device(0)

@@ -79,3 +79,17 @@ def test_global_maxima():
     x = np.random.default_rng(0).standard_normal((2, 3, 4, 4)).astype("float32")
     machine = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=["c"])))
     np.testing.assert_array_equal(machine["main"](x).numpy(), x.max((2, 3), keepdims=True))
+
+
+def test_names_of_nodes():
+    """Parameters of a command buffer have the names of values, which are not always identifiers of C."""
+    model = onnx.parser.parse_model("""
+        <ir_version: 8, opset_import: ["" : 17]>
+        g (float[16, 32] x) => (float[16, 32] z) { a = MatMul(x, w) y = Relu(a) z = MatMul(y, w) }""")
+    w = np.random.default_rng(0).standard_normal((32, 32)).astype("float32")
+    model.graph.initializer.append(onnx.numpy_helper.from_array(w, "w"))
+    for node, name in zip(model.graph.node, ("/layer.0/a", "/layer.0/b", "/layer.0/c@1"), strict=True):
+        node.name = name
+    x = np.eye(16, 32, dtype="float32")
+    actual = rh.vm.VirtualMachine(rh.compile(rh.from_onnx(model, vdevices=["c"])))["main"](x)
+    np.testing.assert_allclose(np.asarray(actual), np.maximum(w[:16], 0) @ w, rtol=1e-4, atol=1e-4)

@@ -68,6 +68,12 @@ def test_all_is_every_section():
     assert "3 ops on 2 devices, 1 transfer of 16 B in all." in shown
 
 
+def test_copies_between_devices_without_collectives_are_pointed_to():
+    assert '"transfers" lists' in shown_of(EXPLANATION, "collectives")
+    copies = [each for each in EXPLANATION.entries if each["kind"] != "transfer"]
+    assert "lists" not in shown_of(replace(EXPLANATION, entries=copies), "collectives")
+
+
 def test_an_overview_counts_ops_by_device_and_reason():
     rules = [{**entry("op", f"v{i}", "llvm:0", 4), "reason": "rule '*'"} for i in range(20)]
     many = replace(EXPLANATION, entries=[*rules, entry("op", "b", "cuda:0", None)])

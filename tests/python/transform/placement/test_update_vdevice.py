@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+import pytest
 import tvm
 import tvm_ffi
 from hypothesis import given
@@ -19,6 +20,7 @@ from relax_hetero.op import hinted_vdevice
 from relax_hetero.target.vdevice import same_object, vdevices_of
 from relax_hetero.transform import UpdateVDevice
 from relax_hetero.transform.ir.rewriting import relax_functions, walk_bindings
+from relax_hetero.transform.placement import update_vdevice
 
 SM90 = {"kind": "cuda", "arch": "sm_90"}
 SM80 = {"kind": "cuda", "arch": "sm_80"}
@@ -175,6 +177,30 @@ def test_types_everywhere():
             return h
 
     check(Before, Expected, rh.VDevice(SM90), 1)
+
+
+def test_meshes():
+    """Devices of a mesh follow their successors; a mesh needs one for each device, and equal ones."""
+
+    @ir_module("llvm", "llvm:1")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        y = rh.op.hint_on_device(R.exp(x), "llvm[0:2]")
+        z = R.to_vdevice(y, "llvm[0:2]")
+        return z
+
+    @ir_module("llvm", (SM90, 0), (SM90, 1))
+    def expected(x: R.Tensor((4, 8), "float32", "cuda[0:2]")):
+        y = rh.op.hint_on_device(R.exp(x), "cuda[0:2]")
+        z = R.to_vdevice(y, "cuda[0:2]")
+        return z
+
+    devices = vdevices_of(expected)
+    after = update_vdevice.succeed_vdevices(before, devices[1:], devices)
+    tvm.ir.assert_structural_equal(after, expected)
+    with pytest.raises(rh.VDeviceError, match=r"llvm:0\+llvm:1 .* lacks a successor, but parameter 'x'"):
+        UpdateVDevice(devices[1:2])(before)
+    with pytest.raises(rh.VDeviceError, match="expected equal targets"):
+        UpdateVDevice(devices[:2])(before)
 
 
 def test_constants():

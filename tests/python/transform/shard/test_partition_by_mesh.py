@@ -19,6 +19,7 @@ from modules import calls_of, check_pass, ir_module, ops_of
 from relax_hetero.target.vdevice import lookup, parse_vdevices, with_vdevices
 from relax_hetero.tir.cuda.all_reduce import slots_of
 from relax_hetero.transform.ir.remarks import with_remarks
+from relax_hetero.transform.ir.rewriting import op_name, walk_bindings
 from relax_hetero.transform.shard.inlining import with_inlined_calls
 from relax_hetero.transform.shard.partition_by_mesh import SPLIT_PARAMETERS, partition_by_mesh
 from relax_hetero.transform.shard.sharding import Sharding
@@ -218,6 +219,16 @@ def test_names_of_meshes(name, message):
         rh.target.vdevice.lookup(name, devices)
 
 
+def test_meshes_are_on_one_host():
+    with pytest.raises(rh.VDeviceError, match=r"hosts \['a', 'b'\]; expected devices of one host"):
+        lookup("vdevice[0:2]", parse_vdevices(["a/llvm", "b/llvm"]))
+
+
+def test_lists_have_the_devices_of_a_mesh():
+    with pytest.raises(rh.VDeviceError, match=r"a mesh is named in rules .* as in \['llvm', 'llvm'\]"):
+        parse_vdevices("llvm[0:2]")
+
+
 @pytest.mark.parametrize("name", ["llvm[1:3]", "llvm[0:4](2, 2)"])
 def test_printed_meshes_are_read_again(name):
     @ir_module("llvm", "llvm:1", "llvm:2", "llvm:3")
@@ -234,7 +245,7 @@ def test_shardings_that_cannot_be():
         y = R.hetero.shard(x, "S[0]")
         return y
 
-    with pytest.raises(rh.PlacementError, match="an axis whose extent they divide"):
+    with pytest.raises(rh.PlacementError, match=r"shape \(3, 8\), .* 2 devices cannot have in equal parts"):
         partition_by_mesh(uneven)
 
     @ir_module("llvm", "llvm:1")
@@ -242,8 +253,85 @@ def test_shardings_that_cannot_be():
         z: R.Tensor((4, 8), "float32", "llvm:0") = R.hetero.shard(y, "S[0]")
         return (x, z)
 
-    with pytest.raises(rh.PlacementError, match="expected a mesh of several devices"):
+    with pytest.raises(rh.PlacementError, match="on llvm:0, which is not a mesh; expected the annotation of a mesh"):
         partition_by_mesh(single)
+
+    @ir_module("llvm")
+    def without_mesh(x: R.Tensor((4, 8), "float32")):
+        y = R.hetero.shard(x, "S[0]")
+        return y
+
+    with pytest.raises(rh.PlacementError, match="which is not a mesh"):
+        rh.compile(without_mesh)
+
+    @ir_module("llvm", "llvm:1")
+    def unknown(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        y = R.hetero.shard(R.nonzero(x), "S[1]")
+        return y
+
+    with pytest.raises(rh.PlacementError, match="sizes are not known; expected a shape"):
+        partition_by_mesh(unknown)
+
+
+def test_a_mesh_of_one_device_takes_any_sharding():
+    @ir_module("llvm")
+    def module(x: R.Tensor((3, 8), "float32", "llvm[0:1]")):
+        y = R.nn.relu(R.hetero.shard(R.hetero.shard(x, "S[0]"), "S[1]"))
+        return y
+
+    assert ops_of(partition_by_mesh(module)) == ["relax.nn.relu"]
+
+
+def test_values_of_a_mesh_combine_wherever_it_is_named():
+    """TVM compares the devices of operands by identity."""
+
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]"), y: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        z: R.Tensor((4, 8), "float32", "llvm[0:2]") = R.add(x, y)
+        return z
+
+    for each in (module, tvm.ir.load_json(tvm.ir.save_json(module))):
+        assert ops_of(partition_by_mesh(each)) == ["relax.add"]
+
+
+def test_hints_name_meshes():
+    """A hint moves what is computed from it, although TVM's inference copies the operand's device to its type."""
+
+    @ir_module("llvm", "llvm:1")
+    def before(x: R.Tensor((4, 8), "float32", "llvm:0")):
+        with R.dataflow():
+            a = R.exp(x)
+            b = rh.op.hint_on_device(a, "llvm[0:2]")
+            c = R.hetero.shard(R.matmul(b, R.const(W)), "S[1]")
+            d = R.to_vdevice(c, "llvm:1")
+            R.output(d)
+        return d
+
+    @ir_module("llvm", "llvm:1")
+    def expected(x: R.Tensor((4, 8), "float32", "llvm:0")):
+        with R.dataflow():
+            a = R.exp(x)
+            a_sent = R.to_vdevice(a, "llvm:1")
+            lv: R.Tensor((4, 8), "float32", "llvm:0") = R.matmul(a, R.const(W[:, :8]))
+            lv_1: R.Tensor((4, 8), "float32", "llvm:1") = R.matmul(a_sent, R.const(W[:, 8:]))
+            lv_sent = R.to_vdevice(lv, "llvm:1")
+            whole: R.Tensor((4, 16), "float32", "llvm:1") = R.concat((lv_sent, lv_1), axis=1)
+            R.output(whole)
+        return whole
+
+    check_pass(rh.transform.PartitionByMesh(), before, expected)
+
+
+def test_modules_of_r_dist_are_refused():
+    mesh = relax.distributed.device_mesh((2,), tvm.ir.Range(0, 2))
+    builder, x = relax.BlockBuilder(), relax.Var("x", R.Tensor((4, 8), "float32"))
+    with builder.function("main", [x]):
+        placement = relax.distributed.Placement.from_text("S[0]")
+        builder.emit_func_output(builder.emit(relax.op.distributed.annotate_sharding(x, mesh, placement), "part"))
+    with pytest.raises(
+        rh.PlacementError, match="'part' in function 'main' .* R.dist.*; expected annotations of a mesh"
+    ):
+        rh.compile(builder.get())
 
 
 def test_placements_are_checked():
@@ -388,52 +476,121 @@ def test_a_sum_is_sent_before_it_is_added():
         np.testing.assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_control_flow_and_recursion_are_refused():
-    @I.ir_module
-    class Recursive:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32", "llvm[0:2]")) -> R.Tensor((4,), "float32", "llvm[0:2]"):
-            cls = Recursive
-            y: R.Tensor((4,), "float32", "llvm[0:2]") = cls.main(x)
-            return y
-
-    with pytest.raises(rh.PlacementError, match="'main' has values over a mesh, .* calls itself"):
-        partition_by_mesh(Recursive)
+def test_branches_begin_and_end_with_whole_values():
+    @ir_module("llvm", "llvm:1")
+    def before(x: R.Tensor((4, 8), "float32", "llvm[0:2]"), c: R.Tensor((), "bool", "llvm:0")):
+        s = R.hetero.shard(R.nn.relu(x), "S[1]")
+        if c:
+            y = R.matmul(s, R.const(W))
+            z = R.matmul(y, R.const(V))
+        else:
+            z = R.negative(x)
+        return z
 
     @ir_module("llvm", "llvm:1")
-    def branches(x: R.Tensor((4,), "float32", "llvm[0:2]"), c: R.Tensor((), "bool")):
+    def expected(x: R.Tensor((4, 8), "float32", "llvm:0"), c: R.Tensor((), "bool", "llvm:0")):
+        x1 = R.to_vdevice(x, "llvm:1")
+        a = R.nn.relu(x)
+        a1 = R.nn.relu(x1)
+        s = R.strided_slice(a, [1], [0], [4])
+        s1 = R.strided_slice(a1, [1], [4], [8])
+        s1_sent = R.to_vdevice(s1, "llvm:0")
+        whole: R.Tensor((4, 8), "float32", "llvm:0") = R.concat((s, s1_sent), axis=1)
+        s_sent = R.to_vdevice(s, "llvm:1")
+        whole1: R.Tensor((4, 8), "float32", "llvm:1") = R.concat((s_sent, s1), axis=1)
+        if c:
+            y: R.Tensor((4, 8), "float32", "llvm:0") = R.matmul(whole, R.const(W[:, :8]))
+            y1: R.Tensor((4, 8), "float32", "llvm:1") = R.matmul(whole1, R.const(W[:, 8:]))
+            p: R.Tensor((4, 8), "float32", "llvm:0") = R.matmul(y, R.const(V[:8]))
+            p1: R.Tensor((4, 8), "float32", "llvm:1") = R.matmul(y1, R.const(V[8:]))
+            p1_sent = R.to_vdevice(p1, "llvm:0")
+            z = R.add(p, p1_sent)
+        else:
+            z = R.negative(x)
+        return z
+
+    check_pass(lambda mod: with_remarks(partition_by_mesh(mod), shardings=None), before, expected)
+
+
+def test_loops_and_calls_in_branches():
+    """A function that calls itself stays, with products on both devices; others are inlined, also in branches."""
+
+    @I.ir_module
+    class Loop:
+        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
+
+        @R.function(private=True)
+        def layer(x: R.Tensor((4, 8), "float32", "llvm[0:2]")) -> R.Tensor((4, 8), "float32", "llvm[0:2]"):
+            h = R.hetero.shard(R.nn.relu(R.matmul(x, R.const(W))), "S[1]")
+            y = R.tanh(R.matmul(h, R.const(V)))
+            return y
+
+        @R.function(private=True)
+        def loop(i: R.Tensor((), "int64"), x: R.Tensor((4, 8), "float32", "llvm[0:2]")) -> R.Tuple(
+            R.Tensor((), "int64"), R.Tensor((4, 8), "float32", "llvm[0:2]")
+        ):
+            cls = Loop
+            if R.less(i, R.const(3, "int64")):
+                y = cls.layer(x)
+                j = R.add(i, R.const(1, "int64"))
+                z = cls.loop(j, y)
+            else:
+                z = (i, x)
+            return z
+
+        @R.function
+        def main(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+            cls = Loop
+            result = cls.loop(R.const(0, "int64"), x)
+            y = R.add(result[1], x)
+            return y
+
+    after = partition_by_mesh(Loop)
+    assert sorted(gv.name_hint for gv in after.functions) == ["loop", "main"]
+    products = [each.var for each in walk_bindings(after["loop"].body) if op_name(each.value) == "relax.matmul"]
+    devices = [var.ty.vdevice.vdevice_id for var in products]
+    assert devices == [0, 1, 0, 1]
+    x = np.random.default_rng(2).standard_normal((4, 8)).astype("float32")
+    expected = x
+    for _ in range(3):
+        expected = np.tanh(np.maximum(expected @ W, 0) @ V)
+    actual = rh.vm.VirtualMachine(rh.compile(Loop))["main"](x)
+    np.testing.assert_allclose(np.asarray(actual), expected + x, rtol=1e-4, atol=1e-4)
+
+
+def test_impure_ops_run_once():
+    @ir_module("llvm", "llvm:1", pure=False)
+    def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
+        h = R.hetero.shard(R.matmul(x, R.const(W)), "S[1]")
+        R.print(h, format="{}")
+        y = R.matmul(h, R.const(V))
+        return y
+
+    assert ops_of(partition_by_mesh(module)).count("relax.print") == 1
+
+
+@pytest.mark.parametrize("kind", ["branch", "loop"])
+def test_control_flow_is_refused_on_gpus(kind):
+    @I.ir_module
+    class Recursive:
+        I.module_global_infos({"vdevice": [I.vdevice("cuda", 0), I.vdevice("cuda", 1)]})
+
+        @R.function
+        def main(x: R.Tensor((4,), "float32", "cuda[0:2]")) -> R.Tensor((4,), "float32", "cuda[0:2]"):
+            cls = Recursive
+            y: R.Tensor((4,), "float32", "cuda[0:2]") = cls.main(x)
+            return y
+
+    @ir_module("cuda", "cuda:1")
+    def branches(x: R.Tensor((4,), "float32", "cuda[0:2]"), c: R.Tensor((), "bool")):
         if c:
             y = R.nn.relu(x)
         else:
             y = R.negative(x)
         return y
 
-    with pytest.raises(rh.PlacementError, match="no control flow besides meshes"):
-        partition_by_mesh(branches)
-
-    @I.ir_module
-    class CallInBranch:
-        I.module_global_infos({"vdevice": [I.vdevice("llvm", 0), I.vdevice("llvm", 1)]})
-
-        @R.function(private=True)
-        def layer(x: R.Tensor((4,), "float32")) -> R.Tensor((4,), "float32"):
-            y: R.Tensor((4,), "float32", "llvm[0:2]") = R.nn.relu(x)
-            z: R.Tensor((4,), "float32", "llvm:0") = R.to_vdevice(y, "llvm:0")
-            return z
-
-        @R.function
-        def main(x: R.Tensor((4,), "float32"), c: R.Tensor((), "bool")) -> R.Tensor((4,), "float32"):
-            cls = CallInBranch
-            if c:
-                y: R.Tensor((4,), "float32") = cls.layer(x)
-            else:
-                y: R.Tensor((4,), "float32") = R.negative(x)
-            return y
-
-    with pytest.raises(rh.PlacementError, match="'main' calls 'layer', .* in a branch"):
-        partition_by_mesh(CallInBranch)
+    with pytest.raises(rh.PlacementError, match="over a mesh of GPUs.*; expected no .* besides meshes of GPUs"):
+        partition_by_mesh(Recursive if kind == "loop" else branches)
 
 
 def test_sizes_of_match_casts_are_known_on_each_device():
@@ -672,9 +829,9 @@ def test_sums_are_within_groups_of_an_axis():
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ("S[0]", "a placement for each of its 2 axes"),
-        ("S[0], S[0], R", "a placement for each of its 2 axes"),
-        ("S[1], S[1]", "whose extent they divide"),
+        ("S[0]", "found 1 placement for .* expected one for each of its axes, 2 in all"),
+        ("S[0], S[0], R", "3 placements .* expected one for each of its axes, 2 in all"),
+        ("S[1], S[1]", "2 x 2 devices cannot have in equal parts"),
     ],
 )
 def test_placements_of_a_mesh_of_two_axes(placement, message):
