@@ -209,6 +209,7 @@ def language_model_options(function: F) -> F:
     @functools.wraps(function)
     def collect(model: Path, **options: Any) -> None:
         given = {each.name: options.pop(each.name) for each in fields(LanguageModelOptions) if each.name in options}
+        check_unique("--memory-limit", [device for device, _ in given["memory_limit"]])
         rules, limits = _parse_placement(given["placement"]), dict(given["memory_limit"]) or None
         if given["draft"] is None and (given["draft_vdevices"] or given["draft_placement"]):
             raise click.UsageError("--draft-vdevice and --draft-placement are for the model of --draft")

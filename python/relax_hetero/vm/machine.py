@@ -302,11 +302,15 @@ class VirtualMachine:
         Raises
         ------
         BindingError
-            Arguments that do not match the function's signature, or would be copied.
+            Arguments that do not match the function's signature, or would be copied; `results` that it does not return.
         """
         signature = self.executable.signature(name)
         if len(tensors) != len(signature.inputs):
             raise BindingError(f"function {name!r} has {len(signature.inputs)} inputs, found {len(tensors)} arguments")
+        count = len(signature.outputs) if signature.output_is_tuple else 0
+        if results is not None and not 0 <= results <= count:
+            what = f"a tuple of {count}, expected 0 to {count}" if signature.output_is_tuple else "no tuple, expected None"
+            raise BindingError(f"results={results}: function {name!r} returns {what}")
         with self._lock.held:
             cache, ordered, cached, arguments = self._arguments.find_cached(name, tuple(tensors), None)
             if cached is None:
@@ -327,10 +331,9 @@ class VirtualMachine:
                         return self._run_cached(name, cache, call, arguments, None, results)
                     fields = self._run_function(name, unchecked, (*values, *call.shared))
                     returned = [_item(fields, index) for index in range(results)]
-                    for index, value in enumerate(returned):
-                        address = value.data_ptr() if isinstance(value, _Tensor) else 0
-                        if not address or is_argument(address) or is_constant(address):
-                            returned[index] = to_python(value, constants, borrowed)
+                    addresses = {value.data_ptr() for value in returned if isinstance(value, _Tensor)}
+                    if len(addresses) < results or any(map(is_argument, addresses)) or any(map(is_constant, addresses)):
+                        return to_python(returned, constants, borrowed)
                     return tuple(returned)
             result = self.call(name, tensors)
             return result if results is None else result[:results]
@@ -606,9 +609,8 @@ class VirtualMachine:
             call.pool_epoch = self._pool_watch.epoch
             self._pool_watch.note((name, *call.dims.values.values()), (tensors, result))
         if out is None:
-            if results is None:
-                return self._to_python(result, call, tensors)
-            return tuple(self._to_python(result[index], call, tensors) for index in range(results))
+            leading = result if results is None else [result[index] for index in range(results)]
+            return self._to_python(leading, call, tensors)
         if buffer is None:
             return fill_out_buffers(out, result)
         copy_into(result, buffer)

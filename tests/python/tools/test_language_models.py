@@ -189,6 +189,7 @@ def test_options_reach_the_draft_model(loaded):
         (["--placement", "auto", "--placement", "a=llvm"], "exclude each other"),
         (["--placement", "blk"], "is not PATTERN=DEVICE"),
         (["--placement", "a=llvm", "--memory-limit", "llvm=1GiB"], "excludes rules"),
+        (["--memory-limit", "cuda=1GiB", "--memory-limit", "cuda=2GiB"], "--memory-limit names 'cuda' twice"),
         (["--expert-counts", __file__], "--expert-counts is for --placement auto"),
         (["--placement", "a=llvm", "--placement", "a=cuda"], "twice"),
         (["--draft-vdevice", "cuda"], "--draft-vdevice and --draft-placement are for the model of --draft"),

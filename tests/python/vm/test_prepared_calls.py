@@ -55,6 +55,22 @@ def test_no_run_returns_memory_of_arguments_that_are_not_donated():
         np.testing.assert_array_equal(second.numpy(), [5, 6, 7, 8])
 
 
+@pytest.mark.parametrize("results", [None, 2])
+def test_equal_results_have_memory_of_their_own(results):
+    builder = relax.BlockBuilder()
+    x = relax.Var("x", relax.TensorType((4,), "float32"))
+    with builder.function("main", [x]):
+        with builder.dataflow():
+            twice = builder.emit(relax.op.add(x, x))
+            result = builder.emit_output(relax.Tuple([twice, twice]))
+        builder.emit_func_output(result)
+    run = rh.vm.VirtualMachine(rh.compile(builder.finalize())).prepare("main", [tensor(1, 2, 3, 4)], results)
+    for _ in range(3):
+        first, second = run()
+        assert first.data_ptr() != second.data_ptr()
+        np.testing.assert_array_equal([first.numpy(), second.numpy()], [[2, 4, 6, 8]] * 2)
+
+
 def test_prepared_calls_alongside_submitted_calls():
     vm, x, y = machine(), tensor(1, 2, 3, 4), tensor(5, 6, 7, 8)
     run = vm.prepare("main", [x, y], results=2)
@@ -75,3 +91,9 @@ def test_prepared_calls_alongside_submitted_calls():
 def test_arguments_that_do_not_fit(arguments, message):
     with pytest.raises(rh.HeteroError, match=message):
         machine().prepare("main", arguments)
+
+
+@pytest.mark.parametrize("results", [-1, 3])
+def test_results_that_a_function_lacks(results):
+    with pytest.raises(rh.BindingError, match=f"results={results}: function 'main' returns a tuple of 2"):
+        machine().prepare("main", [tensor(1, 2, 3, 4)] * 2, results)
