@@ -309,7 +309,7 @@ class VirtualMachine:
             raise BindingError(f"function {name!r} has {len(signature.inputs)} inputs, found {len(tensors)} arguments")
         count = len(signature.outputs) if signature.output_is_tuple else 0
         if results is not None and not 0 <= results <= count:
-            what = f"a tuple of {count}, expected 0 to {count}" if signature.output_is_tuple else "no tuple, expected None"
+            what = f"{count} values, expected 0 to {count}" if signature.output_is_tuple else "no tuple, expected None"
             raise BindingError(f"results={results}: function {name!r} returns {what}")
         with self._lock.held:
             cache, ordered, cached, arguments = self._arguments.find_cached(name, tuple(tensors), None)

@@ -95,5 +95,5 @@ def test_arguments_that_do_not_fit(arguments, message):
 
 @pytest.mark.parametrize("results", [-1, 3])
 def test_results_that_a_function_lacks(results):
-    with pytest.raises(rh.BindingError, match=f"results={results}: function 'main' returns a tuple of 2"):
+    with pytest.raises(rh.BindingError, match=f"results={results}: function 'main' returns 2 values"):
         machine().prepare("main", [tensor(1, 2, 3, 4)] * 2, results)
