@@ -181,12 +181,15 @@ def _tables(
             f"those of cached tokens {calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are "
             "expected of their parts."
         )
-        if calibration.host is not None:
+        if (host := calibration.host) is not None:
+            further = {"text": host.text, "device of a group": host.device, "stage": host.stage}
+            times = [f"{time_text(seconds)} for each further {what}" for what, seconds in further.items() if seconds]
+            unknown = [what for what, seconds in further.items() if not seconds]
             yield (
-                f"The host takes {time_text(calibration.host.call)} for a step of one text on one device, "
-                f"{time_text(calibration.host.text)} for each further text, {time_text(calibration.host.device)} for "
-                f"each further device of a group, and {time_text(calibration.host.stage)} for each further stage; a "
-                "step takes as long at least."
+                f"The host takes {', '.join([f'{time_text(host.call)} for a step of one text on one device', *times])}; "
+                "a step takes as long at least."
+                + f" No time was measured, and none is assumed, for each further {' or '.join(unknown)}."
+                * bool(unknown)
             )
     if rates:
         low, high = min(rates), max(rates)

@@ -200,14 +200,15 @@ def test_layers_are_measured(runner, tmp_path, monkeypatch):
 
 
 def test_a_machine_that_changes_its_speed_is_named(large, runner, monkeypatch):
-    rates, host = iter([33e9] * 4 + [22e9] * 4), HostTime(3e-4, 1e-6, 2e-5, 4e-5)
+    rates, host = iter([33e9] * 4 + [22e9] * 4), HostTime(3e-4, 1e-6, stage=4e-5)
     shared = SimpleNamespace(measure=lambda: next(rates))
     monkeypatch.setattr("relax_hetero.frontend.auto.measure_devices.SharedBandwidth.of", lambda vdevice: shared)
     monkeypatch.setattr("relax_hetero.llm.calibrate.calibrate", lambda *_: Calibration({1: 1.0}, 1.0, 1.0, host))
     arguments = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "2", "--measure"]
     shown = " ".join(runner(*arguments).split())
     assert "read 27.5 GB/s each, 22.0 to 33.0 in 8 measurements. This machine changes its speed" in shown
-    assert "The host takes 300 us for a step of one text on one device, 1 us for each further text" in shown
+    assert "The host takes 300 us for a step of one text on one device, 1 us for each further text, 40 us for" in shown
+    assert "No time was measured, and none is assumed, for each further device of a group." in shown
 
 
 def test_first_layers_are_a_model(large):
