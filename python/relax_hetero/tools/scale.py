@@ -183,13 +183,12 @@ def _tables(
         )
         if (host := calibration.host) is not None:
             further = {"text": host.text, "device of a group": host.device, "stage": host.stage}
-            times = [f"{time_text(seconds)} for each further {what}" for what, seconds in further.items() if seconds]
-            unknown = [what for what, seconds in further.items() if not seconds]
+            times = [f"{time_text(host.call)} for a step of one text on one device"]
+            times += [f"{time_text(seconds)} for each further {what}" for what, seconds in further.items() if seconds]
+            unknown = " or ".join(what for what, seconds in further.items() if not seconds)
             yield (
-                f"The host takes {', '.join([f'{time_text(host.call)} for a step of one text on one device', *times])}; "
-                "a step takes as long at least."
-                + f" No time was measured, and none is assumed, for each further {' or '.join(unknown)}."
-                * bool(unknown)
+                f"The host takes {', '.join(times)}; a step takes as long at least."
+                + f" No time was measured, and none is assumed, for each further {unknown}." * bool(unknown)
             )
     if rates:
         low, high = min(rates), max(rates)
