@@ -570,12 +570,15 @@ class CompiledModel:
         CacheError
             If pages run out; then no sequence has changed.
         """
-        calls = self._decode(slots, tokens)
-        copies = []
-        for call in calls:
-            if call.function not in self._token_copies:
-                self._token_copies[call.function] = CopiesToHost(call.tokens[0])
-            copies.append(self._token_copies[call.function].begin(call.tokens[0]))
+        calls, copies = self._decode(slots, tokens), []
+        try:
+            for call in calls:
+                if call.function not in self._token_copies:
+                    self._token_copies[call.function] = CopiesToHost(call.tokens[0])
+                copies.append(self._token_copies[call.function].begin(call.tokens[0]))
+        except BaseException:
+            self._undo_step(slots)
+            raise
         return CompiledDecodeStep(calls, copies, self._mask, self._mask_parts)
 
     def _decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> list[DecodeCall]:
@@ -602,11 +605,15 @@ class CompiledModel:
                 end = end_of_work(greedy[0].device) if self._moves_tokens else None
                 calls.append(DecodeCall(f"{kind}_{rows}", count, logits, greedy, end))
         except BaseException:
-            for slot, position in zip(reversed(slots), reversed(positions), strict=True):
-                with suppress(CacheError):  # a state that the failed call has changed
-                    self.cache.truncate(slot, position)
+            self._undo_step(slots)
             raise
         return calls
+
+    def _undo_step(self, slots: Sequence[int]) -> None:
+        """Remove a token of the sequence of each row of a failed step."""
+        for slot in slots:
+            with suppress(CacheError):  # a state that the failed call has changed
+                self.cache.truncate(slot, self.cache.length(slot) - 1)
 
     def token_cost(self, cached: int = 512, profile: bool = False, rounds: int = 8) -> TokenCost:
         """Cost of a decode step of the smallest batch, by parts of the model; it prints as a table.

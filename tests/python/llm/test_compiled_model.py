@@ -5,6 +5,7 @@ import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from relax_hetero.llm.speculation import StepTimes
 from relax_hetero.report.executable_report import report_of
 from relax_hetero.system import allowed_cpus
 from relax_hetero.vm.device import cuda_copies, host_copies
-from relax_hetero.vm.device.host_copies import JoinedColumns
+from relax_hetero.vm.device.host_copies import CopiesToHost, JoinedColumns
 from relax_hetero.vm.device.tensors import alias
 from relax_hetero.vm.device.threads import Threads
 from vm.fake_cuda import FakeCuda, FakeLibrary
@@ -193,6 +194,19 @@ def test_pages_come_back_from_a_call_that_failed(by_layers, monkeypatch):
     model.cache.truncate(slot, 20)
     np.testing.assert_allclose(model.decode([slot], TOKENS[20:21])[0], expected, atol=1e-5)
     model.cache.free(slot)
+
+
+@pytest.mark.parametrize("failing", [(CompiledModel, "_call"), (CopiesToHost, "begin")])
+def test_a_step_that_fails_changes_no_sequence(by_layers, failing, monkeypatch):
+    model, _ = by_layers
+    slots = [fill(model, TOKENS[:count]) for count in (64, 5)]
+    with monkeypatch.context() as patch:
+        patch.setattr(*failing, MagicMock(side_effect=RuntimeError("no pinned memory")))
+        with pytest.raises(RuntimeError, match="no pinned memory"):
+            model.begin_decode(slots, [1, 1])
+    assert [model.cache.length(slot) for slot in slots] == [64, 5]
+    for slot in slots:
+        model.cache.free(slot)
 
 
 def test_a_decode_that_is_refused_changes_no_sequence(by_layers):
