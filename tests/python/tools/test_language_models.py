@@ -419,7 +419,19 @@ def test_errors_of_replicas(options, message, two_gpus):
     assert result.exit_code in (1, 2) and message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_replicas_without_a_gpu(two_gpus, monkeypatch):
+def test_replicas_of_what_is_no_model(two_gpus, tmp_path):
+    """It is refused before Ray starts."""
+    (tmp_path / "other.gguf").write_bytes(b"other")
+    (tmp_path / "folder").mkdir()
+    for name, message in (("other.gguf", "found b'othe'"), ("folder", "expected a folder with config.json")):
+        result = invoke("serve", tmp_path / name, "--replicas", 2)
+        assert result.exit_code == 1 and message in " ".join(result.stderr.split()) and not two_gpus[1]
+    result = invoke("serve", two_gpus[0], "--replicas", "few")
+    assert result.exit_code == 2 and "'few' is not a number of replicas, or auto" in result.stderr
+
+
+@pytest.mark.parametrize("replicas", ["auto", 2])
+def test_replicas_without_a_gpu(replicas, two_gpus, monkeypatch):
     monkeypatch.setattr(type(backend_of("cuda")), "count", lambda self: 0)
-    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--replicas", "auto")
+    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--replicas", replicas)
     assert result.exit_code == 1 and "found no cuda device, expected one or more" in result.stderr
