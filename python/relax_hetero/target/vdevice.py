@@ -238,7 +238,8 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
             return vdevice
         raise VDeviceError(f"vdevice {name!r} has memory_scope {vdevice.memory_scope!r}; {_available(vdevices)}")
     if not candidates and vdevices:
-        remedy = "" if (hint := _hint(name, vdevices)) else f"; use one of these, or add {kind!r} to the list of devices"
+        hint = _hint(name, vdevices)
+        remedy = "" if hint else f"; use one of these, or add {kind!r} to the list of devices"
         raise VDeviceError(f"no vdevice of kind {kind!r} (asked for {name!r}){hint}; {_available(vdevices)}{remedy}")
     if not candidates:
         raise VDeviceError(f"no vdevice {name!r}{device_hint(name, device_kinds())}; {_available(vdevices)}")

@@ -35,7 +35,9 @@ _MAX_SPREAD = 1.15
 @click.option("--devices", type=click.IntRange(min=1), default=8, help="Devices of each host.")
 @click.option("--hosts", type=click.IntRange(min=1), default=1, help="Hosts, with as many devices each.")
 @click.option("--texts", type=click.IntRange(min=1), default=32, help="Texts that are generated at the same time.")
-@click.option("--context", type=click.IntRange(min=2), metavar="TOKENS", help="Tokens of a text; the default is that of chat.")
+@click.option(
+    "--context", type=click.IntRange(min=2), metavar="TOKENS", help="Tokens of a text; the default is that of chat."
+)
 @click.option(
     "--memory-limit", metavar="SIZE", help="Memory of a device, such as 80GiB; the default is that of this machine's."
 )

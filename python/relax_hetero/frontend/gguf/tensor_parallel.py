@@ -99,7 +99,8 @@ def split_caches(
                 remedy = "take fewer devices, or place"
             names = ", ".join(device_name(vdevices[device], vdevices) for device in mesh)
             raise FrontendError(
-                f"cache {index} of {model.name} has {problem}, which {names} share; {remedy} its layers on one device each"
+                f"cache {index} of {model.name} has {problem}, which {names} share; {remedy} its layers on one device "
+                "each"
             )
         caches += [replace(cache, kv_heads=cache.kv_heads // count)] * count
     return tuple(caches), tuple(len(mesh) or 1 for mesh in parts)
