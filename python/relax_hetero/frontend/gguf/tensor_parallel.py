@@ -93,15 +93,12 @@ def split_caches(
             heads = "heads of keys and values"
             if cache.state or cache.shared:
                 problem = f"{'a state' if cache.state else 'keys that are values'}, expected {heads}"
-                remedy = "place"
+                remedy = "place its layers on one device each"
             else:
                 problem = f"{cache.kv_heads} {heads}, expected a multiple of {count}"
-                remedy = "take fewer devices, or place"
+                remedy = "take fewer devices, or place its layers on one device each"
             names = ", ".join(device_name(vdevices[device], vdevices) for device in mesh)
-            raise FrontendError(
-                f"cache {index} of {model.name} has {problem}, which {names} share; {remedy} its layers on one device "
-                "each"
-            )
+            raise FrontendError(f"cache {index} of {model.name} has {problem}, which {names} share; {remedy}")
         caches += [replace(cache, kv_heads=cache.kv_heads // count)] * count
     return tuple(caches), tuple(len(mesh) or 1 for mesh in parts)
 
