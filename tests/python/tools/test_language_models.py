@@ -88,14 +88,17 @@ def test_seconds_of_parts(monkeypatch):
     """Packing is the time of the passes that pack; what comes from the cache has no other parts."""
     names = [step.name for step in pipeline_steps()]
     packing = names.index("FormQuantizedMatmuls") + 1
-    clock = iter([0.0, 1.0, 3.0, 7.0, 7.5, 8.0, 8.25])
+    clock = iter([0.0, 1.0, 3.0, 7.0, 7.5, 8.0, 8.5, 9.5, 9.75])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     parts = LoadingParts("a", console(stderr=True).status(""))
     for done in (1, packing - 1, packing, len(names)):
         parts("passes", done, len(names))
     parts("kernels", 9, 9)
+    for done in (1, 2):
+        parts("CUDA kernels", done, 2)
     parts.end()
-    assert parts.seconds == {"file": 1.0, "passes": 2.5, "packing": 4.0, "kernels": 0.5, "linking": 0.25}
+    first = {"file": 1.0, "passes": 2.5, "packing": 4.0}
+    assert parts.seconds == {**first, "kernels": 0.5, "CUDA kernels": 1.5, "linking": 0.25}
     clock = iter([0.0, 1.5])
     cached = LoadingParts("a", console(stderr=True).status(""))
     cached.end()
