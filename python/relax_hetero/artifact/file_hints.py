@@ -163,4 +163,4 @@ NO_LANGUAGE_MODEL = (
     "does not hold a language model; expected a folder with config.json and *.safetensors (Hugging Face), with an ONNX "
     "decoder, or with model.json (rh.llm.save)"
 )
-"""What is wrong with a folder that has none of them."""
+"""Error of a folder that has none of them, after its name."""

@@ -613,46 +613,22 @@ __device__ __forceinline__ void rh_all_reduce_long(
 
 @dataclass(frozen=True)
 class RowNorm:
-    """Norm of the rows of a sum, with a weight for each column: an RMS norm, or a layer norm, which adds a bias.
+    """Norm of the rows of a sum, with a weight for each column: an RMS norm, or a layer norm, which adds a bias."""
 
-    Attributes
-    ----------
-    eps : float
-        Number that is added to the mean of the squares.
-    dtype : str
-        Type of the result, float32 or float16.
-    is_centered : bool
-        True for a layer norm.
-    """
-
-    eps: float
-    dtype: str
-    is_centered: bool = False
+    eps: float  # number that is added to the mean of the squares
+    dtype: str  # type of the result, float32 or float16
+    is_centered: bool = False  # whether it is a layer norm
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce of float32, the same on all GPUs.
+    """An all-reduce of float32, the same on all GPUs."""
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of the operand.
-    ranks : int
-        Number of GPUs.
-    norm : RowNorm or None
-        Norm of the sum's rows.
-    has_residual : bool
-        True if each GPU adds its part of a residual to its part of the rows; only for long operands.
-    is_residual_whole : bool
-        True if each GPU has all of the residual, not its part alone.
-    """
-
-    shape: tuple[int, ...]
-    ranks: int
-    norm: RowNorm | None = None
-    has_residual: bool = False
-    is_residual_whole: bool = False
+    shape: tuple[int, ...]  # shape of the operand
+    ranks: int  # number of GPUs
+    norm: RowNorm | None = None  # norm of the sum's rows
+    has_residual: bool = False  # whether each GPU adds its part of a residual to its rows; only for long operands
+    is_residual_whole: bool = False  # whether each GPU has all of the residual, not its part alone
 
     @property
     def count(self) -> int:
@@ -735,27 +711,14 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class RankReduce:
-    """The part of a GPU in an all-reduce.
-
-    Attributes
-    ----------
-    reduce : AllReduce
-    rank : int
-        Number of this GPU among the GPUs.
-    keeps_sum : bool
-        True if there is a second result, the sum, beside that of the norm.
-    slot, slot_bytes : int
-        Slot of the GPUs' memory, see `slots_of`, and bytes of a slot for each GPU, at least `AllReduce.slot_bytes`.
-    why : str
-        Reason why NCCL sums; empty for kernels that write to the memory of other GPUs.
-    """
+    """The part of a GPU in an all-reduce."""
 
     reduce: AllReduce
-    rank: int
-    keeps_sum: bool
-    slot: int = 0
-    slot_bytes: int = 0
-    why: str = ""
+    rank: int  # number of this GPU among the GPUs
+    keeps_sum: bool  # whether there is a second result, the sum, beside that of the norm
+    slot: int = 0  # slot of the GPUs' memory, see `slots_of`
+    slot_bytes: int = 0  # bytes of a slot for each GPU, at least `AllReduce.slot_bytes`
+    why: str = ""  # reason why NCCL sums; empty for kernels that write to the memory of other GPUs
 
     @property
     def sent(self) -> SentSum | None:
@@ -826,7 +789,6 @@ def all_reduce_kernel(
 
     Parameters
     ----------
-    reduce : AllReduce
     rank : int
         Number of this GPU among the GPUs.
     slot : int
@@ -960,7 +922,6 @@ def send_tile(
 
     Parameters
     ----------
-    sent : SentSum
     shape : tuple of int
         Rows and columns of the operand of the sum.
     pointers : tuple of PrimExpr
@@ -984,7 +945,6 @@ def word_places(sent: SentSum, addresses: tirx.Buffer) -> list[tirx.PrimExpr]:
 
     Parameters
     ----------
-    sent : SentSum
     addresses : tirx.Buffer
         Addresses of all GPUs' memory.
     """
