@@ -400,3 +400,10 @@ def test_a_file_that_is_none_is_refused(invoke, tmp_path):
     result = invoke("explain", path, *ON_BOTH, "--memory-limit", "cuda=24GiB")
     assert result.exit_code == 1
     assert "expected it to begin with b'GGUF', found b'noth'" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_a_language_model_is_not_called_as_one_function(command, invoke, large):
+    """It is refused before it is compiled, which would take minutes."""
+    result = invoke(command, large)
+    assert result.exit_code == 2 and "which chat and serve run" in " ".join(result.output.replace("│", " ").split())

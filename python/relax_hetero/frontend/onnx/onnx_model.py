@@ -293,7 +293,8 @@ def _parse(data: bytes, what: str, hint: str = "") -> onnx.ModelProto:
     try:
         proto = onnx.load_model_from_string(data)
     except Exception as error:  # depends on the version of protobuf
-        raise FrontendError(f"{what} is not an ONNX model{hint or f': {_first_line(error)}'}") from error
+        reason = f"it is {hint.removeprefix(', ')}" if hint else _first_line(error)
+        raise FrontendError(f"{what} is not an ONNX model: {reason}") from error
     if not proto.HasField("graph"):
         raise FrontendError(f"{what} is not an ONNX model: it has no graph ({len(data)} bytes)")
     return proto
