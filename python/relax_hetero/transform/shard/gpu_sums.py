@@ -18,8 +18,8 @@ After, for a long one, of which each GPU adds and keeps a part of the rows::
 
 A residual of the first long sum that all GPUs have is an operand of its kernels, too: each adds its part of the rows.
 
-If a row of the sum is taken, too, such as that whose logits a prefill returns, the GPU that keeps it has the row, and
-the others zeros, as parts of the next sum.
+If a row of the sum is taken after it, such as that whose logits a prefill returns, the GPU that keeps it has the row,
+and the others zeros, as parts of the next sum.
 """
 
 from __future__ import annotations
