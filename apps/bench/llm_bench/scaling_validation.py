@@ -5,16 +5,23 @@ python apps/bench/llm_bench/scaling_validation.py --vdevice cuda --shape 8b --la
 
 `relax-hetero scale --measure` simulates: some layers are timed on one device, all other times follow from them. Each
 arrangement is loaded by `rh.llm.load`, and called as an engine calls it. All are timed in turns.
+
+Virtual machines change their speed: cores that read memory at the same time do so at one of several rates. So that is
+measured right before and after each turn, which is compared with the simulation at these rates, and does not count if
+that has changed meanwhile.
 """
 
 from __future__ import annotations
 
 import gc
+import math
+import random
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,19 +31,23 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bars import Check, simulated_time  # noqa: E402
 from smoke import smoke  # noqa: E402
-from turns import take_turns  # noqa: E402
+from turns import Timing, take_turn, wait_until_idle  # noqa: E402
 
 from llm_bench import random_gguf  # noqa: E402
 from llm_bench.loaded_model import LoadedModel  # noqa: E402
 from llm_bench.random_gguf import SHAPES, write_gguf  # noqa: E402
 from relax_hetero.frontend import LinkCost, PagedCache  # noqa: E402
+from relax_hetero.frontend.auto.measure_devices import SharedBandwidth  # noqa: E402
 from relax_hetero.frontend.gguf.choose_rules import rules_of  # noqa: E402
 from relax_hetero.frontend.gguf.hyperparameters import hyperparameters_of  # noqa: E402
 from relax_hetero.frontend.gguf.place_layers import LayerProblem  # noqa: E402
-from relax_hetero.frontend.gguf.scaling import Pipeline, can_share  # noqa: E402
+from relax_hetero.frontend.gguf.scaling import Fleet, Pipeline, can_share  # noqa: E402
 from relax_hetero.frontend.language_model_files import read_language_model  # noqa: E402
 from relax_hetero.llm.calibrate import STEPS, calibrate  # noqa: E402
 from relax_hetero.tools.scale import fleet_of  # noqa: E402
+
+STEADY = 1.1
+"""Longer over shorter simulated time at the rates before and after a turn that counts."""
 
 
 @dataclass(frozen=True)
@@ -101,41 +112,104 @@ def main(
         sizes = hyperparameters_of(file)
         vdevices, costs, fleet = fleet_of(device, 1, 2 * devices, LinkCost(1e9, 1e-3), measure=True)
         cache = PagedCache(counts, (chunk,), max(counts), max(context, chunk) + 64)
-        calibration = calibrate(file, cache, vdevices[0], costs, max(counts))
+        calibration = calibrate(file, cache, vdevices, costs, max(counts))
         problem = LayerProblem(file, sizes, cache, vdevices[:1], costs, {})
         print(f"{fleet}\n{calibration}", flush=True)
+        shared = SharedBandwidth.of(vdevices[0])
         calls: dict[str, Callable[[], object]] = {}
-        expected: dict[str, float] = {}
+        expected: dict[str, Callable[[float], float]] = {}
         for case in cases(devices, is_gpu):
             if (case.tensor > 1 and not can_share(sizes, case.tensor)) or not any(
                 text in str(case) for text in only or ("",)
             ):
                 continue
             own_fleet = replace(fleet, devices=case.tensor * case.stages * case.replicas)
-            simulated = Pipeline(
-                problem.search.parts, sizes, costs, own_fleet, case.tensor, case.stages, case.replicas, calibration
-            )
-            loaded = _load(case, path, device, simulated, cache, counts, chunk, context)
+
+            def simulated(rate: float, case: Case = case, fleet: Fleet = own_fleet) -> Pipeline:
+                groups = replace(fleet, shared_bandwidth=rate), case.tensor, case.stages, case.replicas
+                return Pipeline(problem.search.parts, sizes, costs, *groups, calibration)
+
+            loaded = _load(case, path, device, simulated(fleet.shared_bandwidth), counts, chunk, context)
             for texts in counts:
                 if texts % case.calls:
                     continue
                 name = f"{case}: decode {texts}"
                 calls[name] = _together([each.step(texts) for each in loaded])
-                expected[name] = simulated.decode(texts, context, texts // case.calls)[0] * STEPS
+                expected[name] = partial(_decode_seconds, simulated, texts, context, texts // case.calls)
             if case.calls == 1:
                 calls[f"{case}: prefill"] = _together([each.prefill(chunk) for each in loaded])
-                expected[f"{case}: prefill"] = simulated.prefill(chunk, chunk)
+                expected[f"{case}: prefill"] = lambda rate, of=simulated: of(rate).prefill(chunk, chunk)
             print(f"{case}: loaded in {max(each.seconds for each in loaded):.1f} s", flush=True)
         for call in calls.values():
             call()
-        timings = take_turns(calls, rounds)
-        for name, timing in timings.items():
-            steps = 1 if "prefill" in name else STEPS
-            checks.append(simulated_time(name, timing.median / steps, expected[name] / steps))
+        gc.disable()
+        turns, rates = _turns(calls, rounds, shared)
+        if rates:
+            low, high = min(rates) / 1e9, max(rates) / 1e9
+            print(
+                f"devices read {low:.1f} to {high:.1f} GB/s each at the same time, in {len(rates)} probes", flush=True
+            )
+        for name, each in turns.items():
+            checks.append(_check(name, each, expected[name]))
         calls.clear()
         gc.collect()
     if not all(check.passed for check in checks):
         raise SystemExit(1)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Timed calls of an arrangement.
+
+    Attributes
+    ----------
+    seconds : float
+        Median time of a call.
+    before, after : float
+        `SharedBandwidth.measure` right before and after.
+    """
+
+    seconds: float
+    before: float
+    after: float
+
+
+def _turns(
+    calls: dict[str, Callable[[], object]], rounds: int, shared: SharedBandwidth | None
+) -> tuple[dict[str, list[Turn]], list[float]]:
+    """Turns of each call, whose order changes from round to round, and all measured rates."""
+    turns: dict[str, list[Turn]] = {name: [] for name in calls}
+    order, shuffle, rates = list(calls), random.Random(0), []
+    for _ in range(rounds):
+        shuffle.shuffle(order)
+        for name in order:
+            before = math.inf if shared is None else shared.measure()
+            wait_until_idle()
+            take_turn(calls[name], timing := Timing())
+            after = math.inf if shared is None else shared.measure()
+            turns[name].append(Turn(timing.median, before, after))
+            rates += [] if shared is None else [before, after]
+    return turns, rates
+
+
+def _check(name: str, turns: list[Turn], expected: Callable[[float], float]) -> Check:
+    """The verdict on the median of simulated over measured times, of turns before and after which the first agree."""
+    times = []
+    for turn in turns:
+        before, after = expected(turn.before), expected(turn.after)
+        if max(before, after) <= STEADY * min(before, after):
+            times.append(((before + after) / 2, turn.seconds))
+    if len(times) < len(turns):
+        print(f"{name}: {len(turns) - len(times)} of {len(turns)} turns do not count: the machine changed its speed")
+    steps = 1 if "prefill" in name else STEPS
+    times = times or [(math.nan, turns[0].seconds)]
+    simulated, measured = sorted(times, key=lambda pair: pair[0] / pair[1])[len(times) // 2]
+    return simulated_time(name, measured / steps, simulated / steps)
+
+
+def _decode_seconds(simulated: Callable[[float], Pipeline], texts: int, context: int, batch: int, rate: float) -> float:
+    """Simulated time of `STEPS` steps."""
+    return simulated(rate).decode(texts, context, batch)[0] * STEPS
 
 
 def _load(
@@ -143,7 +217,6 @@ def _load(
     path: Path,
     device: Any,
     simulated: Pipeline,
-    cache: PagedCache,
     counts: tuple[int, ...],
     chunk: int,
     context: int,
@@ -151,7 +224,7 @@ def _load(
     """The replicas; stages have the layers of the simulated ones."""
     batches = tuple(sorted({-(-texts // case.calls) for texts in counts}))
     own: Any = [device] * (case.tensor * case.stages)
-    rules = rules_of(simulated, cache) if case.stages * case.tensor > 1 else None
+    rules = rules_of(simulated) if case.stages * case.tensor > 1 else None
     loaded = []
     for replica in range(case.replicas):
         if case.replicas > 1 and isinstance(device, str):

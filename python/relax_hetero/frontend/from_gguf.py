@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Literal
 import tvm
 
 from ..errors import EncoderError, FrontendError
+from ..target.backend import backend_of
+from ..target.hosts import hosts_of
 from ..target.mesh import mesh_positions
 from ..target.vdevice import lookup
 from ..transform.ir.remarks import with_remarks
@@ -195,6 +197,8 @@ def from_gguf(
         return mod
     if any(meshes):
         split_caches(model, split.rules, devices)  # checks heads
+    is_on_gpus = not hosts_of(devices) and all(backend_of(device.target).records_graphs for device in devices)
+    if any(meshes) or (is_on_gpus and not count_experts):
         mod = with_split_parameters(mod, model, types, devices)
     return _placed(mod, devices, placement or {}, split, streams)
 

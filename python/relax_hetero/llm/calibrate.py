@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..errors import CacheError
+from ..vm.device.cuda_copies import has_peer_access
 from .compiled_model import CompiledModel
 from .model_loader import compile_layers
 
@@ -41,17 +42,22 @@ _MIN_SECONDS, _MAX_SECONDS, _MIN_CALLS = 0.5, 5.0, 3
 """Time of the measured calls, unless one call takes longer; and their number, unless they take too long."""
 
 
-def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostModel, texts: int) -> Calibration:
+def calibrate(
+    file: GgufFile, cache: PagedCache, vdevices: Sequence[VDevice], costs: CostModel, texts: int
+) -> Calibration:
     """Measure a model on one device of this machine; takes a minute, or more for a large one.
+
+    The host's time for two GPUs is measured, too, if they are in this machine.
 
     Parameters
     ----------
     file : GgufFile
     cache : PagedCache
         For its chunks and context.
-    vdevice : VDevice
+    vdevices : sequence of VDevice
+        Equal devices.
     costs : CostModel
-        Cost model of the device, which the result corrects.
+        Cost model of the first device, which the result corrects.
     texts : int
         Maximum number of texts of a decode step; more than 32 are not measured.
 
@@ -60,9 +66,10 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     HeteroError
         If the device is not in this machine, or the layers cannot be compiled.
     """
+    from ..frontend.auto.measure_devices import are_present
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.place_layers import LayerProblem
-    from ..frontend.gguf.scaling import Calibration, Fleet, Pipeline
+    from ..frontend.gguf.scaling import Calibration, Fleet, HostTime, Pipeline
 
     chunk = min(max(cache.chunks), cache.context)
     short, long = min(_MIN_CACHED, chunk // 2), min(chunk - 1, cache.context // 2)
@@ -71,7 +78,8 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
     layers = _measured_layers(file, model)
     if model.shared_caches:
         layers = model.layers  # later ones read the cache of earlier ones
-    measured = compile_layers(file, vdevice, layers, batches, (chunk,), max(cache.context, chunk + STEPS))
+    part, alone = file.first_layers(layers), vdevices[:1]
+    measured = compile_layers(part, alone, None, batches, (chunk,), max(cache.context, chunk + STEPS))
     # Texts differ, as they then choose different experts.
     tokens = np.random.default_rng(0).integers(0, measured.vocabulary, (max(batches), chunk)).astype("int32")
     slots = [measured.cache.add() for _ in tokens]
@@ -82,21 +90,77 @@ def calibrate(file: GgufFile, cache: PagedCache, vdevice: VDevice, costs: CostMo
         rewind = partial(_rewind, measured, slots[:rows], tokens, cached)
         return _seconds(decode_steps(measured, slots[:rows], tokens[:rows, -1].tolist(), cached), rewind) / STEPS
 
-    part = file.first_layers(layers)
     model = hyperparameters_of(part)
     own_cache = replace(cache, batches=batches, chunks=(chunk,), slots=max(batches))
-    problem = LayerProblem(part, model, own_cache, [vdevice], costs, {})
-    alone = Pipeline(problem.search.parts, model, costs, Fleet.of_vdevices([vdevice], costs), 1, 1)
+    parts = LayerProblem(part, model, own_cache, alone, costs, {}).search.parts
+    one = Pipeline(parts, model, costs, Fleet.of_vdevices(alone, costs), 1, 1)
     longest = step_seconds(batches[-1], long)  # before shorter ones, as `truncate` removes tokens
     steps = {rows: step_seconds(rows, short) for rows in batches}
-    expected, expected_longest = (alone.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
+    expected, expected_longest = (one.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
     added, expected_added = longest - steps[batches[-1]], expected_longest - expected
     ratio = steps[batches[-1]] / expected
     if expected_added > 0 and max(added / longest, expected_added / expected) > _MIN_DIFFERENCE:
         ratio = max(added, 0.0) / expected_added
-    decode = {rows: seconds / alone.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
-    prefill = _seconds(prompt(measured, slots[0], tokens[0])) / alone.prefill(chunk, chunk)
-    return Calibration(decode, ratio, prefill)
+    decode = {rows: seconds / one.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
+    host = None
+    if measured.looks_ahead:
+        few, many = (
+            _host_seconds(measured, slots[:rows], partial(_rewind, measured, slots[:rows], tokens, short))
+            for rows in (1, batches[-1])
+        )
+        has_two = len(vdevices) > 1 and are_present(vdevices[:2])
+        further = _further_host_seconds(file, cache, vdevices[:2], costs, few) if has_two else {}
+        host = HostTime(few, max(many - few, 0.0) / max(batches[-1] - 1, 1), **further)
+    prefill = _seconds(prompt(measured, slots[0], tokens[0])) / one.prefill(chunk, chunk)
+    return Calibration(decode, ratio, prefill, host)
+
+
+def _host_seconds(model: CompiledModel, slots: Sequence[int], rewind: Callable[[], object]) -> float:
+    """Time in which the host begins a step, and takes tokens that are there, as in `decode_steps`."""
+    times: list[float] = []
+    for _ in range(2):  # the first steps make graphs
+        times.clear()
+        rewind()
+        step = model.begin_decode(slots, [0] * len(slots))
+        for _ in range(STEPS - 1):
+            begin = time.perf_counter()
+            ahead = model.begin_decode(slots, step)
+            begun = time.perf_counter()
+            for device in model.machine.devices:
+                device.sync()
+            ended = time.perf_counter()
+            step.tokens()
+            times.append(time.perf_counter() - ended + begun - begin)
+            step = ahead
+        step.tokens()
+    return float(np.mean(times))
+
+
+def _further_host_seconds(
+    file: GgufFile, cache: PagedCache, vdevices: Sequence[VDevice], costs: CostModel, alone: float
+) -> dict[str, float]:
+    """Time of the host for two GPUs besides that for one: those of a group, and stages, as far as they are possible."""
+    from ..frontend.gguf.choose_rules import rules_of
+    from ..frontend.gguf.hyperparameters import hyperparameters_of
+    from ..frontend.gguf.place_layers import LayerProblem
+    from ..frontend.gguf.scaling import Fleet, Pipeline, can_share, max_stages
+
+    model = hyperparameters_of(file)
+    part = file if model.shared_caches else file.first_layers(min(model.layers, _MIN_LAYERS))
+    model = hyperparameters_of(part)
+    cache = replace(cache, batches=(1,), chunks=(_MIN_CACHED,), slots=1)
+    parts = LayerProblem(part, model, cache, vdevices[:1], costs, {}).search.parts
+    gpus = [int(vdevice.vdevice_id) for vdevice in vdevices]
+    further = {}
+    for name, tensor, stages in ("device", 2, 1), ("stage", 1, 2):
+        reaches = tensor == 1 or (can_share(model, tensor) and all(map(has_peer_access, gpus, reversed(gpus))))
+        if not reaches or stages > max_stages(model):
+            continue
+        groups = Pipeline(parts, model, costs, Fleet.of_vdevices(vdevices, costs), tensor, stages)
+        two = compile_layers(part, vdevices, rules_of(groups), (1,), (_MIN_CACHED,), 2 * STEPS)
+        slot = two.cache.add()
+        further[name] = max(0.0, _host_seconds(two, [slot], partial(two.cache.truncate, slot, 0)) - alone)
+    return further
 
 
 def _measured_layers(file: GgufFile, model: Hyperparameters) -> int:

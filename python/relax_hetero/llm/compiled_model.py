@@ -13,19 +13,21 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from math import prod
-from typing import Any, NamedTuple, TypeAlias, cast
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from tvm import runtime
 
 from ..artifact.collectives import ASKED_FOR
 from ..artifact.metadata import device_names
-from ..artifact.signature import TensorSpec
+from ..artifact.signature import TensorSpec, ValueSpec
 from ..encoding.pages import EXPERT_COUNTS, TABLES
 from ..encoding.token_masks import MASKED_TOKENS
 from ..errors import BindingError, CacheError, HeteroError
 from ..target.backend import backend_of_device
 from ..vm import VirtualMachine
+from ..vm.device.cuda_copies import copy_after, end_of_work
+from ..vm.device.cuda_streams import Event
 from ..vm.device.host_copies import CopiesToHost, EarlyCopies, JoinedColumns
 from ..vm.device.nccl import load_nccl
 from ..vm.device.nccl_memory import TIMEOUT_SECONDS
@@ -149,11 +151,12 @@ class IntegerInputs:
         for index, copies in (turn.copies_with_tables if is_new else turn.copies).items():
             self._early_copies[index].send(copies)
 
-    def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int) -> None:
-        """Copy the first `count` tokens from devices that have them, in order with their work, after `send`.
+    def copy_tokens(self, copies: Sequence[runtime.Tensor], count: int, end: Event | None = None) -> None:
+        """Copy the first `count` tokens from devices that have them, in order with the targets' work, after `send`.
 
-        Each device takes its own copy of the tokens, if it has one, else the first. All calls have copies of the same
-        devices, those of the model's decode functions.
+        Each device takes its own copy of the tokens, if it has one, else the first. From another GPU it takes that
+        after `end`, the end of the call that computes it. All calls have copies of the same devices, those of the
+        model's decode functions.
         """
         turn = self._turns[self.turn]
         if turn.token_copies is None:
@@ -165,7 +168,10 @@ class IntegerInputs:
                 continue
             if count < len(self.arrays["tokens"]):
                 source, target = (part_of(tensor, (count,), "int32", 0) for tensor in (source, target))
-            copy_into(source, target, wait=False)
+            if end is None or is_host(target.device):
+                copy_into(source, target, wait=False)
+            else:
+                copy_after(source, target, end)
 
 
 class _DeviceInputs:
@@ -183,6 +189,11 @@ class _DeviceInputs:
 def _plain_name(name: str) -> str:
     """Name of an input without the number of the device that has a copy."""
     return name.partition("@")[0]
+
+
+def _devices_of(specs: Sequence[ValueSpec], name: str) -> set[int]:
+    """Devices that have a copy, or a part, of an input or result."""
+    return {spec.device for spec in specs if isinstance(spec, TensorSpec) and _plain_name(spec.name) == name}
 
 
 def _token_copy(
@@ -208,12 +219,15 @@ class DecodeCall(NamedTuple):
         Logits, (rows, vocabulary); those of each device of a mesh, in order.
     tokens : sequence of tvm.runtime.Tensor
         Greedy tokens, (rows,); each device of a mesh of GPUs has a copy.
+    end : Event or None
+        End of the call on the GPU of the first tokens, if another GPU reads them in the next step.
     """
 
     function: str
     sequences: int
     logits: Sequence[runtime.Tensor]
     tokens: Sequence[runtime.Tensor]
+    end: Event | None
 
 
 class CompiledDecodeStep:
@@ -287,8 +301,8 @@ _NO_SEQUENCE = -1
 
 _Integers: TypeAlias = "Sequence[int] | np.ndarray"
 
-_Tokens: TypeAlias = "_Integers | Sequence[runtime.Tensor]"
-"""Tokens of a call: numbers, or copies of the greedy tokens of the step before on the devices of a mesh."""
+_Tokens: TypeAlias = "_Integers | DecodeCall"
+"""Tokens of a call: numbers, or the call of the step before for its greedy tokens."""
 
 
 class CompiledModel:
@@ -382,9 +396,12 @@ class CompiledModel:
         self._prepared_calls: dict[tuple[str, int], Callable[[], Any]] = {}
         self._logits: dict[str, JoinedColumns] = {}
         self._token_copies: dict[str, CopiesToHost] = {}
-        outputs = executable.signature(f"decode_{self._batches[0]}").outputs
-        is_logits = [isinstance(spec, TensorSpec) and _plain_name(spec.name) == "logits" for spec in outputs]
-        self._logit_parts = sum(is_logits)
+        signature = executable.signature(f"decode_{self._batches[0]}")
+        self._logit_parts = len(_devices_of(signature.outputs, "logits"))
+        # Whether a device takes greedy tokens of another one.
+        self._moves_tokens = bool(
+            _devices_of(signature.inputs, "tokens") - _devices_of(signature.outputs, "greedy_tokens")
+        )
         self.machine = VirtualMachine(executable, **self._machine_options)
         executable.release_host_copies()
         self._executable = executable
@@ -579,10 +596,11 @@ class CompiledModel:
                 batch = slice(begin, min(begin + sizes[-1], len(slots)))
                 count = batch.stop - batch.start
                 rows = next(rows for rows in sizes if rows >= count)
-                fed = tokens.calls[len(calls)].tokens if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
+                fed = tokens.calls[len(calls)] if isinstance(tokens, CompiledDecodeStep) else tokens[batch]
                 results = self._call(f"{kind}_{rows}", fed, positions[batch], slots[batch], 0)
-                parts = self._logit_parts
-                calls.append(DecodeCall(f"{kind}_{rows}", count, results[:parts], results[parts:]))
+                logits, greedy = results[: self._logit_parts], results[self._logit_parts :]
+                end = end_of_work(greedy[0].device) if self._moves_tokens else None
+                calls.append(DecodeCall(f"{kind}_{rows}", count, logits, greedy, end))
         except BaseException:
             for slot, position in zip(reversed(slots), reversed(positions), strict=True):
                 with suppress(CacheError):  # a state that the failed call has changed
@@ -723,12 +741,11 @@ class CompiledModel:
         integers.write_rows(slots, positions)
         if "last" in integers.arrays:
             integers.arrays["last"][:] = last
-        is_fed = isinstance(tokens[0], runtime.Tensor)
-        if not is_fed:
+        if not isinstance(tokens, DecodeCall):
             integers.arrays["tokens"][: len(slots)] = tokens
         integers.send(self.cache.tables, self.cache.tables_version)
-        if is_fed:
-            integers.copy_tokens(cast("Sequence[runtime.Tensor]", tokens), len(slots))
+        if isinstance(tokens, DecodeCall):
+            integers.copy_tokens(tokens.tokens, len(slots), tokens.end)
         return integers
 
     def _call(

@@ -384,29 +384,31 @@ def _description(
 
 
 def compile_layers(
-    file: GgufFile, vdevice: VDevice, layers: int, batches: Sequence[int], chunks: Sequence[int], context: int
+    file: GgufFile,
+    vdevices: Sequence[VDevice],
+    placement: PlacementRules | None,
+    batches: Sequence[int],
+    chunks: Sequence[int],
+    context: int,
 ) -> CompiledModel:
-    """Compile the first layers of a model for one device, to measure it.
+    """Compile a file, such as the first layers of a model, to measure devices.
 
     Parameters
     ----------
     file : GgufFile
-    vdevice : VDevice
-    layers : int
-        Number of layers.
-    batches, chunks, context
+    vdevices, placement, batches, chunks, context
         As for `load`.
     """
     from ..frontend.gguf.hyperparameters import hyperparameters_of
+    from ..frontend.gguf.tensor_parallel import split_caches
 
-    file = file.first_layers(layers)
-    model, is_invariant = hyperparameters_of(file), is_batch_invariant(vdevice.target)
+    model, is_invariant = hyperparameters_of(file), is_batch_invariant(vdevices[0].target)
     options = {"batches": tuple(batches), "chunks": tuple(chunks), "slots": max(batches), "page_type": "float16"}
     options |= {"context": model.compiled_context(context), "verify_rows": 0}
-    donated = [f"pages_{index}" for index in range(len(model.caches))]
-    executable = _Compilation(file, (), True, [vdevice], None, options, donated, "auto").compile(None)
-    caches = tuple(model.caches)
-    return CompiledModel(executable, _description(file, model, options, context, caches, (), is_invariant))
+    caches, parts = split_caches(model, placement or {}, vdevices)
+    donated = [f"pages_{index}" for index in range(len(caches))]
+    executable = _Compilation(file, (), True, list(vdevices), placement, options, donated, "auto").compile(None)
+    return CompiledModel(executable, _description(file, model, options, context, caches, parts, is_invariant))
 
 
 def _chosen_rules(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
+from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,6 +23,10 @@ if TYPE_CHECKING:
 
 _SHOWN = 12
 """Arrangements in the table; --json has all."""
+_PROBES = 4
+"""Measurements of memory that devices share, before that of the model, and after."""
+_MAX_SPREAD = 1.15
+"""Highest over lowest of them; a machine beyond it changes its speed."""
 
 
 @command("scale")
@@ -71,6 +76,7 @@ def scale_command(
     """
     from ..frontend.auto.auto_placement import memory_limits
     from ..frontend.auto.cost_model import LinkCost
+    from ..frontend.auto.measure_devices import SharedBandwidth
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.scaling import arrangements
     from ..frontend.language_model_files import read_language_model
@@ -84,21 +90,27 @@ def scale_command(
     rate, latency = network or (NETWORK_BYTES_PER_SECOND / 1e9, NETWORK_LATENCY_SECONDS * 1e6)
     with console(stderr=True).status("Measuring the devices"):
         vdevices, costs, fleet = fleet_of(vdevice, hosts, devices, LinkCost(rate * 1e9, latency * 1e-6), measure)
+        shared = SharedBandwidth.of(vdevices[0]) if measure else None
+        rates = [] if shared is None else [shared.measure() for _ in range(_PROBES)]
     cache = default_cache(sizes, vdevices[:1], context, texts)
     calibration = None
     if measure:
         from ..llm.calibrate import calibrate
 
         with console(stderr=True).status(f"Measuring layers of {model.name}"):
-            calibration = calibrate(file, cache, vdevices[0], costs, texts)
+            calibration = calibrate(file, cache, vdevices, costs, texts)
+            rates += [] if shared is None else [shared.measure() for _ in range(_PROBES)]
+    if rates:  # those that are stored may be of another time
+        fleet = replace(fleet, shared_bandwidth=median(rates))
     limit = memory_limits(memory_limit, vdevices[:1]).get(0)
     fitting = arrangements(file, sizes, cache, vdevices[0], costs, fleet, texts, limit, calibration)
     if as_json:
         measured = None if calibration is None else asdict(calibration)
         rows = [each.to_json() for each in fitting]
-        print_json({"figures": costs.figures, "measured_over_expected": measured, "arrangements": rows})
+        figures = {"figures": costs.figures, "measured_over_expected": measured, "shared_bandwidths": rates}
+        print_json({**figures, "arrangements": rows})
     else:
-        show(_tables(fitting, model.name, costs, fleet, calibration))
+        show(_tables(fitting, model.name, costs, fleet, calibration, rates))
 
 
 def fleet_of(
@@ -123,7 +135,12 @@ def fleet_of(
 
 
 def _tables(
-    fitting: list[Arrangement], name: str, costs: CostModel, fleet: Fleet, calibration: Calibration | None
+    fitting: list[Arrangement],
+    name: str,
+    costs: CostModel,
+    fleet: Fleet,
+    calibration: Calibration | None,
+    rates: list[float],
 ) -> Any:
     columns = ["tensor", "stages", "replicas", "tokens/s", "a token", "prompt", "memory", "busy", "exchanges of a step"]
     rows = [
@@ -163,4 +180,19 @@ def _tables(
             f"Estimates are corrected by layers that were measured: decode steps {', '.join(ratios)}, "
             f"those of cached tokens {calibration.cached:.2f}, prefill {calibration.prefill:.2f} of the times that are "
             "expected of their parts."
+        )
+        if calibration.host is not None:
+            yield (
+                f"The host takes {time_text(calibration.host.call)} for a step of one text on one device, "
+                f"{time_text(calibration.host.text)} for each further text, {time_text(calibration.host.device)} for "
+                f"each further device of a group, and {time_text(calibration.host.stage)} for each further stage; a "
+                "step takes as long at least."
+            )
+    if rates:
+        low, high = min(rates), max(rates)
+        yield (
+            f"Devices that work at the same time read {median(rates) / 1e9:.1f} GB/s each, {low / 1e9:.1f} to "
+            f"{high / 1e9:.1f} in {len(rates)} measurements."
+            + " This machine changes its speed, so repeat the command: estimates of several devices are as uncertain."
+            * (high > _MAX_SPREAD * low)
         )

@@ -489,7 +489,7 @@ def test_a_language_model_has_the_tokens_of_one_gpu(name, types, tmp_path):
 
 
 def test_calls_of_stages_follow_each_other(tmp_path):
-    """A step of four texts in two calls of two: the second one begins while the first is on the other GPU."""
+    """A step of four texts in two calls of two, each from stage to stage, has the tokens of one GPU."""
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
     options = {"batches": (2,), "chunks": (16,), "slots": 4, "context": 64, "background": False}
     stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "*": "cuda:0"}
@@ -510,11 +510,12 @@ def test_calls_of_stages_follow_each_other(tmp_path):
 
 
 def test_layers_are_measured(tmp_path):
-    """On one GPU, for each number of texts, with rates that were measured."""
+    """On one GPU, for each number of texts, with rates that were measured; and the host's time for two."""
     path = write_gguf(tmp_path / "model.gguf", MODELS["llama"], "F16")
     vdevices, costs, _ = fleet_of("cuda", 1, 2, LinkCost(1e9, 1e-3), measure=True)
-    measured = calibrate(read_gguf(path), PagedCache((4,), (32,), 4, 64), vdevices[0], costs, 4)
+    measured = calibrate(read_gguf(path), PagedCache((4,), (32,), 4, 64), vdevices, costs, 4)
     assert set(measured.decode) == {1, 2, 4} and measured.prefill > 0 and costs.figures != "tables"
+    assert 0 < measured.host.call < measured.host.seconds(4, 1, 2)
 
 
 def test_both_gpus_gather_a_small_value():

@@ -284,6 +284,29 @@ def test_a_step_of_two_gpus_makes_two_copies_for_each(cuda):
     np.testing.assert_array_equal(tokens, [[7, 7, 7, 0], [8, 8, 8, 0]])
 
 
+def test_a_call_takes_tokens_of_another_gpu_before_later_work_of_that_ends(cuda):
+    """Stages would otherwise wait for the last stage of a step's last call. The tokens stay until they are copied."""
+    specs = [TensorSpec(name, (4,), "int32", device=0) for name in ("tokens", "positions", "sequences")]
+    inputs, streams = compiled_model.IntegerInputs(specs, [tvm.cuda(0)], 64), (501, 502)
+    cuda.streams |= {stream: [] for stream in streams}
+    result = alias(tvm.runtime.tensor(np.zeros(4, "int32")), tvm.cuda(1))
+    values = np.from_dlpack(alias(result, tvm.cpu(0)))
+    with tvm_ffi.use_raw_stream(tvm.cuda(0), streams[0]), tvm_ffi.use_raw_stream(tvm.cuda(1), streams[1]):
+        for step in range(3):
+            inputs.write_rows([0, 1, 2], [5, 6, 7])
+            inputs.send({}, 0)
+            cuda._push(streams[1], partial(values.fill, 7 + step))
+            end, ended = cuda_copies.end_of_work(tvm.cuda(1)), []
+            cuda._push(streams[1], partial(ended.append, "other call"))
+            inputs.copy_tokens([result], 3, end)
+            cuda._push(streams[1], partial(values.fill, -1))  # the memory has another use
+            tokens = np.from_dlpack(alias(inputs.tensors[0], tvm.cpu(0)))
+            cuda.cuStreamSynchronize(streams[step % 2])
+            np.testing.assert_array_equal(tokens, [7 + step] * 3 + [0])
+            assert ended == ["other call"] * (step % 2) and cuda.copies[-1] == ((101, 100), 12)
+            cuda.cuStreamSynchronize(streams[1])
+
+
 def test_steps_in_flight_on_a_gpu_read_their_own_integers(cuda):
     """Nothing waits, and the host writes on meanwhile."""
     shapes = {"tokens": (4,), "positions": (4,), "table_full": (200, 100), "sequences": (4,)}

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, replace
 from importlib import import_module
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -164,6 +165,32 @@ def test_gpus_take_copies_of_integers(models, free_exchanges):
     kernels = [call for call in calls_of("relax.call_tir", mod) if call.args[0].name_hint.startswith("all_reduce")]
     assert len(kernels) == 2 * (2 * 2 * 2 + 1)
     assert not calls_of("relax.to_vdevice", mod)
+
+
+def test_stages_on_gpus_take_copies_of_integers(models, monkeypatch):
+    """So that only what a stage computes crosses to the next one; the CPUs that stand for GPUs find the same tokens."""
+    path, one, _ = models
+    stages = {"blk.1.*": "cuda:1", "output*": "cuda:1", "*": "cuda:0"}
+    options = {"batches": (2,), "chunks": (16,), "context": 64}
+    gpu = {"kind": "cuda", "arch": "sm_90a"}
+    mod = rh.from_gguf(path, [gpu, gpu], stages, **options)
+    names = [str(param.name) for param in mod["decode_2"].params]
+    assert names[:4] == ["tokens", "tokens@1", "positions", "positions@1"]
+    assert len(calls_of("relax.to_vdevice", mod)) == 2  # one of each function
+    monkeypatch.setattr(import_module("relax_hetero.frontend.from_gguf"), "backend_of", MagicMock())
+    monkeypatch.setattr(import_module("relax_hetero.frontend.gguf.tensor_parallel"), "is_cpu", lambda vdevice: False)
+    on_cpus = {pattern: device.replace("cuda", "llvm") for pattern, device in stages.items()}
+    model = CompiledModel(rh.compile(rh.from_gguf(path, [CORE, CORE], on_cpus, **options)), one.description)
+    texts = []
+    for each in (one, model):
+        slots = [each.cache.add(), each.cache.add()]
+        tokens = [int(each.prefill(slot, TOKENS[slot : slot + 9]).argmax()) for slot in slots]
+        step = each.begin_decode(slots, tokens)
+        ahead = each.begin_decode(slots, step)
+        texts.append([tokens, step.tokens(), ahead.tokens()])
+        for slot in slots:
+            each.cache.free(slot)
+    assert texts[0] == texts[1] and "tokens@1" in model.executable.signature("decode_2").input_names
 
 
 def test_a_mesh_of_the_logits_only(models):

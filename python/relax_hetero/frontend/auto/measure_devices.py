@@ -162,12 +162,51 @@ def sharing_figures_of(vdevice: relax.VDevice) -> SharingFigures | None:
     SharingFigures
         None if the device takes more than half of the cores, or is not the native CPU.
     """
+    vdevices = _sharing_devices(vdevice)
+    return None if vdevices is None else _measured_or_cached(_SHARING, vdevices, "missing", [])
+
+
+def _sharing_devices(vdevice: relax.VDevice) -> list[relax.VDevice] | None:
+    """CPU devices like one that together have the cores of this process; None if that cannot be measured."""
     vdevice = with_hardware(vdevice)
     count = num_cores() // int(vdevice.target.attrs.get("num-cores", 1))
-    if count < 2 or not are_present([vdevice]):
+    if count < 2 or not is_cpu(vdevice) or not are_present([vdevice]):
         return None
-    vdevices = [relax.VDevice(vdevice.target, index, "global") for index in range(count)]
-    return _measured_or_cached(_SHARING, vdevices, "missing", [])
+    return [relax.VDevice(vdevice.target, index, "global") for index in range(count)]
+
+
+def _shared_stream_bytes(count: int) -> int:
+    """Bytes of each of `count` large tensors, which together take a part of the memory; their sums take as many."""
+    return min(_CPU_STREAM_BYTES, int(host_memory() * _MAX_MEMORY_SHARE) // count)
+
+
+class SharedBandwidth:
+    """Bytes per second that each of several CPU devices reads while all do, which other virtual machines may change.
+
+    Parameters
+    ----------
+    vdevices : sequence of relax.VDevice
+        Equal CPU devices of this machine.
+    """
+
+    def __init__(self, vdevices: Sequence[relax.VDevice]) -> None:
+        self._length = _shared_stream_bytes(len(vdevices)) // 4
+        builder = relax.BlockBuilder()
+        _add_parallel(builder, "memory", relax.op.sum, (self._length,), vdevices)  # it only reads, as weights are
+        self._machine = _machine(builder, vdevices)
+        array = _random_array((self._length,), "float32")
+        self._tensors = [tvm.runtime.tensor(array, device) for device in self._machine.devices]
+
+    @classmethod
+    def of(cls, vdevice: relax.VDevice) -> SharedBandwidth | None:
+        """Probe of devices like one, which together have the cores of this process; None as `sharing_figures_of`."""
+        vdevices = _sharing_devices(vdevice)
+        return None if vdevices is None else cls(vdevices)
+
+    def measure(self) -> float:
+        """Measure, which takes some tens of milliseconds."""
+        seconds = _processor_time(partial(_submitted, self._machine, "memory", self._tensors)) / len(self._tensors)
+        return 4 * self._length / max(seconds, 1e-9)
 
 
 def known_figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures:
@@ -436,40 +475,39 @@ def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -
         builder.emit_func_output(result)
 
 
-def _shared_stream_bytes(count: int) -> int:
-    """Bytes of each of `count` large tensors, which together take a part of the memory; their sums take as many."""
-    return min(_CPU_STREAM_BYTES, int(host_memory() * _MAX_MEMORY_SHARE) // count)
+def _add_parallel(
+    builder: relax.BlockBuilder,
+    name: str,
+    compute: Callable[[relax.Expr], relax.Expr],
+    shape: tuple[int, ...],
+    vdevices: Sequence[relax.VDevice],
+) -> None:
+    """Add a function that computes the same on each device."""
+    params = [relax.Var(f"x{i}", relax.TensorType(shape, "float32", each)) for i, each in enumerate(vdevices)]
+    with builder.function(name, params):
+        with builder.dataflow():
+            result = builder.emit_output(relax.Tuple([builder.emit(compute(x)) for x in params]))
+        builder.emit_func_output(result)
 
 
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
-    count, elements = len(vdevices), _shared_stream_bytes(len(vdevices)) // 4
-    stream, square = (elements,), (_CPU_EXTENT, _CPU_EXTENT)
-    builder = relax.BlockBuilder()
-
-    def add(name: str, compute: Callable[[relax.Expr], relax.Expr], shape: tuple[int, ...], number: int) -> None:
-        params = [relax.Var(f"x{i}", relax.TensorType(shape, "float32", vdevices[i])) for i in range(number)]
-        with builder.function(name, params):
-            with builder.dataflow():
-                result = builder.emit_output(relax.Tuple([builder.emit(compute(x)) for x in params]))
-            builder.emit_func_output(result)
-
-    add("memory", relax.op.sum, stream, count)  # it only reads, as weights are
-    add("product", lambda x: relax.op.matmul(x, x), square, 1)
-    add("products", lambda x: relax.op.matmul(x, x), square, count)
+    memory = SharedBandwidth(vdevices).measure()
+    square, builder = (_CPU_EXTENT, _CPU_EXTENT), relax.BlockBuilder()
+    _add_parallel(builder, "product", lambda x: relax.op.matmul(x, x), square, vdevices[:1])
+    _add_parallel(builder, "products", lambda x: relax.op.matmul(x, x), square, vdevices)
     _add_crossings(builder, vdevices[:2])
     vm = _machine(builder, vdevices)
 
-    def seconds(name: str, shape: tuple[int, ...], number: int) -> float:
-        arrays = [tvm.runtime.tensor(_random_array(shape, "float32"), device) for device in vm.devices[:number]]
+    def seconds(name: str, number: int) -> float:
+        arrays = [tvm.runtime.tensor(_random_array(square, "float32"), device) for device in vm.devices[:number]]
         return _processor_time(partial(_submitted, vm, name, arrays)) / number
 
-    memory = 4 * elements / max(seconds("memory", stream, count), 1e-9)
-    products = max(1.0, seconds("products", square, count) / seconds("product", square, 1))
+    products = max(1.0, seconds("products", len(vdevices)) / seconds("product", 1))
     row = _random_array((16,), "float32")
     handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
     crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
-    return SharingFigures(count, memory, products, handover, crossing)
+    return SharingFigures(len(vdevices), memory, products, handover, crossing)
 
 
 def _processor_time(call: Callable[[], Any]) -> float:

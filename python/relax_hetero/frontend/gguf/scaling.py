@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -39,6 +39,12 @@ _STEPS = 6
 
 MAX_STAGES = 32
 
+GPU_TRANSFER_SECONDS = 25e-6
+"""Time from a kernel's end on a GPU to the next kernel's begin on another one, with a small copy between them.
+
+Measured on two H200s (23 us). Measured links have the host's time for the launches, too, if that is longer.
+"""
+
 
 @dataclass(frozen=True)
 class Fleet:
@@ -57,8 +63,10 @@ class Fleet:
         Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
     workers : int
         Maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all.
-    slowdown : tuple of float
-        Time that so many devices take at the same time for reading memory, and for products, over that of one alone.
+    shared_bandwidth : float
+        Bytes per second that each of so many devices reads while all work.
+    slowdown : float
+        Time that so many devices take at the same time for products over that of one alone.
     """
 
     hosts: int
@@ -68,7 +76,8 @@ class Fleet:
     handover: float | None = None
     overlaps: bool = True
     workers: int = 0
-    slowdown: tuple[float, float] = (1.0, 1.0)
+    shared_bandwidth: float = math.inf
+    slowdown: float = 1.0
 
     @classmethod
     def of_vdevices(
@@ -97,31 +106,59 @@ class Fleet:
         link = costs.links[0, 1] if count > 1 else LinkCost(math.inf, 0.0)
         network = network or LinkCost(NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS)
         if not is_cpu(vdevices[0]):
-            return cls(hosts, count, link, network)
+            return cls(hosts, count, replace(link, latency=min(link.latency, GPU_TRANSFER_SECONDS)), network)
         if sharing is None:
             return cls(hosts, count, link, network, link.latency, overlaps=False)
-        # A device alone may not read as fast as memory allows several: only what is above its share takes longer.
-        slowdown = max(1.0, costs.devices[0].bandwidth / sharing.memory), sharing.products
-        handover = sharing.handover
         link = replace(link, latency=sharing.crossing)
-        return cls(hosts, count, link, network, handover, False, sharing.devices, slowdown)
+        shared = sharing.memory, sharing.products
+        return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
 
-    def at_work(self, costs: CostModel, count: int, group: int) -> CostModel:
+    def at_work(self, costs: CostModel, count: int, group: int, ratio: float = 1.0) -> CostModel:
         """Costs of a device while `count` devices of its host work, of which each `group` are called together.
 
         More devices of a group than workers take turns in one thread; devices of different groups share the workers.
+        `ratio` is the measured time of reading over the time that these costs expect.
         """
         turns = group if self.workers and group > self.workers else 1
         count //= turns
         workers = min(count, self.workers or count)
         share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
-        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in self.slowdown)
+        # A device alone may not read as fast as memory allows several: only what is above its share takes longer.
+        slowdown = max(1.0, costs.devices[0].bandwidth / ratio / self.shared_bandwidth), self.slowdown
+        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in slowdown)
         if memory == products == 1:
             return costs
         first = costs.devices[0]
         rates = {kind: rate / products for kind, rate in first.products.items()}
         slower = replace(first, flops=first.flops / products, bandwidth=first.bandwidth / memory, products=rates)
         return replace(costs, devices=[slower, *costs.devices[1:]])
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds that the host computes for a call of a greedy decode step, alongside GPUs.
+
+    Attributes
+    ----------
+    call : float
+        A call of one text on one GPU.
+    text : float
+        Each further text.
+    device : float
+        Each further GPU of a group; 0 if it was not measured.
+    stage : float
+        Each further stage of one GPU; 0 if it was not measured.
+    """
+
+    call: float
+    text: float
+    device: float = 0.0
+    stage: float = 0.0
+
+    def seconds(self, texts: int, tensor: int, stages: int) -> float:
+        """Time of a call of `texts` texts for stages of `tensor` GPUs each."""
+        further = stages * (tensor - 1) * self.device + (stages - 1) * self.stage
+        return self.call + (texts - 1) * self.text + further
 
 
 @dataclass(frozen=True)
@@ -136,11 +173,14 @@ class Calibration:
         Ratio of the time that more cached tokens add to a decode step.
     prefill : float
         Ratio of prefills.
+    host : HostTime or None
+        Time of the host, which a step takes at least; None if devices compute during its calls.
     """
 
     decode: Mapping[int, float]
     cached: float
     prefill: float
+    host: HostTime | None = None
 
     def decode_ratio(self, texts: int) -> float:
         """Ratio of a call, between those of the nearest measured numbers of texts."""
@@ -342,7 +382,8 @@ class Pipeline:
         self._row_bytes = model.hidden_size * 4
         own = tensor * (stages if fleet.overlaps else 1)
         neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
-        self._costs = fleet.at_work(costs, min(own * neighbors, fleet.devices), tensor)
+        # By the ratio of measured to expected times.
+        self._costs = lru_cache(partial(fleet.at_work, costs, min(own * neighbors, fleet.devices), tensor))
         self.stages = self._balanced(parts, stages)
 
     @property
@@ -362,22 +403,37 @@ class Pipeline:
         """
         stages, sizes = len(self.stages), _call_sizes(texts, batch)
         tasks: list[Task] = []
-        last: dict[int, int] = {}
+        streams: dict[int, list[int]] = {}  # stage -> its last task, as a GPU's work is in order
+        last: dict[int, list[int]] = {}
+
+        def add(seconds: float, after: list[int], *units: str) -> list[int]:
+            tasks.append(Task(seconds, after, dict.fromkeys(units, 1)))
+            return [len(tasks) - 1]
+
         for _ in range(_STEPS):
             for call, size in enumerate(sizes):
                 before = call if self._fleet.overlaps else 0  # else a call waits for the last one
+                after = last.get(before, [])
                 for stage in range(stages):
-                    seconds = self.stage_seconds(stage, size, 1, cached)
-                    after = [last[before]] if before in last else []
-                    tasks.append(Task(seconds, after, {str(stage): 1}))
-                    if stages > 1:  # to the next stage; from the last one, tokens to the first
-                        sent = self._row_bytes * size if stage < stages - 1 else 8 * size
-                        tasks.append(Task(self._sent_seconds(stage, sent), [len(tasks) - 1]))
-                    last[before] = len(tasks) - 1
+                    after = after + streams.get(stage, [])
+                    after = streams[stage] = add(self.stage_seconds(stage, size, 1, cached), after, str(stage))
+                    if stages == 1:
+                        continue
+                    following = (stage + 1) % stages  # from the last one, tokens go to the first
+                    seconds = self._sent_seconds(stage, self._row_bytes * size if following else 8 * size)
+                    if following and self._link(stage) is self._fleet.link:  # in order with the work of both
+                        after = after + streams.get(following, [])
+                        after = streams[stage] = streams[following] = add(seconds, after)
+                    else:
+                        after = add(seconds, after)
+                last[before] = after
         ends = simulate(tasks)
         per_step = len(tasks) // _STEPS
         half = _STEPS // 2
         seconds = (max(ends) - max(ends[: half * per_step])) / (_STEPS - half)
+        if self._calibration is not None and self._calibration.host is not None:  # it begins a step during the last one
+            host = self._calibration.host
+            seconds = max(seconds, sum(host.seconds(size, self.tensor, stages) for size in sizes))
         work = sum(task.seconds for task in tasks[:per_step] if task.units)
         return seconds, work / (seconds * stages)
 
@@ -411,12 +467,13 @@ class Pipeline:
 
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Seconds of some parts on a group, with their sums, as `stage_seconds`."""
-        seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
-        if self._calibration is not None and rows > 1:
-            seconds *= self._calibration.prefill
-        elif self._calibration is not None:
-            short = sum(self._part_seconds(part, texts, 1, 0) for part in parts)
-            seconds = short * self._calibration.decode_ratio(texts) + (seconds - short) * self._calibration.cached
+        calibration, ratio = self._calibration, 1.0
+        if calibration is not None:
+            ratio = calibration.prefill if rows > 1 else calibration.decode_ratio(texts)
+        seconds = ratio * sum(self._part_seconds(part, texts, rows, cached, ratio) for part in parts)
+        if calibration is not None and rows == 1:
+            short = ratio * sum(self._part_seconds(part, texts, 1, 0, ratio) for part in parts)
+            seconds = short + (seconds - short) / ratio * calibration.cached
         if self.tensor == 1:
             return seconds
         step = Step(rows, cached, texts)
@@ -437,10 +494,11 @@ class Pipeline:
             return "logits", 4 * texts * self._model.vocabulary // self.tensor
         return "greedy tokens", 8 * texts
 
-    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
-        step = Step(rows, cached, texts)
-        work = part.work_seconds(0, self._costs, step)
-        launches = KERNELS[part.name] * self._costs.devices[0].launch
+    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int, ratio: float = 1.0) -> float:
+        """Expected time of a part on a device of a group; `ratio` is that of `Fleet.at_work`."""
+        costs, step = self._costs(ratio), Step(rows, cached, texts)
+        work = part.work_seconds(0, costs, step)
+        launches = KERNELS[part.name] * costs.devices[0].launch
         return work * self._imbalance(part, texts * part.rows_read(step)) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
@@ -452,11 +510,15 @@ class Pipeline:
     def _has_sum(self, part: Part) -> bool:
         return part.name in ("attn", "ffn", "experts")
 
-    def _sent_seconds(self, stage: int, nbytes: float) -> float:
-        """Seconds of a transfer from a stage to the next one."""
+    def _link(self, stage: int) -> LinkCost:
+        """Link from a stage to the next one."""
         begin, fleet = stage * self.tensor, self._fleet
         following = (stage + 1) % len(self.stages) * self.tensor
-        link = fleet.link if begin // fleet.devices == following // fleet.devices else fleet.network
+        return fleet.link if begin // fleet.devices == following // fleet.devices else fleet.network
+
+    def _sent_seconds(self, stage: int, nbytes: float) -> float:
+        """Seconds of a transfer from a stage to the next one."""
+        link = self._link(stage)
         return link.latency + nbytes / link.bandwidth
 
     def _balanced(self, parts: Sequence[Part], stages: int) -> list[list[Part]]:

@@ -109,11 +109,13 @@ def split_caches(
 def with_split_parameters(
     mod: tvm.IRModule, model: Hyperparameters, types: ActivationTypes, vdevices: Sequence[tvm.relax.VDevice]
 ) -> tvm.IRModule:
-    """Say which parameters and results of a model's functions are in parts; the module itself if there are none."""
+    """Say which parameters and results of a model's functions are in parts; the module itself if there are none.
+
+    Each of several GPUs has a copy of the integers, which the host sends to all.
+    """
     parts = cache_parts(model, types)
     results = _result_parts(model, types, vdevices)
-    if not any(parts) and not results:
-        return mod
+    used: set[int] = set()
     split: dict[str, dict[str, Any]] = {}
     number = 0
     for index, mesh in enumerate(parts):
@@ -123,8 +125,10 @@ def with_split_parameters(
         device = types.device_of(f"blk.{index}.attn")
         placed = list(mesh) or [0 if device is None else vdevice_index(device, vdevices)]
         split[f"pages_{index}"] = {"placement": "S[1]" if mesh else "R", "names": names, "mesh": placed}
-    used = sorted({device for mesh in parts for device in mesh})
-    on_gpus = bool(used) and not any(is_cpu(vdevices[device]) for device in used)
+        used |= set(mesh if any(parts) else placed)
+    on_gpus = len(used) > 1 and not any(is_cpu(vdevices[device]) for device in used)
+    if not any(parts) and not results and not on_gpus:
+        return mod
     functions = dict(mod.functions.items())
     for gv, func in mod.functions.items():
         names = [str(param.name) for param in func.params] if isinstance(func, tvm.relax.Function) else []
@@ -132,7 +136,7 @@ def with_split_parameters(
         own = {name: split[name] for name in names if name in split}
         own |= {name: part for name, part in results.items() if name in names or name in outputs}
         if on_gpus and any(name.startswith("pages_") for name in names):
-            own |= {name: _copies(name, used) for name in names if not name.startswith("pages_")}
+            own |= {name: _copies(name, sorted(used)) for name in names if not name.startswith("pages_")}
         if own:
             functions[gv] = func.with_attr(SPLIT_PARAMETERS, json.dumps(own))
     return copy_module(mod, functions)

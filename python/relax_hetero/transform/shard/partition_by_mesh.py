@@ -30,11 +30,16 @@ each device: they become as many parameters, and results with their names as man
 
 Functions over meshes that others call are inlined there. A ``match_cast`` is one on each device, of its part.
 
+<<<<<<< HEAD
+Assumes functions without control flow, and devices of one host. A module without meshes and that attribute is returned
+as it is.
+=======
 A branch begins with the whole of each value on all devices of the value's mesh, and ends with the whole result on one
 device. So does a function that calls itself, such as a loop, whose parameters are on single devices. Both are refused
 on GPUs, whose kernels wait for each other.
 
 Assumes devices of one host. A module without meshes is returned as it is.
+>>>>>>> main
 """
 
 from __future__ import annotations
@@ -115,11 +120,13 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     """
     _refuse_distributed_ops(mod)
     vdevices = vdevices_of(mod)
-    if not any(has_mesh(func) for _, func in relax_functions(mod)):
+    if not any(_is_partitioned(func) for _, func in relax_functions(mod)):
         return mod
     mod = with_inlined_calls(mod)
     recursive = recursive_functions(mod)
-    over_meshes = {gv: func for gv, func in relax_functions(mod) if has_mesh(func) or callees_of(func, recursive)}
+    over_meshes = {
+        gv: func for gv, func in relax_functions(mod) if _is_partitioned(func) or callees_of(func, recursive)
+    }
     callees = {gv: over_meshes[gv] for gv in recursive}
     cuts: Cuts = {}
     builder = relax.BlockBuilder(mod)
@@ -147,6 +154,10 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
 
 
 PartitionByMesh = declare_pass("PartitionByMesh", partition_by_mesh)
+
+
+def _is_partitioned(func: relax.Function) -> bool:
+    return SPLIT_PARAMETERS in (func.attrs or {}) or has_mesh(func)
 
 
 def _refuse_distributed_ops(mod: tvm.IRModule) -> None:

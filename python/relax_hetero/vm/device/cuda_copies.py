@@ -15,7 +15,7 @@ from tvm import runtime
 
 from .cuda_driver import CudaError
 from .cuda_library import CUDA, CudaLibrary, cuda_library
-from .cuda_streams import Event, Stream
+from .cuda_streams import Event, Stream, copy_stream
 from .error_records import raise_reported
 from .pinned_staging import STAGED_BYTES, staging
 from .tensors import is_host, nbytes_of
@@ -97,6 +97,33 @@ def copy_on_current_stream(source: runtime.Tensor, target: runtime.Tensor, wait:
     if to_host:
         raise_reported(from_device.index)
     return True
+
+
+def end_of_work(device: runtime.Device) -> Event | None:
+    """End of the work that was launched so far on a device's current stream; None for devices other than GPUs."""
+    library = cuda_library() if device.dlpack_device_type() == CUDA else None
+    return None if library is None else Stream.current(library, device).record()
+
+
+def copy_after(source: runtime.Tensor, target: runtime.Tensor, end: Event) -> None:
+    """Copy between two GPUs, while work that was launched after `end` may still run on the source's one.
+
+    The copy is in order with the target's current stream, and later work of either GPU is after it.
+
+    Parameters
+    ----------
+    source, target : runtime.Tensor
+    end : Event
+        Event of the source's GPU, after the work that computes the source.
+    """
+    library, gpu = end.library, target.device.index
+    # The default stream would wait for all work of both GPUs.
+    stream, after = copy_stream(library, gpu, "from other GPUs"), Stream.current(library, target.device)
+    stream.wait(end)
+    stream.wait(after.record())
+    done = begin_copy(source, target, stream)
+    after.wait(done)
+    Stream.current(library, source.device).wait(done)
 
 
 def copies_within(target: runtime.Tensor) -> Callable[[int, int], None] | None:

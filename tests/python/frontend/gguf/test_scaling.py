@@ -10,6 +10,7 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,8 +23,9 @@ from relax_hetero.frontend.gguf.choose_rules import choose_replicas
 from relax_hetero.frontend.gguf.file import read_gguf
 from relax_hetero.frontend.gguf.hyperparameters import DeltaRule, hyperparameters_of
 from relax_hetero.frontend.gguf.place_layers import LayerProblem
-from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, Pipeline, arrangements, group_shapes
+from relax_hetero.frontend.gguf.scaling import Calibration, Fleet, HostTime, Pipeline, arrangements, group_shapes
 from relax_hetero.frontend.gguf.tensor_parallel import split_caches
+from relax_hetero.target.cpu_cores import num_cores
 from relax_hetero.target.make_vdevice import parse_vdevices
 from relax_hetero.tools.scale import fleet_of
 
@@ -83,6 +85,25 @@ def test_groups_share_weights_and_add_sums(large):
     assert (sums.kind, sums.count, sums.bytes) == ("all-reduce", 2 * 48, 4 * 2048)
     # Embeddings are whole on both.
     assert alone.stage_bytes[0] / 2 < pair.stage_bytes[0] < alone.stage_bytes[0] / 2 + 700e6
+
+
+def test_a_step_takes_as_long_as_its_calls_take_the_host(large):
+    """The host begins a step while devices compute the last one."""
+    _, file, model, vdevices = large
+    parts = LayerProblem(file, model, CACHE, vdevices, COSTS, {}).search.parts
+
+    def seconds(call, tensor, stages):
+        calibration = Calibration({1: 1.0}, 1.0, 1.0, HostTime(call, 0.25, 0.5, 4.0))
+        groups = Pipeline(parts, model, COSTS, Fleet(1, 8, FAST, SLOW), tensor, stages, 1, calibration)
+        return groups.decode(8, 2048, 4)[0]
+
+    assert HostTime(1.0, 0.25, 0.5, 4.0).seconds(5, 4, 3) == 1.0 + 4 * 0.25 + 3 * 3 * 0.5 + 2 * 4.0
+    assert seconds(1.0, 2, 1) == 2 * (1.0 + 3 * 0.25 + 0.5)
+    assert seconds(1.0, 1, 2) == 2 * (1.0 + 3 * 0.25 + 4.0)
+    fast = Pipeline(parts, model, COSTS, Fleet(1, 8, FAST, SLOW), 1, 2)
+    idle = Calibration({1: 1.0}, 1.0, 1.0, HostTime(1e-6, 1e-9, 1e-6, 1e-6))
+    bound = Pipeline(parts, model, COSTS, Fleet(1, 8, FAST, SLOW), 1, 2, 1, idle)
+    assert bound.decode(8, 2048, 4) == pytest.approx(fast.decode(8, 2048, 4))
 
 
 def test_arrangements_are_sorted_and_fit(large):
@@ -171,9 +192,22 @@ def test_layers_are_measured(runner, tmp_path, monkeypatch):
     found = json.loads(runner("scale", str(path), "--vdevice", core, *sizes, "--measure", "--json"))
     ratios = found["measured_over_expected"]
     assert set(ratios["decode"]) == {"1", "2"} and min(*ratios["decode"].values(), ratios["prefill"]) > 0
+    assert ratios["host"] is None and len(found["shared_bandwidths"]) == 8 * (num_cores() > 1)
+    assert all(rate > 1e8 for rate in found["shared_bandwidths"])
     assert {(each["tensor"], each["stages"], each["replicas"]) for each in found["arrangements"]} == {
         *((1, 1, 2), (1, 2, 1), (2, 1, 1))
     }
+
+
+def test_a_machine_that_changes_its_speed_is_named(large, runner, monkeypatch):
+    rates, host = iter([33e9] * 4 + [22e9] * 4), HostTime(3e-4, 1e-6, 2e-5, 4e-5)
+    shared = SimpleNamespace(measure=lambda: next(rates))
+    monkeypatch.setattr("relax_hetero.frontend.auto.measure_devices.SharedBandwidth.of", lambda vdevice: shared)
+    monkeypatch.setattr("relax_hetero.llm.calibrate.calibrate", lambda *_: Calibration({1: 1.0}, 1.0, 1.0, host))
+    arguments = ["scale", str(large[0]), "--vdevice", json.dumps(GPU), "--devices", "2", "--measure"]
+    shown = " ".join(runner(*arguments).split())
+    assert "read 27.5 GB/s each, 22.0 to 33.0 in 8 measurements. This machine changes its speed" in shown
+    assert "The host takes 300 us for a step of one text on one device, 1 us for each further text" in shown
 
 
 def test_first_layers_are_a_model(large):
@@ -252,19 +286,23 @@ def test_replicas_without_texts_are_idle(large):
     assert replicas.busy == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize(("shared", "slowdown"), [(2.0, 1.0), (0.5, 2.0)])
-def test_memory_that_devices_share_slows_what_is_above_its_share(shared, slowdown):
-    """A device that alone reads less than its share of the memory's rate is not slower beside others."""
-    vdevices = parse_vdevices(["llvm"] * 2)
-    sharing = SharingFigures(2, shared * COSTS.devices[0].bandwidth, 1.25, 1e-5, 1e-6)
-    costs = CostModel(COSTS.devices, {(0, 1): FAST})
-    assert Fleet.of_vdevices(vdevices, costs, sharing=sharing).slowdown == (slowdown, 1.25)
+@pytest.mark.parametrize(
+    ("shared", "ratio", "slowdown"), [(2.0, 1.0, 1.0), (0.5, 1.0, 2.0), (0.5, 0.8, 2.5), (0.5, 3.0, 1.0)]
+)
+def test_memory_that_devices_share_slows_what_is_above_its_share(shared, ratio, slowdown):
+    """A device that alone reads less than its share of the memory's rate, as was measured, is not slower."""
+    vdevices, alone = parse_vdevices(["llvm"] * 2), COSTS.devices[0]
+    sharing = SharingFigures(2, shared * alone.bandwidth, 1.25, 1e-5, 1e-6)
+    fleet = Fleet.of_vdevices(vdevices, CostModel(COSTS.devices, {(0, 1): FAST}), sharing=sharing)
+    slower = fleet.at_work(COSTS, 2, 2, ratio).devices[0]
+    assert slower.bandwidth == pytest.approx(alone.bandwidth / slowdown)
+    assert slower.flops == pytest.approx(alone.flops / 1.25)
 
 
 def test_devices_of_a_host_share_its_cores_and_memory(large):
     """Figures of CPU devices: one alone, then as many as work at the same time, then more, which take turns."""
     _, file, model, vdevices = large
-    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, (1.5, 1.25))
+    fleet = Fleet(1, 8, FAST, SLOW, 1e-5, False, 2, COSTS.devices[0].bandwidth / 1.5, 1.25)
     parts = LayerProblem(file, model, CACHE, vdevices, COSTS, {}).search.parts
     attention = [part for part in parts if part.name == "attn"]
     costs = CostModel([replace(COSTS.devices[0], launch=0.0, flops=1e9, products={})], {})  # products decide
