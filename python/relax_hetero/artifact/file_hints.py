@@ -159,3 +159,8 @@ _FOLDER_FILES = (
     ("hub", ("config.json",)),
 )
 """Kinds of folders, and names or suffixes of their files; the first kind that fits counts."""
+NO_LANGUAGE_MODEL = (
+    "does not hold a language model; expected a folder with config.json and *.safetensors (Hugging Face), with an ONNX "
+    "decoder, or with model.json (rh.llm.save)"
+)
+"""Error of a folder that has none of them, after its name."""

@@ -18,7 +18,7 @@ from tvm.ir.transform import PassContext
 from tvm.target import Target
 
 from ..artifact.collectives import check_strategy
-from ..artifact.file_hints import describe_value, folder_kind, hint_of
+from ..artifact.file_hints import NO_LANGUAGE_MODEL, describe_value, folder_kind
 from ..artifact.metadata import CPU, DeviceSpec
 from ..artifact.regular_files import open_regular
 from ..encoding.pages import EXPERT_COUNTS, LayerCache
@@ -681,8 +681,7 @@ def _load_saved(folder: Path, machine_options: dict[str, Any]) -> Loaded:
         description = ModelDescription(**fields)
     except (OSError, ValueError, TypeError, KeyError) as error:
         if not path.exists():
-            hint = hint_of(folder, "rh.llm.load")
-            raise BuildError(f"{folder}: does not hold a language model{hint}") from error
+            raise BuildError(f"{folder}: {NO_LANGUAGE_MODEL}") from error
         raise BuildError(f"{path}: does not describe a saved language model: {error}") from error
     is_from_gguf = not any(name in digests for name in _TOKENIZER_FILES)
     for name in (_LIBRARY, *([_TOKENIZER] if is_from_gguf else [name for name in _TOKENIZER_FILES if name in digests])):

@@ -35,7 +35,8 @@ def shard(x: relax.Expr, placement: str) -> relax.Call:
     x : relax.Expr
         A tensor. The result is on the mesh of its variable's annotation, by default on that of `x`.
     placement : str
-        ``"R"`` or ``"S[a]"`` for each axis of the mesh, as in ``"S[0], R"`` for two.
+        ``"R"`` or ``"S[a]"`` for each axis of the mesh, as in ``"S[0], R"`` for two. The extent of axis `a` is known,
+        and a multiple of the number of devices along the axis of the mesh, which `PartitionByMesh` checks.
 
     Returns
     -------

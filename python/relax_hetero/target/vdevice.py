@@ -239,7 +239,8 @@ def _lookup_name(name: str, vdevices: Sequence[tvm.relax.VDevice]) -> tvm.relax.
         raise VDeviceError(f"vdevice {name!r} has memory_scope {vdevice.memory_scope!r}; {_available(vdevices)}")
     if not candidates and vdevices:
         hint = _hint(name, vdevices)
-        raise VDeviceError(f"no vdevice of kind {kind!r} (asked for {name!r}){hint}; {_available(vdevices)}")
+        remedy = "" if hint else f"; use one of these, or add {kind!r} to the list of devices"
+        raise VDeviceError(f"no vdevice of kind {kind!r} (asked for {name!r}){hint}; {_available(vdevices)}{remedy}")
     if not candidates:
         raise VDeviceError(f"no vdevice {name!r}{device_hint(name, device_kinds())}; {_available(vdevices)}")
     of_kind = "" if kind == "vdevice" else f" of kind {kind!r}"

@@ -141,7 +141,10 @@ def _load(path: Path) -> np.ndarray | dict[str, np.ndarray]:
         with content:
             return {key: content[key] for key in content.files}
     except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise BindingError(f"{path}: not a readable .npy or .npz file: {error}") from error
+        reason = (
+            error if isinstance(error, OSError) else "expected what numpy.save or numpy.savez wrote, without pickles"
+        )
+        raise BindingError(f"{path}: not a readable .npy or .npz file: {reason}") from error
 
 
 def _join_names(names: Sequence[str]) -> str:

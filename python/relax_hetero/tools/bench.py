@@ -280,8 +280,9 @@ def bench_command(
     from ..report.text.call_tables import memory_line, use_with
     from ..report.text.kernel_tables import precisions_text, product_precisions
     from .arrays import random_arrays
-    from .models import obtain
+    from .models import obtain, refuse_language_model
 
+    refuse_language_model(model)
     if trace is not None:
         refuse_overwriting(trace, model)
     if html is not None:

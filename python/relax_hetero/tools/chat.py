@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import click
 
 from ..display.console import console
+from ..display.text import plural
 from ..errors import HeteroError, printable
 from .command import OUTPUT, command, refuse_overwriting
 from .language_model import LanguageModelOptions, language_model_options
@@ -206,7 +207,7 @@ def _speed(request: Request) -> str:
     usage, times = request.usage, request.times
     end = times.finished or time.monotonic()
     first = times.first_token or end
-    text = f"{usage.completion_tokens} tokens"
+    text = plural(usage.completion_tokens, "token")
     if usage.completion_tokens > 1 and end > first:
         text += f", {(usage.completion_tokens - 1) / (end - first):.1f} tokens/s"
     new = usage.prompt_tokens - usage.cached_tokens

@@ -62,7 +62,7 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "s
 @click.group(cls=_Interruptible, context_settings=_SETTINGS)
 @click.option("--version", is_flag=True, is_eager=True, expose_value=False, callback=_show_versions, help=_VERSION)
 def cli() -> None:
-    """One ONNX model over several devices: compile it, run it, time it, and see what was placed where."""
+    """One model over several devices: compile it, run it, time it, and see what was placed where."""
 
 
 for _command in (

@@ -31,7 +31,7 @@ _TRACED_CALLS = 4
 
 @command("explain")
 @click.argument("model", type=INPUT)
-@click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS, ALL]))
+@click.argument("sections", nargs=-1, type=click.Choice([*SECTIONS, ALL]), metavar="[SECTIONS]...")
 @click.option(
     "--profile",
     is_flag=True,
@@ -89,8 +89,8 @@ def explain_command(
 ) -> None:
     """Show where the ops of MODEL are placed, and why: an ONNX or GGUF file, a folder, or a compiled library.
 
-    SECTIONS are some of ops, transfers, encodings, kernels, commands, steps, memory and token; the default is all. The
-    folder of a saved language model stands for the library in it.
+    SECTIONS are some of ops, transfers, collectives, encodings, kernels, commands, steps, memory and token; the default
+    is all. The folder of a saved language model stands for the library in it.
 
     An ONNX file goes through all passes, but is not compiled. The last line says whether the compile cache has it.
 

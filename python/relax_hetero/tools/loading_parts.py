@@ -10,11 +10,13 @@ if TYPE_CHECKING:
     from rich.status import Status
 
 FILE, PACKING, PASSES, KERNELS, LINKING = "file", "packing", "passes", "kernels", "linking"
+CUDA_KERNELS = "CUDA kernels"
 _MEANINGS = {
     FILE: "reading the file",
     PACKING: "packing weights",
     PASSES: "lowering the model",
     KERNELS: "compiling kernels",
+    CUDA_KERNELS: "compiling CUDA kernels",
     LINKING: "linking",
 }
 _PACKING_PASSES = {"FormQuantizedMatmuls", "HoistEncodings"}

@@ -92,6 +92,15 @@ def has_weights(path: Path) -> bool:
     return path.suffix.lower() == ".gguf" or folder_kind(path) == "hub"
 
 
+def refuse_language_model(path: Path) -> None:
+    """Raise UsageError, before it is compiled, for a language model that is to be called as one function."""
+    if has_weights(path):
+        raise click.UsageError(
+            f"{path.name} is a language model, which chat and serve run; explain {path.name} token --profile times a "
+            "decode step"
+        )
+
+
 def is_saved(path: Path) -> bool:
     """Return whether a path names the folder of a compiled language model."""
     return path.is_dir() and not has_weights(path)

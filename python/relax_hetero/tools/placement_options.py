@@ -85,7 +85,7 @@ class ShapeParam(click.ParamType):
         except ValueError:
             shape = [-1]
         if not divider or not name or any(extent < 0 for extent in shape):
-            self.fail(f"{value!r} is not NAME=SHAPE, such as input_ids=1x128", param, ctx)
+            self.fail(f"{value!r} is not NAME=SHAPE, such as input_ids=1x128 or batch=8", param, ctx)
         return name, shape
 
 

@@ -25,7 +25,7 @@ from .command import (
     refuse_overwriting,
     verify_option,
 )
-from .models import Model, is_onnx, obtain
+from .models import Model, is_onnx, obtain, refuse_language_model
 from .onnxruntime_reference import Comparison, compare, reference
 from .placement_options import PlacementOptions, placement_options
 
@@ -87,6 +87,8 @@ def run_command(
     """
     if check and onnx is None and not is_onnx(model):
         raise click.UsageError("--check needs the ONNX file that the library was compiled from: --onnx MODEL.onnx")
+    if function_name == "main":
+        refuse_language_model(model)
     devices = _device_map(remap)
     if output is not None:
         refuse_overwriting(output, model, *filter(None, [onnx]))

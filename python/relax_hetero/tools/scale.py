@@ -33,18 +33,20 @@ _MAX_SPREAD = 1.15
 @click.argument("model", type=INPUT)
 @click.option("--vdevice", type=VDeviceParam(), required=True, help="A device of the fleet.")
 @click.option("--devices", type=click.IntRange(min=1), default=8, help="Devices of each host.")
-@click.option("--hosts", type=click.IntRange(min=1), default=1)
+@click.option("--hosts", type=click.IntRange(min=1), default=1, help="Hosts, with as many devices each.")
 @click.option("--texts", type=click.IntRange(min=1), default=32, help="Texts that are generated at the same time.")
-@click.option("--context", type=click.IntRange(min=2), metavar="TOKENS", help="Tokens of a text; default as of chat.")
 @click.option(
-    "--memory-limit", metavar="SIZE", help="Memory of a device, such as 80GiB; default that of this machine's."
+    "--context", type=click.IntRange(min=2), metavar="TOKENS", help="Tokens of a text; the default is that of chat."
+)
+@click.option(
+    "--memory-limit", metavar="SIZE", help="Memory of a device, such as 80GiB; the default is that of this machine's."
 )
 @click.option(
     "--network",
     nargs=2,
     type=click.FloatRange(min=0, min_open=True),
     metavar="GB/S MICROSECONDS",
-    help="Rate and latency between hosts; default 10 Gb/s Ethernet, 1.25 and 1000.",
+    help="Rate and latency between hosts; the default is 10 Gb/s Ethernet, 1.25 and 1000.",
 )
 @click.option(
     "--measure",

@@ -29,7 +29,9 @@ class _ReplicasParam(click.ParamType):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["auto"]:
         """Return the number, or `AUTO`."""
-        return AUTO if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
+        if value == AUTO or isinstance(value, int) or value.lstrip("-").isdecimal():
+            return AUTO if value == AUTO else click.IntRange(min=1).convert(value, param, ctx)
+        self.fail(f"{value!r} is not a number of replicas, or {AUTO}", param, ctx)
 
 
 _SECONDS = click.FloatRange(min=1)
@@ -218,6 +220,7 @@ def serve_command(
     if replicas is not None:
         if port == 0:
             raise click.UsageError("found --port 0 with --replicas; expected the number of a port")
+        _check_model(model_options.path)
         from ..llm.server.replicas import run_replicas
 
         run_replicas(loader, settings, replicas, host, port, on_ready, gpus)
@@ -258,9 +261,7 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
         )
     if not has_weights(options.path):
         raise click.UsageError(f"--replicas auto needs a GGUF file or a folder of Hugging Face, found {options.path}")
-    if not (count := backend_of(kind).count()):
-        reason = backend_of(kind).why_absent()
-        raise HeteroError(f"--replicas auto: found no {kind} device, expected one or more: {reason}")
+    count = _gpu_count(kind, AUTO)
     vdevices = parse_vdevices([f"{kind}:{index}" for index in range(count)])
     targets = sorted({str(vdevice.target) for vdevice in vdevices})
     if len(targets) > 1:
@@ -291,6 +292,17 @@ def _chosen_replicas(options: LanguageModelOptions) -> tuple[LanguageModelOption
     return own, chosen.replicas, chosen.reason
 
 
+def _check_model(path: Path) -> None:
+    """Raise what each replica would, before Ray starts, if a path is not that of a language model."""
+    from ..artifact.file_hints import NO_LANGUAGE_MODEL, folder_kind
+    from ..frontend.language_model_files import read_language_model
+
+    if path.is_file() or has_weights(path):
+        read_language_model(path)
+    elif folder_kind(path) is None:
+        raise HeteroError(f"{path}: {NO_LANGUAGE_MODEL}")
+
+
 def _gpu_kind(vdevices: Sequence[Any]) -> str | None:
     """The kind of GPUs of Ray, without a number, that all devices are; None if there is none."""
     from ..target.backend import backends
@@ -300,14 +312,23 @@ def _gpu_kind(vdevices: Sequence[Any]) -> str | None:
     return kinds.pop() if len(kinds) == 1 and kinds <= counted else None
 
 
-def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:
-    """GPUs of each replica: as many as it names without numbers, or a share of one if there are too few."""
+def _gpu_count(kind: str, replicas: int | str) -> int:
+    """Number of GPUs of a kind; an error if there is none."""
     from ..target.backend import backend_of
 
-    kind = _gpu_kind(vdevices)
-    own, count = len(vdevices), 0 if kind is None else backend_of(kind).count()
-    if not count:
+    backend = backend_of(kind)
+    if not (count := backend.count()):
+        reason = backend.why_absent()
+        raise HeteroError(f"--replicas {replicas}: found no {kind} device, expected one or more: {reason}")
+    return count
+
+
+def _gpus_of_replica(vdevices: Sequence[Any], replicas: int) -> float:
+    """GPUs of each replica: as many as it names without numbers, or a share of one if there are too few."""
+    kind, own = _gpu_kind(vdevices), len(vdevices)
+    if kind is None:
         return 0
+    count = _gpu_count(kind, replicas)
     if own * replicas <= count:
         return float(own)
     if own > 1:  # Ray does not share several at once

@@ -72,7 +72,7 @@ def test_a_model_given_to_the_wrong_function(function, names, tmp_path):
 
 def test_other_models_given_to_from_onnx(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF" + bytes(60))
-    with pytest.raises(rh.FrontendError, match="not an ONNX model, a GGUF file: rh.from_gguf"):
+    with pytest.raises(rh.FrontendError, match="not an ONNX model: it is a GGUF file: rh.from_gguf"):
         rh.from_onnx(tmp_path / "model.gguf")
     with pytest.raises(rh.FrontendError, match="No such file or directory, a GGUF file.*; did you mean '.*model.gguf'"):
         rh.from_onnx(tmp_path / "mdel.gguf")

@@ -88,14 +88,17 @@ def test_seconds_of_parts(monkeypatch):
     """Packing is the time of the passes that pack; what comes from the cache has no other parts."""
     names = [step.name for step in pipeline_steps()]
     packing = names.index("FormQuantizedMatmuls") + 1
-    clock = iter([0.0, 1.0, 3.0, 7.0, 7.5, 8.0, 8.25])
+    clock = iter([0.0, 1.0, 3.0, 7.0, 7.5, 8.0, 8.5, 9.5, 9.75])
     monkeypatch.setattr("time.perf_counter", lambda: next(clock))
     parts = LoadingParts("a", console(stderr=True).status(""))
     for done in (1, packing - 1, packing, len(names)):
         parts("passes", done, len(names))
     parts("kernels", 9, 9)
+    for done in (1, 2):
+        parts("CUDA kernels", done, 2)
     parts.end()
-    assert parts.seconds == {"file": 1.0, "passes": 2.5, "packing": 4.0, "kernels": 0.5, "linking": 0.25}
+    first = {"file": 1.0, "passes": 2.5, "packing": 4.0}
+    assert parts.seconds == {**first, "kernels": 0.5, "CUDA kernels": 1.5, "linking": 0.25}
     clock = iter([0.0, 1.5])
     cached = LoadingParts("a", console(stderr=True).status(""))
     cached.end()
@@ -419,7 +422,19 @@ def test_errors_of_replicas(options, message, two_gpus):
     assert result.exit_code in (1, 2) and message in " ".join(result.stderr.replace("│", " ").split())
 
 
-def test_replicas_without_a_gpu(two_gpus, monkeypatch):
+def test_replicas_of_what_is_no_model(two_gpus, tmp_path):
+    """It is refused before Ray starts."""
+    (tmp_path / "other.gguf").write_bytes(b"other")
+    (tmp_path / "folder").mkdir()
+    for name, message in (("other.gguf", "found b'othe'"), ("folder", "expected a folder with config.json")):
+        result = invoke("serve", tmp_path / name, "--replicas", 2)
+        assert result.exit_code == 1 and message in " ".join(result.stderr.split()) and not two_gpus[1]
+    result = invoke("serve", two_gpus[0], "--replicas", "few")
+    assert result.exit_code == 2 and "'few' is not a number of replicas, or auto" in result.stderr
+
+
+@pytest.mark.parametrize("replicas", ["auto", 2])
+def test_replicas_without_a_gpu(replicas, two_gpus, monkeypatch):
     monkeypatch.setattr(type(backend_of("cuda")), "count", lambda self: 0)
-    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--replicas", "auto")
+    result = invoke("serve", two_gpus[0], "--vdevice", "cuda", "--replicas", replicas)
     assert result.exit_code == 1 and "found no cuda device, expected one or more" in result.stderr

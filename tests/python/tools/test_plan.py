@@ -124,6 +124,10 @@ def test_a_mesh_has_a_plan(large: Path):
     assert "Bytes of parts on a mesh are those of one of its devices." in " ".join(shown.getvalue().split())
     with pytest.raises(rh.FrontendError, match="plans of meshes are for all layers and all of the 2 devices"):
         planned_on_gpus(large, {"blk.1.*": "cuda[0:2]", "*": "cuda:0"})
+    with pytest.raises(rh.FrontendError, match="4 heads of keys .* expected a multiple of 3.* take fewer devices"):
+        planned_on_gpus(large, {"*": "cuda[0:3]"}, count=3)
+    with pytest.raises(rh.FrontendError, match="expected a mesh of one axis"):
+        planned_on_gpus(large, {"*": "cuda[0:4](2, 2)"}, count=4)
 
 
 def test_layers_are_shared_where_gpus_reach_each_other(large: Path, monkeypatch: pytest.MonkeyPatch):
@@ -395,4 +399,11 @@ def test_a_file_that_is_none_is_refused(invoke, tmp_path):
     path.write_bytes(b"nothing of the kind")
     result = invoke("explain", path, *ON_BOTH, "--memory-limit", "cuda=24GiB")
     assert result.exit_code == 1
-    assert "is not a readable GGUF file: it begins with b'noth', expected b'GGUF'" in " ".join(result.output.split())
+    assert "expected it to begin with b'GGUF', found b'noth'" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize("command", ["run", "bench"])
+def test_a_language_model_is_not_called_as_one_function(command, invoke, large):
+    """It is refused before it is compiled, which would take minutes."""
+    result = invoke(command, large)
+    assert result.exit_code == 2 and "which chat and serve run" in " ".join(result.output.replace("│", " ").split())

@@ -322,7 +322,7 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     reader = Reader(memoryview(mapped), path)
     magic = bytes(reader.view[:4])
     if magic != b"GGUF":
-        raise reader.error(f"it begins with {magic!r}, expected b'GGUF'{hint_of(path, 'rh.from_gguf')}")
+        raise reader.error(f"expected it to begin with b'GGUF', found {magic!r}{hint_of(path, 'rh.from_gguf')}")
     reader.skip(4, "the magic")
     version = reader.number("I", "the version")
     if version and version & 0xFFFF == 0:

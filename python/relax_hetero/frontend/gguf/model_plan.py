@@ -22,6 +22,7 @@ from .expert_rules import split_rules
 from .part_costs import first_streamed_rows, prefill_steps, step_seconds, streamed_seconds, streamed_step_seconds
 from .place_layers import LayerProblem, bytes_on
 from .scaling import Fleet, Pipeline
+from .tensor_parallel import dealt_rules, split_caches
 
 if TYPE_CHECKING:
     from .file import GgufFile
@@ -154,7 +155,8 @@ def plan_model(problem: LayerProblem, placement: PlacementRules | Literal["auto"
     Raises
     ------
     FrontendError
-        If a list of experts is invalid, or a rule names a mesh.
+        If a list of experts is invalid, `from_gguf` refuses a mesh of a rule, or only a part of the model, or of the
+        devices, is on one.
     PlacementError
         If the model does not fit.
     VDeviceError
@@ -241,6 +243,7 @@ def _groups_of(problem: LayerProblem, placement: PlacementRules) -> Pipeline | N
             f"placement has the rules {dict(pairs)}: plans of meshes are for all layers and all of the "
             f"{count} devices, expected {{'*': 'vdevice[0:{count}]'}}, \"auto\", or single devices"
         )
+    split_caches(problem.model, dealt_rules(pairs, problem.model, vdevices), vdevices)  # refuse what loading does
     costs = problem.search.costs
     return Pipeline(problem.search.parts, problem.model, costs, Fleet.of_vdevices(vdevices, costs), count, 1)
 

@@ -90,18 +90,15 @@ def split_caches(
     for index, (cache, mesh) in enumerate(zip(model.caches, parts, strict=True)):
         count = len(mesh) or 1
         if count > 1 and (cache.state or cache.shared or cache.kv_heads % count):
-            kind = (
-                "a state"
-                if cache.state
-                else "keys that are values"
-                if cache.shared
-                else f"{cache.kv_heads} heads of keys and values"
-            )
-            names = " and ".join(device_name(vdevices[device], vdevices) for device in mesh)
-            raise FrontendError(
-                f"cache {index} of {model.name} has {kind}, expected heads of keys and values that {names} divide; "
-                "place its layers on one device each"
-            )
+            heads = "heads of keys and values"
+            if cache.state or cache.shared:
+                problem = f"{'a state' if cache.state else 'keys that are values'}, expected {heads}"
+                remedy = "place its layers on one device each"
+            else:
+                problem = f"{cache.kv_heads} {heads}, expected a multiple of {count}"
+                remedy = "take fewer devices, or place its layers on one device each"
+            names = ", ".join(device_name(vdevices[device], vdevices) for device in mesh)
+            raise FrontendError(f"cache {index} of {model.name} has {problem}, which {names} share; {remedy}")
         caches += [replace(cache, kv_heads=cache.kv_heads // count)] * count
     return tuple(caches), tuple(len(mesh) or 1 for mesh in parts)
 

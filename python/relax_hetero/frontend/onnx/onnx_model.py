@@ -260,9 +260,12 @@ def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, i
     try:
         data = read_regular(path, _MAX_FILE_BYTES)
     except OSError as error:
-        hint = "; save it with its weights as external data" if error.errno == errno.EFBIG else ""
-        hint = hint or hint_of(path, "rh.from_onnx") + near_file(path)
-        raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {error.strerror or error}{hint}") from error
+        hint, reason = hint_of(path, "rh.from_onnx"), error.strerror or str(error)
+        if error.errno == errno.EFBIG and hint:  # its kind explains more than its size
+            reason, hint = f"it is {hint.removeprefix(', ')}", ""
+        elif error.errno == errno.EFBIG:
+            hint = "; save it with its weights as external data"
+        raise FrontendError(f"cannot read the ONNX file {str(path)!r}: {reason}{hint}{near_file(path)}") from error
     return _parse(data, f"the file {str(path)!r}", hint_of(path, "rh.from_onnx")), str(path), path, len(data)
 
 
@@ -290,7 +293,8 @@ def _parse(data: bytes, what: str, hint: str = "") -> onnx.ModelProto:
     try:
         proto = onnx.load_model_from_string(data)
     except Exception as error:  # depends on the version of protobuf
-        raise FrontendError(f"{what} is not an ONNX model{hint or f': {_first_line(error)}'}") from error
+        reason = f"it is {hint.removeprefix(', ')}" if hint else _first_line(error)
+        raise FrontendError(f"{what} is not an ONNX model: {reason}") from error
     if not proto.HasField("graph"):
         raise FrontendError(f"{what} is not an ONNX model: it has no graph ({len(data)} bytes)")
     return proto

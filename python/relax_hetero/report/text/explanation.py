@@ -148,7 +148,8 @@ class Explanation:
             yield from self._tables_of(SECTIONS)
             yield from self._closing_lines()
         else:
-            yield from self._tables_of(sections)
+            for name in sections:
+                yield from list(self._tables_of([name])) or [f"{name}: nothing to show for this model."]
 
     def _tables_of(self, sections: Iterable[str]) -> Iterator[Shown]:
         for name in sections:

@@ -8,7 +8,7 @@ Each GPU has memory that the others write to (`artifact.peer_layout`). There are
   as they are. Whoever reads a word puts the zero back. The product's kernel before may send, too (`send_words`).
 - Long operands: GPU r adds the r-th part of the rows, which the others send it, and writes the result to theirs, too
   ("two-shot": reduce-scatter, then all-gather). A block that has sent its rows, or results, sets a flag, for which the
-  same block of the other GPU waits. Each GPU tells the others the address of its result when its kernel begins, which
+  same block of the other GPU waits. Each GPU sends the address of its result to the others when its kernel begins, which
   ends when all have written: nothing else uses this memory meanwhile. The kernel of the product before may send the
   rows instead, in tiles with flags of their own (`send_tile`).
 
@@ -40,7 +40,7 @@ the epoch that the sum will have. The sum's blocks send results only; each waits
 tiles have places of their own and only ever rise, as epochs do; those of blocks are twice the epoch for operands, and
 one more for results.
 
-Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum tells its address and sends its
+Nothing waits in a circle: kernels of products wait for no GPU, and a kernel of a sum sends its address and its
 operand before it waits for those of others, and sends its results before it waits for results. So when sum n - 1 has
 ended on a GPU, all others have begun it, get what they wait for, end it, and begin sum n. This needs kernels of a
 program to begin in the same order on all GPUs, copies between them to be before or after all kernels of a sum
@@ -164,17 +164,17 @@ template <int RANK, int RANKS> struct rh_Exchange {
   __device__ __forceinline__ unsigned* tile_flags(int owner, int sender) const {
     return (unsigned*)(slot(owner, sender) - RH_SENT_FLAGS_BYTES);
   }
-  // Line in which a GPU tells another one where its result is: the halves of the address, each beside the epoch.
+  // Line with the address of another GPU's result: the halves of the address, each followed by the epoch.
   __device__ __forceinline__ long long line(int owner, int sender) const {
     return (long long)slot(owner, sender) - RH_SENT_FLAGS_BYTES - RH_RESULT_LINE_BYTES;
   }
-  __device__ __forceinline__ void tell(int peer, const void* result, unsigned now) const {
+  __device__ __forceinline__ void send_address(int peer, const void* result, unsigned now) const {
     unsigned low = (unsigned)(size_t)result, high = (unsigned)((size_t)result >> 32);
     asm volatile("st.volatile.global.v4.u32 [%0], {%1, %2, %3, %4};"
                  :: "l"(line(peer, RANK)), "r"(low), "r"(now), "r"(high), "r"(now));
   }
   // Address of the result of another GPU, whose kernel has begun, so that nothing else uses this memory.
-  __device__ __forceinline__ size_t result_of(int peer, unsigned now) const {
+  __device__ __forceinline__ size_t wait_for_address(int peer, unsigned now) const {
     unsigned low, high, flag, flag2;
     unsigned long long begin = rh_time();
     do {
@@ -531,8 +531,8 @@ __device__ __forceinline__ void rh_all_reduce_long(
   int rows = (vectors + row - 1) / row, part_rows = (rows + RANKS - 1) / RANKS, part = part_rows * row;
   int piece = (part_rows + gridDim.x - 1) / gridDim.x * row, begin = blockIdx.x * piece;
   long long inverses = 8ll * part;  // offset in a slot, after the operand's part as float16
-  __shared__ size_t told[RANKS];
-  if (threadIdx.x < RANKS && threadIdx.x != RANK && blockIdx.x == 0) ex.tell(threadIdx.x, out, now);
+  __shared__ size_t results[RANKS];
+  if (threadIdx.x < RANKS && threadIdx.x != RANK && blockIdx.x == 0) ex.send_address(threadIdx.x, out, now);
   for (int step = 1; step < RANKS && !SENT; ++step) {
     int peer = ex.peer(step), end = min(min(begin + piece, part), vectors - peer * part);
     const float4* from = (const float4*)x + (long long)peer * part;
@@ -546,7 +546,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
   const float4 *own = (const float4*)x + (long long)RANK * part, *old = (const float4*)residual;
   rh_OwnRow<VECTORS, THREADS, RESIDUAL> next;
   next.load(own, old, first, end);  // while the other GPUs send
-  if (threadIdx.x < RANKS && threadIdx.x != RANK) told[threadIdx.x] = ex.result_of(threadIdx.x, now);
+  if (threadIdx.x < RANKS && threadIdx.x != RANK) results[threadIdx.x] = ex.wait_for_address(threadIdx.x, now);
   if (SENT) ex.wait_for_tiles(begin / row, last / row, 4 * row / RH_SENT_COLUMNS, now);
   else ex.wait(2 * now);
   while (first < last) {
@@ -599,7 +599,7 @@ __device__ __forceinline__ void rh_all_reduce_long(
       if (NORM == RH_LAYER_NORM) v = rh_add(v, ((const float4*)bias)[i - begins]);
       long long to = (long long)RANK * part + i;
       rh_store<HALF>(out, to, v);
-      for (int step = 1; step < RANKS; ++step) rh_store<HALF>((void*)told[ex.peer(step)], to, v);
+      for (int step = 1; step < RANKS; ++step) rh_store<HALF>((void*)results[ex.peer(step)], to, v);
     }
     if (VECTORS > RH_AHEAD_VECTORS) next.load(own, old, first, end);
   }
@@ -613,46 +613,22 @@ __device__ __forceinline__ void rh_all_reduce_long(
 
 @dataclass(frozen=True)
 class RowNorm:
-    """Norm of the rows of a sum, with a weight for each column: an RMS norm, or a layer norm, which adds a bias.
+    """Norm of the rows of a sum, with a weight for each column: an RMS norm, or a layer norm, which adds a bias."""
 
-    Attributes
-    ----------
-    eps : float
-        Number that is added to the mean of the squares.
-    dtype : str
-        Type of the result, float32 or float16.
-    is_centered : bool
-        True for a layer norm.
-    """
-
-    eps: float
-    dtype: str
-    is_centered: bool = False
+    eps: float  # number that is added to the mean of the squares
+    dtype: str  # type of the result, float32 or float16
+    is_centered: bool = False  # whether it is a layer norm
 
 
 @dataclass(frozen=True)
 class AllReduce:
-    """An all-reduce of float32, the same on all GPUs.
+    """An all-reduce of float32, the same on all GPUs."""
 
-    Attributes
-    ----------
-    shape : tuple of int
-        Shape of the operand.
-    ranks : int
-        Number of GPUs.
-    norm : RowNorm or None
-        Norm of the sum's rows.
-    has_residual : bool
-        True if each GPU adds its part of a residual to its part of the rows; only for long operands.
-    is_residual_whole : bool
-        True if each GPU has all of the residual, not its part alone.
-    """
-
-    shape: tuple[int, ...]
-    ranks: int
-    norm: RowNorm | None = None
-    has_residual: bool = False
-    is_residual_whole: bool = False
+    shape: tuple[int, ...]  # shape of the operand
+    ranks: int  # number of GPUs
+    norm: RowNorm | None = None  # norm of the sum's rows
+    has_residual: bool = False  # whether each GPU adds its part of a residual to its rows; only for long operands
+    is_residual_whole: bool = False  # whether each GPU has all of the residual, not its part alone
 
     @property
     def count(self) -> int:
@@ -735,27 +711,14 @@ class AllReduce:
 
 @dataclass(frozen=True)
 class RankReduce:
-    """The part of a GPU in an all-reduce.
-
-    Attributes
-    ----------
-    reduce : AllReduce
-    rank : int
-        Number of this GPU among the GPUs.
-    keeps_sum : bool
-        True if there is a second result, the sum, beside that of the norm.
-    slot, slot_bytes : int
-        Slot of the GPUs' memory, see `slots_of`, and bytes of a slot for each GPU, at least `AllReduce.slot_bytes`.
-    why : str
-        Reason why NCCL sums; empty for kernels that write to the memory of other GPUs.
-    """
+    """The part of a GPU in an all-reduce."""
 
     reduce: AllReduce
-    rank: int
-    keeps_sum: bool
-    slot: int = 0
-    slot_bytes: int = 0
-    why: str = ""
+    rank: int  # number of this GPU among the GPUs
+    keeps_sum: bool  # whether there is a second result, the sum, beside that of the norm
+    slot: int = 0  # slot of the GPUs' memory, see `slots_of`
+    slot_bytes: int = 0  # bytes of a slot for each GPU, at least `AllReduce.slot_bytes`
+    why: str = ""  # reason why NCCL sums; empty for kernels that write to the memory of other GPUs
 
     @property
     def sent(self) -> SentSum | None:
@@ -826,7 +789,6 @@ def all_reduce_kernel(
 
     Parameters
     ----------
-    reduce : AllReduce
     rank : int
         Number of this GPU among the GPUs.
     slot : int
@@ -960,7 +922,6 @@ def send_tile(
 
     Parameters
     ----------
-    sent : SentSum
     shape : tuple of int
         Rows and columns of the operand of the sum.
     pointers : tuple of PrimExpr
@@ -984,7 +945,6 @@ def word_places(sent: SentSum, addresses: tirx.Buffer) -> list[tirx.PrimExpr]:
 
     Parameters
     ----------
-    sent : SentSum
     addresses : tirx.Buffer
         Addresses of all GPUs' memory.
     """

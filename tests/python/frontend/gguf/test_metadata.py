@@ -102,7 +102,7 @@ def file(keys=(), tensors=(), data: int = 0, version: int = 3, counts: tuple[int
 HUGE = struct.pack("<Q", 1 << 60)
 ROW = tensor("a", 32)
 DAMAGED = {
-    "begins with b'GGML'": b"GGML" + file()[4:],
+    "found b'GGML'": b"GGML" + file()[4:],
     "of version 0": file(version=0),
     "of version 1,": file(version=1),
     "of version 99": file(version=99),

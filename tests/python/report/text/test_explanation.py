@@ -107,7 +107,7 @@ def test_an_overview_says_what_was_declined_and_why():
 def test_sections_that_are_not_there():
     with pytest.raises(BindingError, match="no section 'op'; it has 'ops', .*'all'; did you mean 'ops'"):
         shown_of(EXPLANATION, "op")
-    assert shown_of(EXPLANATION, "memory") == ""
+    assert shown_of(EXPLANATION, "memory") == "memory: nothing to show for this model.\n"
 
 
 def test_expectations_of_the_cost_model_are_printed():
