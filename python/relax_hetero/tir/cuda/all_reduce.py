@@ -8,9 +8,9 @@ Each GPU has memory that the others write to (`artifact.peer_layout`). There are
   as they are. Whoever reads a word puts the zero back. The product's kernel before may send, too (`send_words`).
 - Long operands: GPU r adds the r-th part of the rows, which the others send it, and writes the result to theirs, too
   ("two-shot": reduce-scatter, then all-gather). A block that has sent its rows, or results, sets a flag, for which the
-  same block of the other GPU waits. Each GPU sends the address of its result to the others when its kernel begins:
-  then nothing else uses this memory any more. The kernel of the product before may send the rows instead, in tiles with
-  flags of their own (`send_tile`).
+  same block of the other GPU waits. Each GPU sends the address of its result to the others when its kernel begins,
+  which ends when all have written: nothing else uses this memory meanwhile. The kernel of the product before may send
+  the rows instead, in tiles with flags of their own (`send_tile`).
 
 An RMS norm or a layer norm of the rows, which follow most sums of transformers, is a part of both: a row's threads have
 the whole row in registers. Long sums then send the norm's result; the sum itself stays where it was added, and the next

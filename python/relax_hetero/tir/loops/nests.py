@@ -145,10 +145,11 @@ def _remove_dead(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[St
     return live[::-1]
 
 
-def _inline(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
-    """The stages with cheap values inlined that are read at other points than their own.
+def _inline(stages: list[Stage], results: Sequence[tirx.Buffer], max_uses: int | None = None) -> list[Stage]:
+    """The stages with cheap values inlined that are read at other points than their own, at most `max_uses` times.
 
-    A value that is inlined makes its readers read what it reads, which may be inlined then.
+    A value that is inlined makes its readers read what it reads, which may be inlined then if it is read once: a chain
+    of values that each read the one before twice would double with each of them.
     """
     remaining: list[Stage] = []
     inline: dict[tirx.Buffer, Stage] = {}
@@ -158,11 +159,11 @@ def _inline(stages: list[Stage], results: Sequence[tirx.Buffer]) -> list[Stage]:
         buffer = stage.buffers[0]
         if not stage.initial and len(stage.buffers) == 1 and buffer not in results:
             uses = [(stages[later], load) for later, load in reads.get(buffer, ())]
-            if _should_inline(stage, uses):
+            if (max_uses is None or len(uses) <= max_uses) and _should_inline(stage, uses):
                 inline[buffer] = stage
                 continue
         remaining.append(stage)
-    return _inline(_remove_dead(remaining, results), results) if inline else remaining
+    return _inline(_remove_dead(remaining, results), results, max_uses=1) if inline else remaining
 
 
 def _reads(computed: Stage | Nest, buffer: tirx.Buffer) -> list[Load]:

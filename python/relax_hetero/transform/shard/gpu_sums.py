@@ -18,8 +18,8 @@ After, for a long one, of which each GPU adds and keeps a part of the rows::
 
 A residual of the first long sum that all GPUs have is an operand of its kernels, too: each adds its part of the rows.
 
-If a row of the sum is taken, too, such as that whose logits a prefill returns, the GPU that keeps it has the row, and
-the others zeros, as parts of the next sum.
+If a row of the sum is taken after it, such as that whose logits a prefill returns, the GPU that keeps it has the row,
+and the others zeros, as parts of the next sum.
 """
 
 from __future__ import annotations
@@ -185,6 +185,11 @@ class GpuSums:
         self._writer, self._copies = writer, copies
         self._users = _users_of(items)
         self._values = {item.var: item.value for item in items if not isinstance(item, Sum)}
+        self._order = {
+            var: number
+            for number, item in enumerate(items)
+            for var in (item.results if isinstance(item, Sum) else [item.var])
+        }
         self._outputs = set(outputs)
         self._replaced: set[relax.Var] = set()
         self._taken: dict[relax.Var, _TakenRow] = {}
@@ -261,15 +266,19 @@ class GpuSums:
         ]
 
     def _row_takes(self, item: Sum) -> list[relax.VarBinding]:
-        """Bindings that take rows of the operand of each GPU, so that their sum is that of the results' rows."""
+        """Bindings that take rows of the operand of each GPU, so that their sum is that of the results' rows.
+
+        Only after the sum are the rows there that replace them.
+        """
         users = [self._users.get(part, []) for part in item.parts if isinstance(part, relax.Var)]
         takes = [[user for user in each if not isinstance(user, Sum) and _is_row_take(user)] for each in users]
         are_single = len(takes) == len(item.parts) and all(len(each) == 1 for each in takes)
-        return [each[0] for each in takes] if are_single else []
+        are_later = are_single and all(self._order[take.var] > self._order[item.results[0]] for (take,) in takes)
+        return [take for (take,) in takes] if are_later else []
 
     def _join_copies(self, item: Sum) -> None:
         """Make an operand that all GPUs have, and that the first one adds to its part, the residual of a long sum."""
-        plan, part = self._plans[id(item)], item.parts[0]
+        plan, part, at = self._plans[id(item)], item.parts[0], self._order[item.results[0]]
         value = self._values.get(part)
         if plan.reduce.is_short or not plan.norms or plan.residuals or value is None or op_name(value) != "relax.add":
             return
@@ -277,6 +286,7 @@ class GpuSums:
             return
         for residual, other in (value.args, value.args[::-1]):
             copies = self._copies.get(residual, {})
+            copies = {device: copy for device, copy in copies.items() if self._order.get(copy, -1) < at}
             is_alike = all(same_shape(shape_of(operand) or (), item.shape) for operand in (residual, other))
             if is_alike and copies.keys() >= {*item.group}:
                 plan.reduce = replace(plan.reduce, has_residual=True, is_residual_whole=True)

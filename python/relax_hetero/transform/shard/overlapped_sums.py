@@ -14,7 +14,7 @@ A product of few rows sends the operand of a short sum in vectors, as it stores 
 of a long sum in tiles: they compute those that other GPUs add first, and send each while they compute the next ones, so
 that only the last tiles are left when the sum begins.
 
-A part that others read, too, is not sent: the kernel would not store all of it.
+Products send parts that nothing but their sum reads.
 
 A kernel may write to the slot of its sum when the sum before that has ended on its GPU (`tir.cuda.all_reduce`). So the
 product must read something that follows from that sum. The products before the first sum of a GPU in the function

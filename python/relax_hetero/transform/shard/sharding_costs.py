@@ -102,7 +102,7 @@ class ShardingCosts:
 class Readers:
     """Uses of the values of a function."""
 
-    of: Mapping[relax.Var, Sequence[relax.Binding]]  # mapping of relax.Var to sequence of relax.Binding
+    of: Mapping[relax.Var, Sequence[relax.Binding]]  # bindings that read each value
     outputs: Sequence[relax.Var]
     # Bytes of an operand that follows from constants; None for others.
     weight_bytes: Callable[[relax.Expr], float | None]

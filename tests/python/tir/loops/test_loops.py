@@ -87,6 +87,18 @@ def test_a_chain_of_values_that_a_sum_reads_is_inlined():
     assert len(nest.sums) == 1 and not nest.steps
 
 
+def test_a_chain_of_values_that_are_read_twice_is_not_inlined():
+    """Each of them would double what the sum computes."""
+
+    def build(x: relax.Var) -> relax.Expr:
+        for _ in range(8):
+            x = op.multiply(x, op.add(x, relax.const(1.0)))
+        return op.sum(x, [1])
+
+    values, total = nests_of(build, [f32(5, 300)])
+    assert len(values.steps) == 14 and len(total.sums) == 1  # two are inlined into the sum
+
+
 def test_loops_that_advance_alike_become_one():
     (nest,) = nests_of(lambda x, y: op.add(x, y), [f32(3, 5, 7), f32(3, 5, 7)])
     assert counts(nest) == [[105]]

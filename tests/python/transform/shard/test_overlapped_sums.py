@@ -104,8 +104,6 @@ def test_all_gpus_send_or_none(following, monkeypatch):
 
 
 def test_a_product_that_others_read_does_not_send(following, monkeypatch):
-    """A sent part is not stored as a whole."""
-
     def with_reader(func, mod, kernels):
         [*_, last] = (binding.value for binding in walk_bindings(func) if is_sum(mod, binding.value))
         part, block = last.args[1].fields[0], func.body.blocks[0]
