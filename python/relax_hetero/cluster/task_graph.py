@@ -73,7 +73,7 @@ class TaskGraph:
         self._route_of = route_indices(routes)
         self._keys = [0] * len(routes)
         self._arrived: dict[tuple[int, int], dict[int, Message]] = {}
-        self._checked_at = time.monotonic()
+        self._checked_at, self._has_failed = time.monotonic(), False
         self._loops = [actor.run_tasks.remote(token, dict(addresses), tuple(in_order)) for actor in actors.values()]
         node, caller = ray.get_runtime_context().get_node_id(), len(addresses)
         connections = {
@@ -135,6 +135,7 @@ class TaskGraph:
         try:
             messages = self._peers.receive(_CHECK_SECONDS)
         except HostError:
+            self._has_failed = True
             self._check_loops(_REASON_SECONDS)
             raise
         if not messages and time.monotonic() > self._checked_at + _CHECK_SECONDS:
@@ -143,7 +144,9 @@ class TaskGraph:
         return messages
 
     def is_broken(self) -> bool:
-        """Return whether the loop of a host has ended, so that no call can run."""
+        """Return whether a connection or the loop of a host has ended, so that no call can run."""
+        if self._has_failed:
+            return True
         ended, _ = self._ray.wait(self._loops, timeout=0)
         return bool(ended)
 
