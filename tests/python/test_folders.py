@@ -1,7 +1,8 @@
-"""Tests lie where the code they test lies."""
+"""Tests lie where the code they test lies, and no text has marks of a merge."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
@@ -31,3 +32,11 @@ def test_every_room_has_tests():
     rooms = {folder.relative_to(PACKAGE) for folder in folders_with_python(PACKAGE)}
     tested = {folder.relative_to(TESTS) for folder in folders_with_python(TESTS)}
     assert sorted(map(str, rooms - tested)) == []
+
+
+def test_no_text_has_marks_of_a_merge():
+    files = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    for folder in "python", "tests", "apps", "examples", "docs", "release":
+        files += [file for end in ("py", "md", "c", "h", "hpp") for file in (ROOT / folder).rglob(f"*.{end}")]
+    marked = [str(file) for file in files if re.search(r"^(<{7}|>{7}) ", file.read_text("utf-8"), re.MULTILINE)]
+    assert marked == []

@@ -30,16 +30,11 @@ each device: they become as many parameters, and results with their names as man
 
 Functions over meshes that others call are inlined there. A ``match_cast`` is one on each device, of its part.
 
-<<<<<<< HEAD
-Assumes functions without control flow, and devices of one host. A module without meshes and that attribute is returned
-as it is.
-=======
 A branch begins with the whole of each value on all devices of the value's mesh, and ends with the whole result on one
 device. So does a function that calls itself, such as a loop, whose parameters are on single devices. Both are refused
 on GPUs, whose kernels wait for each other.
 
-Assumes devices of one host. A module without meshes is returned as it is.
->>>>>>> main
+Assumes devices of one host. A module without meshes and that attribute is returned as it is.
 """
 
 from __future__ import annotations
@@ -379,7 +374,7 @@ class _FunctionPartition:
         mesh = self._mesh(var, [each for each in used_vars(value) if each in self._values])
         home = Mesh.of_device(mesh.positions[0])
         condition = self._whole(value.cond) if isinstance(value.cond, relax.Var) else value.cond
-        ends = [self._partitioned_branch(branch, home) for branch in _branches(value)]
+        ends = [self._partitioned_branch(branch, home) for branch in (value.true_branch, value.false_branch)]
         local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
         self._bindings.items.append(relax.VarBinding(local, typed(relax.If(condition, *ends), local.ty)))
         self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
@@ -840,10 +835,6 @@ def _is_pure(call: relax.Call) -> bool:
     if isinstance(call.op, tvm.ir.Op):
         return bool(call.op.get_attr("FPurity"))
     return isinstance(call.op.ty, relax.FuncType) and bool(call.op.ty.purity)
-
-
-def _branches(value: relax.If) -> tuple[relax.SeqExpr, relax.SeqExpr]:
-    return value.true_branch, value.false_branch
 
 
 _FIRST = Mesh.of_device(0)
