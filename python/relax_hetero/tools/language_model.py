@@ -85,7 +85,7 @@ class LanguageModelOptions:
         others = ("path", "template", "max_batch")
         options = {each.name: getattr(self, each.name) for each in fields(self) if each.name not in others}
         options |= {"batches": None if batches == BATCHES else batches, "count_experts": count_experts}
-        arguments = {name: value for name, value in options.items() if value not in (None, False)}
+        arguments = {name: value for name, value in options.items() if value is not None and value is not False}
         with console(stderr=True).status(f"Loading {self.path.name}") as status:
             parts = LoadingParts(self.path.name, status)
             loaded = llm.load(self.path, progress=parts, **arguments)

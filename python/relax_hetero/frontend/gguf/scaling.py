@@ -39,6 +39,9 @@ _STEPS = 6
 
 MAX_STAGES = 32
 
+_SUMMED_PARTS = ("attn", "ffn", "experts")
+"""Parts whose results the devices of a group add."""
+
 GPU_TRANSFER_SECONDS = 25e-6
 """Time from a kernel's end on a GPU to the next kernel's begin on another one, with a small copy between them.
 
@@ -451,7 +454,7 @@ class Pipeline:
         stages, sizes = len(self.stages), _call_sizes(texts, batch)
         calls, size = len(sizes), max(sizes)
         if self.tensor > 1:
-            sums = sum(self._has_sum(part) for stage in self.stages for part in stage) * calls
+            sums = sum(part.name in _SUMMED_PARTS for stage in self.stages for part in stage) * calls
             nbytes = self._row_bytes * size
             yield Exchange("all-reduce", sums, nbytes, sums * self.sum_seconds(nbytes))
             kind, nbytes = self._gathered(size)
@@ -477,7 +480,7 @@ class Pipeline:
         if self.tensor == 1:
             return seconds
         step = Step(rows, cached, texts)
-        summed = [part.rows_returned(step) for part in parts if self._has_sum(part)]
+        summed = [part.rows_returned(step) for part in parts if part.name in _SUMMED_PARTS]
         seconds += sum(self.sum_seconds(self._row_bytes * texts * count) for count in summed)
         return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
@@ -506,9 +509,6 @@ class Pipeline:
         if part.name != "experts" or self.tensor == 1:
             return 1.0
         return _imbalance(self._model.experts, self._model.experts_used, self.tensor, min(rows, 64))
-
-    def _has_sum(self, part: Part) -> bool:
-        return part.name in ("attn", "ffn", "experts")
 
     def _link(self, stage: int) -> LinkCost:
         """Link from a stage to the next one."""
