@@ -85,7 +85,7 @@ def _substitute(nest: Nest, axes: Sequence[Axis], values: dict[tirx.Var, Expr]) 
         return nest
     analyzer = Analyzer()
     for axis in axes:
-        analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+        _bind(analyzer, axis.var, 0, axis.extent)
 
     def substituted(value: Expr) -> Expr:
         return structural_map(replaced(value, values), [(kind, analyzer.simplify) for kind in _DIVISIONS])
@@ -204,10 +204,17 @@ def analyzer_of(nest: Nest, bounds: Sequence[Bounds]) -> Analyzer:
     """An analyzer with the bounds of every axis of a nest, the reduced ones included."""
     analyzer = Analyzer()
     for axis, (begin, end) in zip(nest.axes, bounds, strict=True):
-        analyzer.bind(axis.var, tvm.ir.Range(begin, end))
+        _bind(analyzer, axis.var, begin, end)
     for axis in nest.reduced:
-        analyzer.bind(axis.var, tvm.ir.Range(0, axis.extent))
+        _bind(analyzer, axis.var, 0, axis.extent)
     return analyzer
+
+
+def _bind(analyzer: Analyzer, var: tirx.Var, begin: Expr, end: Expr) -> None:
+    """Bind a variable to a range of its own type, as `begin` takes its place where the range has one element."""
+    dtype = str(var.ty.dtype)
+    bounds = (tirx.IntImm(dtype, each) if isinstance(each, int) else each for each in (begin, end))
+    analyzer.bind(var, tvm.ir.Range(*bounds))
 
 
 def _inside(nest: Nest, bounds: Sequence[Bounds]) -> Nest:

@@ -826,8 +826,12 @@ class _FunctionPartition:
 
     def _get(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
         """The local value of each device of a mesh."""
-        is_weight = expr in self._weights
-        return self._weights.parts(expr, mesh, shardings) if is_weight else self._exchanges.get(expr, mesh, shardings)
+        if expr in self._weights:
+            if self._weights.can_cut(expr, shardings, mesh.shape):
+                return self._weights.parts(expr, mesh, shardings)
+            whole = whole_on(mesh)  # `R.hetero.shard` of a weight whose constants cannot be cut
+            self._values[expr] = MeshValue(mesh, [whole], self._weights.parts(expr, mesh, whole))
+        return self._exchanges.get(expr, mesh, shardings)
 
 
 def _is_pure(call: relax.Call) -> bool:
