@@ -461,6 +461,10 @@ class _FunctionPartition:
             self._bindings.items.append(relax.MatchCast(local, source, binding.ty))
             self._values[var] = MeshValue(_FIRST, [], [local])
             return
+        if isinstance(value, relax.TupleGetItem):
+            field = relax.Var(f"{var.name}_field", value.ty)
+            self._add_field(field, value)
+            value = field
         mesh = self._mesh(var, [value])
         shardings, shape = self._shardings_of(value, mesh) or whole_on(mesh), _extents(binding.ty)
         if shape is None or any(each.is_partial for each in shardings) or not divide(shardings, shape, mesh.shape):

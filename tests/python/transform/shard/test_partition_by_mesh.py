@@ -632,6 +632,22 @@ def test_sizes_of_match_casts_are_known_on_each_device():
     np.testing.assert_allclose(np.asarray(vm["main"](x, np.ones(8, bool))), np.maximum(x, 0) @ W, rtol=1e-4, atol=1e-4)
 
 
+def test_casts_take_fields_of_tuples():
+    """As the ONNX op Unique is imported."""
+
+    @ir_module("llvm", "llvm:1")
+    def module(x: R.Tensor((8,), "int64", "llvm[0:2]")):
+        n = T.int64()
+        found = R.unique(x, True, True, False, True)
+        numbers = R.match_cast(found[0], R.Tensor((n,), "int64"))
+        indices = R.match_cast(found[1], R.Tensor((n,), "int64"))
+        y: R.Tensor((n,), "int64", "llvm[0:2]") = R.add(numbers, indices)
+        return y
+
+    vm = rh.vm.VirtualMachine(rh.compile(module))
+    np.testing.assert_array_equal(vm["main"](np.array([5, 3, 5, 1, 1, 3, 9, 9])).numpy(), [4, 4, 5, 15])
+
+
 def test_casts_of_tuples_are_refused():
     @ir_module("llvm", "llvm:1")
     def module(x: R.Tensor((4, 8), "float32", "llvm[0:2]")):
