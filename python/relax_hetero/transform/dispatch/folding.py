@@ -13,8 +13,7 @@ import tvm
 from tvm import relax
 
 from ...tir.commands.table_kernel import is_one_launch
-from ...vm.device.tensor_arrays import host_array
-from ...vm.device.tensors import ALIGNMENT
+from ...vm.device.tensors import ALIGNMENT, copy_to
 from ..ir.blocks import Block, renamed, rewrite_blocks
 from ..ir.constant_values import exceeds_growth_limit
 from ..ir.kernels import tensor_bytes
@@ -96,7 +95,7 @@ def _aligned(arg: relax.Expr) -> relax.Expr:
     """A constant in memory as kernels need it; other values as they are."""
     if not is_tensor_constant(arg) or arg.value.data_ptr() % ALIGNMENT == 0:
         return arg
-    return tvm.ir.GenericConst(tvm.runtime.tensor(host_array(arg.value)), arg.ty)
+    return tvm.ir.GenericConst(copy_to(arg.value, arg.value.device), arg.ty)
 
 
 def _without_barriers(block: Block) -> list[relax.Binding] | None:
