@@ -85,11 +85,16 @@ def absorb_elementwise(block: Block) -> list[relax.Binding] | None:
     """The block's bindings with every region replaced by one `R.hetero.elementwise`; None without regions."""
     regions: dict[int, Region] = {}
     bindings_in_regions: set[int] = set()
+    readers: dict[relax.Var, list[int]] = {}  # ends of regions that read a value, perhaps one before a cast
     for binding in reversed(block.bindings):
-        region = _RegionBuilder(block, binding.var, bindings_in_regions).region() if is_root(binding, block) else None
+        builder = _RegionBuilder(block, binding.var, bindings_in_regions, readers)
+        region = builder.region() if is_root(binding, block) else None
         if region is not None:
             regions[region.end] = region
             bindings_in_regions.update([*region.inside, region.end])
+            for operand in region.operands:
+                if isinstance(operand.value, relax.Var):
+                    readers.setdefault(operand.value, []).append(region.end)
     return with_regions(block, regions, lambda emitter, region, var: _emit_region(emitter, region, var, block))
 
 
@@ -211,6 +216,8 @@ class _RegionBuilder:
         Result of an `unset_encoding`.
     bindings_in_regions : set of int
         Indices of the bindings that belong to other regions.
+    readers : dict of relax.Var to list of int
+        Indices of the ends of other regions by their operands, which need not be operands of the block's ops.
 
     Attributes
     ----------
@@ -226,8 +233,10 @@ class _RegionBuilder:
         Operands so far.
     """
 
-    def __init__(self, block: Block, root: relax.Var, bindings_in_regions: set[int]) -> None:
-        self.block, self.root, self.bindings_in_regions = block, root, bindings_in_regions
+    def __init__(
+        self, block: Block, root: relax.Var, bindings_in_regions: set[int], readers: dict[relax.Var, list[int]]
+    ) -> None:
+        self.block, self.root, self.bindings_in_regions, self.readers = block, root, bindings_in_regions, readers
         self.shape = shape_of(root) or []
         self.expressions = {root: Expression.operand(0)}
         self.num_terms = {root: _num_fused_terms(block, block.definition(root))}
@@ -241,7 +250,7 @@ class _RegionBuilder:
         block = self.block
         best: Region | None = None
         inside: list[int] = []
-        pending = list(block.users.get(self.root, [])) if block.is_local(self.root) else []
+        pending = self._users(self.root) if block.is_local(self.root) else []
         heapq.heapify(pending)
         while pending:
             index = heapq.heappop(pending)
@@ -264,9 +273,13 @@ class _RegionBuilder:
             inside.append(index)
             if not block.is_local(binding.var):
                 break
-            for user in block.users.get(binding.var, []):
+            for user in self._users(binding.var):
                 heapq.heappush(pending, user)
         return best
+
+    def _users(self, var: relax.Var) -> list[int]:
+        """Indices of the bindings that read a value, and of the ends of regions that do."""
+        return [*self.block.users.get(var, []), *self.readers.get(var, [])]
 
     def _is_dequantization(self, best: Region | None, binding: relax.Binding) -> bool:
         """Return whether a value only dequantizes the 8-bit result of a region.
