@@ -75,13 +75,8 @@ class Actors:
     def start(self) -> None:
         """Start all hosts that are not ready in parallel, check them, and load their code.
 
-        Raises
-        ------
-        HostError
-            If a host cannot be scheduled within the timeout (its actor stays pending for the next try), dies, or has
-            other versions than this process.
-        HeteroError
-            If the code cannot be loaded.
+        Raises HostError if a host cannot be scheduled within the timeout (its actor stays pending for the next try),
+        dies, or has other versions than this process, and HeteroError if the code cannot be loaded.
         """
         missing = [host for host, state in self.states.items() if state.state != "ready"]
         for host in missing:

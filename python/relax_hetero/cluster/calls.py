@@ -55,13 +55,7 @@ class ClusterCall:
 
 
 def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Check and encode the inputs of a call.
-
-    Raises
-    ------
-    BindingError
-        If arguments do not match the plan's signature.
-    """
+    """Check and encode the inputs of a call. Raises BindingError if arguments do not match the plan's signature."""
     signature = plan.signature or untyped_signature(name, plan.input_names)
     dims = DimValues()
     encoded: list[Any] = []

@@ -144,22 +144,14 @@ class GpuLink:
         """Send contiguous tensors of this GPU after the work on the machine's stream; returns at once.
 
         The receiver must receive as many at once. Tensors must not be changed before they are sent: `finish` makes the
-        machine's stream wait for that.
-
-        Raises
-        ------
-        HostError
-            If the link is not connected or has failed.
+        machine's stream wait for that. Raises HostError if the link is not connected or has failed.
         """
         self.exchange(tensors, ())
 
     def receive(self, shape: Sequence[int], dtype: str) -> runtime.Tensor:
         """Receive the next tensor on this GPU; returns at once, and the machine's stream waits for it.
 
-        Raises
-        ------
-        HostError
-            If the link is not connected or has failed.
+        Raises HostError if the link is not connected or has failed.
         """
         return self.receive_all([(tuple(shape), dtype)])[0]
 
@@ -173,10 +165,7 @@ class GpuLink:
     def exchange(self, sent: Sequence[runtime.Tensor], received: Sequence[runtime.Tensor]) -> None:
         """Send tensors and receive into others at once; empty tensors are skipped.
 
-        Raises
-        ------
-        HostError
-            If the link is not connected or has failed; then only `abort` is possible.
+        Raises HostError if the link is not connected or has failed; then only `abort` is possible.
         """
         communicator = self._ready()
         try:
@@ -441,11 +430,7 @@ class HostLinks:
         """Receive the tensors that a message announces; return its values, or the failure.
 
         Must be called for all messages of a step, even if one of them is a failure: their tensors are on the way.
-
-        Raises
-        ------
-        HostError
-            If a link has failed, or its tensors are not the announced ones.
+        Raises HostError if a link has failed, or its tensors are not the announced ones.
         """
         if isinstance(values, Failure):
             return values

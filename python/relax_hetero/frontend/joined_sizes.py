@@ -100,10 +100,7 @@ class JoinedSizes:
     def note_bound(self, size: Any, bound: int) -> None:
         """Assume that a size is at most `bound`, which calls are required to meet.
 
-        Raises
-        ------
-        SizeIsBounded
-            If the size is one of an input, and every call must meet the bound.
+        Raises SizeIsBounded if the size is one of an input, and every call must meet the bound.
         """
         if self._is_top_level and size in self._inputs:
             raise SizeIsBounded(size, bound)

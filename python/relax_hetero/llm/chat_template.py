@@ -274,10 +274,7 @@ class _Marks:
     def mark_values(self, values: Any) -> tuple[Any, str]:
         """Mark all texts in JSON values; return the values and the marker.
 
-        Raises
-        ------
-        RequestError
-            If the texts use every possible marker.
+        Raises RequestError if the texts use every possible marker.
         """
         for marker in self._markers:
             try:

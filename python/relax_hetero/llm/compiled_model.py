@@ -257,10 +257,7 @@ class CompiledDecodeStep:
     def tokens(self) -> list[int]:
         """Wait for the end, and return the index of the largest logit of each sequence.
 
-        Raises
-        ------
-        HeteroError
-            If the step failed, or the largest logit of a sequence is infinite, or one is NaN.
+        Raises HeteroError if the step failed, or the largest logit of a sequence is infinite, or one is NaN.
         """
         return self._checked([wait() for wait in self._copies])
 

@@ -71,10 +71,7 @@ class ExpertCounts:
     def continue_file(self, path: str | os.PathLike[str]) -> None:
         """Let `write` replace a file, and add to the counts that it has; a file that does not exist is written now.
 
-        Raises
-        ------
-        HeteroError
-            If the file cannot be written, or does not have counts of the same layers and experts.
+        Raises HeteroError if the file cannot be written, or does not have counts of the same layers and experts.
         """
         if os.path.exists(path):
             for total, counts in zip(self._totals, self._read_file(path), strict=True):
@@ -104,10 +101,7 @@ class ExpertCounts:
     def write(self) -> None:
         """Write the counts to `path`, whose old contents are replaced at once; without a path, do nothing.
 
-        Raises
-        ------
-        HeteroError
-            If the file cannot be written.
+        Raises HeteroError if the file cannot be written.
         """
         if self.path is None:
             return

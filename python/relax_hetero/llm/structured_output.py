@@ -275,10 +275,7 @@ class Constraint:
     def advance(self, token: int) -> bool:
         """Append a token; return True if the text is complete, so that nothing may follow.
 
-        Raises
-        ------
-        RequestError
-            If the grammar needs more time or memory than llguidance allows.
+        Raises RequestError if the grammar needs more time or memory than llguidance allows.
         """
         if not self._matcher.consume_token(token):
             self._raise_error()

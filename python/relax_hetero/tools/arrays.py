@@ -59,12 +59,8 @@ def random_arrays(
     """Complete `arrays` by random ones; parameters are left out.
 
     `shapes` holds shapes of inputs and, as one extent, sizes of symbolic dimensions. Floats are standard normal.
-    Integers are zeros and ones, which are valid masks and indices.
-
-    Raises
-    ------
-    BindingError
-        If an input is not a tensor, or the size of a symbolic dimension is missing.
+    Integers are zeros and ones, which are valid masks and indices. Raises BindingError if an input is not a tensor, or
+    the size of a symbolic dimension is missing.
     """
     generator = np.random.default_rng(seed)
     inputs: dict[str, np.ndarray] = {}
@@ -89,10 +85,7 @@ def tensor_spec(spec: object) -> TensorSpec:
 def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """Write an ``.npz`` file; unlike ``numpy.savez``, with any names (such as ``file``).
 
-    Raises
-    ------
-    HeteroError
-        If the file cannot be written.
+    Raises HeteroError if the file cannot be written.
     """
     # Replace the file instead of overwriting it: another process may have mapped it.
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")

@@ -147,12 +147,7 @@ class Conversation:
     def reply(self, text: str) -> None:
         """Send a message, and print the answer as it comes; Ctrl-C ends it.
 
-        The message is dropped if there is an error.
-
-        Raises
-        ------
-        HeteroError
-            If the engine or the template raises it.
+        The message is dropped if there is an error. Raises HeteroError if the engine or the template raises it.
         """
         messages = [*self._messages, {"role": "user", "content": text}]
         request = self._engine.submit(text if self._template is None else self._template.render(messages), self._params)

@@ -109,12 +109,8 @@ def is_saved(path: Path) -> bool:
 def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
     """Import and place an ONNX or a GGUF file, or a folder of Hugging Face.
 
-    Raises
-    ------
-    HeteroError
-        If the model cannot be imported or placed.
-    click.UsageError
-        If an option does not apply to a GGUF file.
+    Raises HeteroError if the model cannot be imported or placed, and click.UsageError if an option does not apply to a
+    GGUF file.
     """
     import relax_hetero as rh
 
@@ -130,13 +126,7 @@ def placed_module(path: Path, placing: PlacementOptions) -> IRModule:
 
 
 def gguf_options(path: Path, placing: PlacementOptions) -> dict[str, Any]:
-    """Keyword arguments for ``rh.from_gguf``.
-
-    Raises
-    ------
-    click.UsageError
-        If an option does not apply to a GGUF file.
-    """
+    """Keyword arguments for ``rh.from_gguf``. Raises click.UsageError if an option does not apply to a GGUF file."""
     options = placing.import_options()
     for name in ("shapes", "limits", "objective"):
         if options.pop(name, None) is not None:

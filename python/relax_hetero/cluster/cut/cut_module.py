@@ -74,10 +74,7 @@ class CutFunction:
 def cut_steps(name: str, parts: Mapping[str, HostPart], inputs: int) -> CutFunction:
     """Cut a function with `inputs` inputs (tuples flattened) into steps.
 
-    Raises
-    ------
-    BuildError
-        If its parts wait for each other.
+    Raises BuildError if its parts wait for each other.
     """
     return _Cutter(name, parts, inputs).cut()
 

@@ -76,13 +76,9 @@ def split_rules(
 ) -> SplitRules:
     """Replace lists of experts in placement rules.
 
-    Raises
-    ------
-    FrontendError
-        If a list is malformed, names experts that the model lacks, selects no experts, or contradicts another one, or
-        if matrices of an expert are on different devices.
-    VDeviceError
-        If a device string is not in `vdevices`.
+    Raises FrontendError if a list is malformed, names experts that the model lacks, selects no experts, or contradicts
+    another one, or if matrices of an expert are on different devices, and VDeviceError if a device string is not in
+    `vdevices`.
     """
     pairs = rule_pairs(placement)
     if not vdevices or not any("_exps[" in pattern for pattern, _ in pairs):

@@ -78,10 +78,7 @@ class Texts(Sequence[str]):
     def joined(self) -> str:
         """All texts, with a NUL character between them.
 
-        Raises
-        ------
-        UnicodeDecodeError
-            If one is not UTF-8; the error's offset is not that in the file.
+        Raises UnicodeDecodeError if one is not UTF-8; the error's offset is not that in the file.
         """
         starts = np.frombuffer(self._starts, np.int64) - self._starts[0]
         data = np.frombuffer(self._view[self._starts[0] : self._starts[-1] - 8], "u1")
@@ -172,12 +169,8 @@ class Reader:
 def read_metadata(reader: Reader, count: int) -> dict[str, Any]:
     """Read all metadata by key.
 
-    Numbers are ``int``, ``float`` and ``bool``, texts ``str``, lists ``list``; long ones are `Texts` and arrays.
-
-    Raises
-    ------
-    FrontendError
-        If a key is duplicated, or a value is invalid or of an unknown type.
+    Numbers are ``int``, ``float`` and ``bool``, texts ``str``, lists ``list``; long ones are `Texts` and arrays. Raises
+    FrontendError if a key is duplicated, or a value is invalid or of an unknown type.
     """
     fields: dict[str, Any] = {}
     for _ in range(count):
@@ -305,11 +298,8 @@ class GgufFile:
 def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
     """Open a file.
 
-    Raises
-    ------
-    FrontendError
-        If the package gguf is not installed, or the file is truncated, of another version or byte order, or has invalid
-        metadata or tensors.
+    Raises FrontendError if the package gguf is not installed, or the file is truncated, of another version or byte
+    order, or has invalid metadata or tensors.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise FrontendError(f"a GGUF file: {describe_value(path)}; expected a path")

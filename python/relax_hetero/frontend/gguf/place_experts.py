@@ -189,10 +189,7 @@ def expert_pairs(model: Hyperparameters, counts: Sequence[float] | None) -> tupl
 def read_expert_counts(source: ExpertCountsSource | None, model: Hyperparameters) -> dict[int, tuple[float, ...]]:
     """Counts of each layer's experts, of a file or a mapping; empty for None.
 
-    Raises
-    ------
-    FrontendError
-        If the file cannot be read, or the counts are not of this model.
+    Raises FrontendError if the file cannot be read, or the counts are not of this model.
     """
     if source is None:
         return {}

@@ -173,10 +173,7 @@ class LayerProblem:
     def best(self, limits: Mapping[int, float] | None = None) -> LayerPlan | ExpertPlan:
         """The plan with the least time per token, with other limits if given.
 
-        Raises
-        ------
-        PlacementError
-            If the model does not fit.
+        Raises PlacementError if the model does not fit.
         """
         free = self.free(limits)
         plan, split = self.search.best(free), self._split_experts(free)

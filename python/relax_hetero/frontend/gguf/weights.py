@@ -229,11 +229,7 @@ class Weights:
 
         Axes before the last become one axis of rows. Unquantized numbers become `dtype`, unless that is float32. The
         constants are those of `dequantize_blocks`: bytes of a file's format, or integers, scales and zero points.
-
-        Raises
-        ------
-        FrontendError
-            If the tensor is missing, or has another shape or an unknown type.
+        Raises FrontendError if the tensor is missing, or has another shape or an unknown type.
         """
         tensor = self.tensor(name, shape)
         half = _HALF_FORMATS.get(dtype)

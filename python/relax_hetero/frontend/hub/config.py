@@ -202,13 +202,7 @@ def _stated(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def metadata_of(config: HubConfig) -> dict[str, Any]:
-    """Metadata as in a GGUF file of the model.
-
-    Raises
-    ------
-    FrontendError
-        If a value is invalid or not supported.
-    """
+    """Metadata as in a GGUF file of the model. Raises FrontendError if a value is invalid or not supported."""
     name = config.hub_class.architecture
     for key, expected in _REQUIRED.items():
         if config.get(key) not in (None, expected):
@@ -478,11 +472,7 @@ def rotary_tensors(config: HubConfig) -> dict[str, np.ndarray]:
     """Divisors of frequencies that GGUF files have as tensors, by their names.
 
     Those of llama 3 leave frequencies that turn often within the original context, and divide those that turn seldom.
-
-    Raises
-    ------
-    FrontendError
-        If a parameter is missing or invalid.
+    Raises FrontendError if a parameter is missing or invalid.
     """
     values, _ = config.rotary()
     kind = _rotary_kind(config, values)

@@ -61,10 +61,7 @@ class Quantization:
     def tensors(self, name: str, module: Module) -> list[FileTensor]:
         """The matrix of a module as tensor `name` ``.weight``, and perhaps its ``.scale``; [] if it is not quantized.
 
-        Raises
-        ------
-        FrontendError
-            If a tensor is missing or has another shape or type, or the quantization is not supported.
+        Raises FrontendError if a tensor is missing or has another shape or type, or the quantization is not supported.
         """
         for part, is_quantized, read in _READERS:
             if part in module and is_quantized(module[part]):

@@ -55,11 +55,8 @@ class ExternalData:
     def bytes_of(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
         """The bytes of an external tensor as ``uint8``, in a private mapping.
 
-        Raises
-        ------
-        FrontendError
-            If the location is invalid or outside of the model's folder, the file is missing or not regular, or the
-            offset or length is not a number or exceeds the file.
+        Raises FrontendError if the location is invalid or outside of the model's folder, the file is missing or not
+        regular, or the offset or length is not a number or exceeds the file.
         """
         entries = _location_entries(tensor, what)
         location = entries.get("location", "")

@@ -51,10 +51,8 @@ class Tensors:
     def value(self, tensor: onnx.TensorProto, what: str) -> np.ndarray:
         """The array of a tensor in a dtype that TVM has; a mapping of the file if its data is external.
 
-        Raises
-        ------
-        FrontendError
-            If the dtype is another one, or the data does not fit the shape; the text begins with `what`.
+        Raises FrontendError if the dtype is another one, or the data does not fit the shape; the text begins with
+        `what`.
         """
         dtype_name(tensor.data_type, what)
         if any(dim < 0 for dim in tensor.dims):
@@ -117,10 +115,7 @@ class Tensors:
     def constant(self, node: onnx.NodeProto) -> np.ndarray:
         """The value of a `Constant` node, whichever attribute carries it.
 
-        Raises
-        ------
-        FrontendError
-            If it is a string, or nothing.
+        Raises FrontendError if it is a string, or nothing.
         """
         for attribute in node.attribute:
             if attribute.name == "value" and attribute.HasField("t"):
@@ -158,10 +153,7 @@ def _first_output(node: onnx.NodeProto) -> str:
 def make_const(array: np.ndarray) -> tvm.ir.GenericConst:
     """Relax constant of an array, without a copy if the array is a suitable mapping of a file.
 
-    Raises
-    ------
-    FrontendError
-        If TVM has no tensors of its dtype.
+    Raises FrontendError if TVM has no tensors of its dtype.
     """
     try:
         if str(array.dtype) in _PACKED_BITS:

@@ -243,10 +243,7 @@ def opset_in(imports: Iterable[onnx.OperatorSetIdProto]) -> int:
 def read_model(model: ModelSource) -> tuple[onnx.ModelProto, str, Path | None, int]:
     """Read a model without checks; return it with its name for messages, its file and its number of bytes.
 
-    Raises
-    ------
-    FrontendError
-        If the file is missing, special, or not an ONNX model.
+    Raises FrontendError if the file is missing, special, or not an ONNX model.
     """
     if isinstance(model, onnx.ModelProto):
         return model, "the model", None, _bytes_in_memory(model)

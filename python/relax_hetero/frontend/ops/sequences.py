@@ -44,13 +44,7 @@ class GrowingSequence:
 
 
 def _items(node: Node) -> list[relax.Expr]:
-    """The tensors of a sequence.
-
-    Raises
-    ------
-    FrontendError
-        If the input is not a sequence of static length.
-    """
+    """The tensors of a sequence. Raises FrontendError if the input is not a sequence of static length."""
     value = node.inputs[0] if node.has(0) else None
     if isinstance(value, (LongSequence, GrowingSequence, JoinedSequence)):
         raise node.refusal("of a sequence of dynamic length cannot be imported")

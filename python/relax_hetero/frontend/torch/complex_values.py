@@ -93,13 +93,7 @@ def converts_complex(op: str) -> bool:
 
 
 def convert_complex(node: TorchNode, *arguments: Any) -> Any:
-    """Convert an op that reads or returns complex values.
-
-    Raises
-    ------
-    FrontendError
-        If there is no rule for the op.
-    """
+    """Convert an op that reads or returns complex values. Raises FrontendError if there is no rule for the op."""
     op = node.op.partition(".")[0]
     if op in _RULES:
         return _RULES[op](node, *arguments)

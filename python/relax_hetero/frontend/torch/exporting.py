@@ -87,13 +87,7 @@ _DETERMINISTIC_ARGUMENTS = {"train": False, "training": False, "p": 0, "dropout_
 
 
 def torch_package() -> Any:
-    """Import PyTorch.
-
-    Raises
-    ------
-    FrontendError
-        If it is not installed.
-    """
+    """Import PyTorch. Raises FrontendError if it is not installed."""
     try:
         import torch
     except ImportError as error:
@@ -106,10 +100,7 @@ def exported_program(
 ) -> torch.export.ExportedProgram:
     """Export a module, or take an exported program, and decompose it to a functional program of few ops.
 
-    Raises
-    ------
-    FrontendError
-        If the arguments do not match, or torch cannot export the module.
+    Raises FrontendError if the arguments do not match, or torch cannot export the module.
     """
     torch = torch_package()
     if isinstance(source, torch.export.ExportedProgram):

@@ -80,10 +80,7 @@ class Sizes:
     def dim(self, size: Any) -> Any:
         """Convert a size of torch, an int or a SymInt, to an int or an expression.
 
-        Raises
-        ------
-        FrontendError
-            If it is not computed by integer arithmetic.
+        Raises FrontendError if it is not computed by integer arithmetic.
         """
         if isinstance(size, int):
             return int(size)

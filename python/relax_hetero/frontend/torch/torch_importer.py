@@ -97,10 +97,7 @@ _FLOAT_OPS: dict[str, Any] = {
 def float_scalar(node: TorchNode, value: Any) -> relax.Expr:
     """Convert a float that a program computes from sizes and from numbers that it reads, as a float64 scalar.
 
-    Raises
-    ------
-    FrontendError
-        If a function in it has no op.
+    Raises FrontendError if a function in it has no op.
     """
     kind = type(value).__name__
     if value.is_Symbol and str(value) in node.sizes.read:

@@ -268,10 +268,8 @@ _PATHS = {
 class Settings:
     """Settings of a server.
 
-    Raises
-    ------
-    HeteroError
-        If `cors_origins` has a text that is not an origin, the key is empty, or there is no such `tool_format`.
+    Raises HeteroError if `cors_origins` has a text that is not an origin, the key is empty, or there is no such
+    `tool_format`.
     """
 
     name: str  # name of the model in the API

@@ -131,10 +131,7 @@ def _cut_after_last_text(
 ) -> str:
     """Prompt up to the end of the last message's text, whose place another prompt shows.
 
-    Raises
-    ------
-    ApiError
-        If the template changes the text.
+    Raises ApiError if the template changes the text.
     """
     *others, last = messages
     text = last["content"].strip()

@@ -61,13 +61,7 @@ class EmbeddingBody(BaseModel):
 
     @property
     def inputs(self) -> list[str | list[int]]:
-        """Texts or tokens.
-
-        Raises
-        ------
-        ApiError
-            If there are none, or too many.
-        """
+        """Texts or tokens. Raises ApiError if there are none, or too many."""
         is_one = isinstance(self.input, str) or (len(self.input) > 0 and isinstance(self.input[0], int))
         inputs: list[Any] = [self.input] if is_one else list(self.input)
         if not 1 <= len(inputs) <= _MAX_INPUTS:

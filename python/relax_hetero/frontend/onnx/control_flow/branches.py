@@ -26,11 +26,8 @@ _BRANCHES = ("then_branch", "else_branch")
 def convert_if(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, condition: Any) -> list[Any]:
     """Convert an `If`; if its condition is constant, only the chosen branch.
 
-    Raises
-    ------
-    FrontendError
-        If the branches differ in element types, ranks, numbers of outputs, or lengths of sequences, or if one cannot be
-        converted and inputs have symbolic sizes.
+    Raises FrontendError if the branches differ in element types, ranks, numbers of outputs, or lengths of sequences, or
+    if one cannot be converted and inputs have symbolic sizes.
     """
     graphs = {name: inner_graph(node, name, info) for name in _BRANCHES}
     if condition is None:

@@ -69,10 +69,7 @@ _MAX_ATTEMPTS = 8
 def roll(importer: Importer, loop: Loop) -> tuple[list[Any], list[relax.Expr]]:
     """Convert a loop to a function of the module and return its last state and its rows.
 
-    Raises
-    ------
-    FrontendError
-        If a trip changes the element type or rank of a value, or a shape is unknown.
+    Raises FrontendError if a trip changes the element type or rank of a value, or a shape is unknown.
     """
     bb = importer.bb
     initial = [tensor_of(importer, value, loop.title) for value in loop.state]
@@ -345,10 +342,7 @@ class NotUnrolledError(Exception):
 def unroll(importer: Importer, loop: Loop, count: int) -> tuple[list[Any], list[relax.Expr]]:
     """Convert the bodies of at most `count` trips one after the other; return the last state and the rows.
 
-    Raises
-    ------
-    NotUnrolledError
-        If the condition of the next trip is not constant.
+    Raises NotUnrolledError if the condition of the next trip is not constant.
     """
     if loop.condition is not None and known_number(loop.condition) is None:
         raise NotUnrolledError
@@ -465,11 +459,8 @@ class Results(NamedTuple):
 def run(importer: Importer, loop: Loop) -> Results:
     """Convert a loop, unrolled or as a function.
 
-    Raises
-    ------
-    FrontendError
-        If its number of trips is not static, and it carries an optional, or a sequence that its body does more with
-        than append to it.
+    Raises FrontendError if its number of trips is not static, and it carries an optional, or a sequence that its body
+    does more with than append to it.
     """
     count = _max_trips(loop)
     has_sequences = any(map(is_sequence, loop.state))
@@ -503,10 +494,7 @@ def _max_trips(loop: Loop) -> int | None:
 def convert_loop(importer: OnnxImporter, node: onnx.NodeProto, info: NodeInfo, operands: Sequence[Any]) -> list[Any]:
     """Convert a `Loop`; its outputs are the last state, then the rows.
 
-    Raises
-    ------
-    FrontendError
-        If its graph's inputs and outputs do not fit the node, or it cannot be imported.
+    Raises FrontendError if its graph's inputs and outputs do not fit the node, or it cannot be imported.
     """
     title, body, nodes = f"node {info}", inner_graph(node, "body", info), info.subgraphs["body"]
     limit, condition, *state = [*operands, None, None][: max(2, len(operands))]
@@ -559,10 +547,7 @@ def convert_scan(
 ) -> list[Any]:
     """Convert a `Scan`; its outputs are the last state, then the rows in the requested axes and directions.
 
-    Raises
-    ------
-    FrontendError
-        If its graph does not fit the node, or its scanned inputs differ in length.
+    Raises FrontendError if its graph does not fit the node, or its scanned inputs differ in length.
     """
     title, count = f"node {info}", int(attribute_of(node, "num_scan_inputs", 0))
     if opset < 9:

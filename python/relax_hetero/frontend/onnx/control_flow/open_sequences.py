@@ -161,12 +161,8 @@ def convert_sequence_map(
 ) -> list[Any]:
     """Convert the graph of a `SequenceMap` for each element of a sequence of static length.
 
-    Inputs after the first one may be tensors, which are passed with every element.
-
-    Raises
-    ------
-    FrontendError
-        If the first input is not a sequence, or sequences differ in length.
+    Inputs after the first one may be tensors, which are passed with every element. Raises FrontendError if the first
+    input is not a sequence, or sequences differ in length.
     """
     title, body = f"node {info}", inner_graph(node, "body", info)
     inputs = [elements_of(importer, value) for value in operands]

@@ -126,10 +126,8 @@ def number(value: int | bool, dtype: str) -> relax.Expr:
 def scalar(importer: Importer, value: Any, dtype: str, what: str) -> relax.Expr:
     """Convert a value of one element to a scalar tensor.
 
-    Raises
-    ------
-    FrontendError
-        If it is not a tensor, or has another element type or more elements; the text begins with `what`.
+    Raises FrontendError if it is not a tensor, or has another element type or more elements; the text begins with
+    `what`.
     """
     value = importer.as_tensor(value)
     if not isinstance(value, relax.Expr) or not isinstance(value.ty, relax.TensorType):

@@ -179,13 +179,7 @@ def _array(tensor: object) -> np.ndarray:
 
 
 def _key_or_value_array(node: Node, name: str) -> np.ndarray:
-    """Keys or values from one of the attributes that can hold them.
-
-    Raises
-    ------
-    FrontendError
-        If they are strings.
-    """
+    """Keys or values from one of the attributes that can hold them. Raises FrontendError if they are strings."""
     if f"{name}_int64s" in node.attributes:
         return np.array(node.attributes[f"{name}_int64s"], "int64")
     if f"{name}_floats" in node.attributes:

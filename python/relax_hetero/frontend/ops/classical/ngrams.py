@@ -16,10 +16,7 @@ _MODES = ("TF", "IDF", "TFIDF")
 def _pool(node: Node) -> list[np.ndarray]:
     """The n-grams of each length from 1 on, as rows.
 
-    Raises
-    ------
-    FrontendError
-        If they are strings, or do not match their counts.
+    Raises FrontendError if they are strings, or do not match their counts.
     """
     if node.attribute("pool_strings"):
         raise node.refusal("its n-grams are strings, which no tensor holds; give words as numbers")

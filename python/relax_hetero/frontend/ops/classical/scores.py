@@ -17,10 +17,7 @@ _ZERO_BOUND = 1e-7
 def transformed(node: Node, scores: relax.Expr, name: str | None = None) -> relax.Expr:
     """Apply `post_transform`, by default the node's, to scores (rows, classes).
 
-    Raises
-    ------
-    FrontendError
-        If the name is unknown.
+    Raises FrontendError if the name is unknown.
     """
     name = node.attribute("post_transform", "NONE") if name is None else name
     if name not in TRANSFORMS:
@@ -89,13 +86,7 @@ def largest(node: Node, scores: relax.Expr) -> relax.Expr:
 
 
 def labels_of(node: Node, *names: str) -> np.ndarray:
-    """Integer labels of the classes.
-
-    Raises
-    ------
-    FrontendError
-        If they are strings.
-    """
+    """Integer labels of the classes. Raises FrontendError if they are strings."""
     for name in names:
         if node.attribute(name):
             return np.array(node.attribute(name), "int64")

@@ -130,10 +130,7 @@ class _Table:
 def forest_of(node: Node, trees: Trees, width: int, dtype: str) -> Forest:
     """Build the table of trees over rows of `width` features.
 
-    Raises
-    ------
-    FrontendError
-        If a node reads a feature out of range, a mode is unknown, or a tree has a cycle.
+    Raises FrontendError if a node reads a feature out of range, a mode is unknown, or a tree has a cycle.
     """
     for mode in trees.modes:
         if mode not in (*_MODES, LEAF):
@@ -431,13 +428,7 @@ def _numbers(node: Node, name: str) -> Any:
 
 
 def _lists(node: Node, length: int | None, *names: str) -> list[list[Any]]:
-    """Read attributes with an entry per node or weight.
-
-    Raises
-    ------
-    FrontendError
-        If they differ in length.
-    """
+    """Read attributes with an entry per node or weight. Raises FrontendError if they differ in length."""
     lists = [_numbers(node, name) for name in names]
     for name, values in zip(names, lists, strict=True):
         expected = len(lists[0]) if length is None else length
@@ -608,12 +599,8 @@ def _two_classes(
     """Class index and both scores, as in ONNX Runtime.
 
     Class k has a score for a row if one of the row's leaves has a weight of it. If class 1 has a score, or there are
-    two base values, both classes have scores, 0 if missing; else the other score follows from that of class 0.
-
-    Raises
-    ------
-    FrontendError
-        If ONNX Runtime leaves a score undefined.
+    two base values, both classes have scores, 0 if missing; else the other score follows from that of class 0. Raises
+    FrontendError if ONNX Runtime leaves a score undefined.
     """
     dtype, ids = dtype_of(scores), _scored_targets(weights)
     name = node.attribute("post_transform", "NONE")

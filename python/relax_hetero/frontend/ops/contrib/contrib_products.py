@@ -36,10 +36,7 @@ _NAMED_PARAMETERS = {name: f"activation_{name}" for name in ("alpha", "beta", "g
 def apply_activation(node: Node, value: relax.Expr) -> relax.Expr:
     """Apply the activation of the node's attribute `activation`, if any.
 
-    Raises
-    ------
-    FrontendError
-        If the activation is unknown, or has another number of parameters.
+    Raises FrontendError if the activation is unknown, or has another number of parameters.
     """
     name = node.attribute("activation", "")
     if not name:
