@@ -328,15 +328,8 @@ class Listener:
     def accept(self, names: Mapping[int, str]) -> dict[str, Connection]:
         """Wait for other processes, and stop listening.
 
-        Parameters
-        ----------
-        names : mapping of int to str
-            Names of the processes by index.
-
-        Raises
-        ------
-        HostError
-            If they have not connected within `CONNECT_SECONDS`, or it is cancelled.
+        `names`: names of the processes by index. Raises HostError if they have not connected within `CONNECT_SECONDS`,
+        or it is cancelled.
         """
         connections: dict[str, Connection] = {}
         end = time.monotonic() + CONNECT_SECONDS

@@ -193,15 +193,8 @@ class GpuLink:
     def synchronize(self, limit: float | None = None) -> None:
         """Wait for all operations.
 
-        Parameters
-        ----------
-        limit : float, optional
-            Timeout in seconds; by default the link's.
-
-        Raises
-        ------
-        HostError
-            If they do not end in time, or fail; then the link is aborted, and their tensors are undefined.
+        `limit`: timeout in seconds; by default the link's. Raises HostError if they do not end in time, or fail; then
+        the link is aborted, and their tensors are undefined.
         """
         begin = time.monotonic()
         end = begin + (self._limit if limit is None else limit)

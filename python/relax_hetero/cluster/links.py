@@ -62,15 +62,7 @@ LinkTexts = dict[str, dict[str, str]]
 
 
 def plan_links(route: Route, infos: Mapping[str, GpuInfo]) -> tuple[list[Link], LinkTexts]:
-    """Plan the links of a route, and describe them.
-
-    Parameters
-    ----------
-    route : Route
-        Route of the graph.
-    infos : mapping of str to GpuInfo
-        GPUs of each host.
-    """
+    """Plan the links of a route, and describe them. `infos`: GPUs of each host."""
     links: list[Link] = []
     texts: LinkTexts = {}
     for source, task in enumerate(route.tasks):

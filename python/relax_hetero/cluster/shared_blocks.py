@@ -95,12 +95,7 @@ class SharedBlocks:
     def read(self, index: int, sizes: Sequence[int]) -> list[np.ndarray]:
         """Make arrays of bytes of a block that the other end has written, once for each message.
 
-        Parameters
-        ----------
-        index : int
-            Result of `write`.
-        sizes : sequence of int
-            Bytes of each array.
+        `index`: result of `write`; `sizes`: bytes of each array.
         """
         block = np.ndarray(BLOCK_BYTES, np.uint8, self._memory, _FLAGS_BYTES + index * BLOCK_BYTES)
         arrays, begin = [], 0

@@ -127,10 +127,7 @@ def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDevice
 def without_devices(mod: tvm.IRModule, omitted: Sequence[int]) -> tvm.IRModule:
     """Move the work of some devices to the fallback device.
 
-    Parameters
-    ----------
-    omitted : sequence of int
-        Indices of these devices in the module's list.
+    `omitted`: indices of these devices in the module's list.
     """
     vdevices = vdevices_of(mod)
     remaining = [vdevice for index, vdevice in enumerate(vdevices) if index not in omitted]
@@ -574,10 +571,7 @@ def _warn_if_generic(vdevices: list[relax.VDevice]) -> None:
 def memory_plan_of(mod: tvm.IRModule) -> MemoryPlan:
     """The memory plan of a module, as `rh.compile` makes it.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with dispatches, and optionally command buffers and schedules; lowered or not.
+    `mod`: module with dispatches, and optionally command buffers and schedules; lowered or not.
     """
     lowered, graphs = graph_tables(LowerToVM()(mod))
     vdevices = vdevices_of(lowered)

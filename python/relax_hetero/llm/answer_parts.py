@@ -55,14 +55,8 @@ class Reader:
     def until(self, stops: Collection[str], sink: Sink | None = None) -> Routine[tuple[str, str]]:
         """Parse up to the first of several texts, and past it; return the text before, if without a sink, and the stop.
 
-        At the end of the answer the stop is empty.
-
-        Parameters
-        ----------
-        stops : collection of str
-            Texts, none of which is the beginning of another.
-        sink : callable, optional
-            Function that gets the text before, as it comes.
+        At the end of the answer the stop is empty. `stops`: texts, none of which is the beginning of another; `sink`:
+        function that gets the text before, as it comes.
         """
         parts: list[str] = []
         while True:

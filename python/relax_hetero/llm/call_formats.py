@@ -483,18 +483,7 @@ REASONING = (Reasoning("<think>", "</think>"), Reasoning("[THINK]", "[/THINK]"))
 
 
 def format_named(name: str) -> CallFormat:
-    """Format of a name.
-
-    Parameters
-    ----------
-    name : str
-        Name of a row of `FORMATS`.
-
-    Raises
-    ------
-    HeteroError
-        If there is none.
-    """
+    """Format of a name. `name`: name of a row of `FORMATS`. Raises HeteroError if there is none."""
     row = next((row for row in FORMATS if row.name == name), None)
     if row is None:
         names = ", ".join(row.name for row in FORMATS)
@@ -503,23 +492,11 @@ def format_named(name: str) -> CallFormat:
 
 
 def format_of_template(source: str) -> CallFormat | None:
-    """Format of calls that a chat template describes or writes, if it is known.
-
-    Parameters
-    ----------
-    source : str
-        Template in jinja2.
-    """
+    """Format of calls that a chat template describes or writes, if it is known."""
     unquoted = source.replace('\\"', '"')
     return next((row for row in FORMATS if all(text in unquoted for text in row.texts)), None)
 
 
 def reasoning_of_template(source: str) -> Reasoning | None:
-    """Texts around the reasoning in answers, if a chat template knows of one.
-
-    Parameters
-    ----------
-    source : str
-        Template in jinja2.
-    """
+    """Texts around the reasoning in answers, if a chat template knows of one."""
     return next((row for row in REASONING if row.end in source), None)

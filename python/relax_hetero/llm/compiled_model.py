@@ -132,14 +132,8 @@ class IntegerInputs:
     def send(self, tables: Mapping[str, np.ndarray], version: int) -> None:
         """Copy `arrays`, and page tables unless those of the turn are the same, to GPUs; CPUs share their memory.
 
-        Copies are complete before work that is launched later, and `arrays` may be written again at once.
-
-        Parameters
-        ----------
-        tables : mapping of str to array
-            Page tables, by name.
-        version : int
-            `KVCache.tables_version` of `tables`.
+        Copies are complete before work that is launched later, and `arrays` may be written again at once. `tables`:
+        page tables, by name; `version`: `KVCache.tables_version` of `tables`.
         """
         self.turn = (self.turn + 1) % len(self._turns)
         turn = self._turns[self.turn]

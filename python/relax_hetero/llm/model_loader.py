@@ -707,12 +707,7 @@ def _digest(path: Path) -> str:
 def copy_tokenizer(source: Path, target: Path) -> list[str]:
     """Copy a folder's files of its tokenizer, or write a GGUF file with only its metadata; return their names.
 
-    Parameters
-    ----------
-    source : Path
-        GGUF file, or folder with a tokenizer.
-    target : Path
-        Folder to write to.
+    `source`: GGUF file, or folder with a tokenizer; `target`: folder to write to.
     """
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 

@@ -68,12 +68,7 @@ class PrefixCache:
     def find_longest(self, tokens: np.ndarray, candidates: Iterable[Prefix] = ()) -> tuple[Prefix, int] | None:
         """Find the sequence with the longest common prefix, and its length; None if all are shorter than `min_tokens`.
 
-        Parameters
-        ----------
-        tokens : array of int32, (length,)
-            Tokens of a request.
-        candidates : iterable of Prefix
-            Further candidates, such as running requests.
+        `candidates`: further candidates, such as running requests.
         """
         best = max(
             ((prefix, common_length(prefix.tokens, tokens)) for prefix in (*self._entries, *candidates)),

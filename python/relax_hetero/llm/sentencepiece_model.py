@@ -88,17 +88,8 @@ def check_character_map(data: bytes) -> None:
 
     They are the size of a double array, this array, and texts that end with a zero byte. The array is a trie over
     bytes: the child of node n for byte c is node ``n ^ offset ^ c`` with the label c, and a leaf's child for byte 0
-    holds the offset of its text.
-
-    Parameters
-    ----------
-    data : bytes
-        The replacements (``precompiled_charsmap``).
-
-    Raises
-    ------
-    TokenizerError
-        If the array, or an offset in it, ends outside of the data or inside of a character.
+    holds the offset of its text. `data`: the replacements (``precompiled_charsmap``). Raises TokenizerError if the
+    array, or an offset in it, ends outside of the data or inside of a character.
     """
     size = int.from_bytes(data[:4], "little")
     texts = data[4 + size :]

@@ -99,15 +99,8 @@ class Sequence:
     def accept(self, logits: np.ndarray) -> FinishReason | None:
         """Sample the next token and `append` it.
 
-        Parameters
-        ----------
-        logits : array of float32, (vocabulary,)
-            Logits of the last token.
-
-        Raises
-        ------
-        HeteroError
-            If the logits are not finite, or the grammar takes too long.
+        `logits`: logits of the last token. Raises HeteroError if the logits are not finite, or the grammar takes too
+        long.
         """
         mask = self.mask(logits.size) if self.has_mask else None
         return self.append(*sample(logits, self.request.params, self._uniforms, self._history, mask))
@@ -115,22 +108,14 @@ class Sequence:
     def sample_ahead(self, logits: np.ndarray, index: int) -> int:
         """Sample a token of a draft with the random number of the text's token at its position.
 
-        Parameters
-        ----------
-        logits : array of float32, (vocabulary,)
-            Logits of a draft model.
-        index : int
-            Number of tokens of the draft before.
+        `logits`: logits of a draft model; `index`: number of tokens of the draft before.
         """
         return sample_token(logits, self.request.params, self._uniforms.peek(index), self._history)
 
     def observe(self, logits: np.ndarray) -> None:
         """Record the log-probabilities of tokens of the prompt.
 
-        Parameters
-        ----------
-        logits : array of float32, (count, vocabulary)
-            Logits of the tokens after the first `cached` ones.
+        `logits`: logits of the tokens after the first `cached` ones.
         """
         logprobs, prompt = self.request.prompt_logprobs, self.request.prompt
         count = self.request.params.prompt_logprobs or 0
@@ -162,15 +147,7 @@ class Sequence:
     def mask(self, vocabulary: int) -> np.ndarray:
         """Bits of the tokens that may follow, see `token_masks`.
 
-        Parameters
-        ----------
-        vocabulary : int
-            Number of logits.
-
-        Raises
-        ------
-        HeteroError
-            If the grammar takes too long.
+        `vocabulary`: number of logits. Raises HeteroError if the grammar takes too long.
         """
         mask = full_mask(vocabulary) if self._constraint is None else self._constraint.mask()
         if self.generated >= self.request.params.min_tokens:

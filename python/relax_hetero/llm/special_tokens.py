@@ -85,10 +85,7 @@ class SpecialTokens:
 def control_tokens(tokenizer: TokenizerProtocol) -> dict[str, int]:
     """Control tokens of a tokenizer by name; empty if it does not tell them.
 
-    Parameters
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer, perhaps with `names` and `control_names` as `Tokenizer` has them.
+    `tokenizer`: tokenizer, perhaps with `names` and `control_names` as `Tokenizer` has them.
     """
     control = getattr(tokenizer, "control_names", ())
     return {name: token for token, name in enumerate(getattr(tokenizer, "names", ())) if name in control}
@@ -97,10 +94,7 @@ def control_tokens(tokenizer: TokenizerProtocol) -> dict[str, int]:
 def begin_and_end(tokenizer: TokenizerProtocol) -> dict[str, str]:
     """Names of the tokens for the beginning and the end of a text; empty if the tokenizer does not tell them.
 
-    Parameters
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer, perhaps with `names` and `begin_id` as `Tokenizer` has them.
+    `tokenizer`: tokenizer, perhaps with `names` and `begin_id` as `Tokenizer` has them.
     """
     ids = {"bos_token": getattr(tokenizer, "begin_id", None), "eos_token": min(tokenizer.stop_ids, default=None)}
     names = getattr(tokenizer, "names", ())
@@ -128,11 +122,5 @@ class NamingTokenizer:
         self._names = {token: name.encode() for name, token in control_tokens(tokenizer).items() if name in visible}
 
     def piece(self, token: int) -> bytes:
-        """Bytes that a token adds to a text.
-
-        Parameters
-        ----------
-        token : int
-            Token id.
-        """
+        """Bytes that a token adds to a text."""
         return self._names.get(token) or self._piece(token)

@@ -41,15 +41,7 @@ class StepTimes:
         self._begun: set[int] = set()
 
     def update(self, rows: int, seconds: float) -> None:
-        """Record the time of a step, unless it is the first of its size, which also prepares others.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        seconds : float
-            Time.
-        """
+        """Record the time of a step, unless it is the first of its size, which also prepares others."""
         size = _size(rows)
         if size not in self._begun:
             self._begun.add(size)
@@ -59,23 +51,11 @@ class StepTimes:
         self._seconds[size] = average + _SMOOTHING * (min(seconds, 2 * average) - average)
 
     def seconds(self, rows: int) -> float | None:
-        """Average time of a step; None if unknown.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        """
+        """Average time of a step; None if unknown."""
         return self._seconds.get(_size(rows))
 
     def nearest(self, rows: int) -> float | None:
-        """Average time of a step of the nearest size that is known; None if none is.
-
-        Parameters
-        ----------
-        rows : int
-            Number of rows.
-        """
+        """Average time of a step of the nearest size that is known; None if none is."""
         size = _size(rows)
         return self._seconds[min(self._seconds, key=lambda each: abs(each - size))] if self._seconds else None
 
@@ -96,42 +76,19 @@ class Proposer(Protocol):
     name: str
 
     def limit(self, text: Text) -> int:
-        """Maximum number of tokens that it can draft now; 0 if it has none.
-
-        Parameters
-        ----------
-        text : Text
-            Text that is decoded.
-        """
+        """Maximum number of tokens that it can draft now; 0 if it has none."""
 
     def seconds(self, text: Text, texts: int, length: int) -> tuple[float, float]:
         """Time of a draft in a step, and that of its beginning, which later drafts save.
 
-        Parameters
-        ----------
-        text : Text
-            Text that is decoded.
-        texts, length : int
-            Number of texts with drafts, and tokens of each.
+        `texts`, `length`: number of texts with drafts, and tokens of each.
         """
 
     def draft(self, lengths: Mapping[Text, int]) -> Mapping[Text, list[int]]:
-        """Draft tokens; texts may get fewer, or be missing.
-
-        Parameters
-        ----------
-        lengths : mapping
-            Maximum number of tokens of each text.
-        """
+        """Draft tokens; texts may get fewer, or be missing."""
 
     def release(self, text: Text) -> None:
-        """Forget a text that has ended or was preempted.
-
-        Parameters
-        ----------
-        text : Text
-            Text, perhaps one that is not known.
-        """
+        """Forget a text that has ended or was preempted, perhaps one that is not known."""
 
     def close(self) -> None:
         """Free what is kept of texts that have ended."""
@@ -174,12 +131,7 @@ class Speculation:
     def draft(self, texts: Sequence[Text], limits: Sequence[int]) -> list[list[int]]:
         """Drafts of a decode step.
 
-        Parameters
-        ----------
-        texts : sequence of Text
-            Texts of the step.
-        limits : sequence of int
-            Maximum number of tokens of each text's draft.
+        `texts`: texts of the step; `limits`: maximum number of tokens of each text's draft.
         """
         lengths: dict[Proposer, dict[Text, int]] = {}
         for text, limit in zip(texts, limits, strict=True):
@@ -205,24 +157,15 @@ class Speculation:
     def wants(self, texts: Sequence[Text], limit: int) -> bool:
         """Return whether a text would get a draft if it were decoded now.
 
-        Parameters
-        ----------
-        texts : sequence of Text
-            Texts of a step.
-        limit : int
-            Maximum number of tokens of a draft.
+        `texts`: texts of a step; `limit`: maximum number of tokens of a draft.
         """
         return any(self._best(text, limit, len(texts))[1] for text in texts)
 
     def update(self, texts: int, rows: int, seconds: float) -> None:
         """Record the time of a decode step; `accept` must follow for each draft.
 
-        Parameters
-        ----------
-        texts, rows : int
-            Number of texts, and of rows with drafts.
-        seconds : float
-            Time since the last step, with that of the drafts.
+        `texts`, `rows`: number of texts, and of rows with drafts; `seconds`: time since the last step, with that of the
+        drafts.
         """
         usual = self.times.seconds(texts)
         seconds -= self._seconds + self._beginning_seconds
@@ -263,13 +206,7 @@ class Speculation:
             self._earn(accepted / texts * usual, usual)
 
     def release(self, text: Text) -> None:
-        """Forget a text that has ended or was preempted.
-
-        Parameters
-        ----------
-        text : Text
-            Text.
-        """
+        """Forget a text that has ended or was preempted."""
         self._acceptance.pop(text, None)  # `accept` of its last step still needs its author
         for proposer in self._proposers:
             self._begun.discard((text, proposer.name))

@@ -162,10 +162,7 @@ def _regex_rule(regex: str) -> str:
 def pattern_rule(pattern: str) -> str:
     """Terminal in Lark of texts in which a pattern of a JSON schema is found.
 
-    Parameters
-    ----------
-    pattern : str
-        Regular expression, perhaps with ``^`` at its beginning or ``$`` at its end.
+    `pattern`: regular expression, perhaps with ``^`` at its beginning or ``$`` at its end.
     """
     match = re.fullmatch(r"(\^?)((?:[^\\]|\\.)*?)(\$?)", pattern, re.DOTALL)
     if match is None:

@@ -133,12 +133,8 @@ _TIMELINE_KINDS = {"step": "step", "transfer": "transfer", "result": "wait"}
 def timeline_of(trace: Trace, devices: Sequence[str]) -> Data | None:
     """The steps and transfers of calls that have ended, by queue; None if no call has ended.
 
-    Parameters
-    ----------
-    trace : Trace
-        Trace of calls of a machine, whose events have Chrome's trace format.
-    devices : sequence of str
-        Names of the machine's devices.
+    `trace`: trace of calls of a machine, whose events have Chrome's trace format; `devices`: names of the machine's
+    devices.
     """
     events = trace.events()
     names = {e["tid"]: e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}

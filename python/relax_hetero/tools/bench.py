@@ -196,10 +196,7 @@ class TracedCalls:
 def trace_calls(executable: Executable, inputs: Mapping[str, np.ndarray], calls: int, path: Path) -> TracedCalls:
     """Submit calls of ``main`` on the same inputs, and write their trace.
 
-    Parameters
-    ----------
-    path : Path
-        File to write; replaced if it exists.
+    `path`: file to write; replaced if it exists.
     """
     from ..vm.machine import VirtualMachine
 

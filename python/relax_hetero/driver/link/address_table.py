@@ -241,10 +241,7 @@ def kernel_symbol(kernel: str) -> str:
 def thunk(types: Sequence[str]) -> tuple[str, str]:
     """The name and the LLVM IR of a function that calls an address, which TIR cannot express.
 
-    Parameters
-    ----------
-    types : sequence of str
-        LLVM types of the arguments; the address comes before them, as an i64.
+    `types`: LLVM types of the arguments; the address comes before them, as an i64.
     """
     name = _THUNK + ".".join(types)
     params = "".join(f", {kind} %a{i}" for i, kind in enumerate(types))

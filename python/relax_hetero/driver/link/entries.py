@@ -37,12 +37,7 @@ ENTER, ARGUMENT, LEAVE = "relax_hetero.enter", "relax_hetero.argument", "relax_h
 def with_bodies(mod: tvm.IRModule, signatures: Mapping[str, FunctionSignature]) -> tvm.IRModule:
     """Rename the functions of `signatures` in a lowered module, so that entries can have their names.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Lowered module with lifted constants.
-    signatures : mapping of str to FunctionSignature
-        Functions that users call, by name.
+    `mod`: lowered module with lifted constants; `signatures`: functions that users call, by name.
     """
     renamed = {gv: tvm.ir.GlobalVar(body_symbol(gv.name_hint)) for gv in mod.functions if gv.name_hint in signatures}
     rename = (tvm.ir.GlobalVar, lambda gv: renamed.get(gv, gv))

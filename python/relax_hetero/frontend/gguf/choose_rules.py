@@ -56,16 +56,8 @@ class ChosenRules(dict[str, str]):
 def choose_rules(problem: LayerProblem, may_share: bool = True) -> ChosenRules:
     """Find the rules with the least time of a decoded token.
 
-    Parameters
-    ----------
-    problem : LayerProblem
-    may_share : bool
-        False if no layer may be on several devices.
-
-    Raises
-    ------
-    PlacementError
-        If the model does not fit; the text has the required bytes.
+    `may_share`: false if no layer may be on several devices. Raises PlacementError if the model does not fit; the text
+    has the required bytes.
     """
     possible = _groups(problem) if may_share else ()
     timed = [(groups.decode(1, problem.search.step.cached)[0], groups) for groups in possible]

@@ -222,12 +222,7 @@ class LayerProblem:
     def estimate(self, seconds: float, busy_seconds: Mapping[str, float]) -> dict[str, Any]:
         """The estimate of a decoded token in the form of `AutoPlacement.to_json`.
 
-        Parameters
-        ----------
-        seconds : float
-            Time of the token.
-        busy_seconds : mapping from str to float
-            Name of a device -> time that it works.
+        `busy_seconds`: name of a device -> time that it works.
         """
         alone = {name: self.search.plan((i,) * len(self.search.parts)).seconds for i, name in enumerate(self.names)}
         return {

@@ -181,15 +181,8 @@ def _address(array: np.ndarray) -> int:
 def fold_node(node: onnx.NodeProto, operands: list[np.ndarray | None], opset: int) -> list[tvm.ir.GenericConst] | None:
     """The outputs of a node with constant operands, or None if it is computed at run time.
 
-    Parameters
-    ----------
-    operands : list of np.ndarray or None
-        One per input; None for an omitted optional input.
-
-    Raises
-    ------
-    FrontendError
-        If a `ConstantOfShape` has more bytes than the import may compute.
+    `operands`: one per input; None for an omitted optional input. Raises FrontendError if a `ConstantOfShape` has more
+    bytes than the import may compute.
     """
     if node.op_type not in FOLDED_OPS or node.domain not in STANDARD_DOMAINS or not all(node.output):
         return None

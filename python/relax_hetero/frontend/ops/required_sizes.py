@@ -205,10 +205,7 @@ def broadcast(node: Node, data: relax.Expr, target: list[Dim]) -> relax.Expr:
 def stretched(node: Node, values: Sequence[relax.Expr], kept: int = 0) -> list[relax.Expr]:
     """Broadcast tensors to common symbolic sizes; static sizes of 1 are kept.
 
-    Parameters
-    ----------
-    kept : int
-        Number of last axes that do not broadcast.
+    `kept`: number of last axes that do not broadcast.
     """
     shapes = [_broadcast_dims(node, value, kept) for value in values]
     target: list[Dim] = [1] * max(map(len, shapes), default=0)

@@ -73,10 +73,7 @@ def _position(node: Node, index: int, default: int, low: int, high: int) -> int:
 def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Expr:
     """A dynamic position as a non-negative scalar; a call fails unless it is in [low, high].
 
-    Parameters
-    ----------
-    low : int
-        Minus the number of tensors.
+    `low`: minus the number of tensors.
     """
     if low > high:
         raise node.refusal("takes a tensor of an empty sequence")

@@ -44,15 +44,7 @@ def converts(*names: str) -> Callable[[Converter], Converter]:
 def dtype_name(dtype: Any, subject: str = "a tensor") -> str:
     """TVM's name of a dtype of torch.
 
-    Parameters
-    ----------
-    subject : str
-        Name of the owner of the dtype in the error.
-
-    Raises
-    ------
-    FrontendError
-        If the dtype is not supported.
+    `subject`: name of the owner of the dtype in the error. Raises FrontendError if the dtype is not supported.
     """
     name = str(dtype)[6:]
     if name not in _DTYPES:

@@ -33,10 +33,7 @@ class Message(BaseModel):
     def flatten(self, location: str) -> dict[str, Any]:
         """Return the message with its content as one string.
 
-        Parameters
-        ----------
-        location : str
-            Location of the message in the body, for errors.
+        `location`: location of the message in the body, for errors.
         """
         content = self.content
         if isinstance(content, list):

@@ -41,13 +41,7 @@ class EncoderProtocol(Protocol):
     def vocabulary(self) -> int: ...  # noqa: D102
 
     def embed_tokens(self, tokens: Sequence[int]) -> np.ndarray:
-        """Embedding of a text, (embedding_size,) of any length.
-
-        Parameters
-        ----------
-        tokens : sequence of int
-            Tokens of the text.
-        """
+        """Embedding of a text, (embedding_size,) of any length."""
 
 
 class EmbeddingBody(BaseModel):

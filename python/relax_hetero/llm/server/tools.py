@@ -149,13 +149,7 @@ class AnswerFormats:
         self.visible_tokens = tuple(name for name in seen if name in control)
 
     def check(self, use: ToolUse) -> None:
-        """Raise ApiError if the model cannot use tools.
-
-        Parameters
-        ----------
-        use : ToolUse
-            Tools of a request.
-        """
+        """Raise ApiError if the model cannot use tools."""
         if use.tools and not self._shows_tools:
             raise ApiError(400, "tools: the model's chat template leaves them out", "tools")
         if use.tools and self.calls is None:
@@ -223,10 +217,7 @@ class Answers:
     def form(self, form: StructuredOutputs | None) -> StructuredOutputs | None:
         """Form of an answer: calls if they are forced, else `form`, else calls of strict tools that the model begins.
 
-        Parameters
-        ----------
-        form : StructuredOutputs or None
-            Form that the request asks for.
+        `form`: form that the request asks for.
         """
         formats, use = self.formats, self.use
         content = "" if formats.calls is None or self.continues_text else formats.calls.content
@@ -266,12 +257,7 @@ class AnswerMessages:
     def delta(self, text: str, is_end: bool) -> dict[str, Any]:
         """Growth of the message after more text, which may be the last.
 
-        Parameters
-        ----------
-        text : str
-            Text to append to the answer.
-        is_end : bool
-            Whether the answer is complete.
+        `text`: text to append to the answer; `is_end`: whether the answer is complete.
         """
         parts = self._parser.feed(text) + (self._parser.finish() if is_end else [])
         delta: dict[str, Any] = {}
@@ -295,13 +281,7 @@ class AnswerMessages:
         calls[-1]["function"]["arguments"] += text
 
     def message(self, text: str) -> dict[str, Any]:
-        """Message of a complete answer.
-
-        Parameters
-        ----------
-        text : str
-            Whole answer.
-        """
+        """Message of a complete answer."""
         delta = self.delta(text, True)
         for call in delta.get("tool_calls", ()):
             del call["index"]

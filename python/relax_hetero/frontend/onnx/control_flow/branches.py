@@ -79,17 +79,8 @@ def join_branches(
 ) -> list[relax.Expr]:
     """Emit an `If` on a boolean scalar, the first branch being the true one, and return its results.
 
-    Parameters
-    ----------
-    branches : sequence of (list of relax.Binding, list of object)
-        Bindings and results of both, collected at the builder's position.
-    titles : sequence of str
-        Name of each result in messages.
-
-    Raises
-    ------
-    FrontendError
-        If the branches differ in element types, ranks, or lengths of sequences.
+    `branches`: bindings and results of both, collected at the builder's position; `titles`: name of each result in
+    messages. Raises FrontendError if the branches differ in element types, ranks, or lengths of sequences.
     """
     (_, then_values), (_, other_values) = branches
     pairs = list(zip(then_values, other_values, strict=True))

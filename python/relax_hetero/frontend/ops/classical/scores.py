@@ -62,15 +62,8 @@ def _probit(node: Node, scores: relax.Expr) -> relax.Expr:
 def two_columns(node: Node, score: relax.Expr, mirrored: tuple[str, ...]) -> relax.Expr:
     """Scores of two classes by one score of the second, (rows, 1), as in ONNX Runtime, which omits a softmax.
 
-    Parameters
-    ----------
-    mirrored : tuple of str
-        Transforms with which the first class has minus the score; with others it has one minus the score.
-
-    Raises
-    ------
-    FrontendError
-        If the transform is PROBIT.
+    `mirrored`: transforms with which the first class has minus the score; with others it has one minus the score.
+    Raises FrontendError if the transform is PROBIT.
     """
     name = node.attribute("post_transform", "NONE")
     if name == "PROBIT":
