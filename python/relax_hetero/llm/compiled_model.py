@@ -38,6 +38,7 @@ from .background import BackgroundTask
 from .cache import KVCache
 from .description import ModelDescription
 from .expert_counts import ExpertCounts
+from .model import Model
 from .token_cost import ModelInfo, StepTime, TokenCost, times_of, token_cost, with_times
 
 _log = logging.getLogger("relax_hetero")
@@ -201,27 +202,13 @@ def _token_copy(
 
 
 class DecodeCall(NamedTuple):
-    """A call of a decode function.
-
-    Attributes
-    ----------
-    function : str
-        Name of the function.
-    sequences : int
-        Number of sequences; further rows are padding.
-    logits : sequence of tvm.runtime.Tensor
-        Logits, (rows, vocabulary); those of each device of a mesh, in order.
-    tokens : sequence of tvm.runtime.Tensor
-        Greedy tokens, (rows,); each device of a mesh of GPUs has a copy.
-    end : Event or None
-        End of the call on the GPU of the first tokens, if another GPU reads them in the next step.
-    """
+    """A call of a decode function."""
 
     function: str
-    sequences: int
-    logits: Sequence[runtime.Tensor]
-    tokens: Sequence[runtime.Tensor]
-    end: Event | None
+    sequences: int  # number of sequences; further rows are padding
+    logits: Sequence[runtime.Tensor]  # (rows, vocabulary); those of each device of a mesh, in order
+    tokens: Sequence[runtime.Tensor]  # greedy ones, (rows,); each device of a mesh of GPUs has a copy
+    end: Event | None  # end of the call on the GPU of the first tokens, if another GPU reads them in the next step
 
 
 class CompiledDecodeStep:
@@ -296,7 +283,7 @@ _Tokens: TypeAlias = "_Integers | DecodeCall"
 """Tokens of a call: numbers, or the call of the step before for its greedy tokens."""
 
 
-class CompiledModel:
+class CompiledModel(Model):
     """A compiled language model with its KV cache; not thread-safe.
 
     Parameters
@@ -314,22 +301,14 @@ class CompiledModel:
 
     Attributes
     ----------
-    vocabulary, slots : int
-        Number of logits of a token; maximum number of sequences.
-    context, trained_context, chunk : int
-        Maximum number of tokens of a sequence, of a sequence in training, and of a prefill call now.
-    decodes_like_prefill : bool
-        See `Model`.
+    vocabulary, slots, context, trained_context, chunk, decodes_like_prefill, looks_ahead, masks_tokens
+        See `Model`; `chunk` is that of the functions compiled so far, and it looks ahead if a GPU computes logits.
     cache : KVCache
         Keys and values of all sequences.
-    machine : VirtualMachine
-        Machine that runs the executable.
-    looks_ahead : bool
-        True if a GPU computes logits; see `LookAheadModel`.
-    masks_tokens : bool
-        See `MaskingModel`.
     draft : CompiledModel or None
         Draft model, if `load` was given one.
+    machine : VirtualMachine
+        Machine that runs the executable.
     expert_counts : ExpertCounts
         Counters of the experts' tokens, if the module was made with ``count_experts=True``.
 
@@ -338,6 +317,10 @@ class CompiledModel:
     BindingError
         If the executable lacks functions ``decode_B`` or ``prefill_C``.
     """
+
+    cache: KVCache
+    draft: CompiledModel | None = None
+    has_decode_steps = True
 
     def __init__(
         self,
@@ -369,7 +352,6 @@ class CompiledModel:
         )
         prefill_inputs = executable.signature(f"prefill_{self._chunks[0]}").inputs
         self._has_all_logits = all(spec.name != "last" for spec in prefill_inputs)
-        self.draft: CompiledModel | None = None
         self._max_batch, max_chunk = all_rows or (self._batches[-1], self.chunk)
         self.cache = KVCache.from_executable(executable, description, chunk=max_chunk)
         inputs = executable.signature(f"decode_{self._batches[0]}").inputs
@@ -490,7 +472,7 @@ class CompiledModel:
 
     @property
     def decode_rows(self) -> int:
-        """See `MultiRowModel`; 0 for models with states, from which rows after a wrong draft cannot be removed."""
+        """See `Model`; 0 for models with states, from which rows after a wrong draft cannot be removed."""
         return 0 if self.description.has_states else self._rows_of_a_sequence
 
     def prefill_logits(self, slot: int, tokens: np.ndarray | Sequence[int]) -> np.ndarray:
@@ -546,7 +528,9 @@ class CompiledModel:
         arrays = [self._to_host(call.function, call.logits, call.sequences)[: call.sequences].copy() for call in calls]
         return np.concatenate(arrays)
 
-    def begin_decode(self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep) -> CompiledDecodeStep:
+    def begin_decode(  # type: ignore[override]  # it takes its own steps
+        self, slots: Sequence[int], tokens: Sequence[int] | CompiledDecodeStep
+    ) -> CompiledDecodeStep:
         """Append one token to each of several sequences, without waiting for GPUs and without copying logits.
 
         Parameters
