@@ -174,11 +174,7 @@ def _values_by_gpus(
 
 
 def _find_problem(
-    tasks: Sequence[Task],
-    source: int,
-    target: int,
-    gpu_pairs: Iterable[tuple[int, int]],
-    infos: Mapping[str, GpuInfo],
+    tasks: Sequence[Task], source: int, target: int, gpu_pairs: Iterable[tuple[int, int]], infos: Mapping[str, GpuInfo]
 ) -> str:
     """Reason why there can be no link between two tasks; empty if there can."""
     hosts = tasks[source].host, tasks[target].host

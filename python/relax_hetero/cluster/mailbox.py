@@ -68,11 +68,7 @@ class CallMessages:
     """
 
     def __init__(
-        self,
-        mailbox: Mailbox,
-        deliver: Deliver,
-        encode: Callable[[Any], Any],
-        decode: Callable[[Any], Any],
+        self, mailbox: Mailbox, deliver: Deliver, encode: Callable[[Any], Any], decode: Callable[[Any], Any]
     ) -> None:
         self._mailbox, self._deliver, self._encode, self._decode = mailbox, deliver, encode, decode
         self._sent: dict[int, int] = {}

@@ -239,10 +239,7 @@ class AnswerParser:
         return parts
 
     def _parse(
-        self,
-        parse: Callable[[Reader, AnswerParser], Routine[None]],
-        reasoning: Reasoning | None,
-        is_reasoning: bool,
+        self, parse: Callable[[Reader, AnswerParser], Routine[None]], reasoning: Reasoning | None, is_reasoning: bool
     ) -> Routine[None]:
         yield
         reader = self._reader

@@ -28,16 +28,7 @@ from . import template_worker
 from .errors import RequestError, TokenizerError
 from .json_tokenizer import JsonTokenizer
 from .special_tokens import NONCHARACTERS, Prompt, begin_and_end
-from .template_worker import (
-    ANSWER,
-    BEYOND_LIMITS,
-    DONE,
-    FAILED,
-    MAX_ANSWER,
-    MAX_LITERAL,
-    REFUSED,
-    REQUEST,
-)
+from .template_worker import ANSWER, BEYOND_LIMITS, DONE, FAILED, MAX_ANSWER, MAX_LITERAL, REFUSED, REQUEST
 from .tokenizer import Tokenizer
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -71,9 +62,7 @@ CPU_SECONDS, WALL_SECONDS = 2.0, 5.0
 """Limits of processor time and elapsed time for rendering a prompt, and for compiling the template."""
 _EXIT_SECONDS = 1.0
 """Time after which a process that does not exit is killed."""
-_REASON_BY_CODE = {
-    template_worker.BEYOND_MEMORY: template_worker.MEMORY_TEXT,
-}
+_REASON_BY_CODE = {template_worker.BEYOND_MEMORY: template_worker.MEMORY_TEXT}
 if HAS_PROCESS_LIMITS:
     _REASON_BY_CODE[-signal.SIGPROF] = f"takes more than {CPU_SECONDS:g} s of processor time"
     _REASON_BY_CODE[-signal.SIGALRM] = f"takes more than {WALL_SECONDS:g} s"

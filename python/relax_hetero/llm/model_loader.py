@@ -591,10 +591,7 @@ def _load_onnx_folder(arguments: _Arguments) -> Loaded:
     return model, tokenizer
 
 
-_LOADERS: dict[str | None, Callable[[_Arguments], Loaded]] = {
-    "hub": _load_file,
-    "genai": _load_onnx_folder,
-}
+_LOADERS: dict[str | None, Callable[[_Arguments], Loaded]] = {"hub": _load_file, "genai": _load_onnx_folder}
 """Functions that load the model of a folder that is not compiled, by its kind."""
 
 

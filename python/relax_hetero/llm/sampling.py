@@ -118,11 +118,7 @@ class History:
 
 
 def sample(
-    logits: np.ndarray,
-    params: SamplingParams,
-    generator: Generator,
-    history: History,
-    mask: np.ndarray | None = None,
+    logits: np.ndarray, params: SamplingParams, generator: Generator, history: History, mask: np.ndarray | None = None
 ) -> tuple[int, TokenLogprob | None]:
     """Sample a token.
 
@@ -156,11 +152,7 @@ def sample(
 
 
 def sample_token(
-    logits: np.ndarray,
-    params: SamplingParams,
-    generator: Generator,
-    history: History,
-    mask: np.ndarray | None = None,
+    logits: np.ndarray, params: SamplingParams, generator: Generator, history: History, mask: np.ndarray | None = None
 ) -> int:
     """Sample a token without its log-probability; see `sample`."""
     adjusted = _apply_bias_and_penalties(logits, params, history)

@@ -131,11 +131,7 @@ class PlacementOptions:
         for name, extents in self.shapes:
             shapes[name] = extents[0] if name not in inputs and len(extents) == 1 else extents
         devices = list(self.vdevices) or ["llvm"]
-        options: dict[str, Any] = {
-            "vdevices": devices,
-            "placement": placement,
-            "shapes": shapes or None,
-        }
+        options: dict[str, Any] = {"vdevices": devices, "placement": placement, "shapes": shapes or None}
         limits = {"nodes": self.max_nodes, "computed_bytes": self.max_computed}
         limit_values = {name: value for name, value in limits.items() if value is not None}
         if limit_values:

@@ -169,11 +169,7 @@ def _check_unused(rules: Sequence[_Rule], deciding: Mapping[_Rule, None]) -> Non
 
 
 def _rules_of_layer(
-    prefix: str,
-    rules: Sequence[_Rule],
-    default: _Rule,
-    model: Hyperparameters,
-    vdevices: Sequence[tvm.relax.VDevice],
+    prefix: str, rules: Sequence[_Rule], default: _Rule, model: Hyperparameters, vdevices: Sequence[tvm.relax.VDevice]
 ) -> list[_Rule]:
     """The rule that decides for each expert of a layer, whose matrices have to be on one device."""
     by_matrix = []

@@ -83,12 +83,7 @@ class ExpertPlan:
         return [*rules, ("*", names[self.home], reason)]
 
     def _reason(
-        self,
-        what: str,
-        faster: Sequence[int],
-        needed: Sequence[float],
-        names: Sequence[str],
-        memory: Mapping[int, int],
+        self, what: str, faster: Sequence[int], needed: Sequence[float], names: Sequence[str], memory: Mapping[int, int]
     ) -> str:
         """The reason why something is on none of the faster devices, where it needs so many bytes."""
         if not faster:

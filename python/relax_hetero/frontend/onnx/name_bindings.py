@@ -229,10 +229,7 @@ class _DeviceAnnotator(_FunctionBuilder):
     """Copies an existing function with other devices."""
 
     def __init__(
-        self,
-        graph: ImportedGraph,
-        devices: Mapping[NodeInfo, tvm.relax.VDevice],
-        default: tvm.relax.VDevice | None,
+        self, graph: ImportedGraph, devices: Mapping[NodeInfo, tvm.relax.VDevice], default: tvm.relax.VDevice | None
     ) -> None:
         super().__init__(graph, None)
         self._devices = devices

@@ -343,11 +343,7 @@ def make_app(
 
 class _Server:
     def __init__(
-        self,
-        engine: Engine | None,
-        settings: Settings,
-        template: ChatTemplate | None,
-        encoder: EncoderProtocol | None,
+        self, engine: Engine | None, settings: Settings, template: ChatTemplate | None, encoder: EncoderProtocol | None
     ) -> None:
         if engine is not None:
             self._tokenizer, model = engine.tokenizer, engine.model

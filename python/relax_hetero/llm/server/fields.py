@@ -106,9 +106,7 @@ NEUTRAL_STREAM_VALUES = _rows(("continuous_usage_stats", (False,)))
 """Fields of ``stream_options``."""
 
 NEUTRAL_MESSAGE_VALUES = _rows(
-    ("name function_call audio", ("",)),
-    ("tool_calls images videos", ([],)),
-    ("prefix partial continue", (False,)),
+    ("name function_call audio", ("",)), ("tool_calls images videos", ([],)), ("prefix partial continue", (False,))
 )
 """Fields of messages; fields that the template uses are not refused."""
 

@@ -155,13 +155,7 @@ class _Responses:
 
     def _response(self, choices: list[dict[str, Any]], is_chunk: bool = False) -> dict[str, Any]:
         kind = f"{self._kind}.chunk" if is_chunk and self._kind.startswith("chat") else self._kind
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        return {"id": self._id, "object": kind, "created": self._created, "model": self._model, "choices": choices}
 
     def usage(self, usage: Usage) -> dict[str, Any]:
         """See `ResponseFormat`."""

@@ -53,10 +53,7 @@ def _driver_version() -> str:
         return ""
     try:
         result = subprocess.run(
-            [program, "--query-gpu=driver_version", "--format=csv,noheader"],
-            capture_output=True,
-            text=True,
-            timeout=20,
+            [program, "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True, timeout=20
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
