@@ -78,19 +78,8 @@ def bind(name: str, plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, An
 def result_of(call: ClusterCall, route: Route, messages: Sequence[Message]) -> Any:
     """Decode a call's result as TVM tensors on the CPU, in memory of their own.
 
-    Parameters
-    ----------
-    call : ClusterCall
-        Call that has ended.
-    route : Route
-        Route of its function.
-    messages : sequence of Message
-        Messages of the route's exits, in order.
-
-    Raises
-    ------
-    HeteroError
-        If a step failed; the error that it raised.
+    `call`: call that has ended; `route`: route of its function; `messages`: messages of the route's exits, in order.
+    Raises HeteroError if a step failed; the error that it raised.
     """
     received: dict[int, tuple[Any, ...]] = {}
     for task, message in zip(route.exits, messages, strict=True):

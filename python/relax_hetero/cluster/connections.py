@@ -120,12 +120,7 @@ class Connection:
     def send(self, message: Message, wait: Callable[[Connection], None]) -> None:
         """Send a message, whose arrays may change once this returns.
 
-        Parameters
-        ----------
-        message : Message
-            Message; arrays in its values are contiguous.
-        wait : callable
-            Waits until the connection can take more.
+        `message`: message, arrays in its values are contiguous; `wait`: waits until the connection can take more.
         """
         body, arrays = self._codec.encode(message)
         block = NO_BLOCK if self._blocks is None else self._blocks.write(arrays)
@@ -251,20 +246,8 @@ class Peers:
     def receive(self, seconds: float | None = None) -> list[Message]:
         """Wait for something to come.
 
-        Parameters
-        ----------
-        seconds : float, optional
-            Maximum time to wait; None for no limit.
-
-        Returns
-        -------
-        list of Message
-            Messages that have come; empty if there are only parts of one.
-
-        Raises
-        ------
-        HostError
-            If a connection has ended.
+        `seconds`: maximum time to wait, None for no limit. Returns the messages that have come; empty if there are only
+        parts of one. Raises HostError if a connection has ended.
         """
         if not self._arrived:
             self._take(self._poll.poll(None if seconds is None else 1e3 * seconds))

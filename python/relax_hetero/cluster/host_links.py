@@ -109,19 +109,9 @@ class GpuLink:
     def connect(self, rank: int, link_id: Any, ranks: int = 2) -> None:
         """Connect to the peer, which must call this at the same time.
 
-        Parameters
-        ----------
-        rank : int
-            `SENDER` or `RECEIVER`.
-        link_id : object
-            Identifier from `create_id`.
-        ranks : int
-            Number of ranks; 1 for a loopback link, for `exchange`.
-
-        Raises
-        ------
-        HostError
-            If the peer does not come in time, or NCCL fails (both on one GPU, no path between them).
+        `rank`: `SENDER` or `RECEIVER`; `link_id`: identifier from `create_id`; `ranks`: number of ranks, 1 for a
+        loopback link, for `exchange`. Raises HostError if the peer does not come in time, or NCCL fails (both on one
+        GPU, no path between them).
         """
         self._peer = (rank + 1) % ranks
         failures: list[Exception] = []

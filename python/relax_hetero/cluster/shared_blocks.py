@@ -73,10 +73,7 @@ class SharedBlocks:
     def write(self, arrays: Sequence[memoryview]) -> int:
         """Copy the bytes of arrays to a free block.
 
-        Returns
-        -------
-        int
-            Index of the block; `NO_BLOCK` if there are too few bytes or too many, or no block is free.
+        Returns the index of the block; `NO_BLOCK` if there are too few bytes or too many, or no block is free.
         """
         nbytes = sum([_padded(array.nbytes) for array in arrays])
         if not MIN_BYTES <= nbytes <= BLOCK_BYTES:

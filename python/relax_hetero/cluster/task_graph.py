@@ -97,19 +97,8 @@ class TaskGraph:
     def send(self, key: tuple[int, int], function: str, values: Sequence[Any]) -> None:
         """Send a call's inputs, from one thread at a time.
 
-        Parameters
-        ----------
-        key : (int, int)
-            Result of `new_key`.
-        function : str
-            Function of the program.
-        values : sequence of object
-            Encoded inputs of the call.
-
-        Raises
-        ------
-        HostError
-            If a host has died.
+        `key`: result of `new_key`; `function`: function of the program; `values`: encoded inputs of the call. Raises
+        HostError if a host has died.
         """
         route = self._routes[key[0]]
         for task, inputs in route.sent[function].items():
@@ -119,15 +108,8 @@ class TaskGraph:
     def receive(self) -> list[tuple[tuple[int, int], list[Message]]]:
         """Wait for results, in one thread at a time.
 
-        Returns
-        -------
-        list of ((int, int), list of Message)
-            Calls that have ended: key, and messages of the route's exits in order. May be empty.
-
-        Raises
-        ------
-        HostError
-            If a host has died.
+        Returns the calls that have ended: key, and messages of the route's exits in order. May be empty. Raises HostError
+        if a host has died.
         """
         return [ended for message in self._receive() for ended in self._complete(message)]
 

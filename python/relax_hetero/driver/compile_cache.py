@@ -54,15 +54,7 @@ _SWITCHED_OFF = "switched off"
 def why_uncached(mod: tvm.IRModule) -> str:
     """The reason why a module cannot be cached: a dependency lacks a key, or its passes are being observed.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with vdevices.
-
-    Returns
-    -------
-    str
-        Reason, or an empty text.
+    Returns the reason, or an empty text.
     """
     if external_modules(mod):
         return "the module contains compiled code (external modules)"

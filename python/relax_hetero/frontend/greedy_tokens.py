@@ -76,16 +76,8 @@ def masked_tokens(builder: relax.BlockBuilder, vocabulary: int, vdevice: relax.V
 
     Its parameters are ``logits``, (rows, vocabulary) of float32, and ``masks``, (rows, words) of int32 (`token_masks`),
     for any number of rows. It returns (rows,) of int32. Variables have the names of the logits in functions of models,
-    which placement rules match.
-
-    Parameters
-    ----------
-    builder : relax.BlockBuilder
-        Builder to which kernels are added.
-    vocabulary : int
-        Number of logits of a row.
-    vdevice : VDevice, optional
-        Device or mesh of the logits.
+    which placement rules match. `builder`: builder to which kernels are added; `vocabulary`: number of logits of a row;
+    `vdevice`: device or mesh of the logits.
     """
     rows, words = tirx.Var("rows", "int64"), mask_words(vocabulary)
     logits = relax.Var("logits", relax.TensorType([rows, vocabulary], "float32"))

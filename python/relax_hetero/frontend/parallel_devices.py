@@ -74,21 +74,9 @@ def _mesh_name(counts: Iterable[int]) -> str:
 def with_split_batches(mod: tvm.IRModule, count: int, replicas: int = 1) -> tvm.IRModule:
     """Give each of the first devices its part of a batch: shard the inputs of "main" along their first axis.
 
-    Inputs with another extent there than the first input stay whole on every device.
-
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Its values are on the mesh of its first ``count * replicas`` devices.
-    count : int
-        Number of parts.
-    replicas : int, optional
-        Devices that share the work on each part.
-
-    Raises
-    ------
-    FrontendError
-        If the batch is not known, or the devices do not divide it.
+    Inputs with another extent there than the first input stay whole on every device. `mod`: its values are on the mesh
+    of its first ``count * replicas`` devices; `count`: number of parts; `replicas`: devices that share the work on each
+    part. Raises FrontendError if the batch is not known, or the devices do not divide it.
     """
     func, vdevices = mod["main"], vdevices_of(mod)
     mesh, split = lookup(_mesh_name((count, replicas)), vdevices), Sharding(0)

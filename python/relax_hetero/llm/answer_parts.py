@@ -267,14 +267,8 @@ class AnswerParser:
 def call_object(reader: Reader, answer: AnswerParser, known_only: bool = False) -> Routine[bool]:
     """Parse a call ``{"name": ..., "arguments": {...}}``; return False, and parse nothing, if it is not one.
 
-    Parameters
-    ----------
-    reader : Reader
-        Text to parse.
-    answer : AnswerParser
-        Gets the call.
-    known_only : bool
-        Whether an object with another name than a tool's is not a call.
+    `reader`: text to parse; `answer`: gets the call; `known_only`: whether an object with another name than a tool's is
+    not a call.
     """
     begin, name, arguments, is_open = reader.position, None, "{}", False
     if not (yield from reader.literal("{")):

@@ -118,10 +118,7 @@ class PageGroup:
     def extend(self, slot: int, extension: PageExtension) -> tuple[int, int] | None:
         """Carry out a plan; the group must have enough free pages.
 
-        Returns
-        -------
-        tuple of int, or None
-            Source and destination of a copy-on-write.
+        Returns the source and destination of a copy-on-write.
         """
         row = self.table[slot]
         if extension.out_of_window:

@@ -127,14 +127,8 @@ class LarkWriter:
     def before_answer(self, reasoning: Reasoning | None, is_reasoning: bool, content: str) -> str:
         """Rules of `StructuredOutputs.prefix`: the reasoning, if the prompt has begun or the model begins it.
 
-        Parameters
-        ----------
-        reasoning : Reasoning or None
-            Texts around the reasoning.
-        is_reasoning : bool
-            Whether the prompt has begun the reasoning.
-        content : str
-            Text before the answer.
+        `reasoning`: texts around the reasoning; `is_reasoning`: whether the prompt has begun the reasoning; `content`:
+        text before the answer.
         """
         if reasoning is None:
             return f"prefix: {self.text(content)}" if content else ""

@@ -559,14 +559,8 @@ def default_cache(
 ) -> PagedCache:
     """Functions and sequences of a model as `load` makes them by default, for plans.
 
-    Parameters
-    ----------
-    model : Hyperparameters
-    vdevices : sequence of VDevice
-    context : int or None
-        Tokens of a text; None for that of `load`.
-    slots : int or None
-        Maximum number of sequences; None for the largest batch.
+    `context`: tokens of a text, None for that of `load`; `slots`: maximum number of sequences, None for the largest
+    batch.
     """
     from ..frontend.paged_cache import PagedCache
 

@@ -82,18 +82,9 @@ class PrefixCache:
     def begin(self, prefix: Prefix, length: int) -> int | None:
         """Begin a sequence with the first `length` tokens of a prefix, and return its slot.
 
-        Other stored sequences are evicted if the cache is full; if there are none, the new sequence takes the
-        prefix's own slot.
-
-        Returns
-        -------
-        int or None
-            None if the prefix cannot be truncated to that length, since pages have left its window.
-
-        Raises
-        ------
-        CacheError
-            If the cache is full.
+        Other stored sequences are evicted if the cache is full; if there are none, the new sequence takes the prefix's
+        own slot. Returns None if the prefix cannot be truncated to that length, since pages have left its window.
+        Raises CacheError if the cache is full.
         """
         while True:
             try:

@@ -325,14 +325,7 @@ def _first_above(sums: np.ndarray, value: float) -> int:
 def logprob_of(logits: np.ndarray, chosen: int, count: int) -> TokenLogprob:
     """Log-probabilities of a token and of the `count` most probable ones.
 
-    Parameters
-    ----------
-    logits : array of float32, (vocabulary,)
-        Logits.
-    chosen : int
-        Token.
-    count : int
-        Number of most probable tokens.
+    `chosen`: token; `count`: number of most probable tokens.
     """
     max_logit = float(logits.max())
     log_sum = max_logit + math.log(float(np.exp(logits - np.float32(max_logit)).sum(dtype=np.float64)))

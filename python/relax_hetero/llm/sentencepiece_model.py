@@ -117,20 +117,8 @@ def check_character_map(data: bytes) -> None:
 def read_sentencepiece_model(data: bytes) -> dict[str, Any]:
     """Read a model of sentencepiece as metadata under the names of GGUF files.
 
-    Parameters
-    ----------
-    data : bytes
-        Content of a ``tokenizer.model``.
-
-    Returns
-    -------
-    dict
-        Metadata for `Tokenizer`, by key without ``tokenizer.ggml.``.
-
-    Raises
-    ------
-    TokenizerError
-        If the bytes are not a model, or it neither merges pairs nor is a unigram model.
+    `data`: content of a ``tokenizer.model``. Returns the metadata for `Tokenizer`, by key without ``tokenizer.ggml.``.
+    Raises TokenizerError if the bytes are not a model, or it neither merges pairs nor is a unigram model.
     """
     try:
         return _read_model(data)

@@ -184,14 +184,7 @@ class Speculation:
     def accept(self, text: Text, drafted: int, accepted: int, texts: int) -> None:
         """Record how many tokens of a draft were right.
 
-        Parameters
-        ----------
-        text : Text
-            Text of the draft.
-        drafted, accepted : int
-            Numbers of tokens.
-        texts : int
-            Number of texts of the step.
+        `text`: text of the draft; `drafted`, `accepted`: numbers of tokens; `texts`: number of texts of the step.
         """
         name, acceptances = self._authors.pop(text), self._acceptance.get(text, {})
         self.drafted, self.accepted = self.drafted + drafted, self.accepted + accepted

@@ -48,14 +48,8 @@ _HALF_TYPES = {"f16": "float16", "bf16": "bfloat16"}
 def suggestions(metadata: Metadata, rows: Sequence[Data], peaks: Mapping[str, Data]) -> list[str]:
     """Sentences that suggest changes, by decreasing fraction of a call's time that they concern.
 
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable.
-    rows : sequence of dict
-        Rows of a profile as a report has them (`_profile`); empty without a profile.
-    peaks : mapping of str to dict
-        Measured peaks of devices, by name (`device_peaks.peaks_of`).
+    `metadata`: metadata of the executable; `rows`: rows of a profile as a report has them (`_profile`), empty without a
+    profile; `peaks`: measured peaks of devices, by name (`device_peaks.peaks_of`).
     """
     if not rows:
         return ["Nothing was measured: explain --profile, or profile= of Executable.report, says where the time goes."]
@@ -220,15 +214,8 @@ _PACKED_LAYOUT = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
 def layouts_of(encodings: Mapping[str, Any] | None) -> list[Data]:
     """A layout for each tensor that is packed in tiles.
 
-    Parameters
-    ----------
-    encodings : mapping of str to object or None
-        Encoding report of an executable (`Metadata.encodings`).
-
-    Returns
-    -------
-    list of dict
-        Layouts. ``of`` names the tensor: function, variable of an op, and index of its operand, -1 for its result.
+    `encodings`: encoding report of an executable (`Metadata.encodings`). Returns the layouts, whose ``of`` names the tensor:
+    function, variable of an op, and index of its operand, -1 for its result.
     """
     layouts: list[Data] = []
     for op in (encodings or {}).get("ops", ()):

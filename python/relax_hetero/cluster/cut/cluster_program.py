@@ -100,12 +100,7 @@ def _query_hardware(
 def local_hardware(hardware: Sequence[Hardware], threads: int) -> dict[Hardware, dict[str, Any]]:
     """Targets of devices of this machine as data, without devices that are absent.
 
-    Parameters
-    ----------
-    hardware : sequence of Hardware
-        Devices to look for.
-    threads : int
-        Number of cores of CPU targets; 0 for those that this process may use.
+    `hardware`: devices to look for; `threads`: number of cores of CPU targets, 0 for those that this process may use.
     """
     import tvm
 

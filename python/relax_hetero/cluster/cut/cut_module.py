@@ -267,14 +267,8 @@ def plan_of_runs(
 ) -> CallPlan:
     """Make the plan of a function that cannot be cut: hosts run their whole parts and exchange messages.
 
-    Parameters
-    ----------
-    signature : FunctionSignature
-        Inputs and results of the function.
-    parts : mapping of str to (tvm.ir.GlobalVar, relax.Function)
-        Part of each host.
-    inputs : int
-        Number of inputs of the function, tuples flattened.
+    `signature`: inputs and results of the function; `parts`: part of each host; `inputs`: number of inputs of the
+    function, tuples flattened.
     """
     runs: list[HostRun] = []
     sizes: list[tuple[str, ...]] = []
@@ -359,14 +353,8 @@ def cut_module(
 def program_of_parts(mod: tvm.IRModule, hosts: Sequence[str], signatures: Mapping[str, FunctionSignature]) -> Program:
     """Make the program of a module that `PartitionByHost` has cut.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module with a part of each function for each host.
-    hosts : sequence of str
-        Logical names of the hosts.
-    signatures : mapping of str to FunctionSignature
-        Signatures of the functions before they were cut.
+    `mod`: module with a part of each function for each host; `hosts`: logical names of the hosts; `signatures`:
+    signatures of the functions before they were cut.
     """
     functions: dict[str, dict[str, relax.Function]] = {host: {} for host in hosts}
     plans = {}

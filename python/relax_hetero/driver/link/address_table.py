@@ -124,16 +124,8 @@ def with_pointer_functions(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[t
     """Add functions of pointers for kernels to a lowered module.
 
     For llvm devices these are plain functions, called by address; for cuda devices packed functions that launch.
-
-    Parameters
-    ----------
-    kernels : sequence of str
-        Names of PrimFuncs; those that cannot be called with raw pointers are left out.
-
-    Returns
-    -------
-    tvm.IRModule, dict
-        Module, and the symbol of each kernel's function.
+    `kernels`: names of PrimFuncs, those that cannot be called with raw pointers are left out. Returns the module, and the
+    symbol of each kernel's function.
     """
     functions = dict(mod.functions.items())
     names = {gv.name_hint for gv in functions}

@@ -152,15 +152,8 @@ def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") 
 def sharing_figures_of(vdevice: relax.VDevice) -> SharingFigures | None:
     """Load or take the measurements of CPU devices that share this machine's cores.
 
-    Parameters
-    ----------
-    vdevice : relax.VDevice
-        A CPU device of this machine.
-
-    Returns
-    -------
-    SharingFigures
-        None if the device takes more than half of the cores, or is not the native CPU.
+    `vdevice`: a CPU device of this machine. Returns None if the device takes more than half of the cores, or is not the
+    native CPU.
     """
     vdevices = _sharing_devices(vdevice)
     return None if vdevices is None else _measured_or_cached(_SHARING, vdevices, "missing", [])

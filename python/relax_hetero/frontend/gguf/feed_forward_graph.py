@@ -190,14 +190,8 @@ class FeedForwardGraph(GraphOps):
     ) -> relax.Expr:
         """The weighted sum of the chosen experts that a device has (by default all), (rows, hidden_size).
 
-        Parameters
-        ----------
-        x, ids, shares : relax.Expr
-            Rows, numbers of their experts, and the experts' shares.
-        name : str
-            Prefix of the layer, ``blk.3``.
-        group : ExpertGroup, optional
-            Experts of the device.
+        `ids` and `shares` are the numbers and the shares of each row's experts; `name`: prefix of the layer,
+        ``blk.3``; `group`: experts of the device.
         """
         model, rows, end = self.model, self.rows, group.suffix if group else ""
         used, width, hidden = model.experts_used, model.expert_feed_forward, model.hidden_size

@@ -240,19 +240,9 @@ class Hyperparameters:
 def read_hyperparameters(fields: Mapping[str, Any], vocabulary: int, file: str) -> Hyperparameters:
     """Read and check the hyperparameters of a model.
 
-    Parameters
-    ----------
-    fields : mapping
-        The file's metadata.
-    vocabulary : int
-        Rows of the embedding table.
-    file : str
-        Name of the file, for errors.
-
-    Raises
-    ------
-    FrontendError
-        If the architecture is not in the table, a number is missing or invalid, or a feature is not supported.
+    `fields`: the file's metadata; `vocabulary`: rows of the embedding table; `file`: name of the file, for errors.
+    Raises FrontendError if the architecture is not in the table, a number is missing or invalid, or a feature is not
+    supported.
     """
     name = fields.get("general.architecture")
     if not isinstance(name, str) or name not in ARCHITECTURES:

@@ -74,14 +74,8 @@ class Weights:
     def stack(self, name: str, parts: Sequence[tuple[str, int]], *depth: int) -> bool:
         """Stack tensors along rows into one with a new name; return False unless all exist, of one type without scales.
 
-        Parameters
-        ----------
-        name : str
-            New name.
-        parts : sequence of (str, int)
-            Names of the tensors and their numbers of rows, in order.
-        depth : int
-            Elements of a row; none for vectors.
+        `name`: new name; `parts`: names of the tensors and their numbers of rows, in order; `depth`: elements of a row,
+        none for vectors.
         """
         tensors = [self._file.tensors.get(part) for part, _ in parts]
         if len({tensor and tensor.type for tensor in tensors}) != 1 or tensors[0] is None:
@@ -97,14 +91,8 @@ class Weights:
     def split_rows(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
         """Split a matrix along rows into equal parts with new names, views of the file, if it has the rows of all.
 
-        Parameters
-        ----------
-        name : str
-            Name of the matrix, which may also be that of a part.
-        parts : sequence of str
-            New names, in order.
-        shape : sequence of int
-            Rows and depth of a part.
+        `name`: name of the matrix, which may also be that of a part; `parts`: new names, in order; `shape`: rows and
+        depth of a part.
         """
         rows, depth = shape
         tensor = self._file.tensors.get(name)
@@ -135,14 +123,7 @@ class Weights:
     def split_experts(self, name: str, parts: Sequence[str], shape: Sequence[int]) -> None:
         """Split matrices of experts along rows into equal parts with new names, views of the file, if it has them.
 
-        Parameters
-        ----------
-        name : str
-            Name of the matrices.
-        parts : sequence of str
-            New names, in order.
-        shape : sequence of int
-            Experts, rows and depth of a part.
+        `name`: name of the matrices; `parts`: new names, in order; `shape`: experts, rows and depth of a part.
         """
         experts, rows, depth = shape
         if name not in self._file.tensors or parts[0] in self._stacked:

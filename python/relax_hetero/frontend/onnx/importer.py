@@ -126,19 +126,9 @@ def import_graph(
 ) -> ImportedGraph:
     """Import a model's graph with stock TVM's converters and this library's own.
 
-    Parameters
-    ----------
-    nodes : list of NodeInfo
-        The names of its nodes, in order.
-    inputs : mapping of str to relax.Var
-        ONNX name -> parameter.
-    make_importer : callable, optional
-        Factory, called for each restart; default `GraphImporter`.
-
-    Raises
-    ------
-    FrontendError
-        If a node cannot be converted; the text has its name, its op and the reason.
+    `nodes`: the names of its nodes, in order; `inputs`: ONNX name -> parameter; `make_importer`: factory, called for
+    each restart, default `GraphImporter`. Raises FrontendError if a node cannot be converted; the text has its name,
+    its op and the reason.
     """
     bounds: dict[tvm.tirx.Var, int] = {}
     sizes = sizes_in(param.ty for param in inputs.values())

@@ -27,22 +27,10 @@ from .onnx_constants import Tensors
 def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
     """Sort the nodes of graphs, subgraphs and functions topologically.
 
-    ONNX requires that order, but ONNX Runtime takes any order without cycles.
-
-    Parameters
-    ----------
-    proto : onnx.ModelProto
-        A model that passed `check_model.check_form`; it is not changed.
-
-    Returns
-    -------
-    onnx.ModelProto
-        The model itself if it is in order, else a copy. Independent nodes keep their order.
-
-    Raises
-    ------
-    FrontendError
-        If a value that a node reads has no producer, or nodes form a cycle; names the nodes.
+    ONNX requires that order, but ONNX Runtime takes any order without cycles. `proto`: a model that passed
+    `check_model.check_form`, it is not changed. Returns the model itself if it is in order, else a copy. Independent
+    nodes keep their order. Raises FrontendError if a value that a node reads has no producer, or nodes form a cycle;
+    names the nodes.
     """
     if not _NodeOrder(proto, source).unsorted:
         return proto
@@ -175,18 +163,9 @@ class OnnxModel:
 def load_model(model: ModelSource, limits: ImportLimits | None = None) -> OnnxModel:
     """Read and check a model.
 
-    Parameters
-    ----------
-    model : ModelSource
-        A file, with external data in its folder; the bytes of a file; or a model in memory that contains its data.
-    limits : ImportLimits, optional
-        Limits of the import.
-
-    Raises
-    ------
-    FrontendError
-        If the file (or one with external data) is missing or not an ONNX model, or the model is not valid or exceeds
-        `limits`.
+    `model`: a file, with external data in its folder, the bytes of a file, or a model in memory that contains its data;
+    `limits`: limits of the import. Raises FrontendError if the file (or one with external data) is missing or not an
+    ONNX model, or the model is not valid or exceeds `limits`.
     """
     limits = ImportLimits() if limits is None else limits
     if not isinstance(limits, ImportLimits):

@@ -126,20 +126,8 @@ def import_program(
 ) -> tuple[ImportedGraph, list[NodeInfo], list[str]]:
     """Convert an exported program.
 
-    Parameters
-    ----------
-    names : mapping of str to str
-        Symbol of torch -> name of the size.
-
-    Returns
-    -------
-    (ImportedGraph, list of NodeInfo, list of str)
-        The graph, its nodes, and the names of its outputs.
-
-    Raises
-    ------
-    FrontendError
-        If an op cannot be converted; the text has its name, its module and the reason.
+    `names`: symbol of torch -> name of the size. Returns the graph, its nodes, and the names of its outputs. Raises
+    FrontendError if an op cannot be converted; the text has its name, its module and the reason.
     """
     nbytes = sum(value.numel() * value.element_size() for value in program.state_dict.values())
     with joining_sizes(JoinedSizes()), spending(Budget(limits or ImportLimits(), nbytes)):

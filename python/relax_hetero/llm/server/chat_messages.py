@@ -147,21 +147,9 @@ def _cut_after_last_text(
 def render_checked(template: ChatTemplate, messages: Sequence[Mapping[str, Any]], values: Mapping[str, Any]) -> str:
     """Render messages, and check that all of them are in the prompt.
 
-    Parameters
-    ----------
-    template : ChatTemplate
-        Chat template of the model.
-    messages : sequence of mapping of str to object
-        Results of `Message.flatten`.
-    values : mapping of str to object
-        Further values for the template.
-
-    Raises
-    ------
-    RequestError
-        If the template refuses the messages.
-    ApiError
-        If the template drops a message, or a field or role that matters.
+    `template`: chat template of the model; `messages`: results of `Message.flatten`; `values`: further values for the
+    template. Raises RequestError if the template refuses the messages, and ApiError if the template drops a message, or
+    a field or role that matters.
     """
     prompt = template.render(messages, **values)
 

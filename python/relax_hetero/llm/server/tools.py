@@ -68,19 +68,8 @@ class ToolUse:
     def from_fields(cls, tools: Sequence[Tool] | None, choice: str | ToolChoice | None, several: bool) -> ToolUse:
         """Combine the fields of a body.
 
-        Parameters
-        ----------
-        tools : sequence of Tool, optional
-            Field ``tools``.
-        choice : str or ToolChoice, optional
-            Field ``tool_choice``.
-        several : bool
-            Field ``parallel_tool_calls``.
-
-        Raises
-        ------
-        ApiError
-            If they contradict each other.
+        `tools`: field ``tools``; `choice`: field ``tool_choice``; `several`: field ``parallel_tool_calls``. Raises
+        ApiError if they contradict each other.
         """
         names = [tool.function.name for tool in tools or ()]
         if len(names) > _MAX_TOOLS:

@@ -109,16 +109,8 @@ def link_parts(
 def import_kernels(part: CudaPart, codes: Sequence[bytes]) -> dict[str, bytes]:
     """Import the kernels of a part into its host code.
 
-    Parameters
-    ----------
-    codes : sequence of bytes
-        Machine code of each of the part's sources.
-
-    Returns
-    -------
-    dict of str to bytes
-        Code by `source_key` of kernels that TVM can only import as source, because its CUDA runtime is absent; it is
-        inserted when a file is written.
+    `codes`: machine code of each of the part's sources. Returns the code by `source_key` of kernels that TVM can only
+    import as source, because its CUDA runtime is absent; it is inserted when a file is written.
     """
     machine_code = {}
     for source, code in zip(part.sources, codes, strict=True):

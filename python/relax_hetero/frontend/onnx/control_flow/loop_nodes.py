@@ -418,15 +418,8 @@ def with_products_in_front(
 ) -> tuple[onnx.GraphProto, list[NodeInfo], list[relax.Expr]]:
     """Hoist products of slices out of a `Scan`: ``xt @ W`` of each slice is a slice of one product ``x @ W``.
 
-    Parameters
-    ----------
-    inputs : list of relax.Expr
-        Scanned tensors, the scanned axis first.
-
-    Returns
-    -------
-    body, infos, products
-        The body without the products, the names of its nodes, and the products as scanned tensors.
+    `inputs`: scanned tensors, the scanned axis first. Returns the body without the products, the names of its nodes,
+    and the products as scanned tensors.
     """
     positions = {product.position for product in products}
     remainder = onnx.GraphProto()
