@@ -214,8 +214,8 @@ _PACKED_LAYOUT = re.compile(r"pack<outer=\[([\d, ]*)\] inner=\[([\d:, ]*)\]>")
 def layouts_of(encodings: Mapping[str, Any] | None) -> list[Data]:
     """A layout for each tensor that is packed in tiles.
 
-    `encodings`: encoding report of an executable (`Metadata.encodings`). Returns the layouts, whose ``of`` names the tensor:
-    function, variable of an op, and index of its operand, -1 for its result.
+    `encodings`: encoding report of an executable (`Metadata.encodings`). ``of`` of a layout names the tensor: function,
+    variable of an op, and index of its operand, -1 for its result.
     """
     layouts: list[Data] = []
     for op in (encodings or {}).get("ops", ()):

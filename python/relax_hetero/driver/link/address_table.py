@@ -123,9 +123,9 @@ def is_llvm_buffer(func: tvm.ir.BaseFunc) -> bool:
 def with_pointer_functions(mod: tvm.IRModule, kernels: Sequence[str]) -> tuple[tvm.IRModule, dict[str, str]]:
     """Add functions of pointers for kernels to a lowered module.
 
-    For llvm devices these are plain functions, called by address; for cuda devices packed functions that launch.
-    `kernels`: names of PrimFuncs, those that cannot be called with raw pointers are left out. Returns the module, and the
-    symbol of each kernel's function.
+    For llvm devices these are plain functions, called by address; for cuda devices packed functions that launch. Names
+    of `kernels` that cannot be called with raw pointers are left out. Returns the module, and the symbol of each
+    kernel's function.
     """
     functions = dict(mod.functions.items())
     names = {gv.name_hint for gv in functions}
