@@ -236,7 +236,7 @@ class HostMachine:
         return True
 
     def run(self, call: int, run: HostRun, values: Sequence[Any]) -> Any:
-        """Run this host's part of a function whose hosts exchange messages. Returns the encoded leaves of its result."""
+        """Run this host's part of a function whose hosts exchange messages; return the encoded leaves of its result."""
         try:
             return self._mailboxes.run(self._machine, call, run, values)
         except Exception as error:

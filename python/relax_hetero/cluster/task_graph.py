@@ -108,7 +108,7 @@ class TaskGraph:
     def receive(self) -> list[tuple[tuple[int, int], list[Message]]]:
         """Wait for results, in one thread at a time.
 
-        Returns the calls that have ended: key, and messages of the route's exits in order. May be empty. Raises HostError
+        Returns the calls that have ended: key, and messages of the route's exits in order; maybe none. Raises HostError
         if a host has died.
         """
         return [ended for message in self._receive() for ended in self._complete(message)]
