@@ -380,7 +380,7 @@ def _measure_device(vdevice: relax.VDevice) -> DeviceFigures:
     x = relax.Var("x", relax.TensorType((length,), "float32", vdevice))
     with builder.function("stream", [x]):
         with builder.dataflow():
-            result = builder.emit_output(relax.op.add(x, x))
+            result = builder.emit_output(x + x)
         builder.emit_func_output(result)
     vm = _machine(builder, [vdevice])
     products = {}
@@ -463,8 +463,8 @@ def _add_crossings(builder: relax.BlockBuilder, ends: Sequence[relax.VDevice]) -
         with builder.dataflow():
             value: relax.Expr = x
             for number in range(_CROSSINGS_PER_CALL):
-                value = builder.emit(relax.op.to_vdevice(relax.op.negative(value), ends[1 - number % 2]))
-            result = builder.emit_output(relax.op.negative(value))
+                value = builder.emit(relax.op.to_vdevice(-value, ends[1 - number % 2]))
+            result = builder.emit_output(-value)
         builder.emit_func_output(result)
 
 

@@ -24,8 +24,8 @@ def from_front(node: Node, indices: relax.Expr, extent: relax.Expr) -> relax.Exp
     if dtype_of(indices).startswith("uint"):
         return indices
     extent = cast(node, extent, dtype_of(indices))
-    is_negative = node.emit(relax.op.less(indices, const(0, dtype_of(indices))))
-    return node.emit(relax.op.where(is_negative, relax.op.add(indices, extent), indices))
+    is_negative = node.emit(indices < const(0, dtype_of(indices)))
+    return node.emit(relax.op.where(is_negative, indices + extent, indices))
 
 
 def _normalized(node: Node, indices: relax.Expr, sizes: Sequence[Dim | None]) -> relax.Expr:

@@ -81,8 +81,8 @@ def _computed_position(node: Node, index: int, low: int, high: int) -> relax.Exp
     position = node.emit(relax.op.astype(node.emit(relax.op.reshape(operand, ())), "int64"))
     # An index into a table of all valid positions; invalid ones are out of range.
     count = high - low + 1
-    shifted = node.emit(relax.op.subtract(position, const(low, "int64")))
-    is_before = node.emit(relax.op.less(shifted, const(0, "int64")))
+    shifted = node.emit(position - const(low, "int64"))
+    is_before = node.emit(shifted < const(0, "int64"))
     table_index = node.emit(relax.op.where(is_before, const(count, "int64"), shifted))
     table = np.array([entry if entry >= 0 else entry - low for entry in range(low, high + 1)], "int64")
     return convert_node(node.as_op("Gather", [const(table), table_index], axis=0))

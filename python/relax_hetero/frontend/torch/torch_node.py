@@ -200,8 +200,8 @@ class TorchNode:
         dtype = str(indices.ty.dtype)
         if (constant is not None and (constant >= 0).all()) or dtype.startswith("uint"):
             return indices
-        below = relax.op.subtract(indices, self.tensor(extent, dtype))
-        return self.emit(relax.op.where(relax.op.less(indices, const(0, dtype)), below, indices))
+        below = indices - self.tensor(extent, dtype)
+        return self.emit(relax.op.where(indices < const(0, dtype), below, indices))
 
     def axis(self, axis: int, rank: int) -> int:
         """The non-negative index of an axis."""

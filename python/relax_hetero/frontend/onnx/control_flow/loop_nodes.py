@@ -202,12 +202,12 @@ class _Attempt:
         bb.begin_scope(row_vars)
         try:
             with importer.block(loop.info) as bindings:
-                proceeds = bb.emit(relax.op.less(trip, limit))
+                proceeds = bb.emit(trip < limit)
                 if self.has_condition:
                     proceeds = bb.emit(relax.op.logical_and(proceeds, body_params[2]))
                 with importer.block(loop.info) as then_bindings:
                     importer.adopt([*body], loop.info)
-                    next_trip = bb.emit(relax.op.add(trip, number(1, "int64")))
+                    next_trip = bb.emit(trip + number(1, "int64"))
                     grown_rows = [
                         self._append(old, row, trip, limit, is_fixed)
                         for old, row, is_fixed in zip(row_vars, rows, is_preallocated, strict=True)
