@@ -408,7 +408,7 @@ def _check_and_build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.t
             f"expected one of {', '.join(_code_generators())}"
         )
     for gv, func in group.functions.items():
-        if "global_symbol" in func.attrs and not runs_commands(func) and binds_threads(func) != _is_gpu(target):
+        if "global_symbol" in func.attrs and not runs_commands(func) and binds_threads(func) != ("gpu" in target.keys):
             fault = "binds GPU threads" if binds_threads(func) else "binds no GPU threads, so it would run on the host"
             raise BuildError(f"kernel {gv.name_hint!r} for target kind {kind!r} {fault}")
     try:
@@ -437,10 +437,6 @@ def _build(target: tvm.target.Target, group: tvm.IRModule, host: tvm.target.Targ
     if target.host is None:
         target = target.with_host(target if backend.device_type == CPU else host)
     return backend.build(group, target)
-
-
-def _is_gpu(target: tvm.target.Target) -> bool:
-    return "gpu" in target.keys
 
 
 def _code_generators() -> list[str]:

@@ -414,7 +414,7 @@ class ModelParts:
         of_last_row = of_all = 0
         for tensor in tensors:
             if len(tensor.shape) > 1:
-                kind, count = _product_type(tensor), prod(tensor.shape)
+                kind, count = _PRODUCT_TYPES.get(tensor.type, QUANTIZED), prod(tensor.shape)
                 products[kind] = products.get(kind, 0.0) + share * count
                 of_all += count
                 of_last_row += count * self._is_of_last_row(name, tensor)
@@ -437,11 +437,6 @@ class ModelParts:
         _, layer, name, *_ = tensor.name.split(".")
         is_after = not self._is_attention(tensor) or name in _AFTER_ATTENTION
         return int(layer) > self._full_layers or (int(layer) == self._full_layers and is_after)
-
-
-def _product_type(tensor: FileTensor) -> str:
-    """Type of a tensor's weights in products (`DeviceCost.products`)."""
-    return _PRODUCT_TYPES.get(tensor.type, QUANTIZED)
 
 
 _PRODUCT_TYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}

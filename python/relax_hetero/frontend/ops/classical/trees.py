@@ -607,7 +607,10 @@ def _two_classes(
     always = _always_scored(forest, weights)
     counted = {leaf: [(k, 1.0) for k, _ in entries] for leaf, entries in weights.items()}
     counts = None if ids <= always else combined(node, rows, forest, counted, 2, dtype)
-    columns = [[_column(node, value, k) for k in (0, 1)] for value in (scores, scores if counts is None else counts)]
+    columns = [
+        [node.emit(relax.op.strided_slice(value, [1], [k], [k + 1])) for k in (0, 1)]
+        for value in (scores, scores if counts is None else counts)
+    ]
     zero = const(0, dtype)
 
     def where_scored(k: int, value: relax.Expr, fallback: relax.Expr) -> relax.Expr:
@@ -628,7 +631,7 @@ def _two_classes(
         first = shifted_first
     first = where_scored(0, first, _zeros(node, first))
     both = transformed(node, node.emit(relax.op.concat([first, where_scored(1, second, _zeros(node, second))], axis=1)))
-    is_binary, are_positive = len(ids) == 1, _are_positive(weights)
+    is_binary, are_positive = len(ids) == 1, all(weight >= 0 for entries in weights.values() for _, weight in entries)
     index = _is_above(node, where_scored(1, second, first), 0.5 if is_binary and are_positive else 0.0)
     if len(base) == 2 or 1 in always:
         return index, both
@@ -645,16 +648,8 @@ def _two_classes(
     return index, where_scored(1, both, node.emit(relax.op.sigmoid(pair)) if name == "LOGISTIC" else pair)
 
 
-def _column(node: Node, value: relax.Expr, k: int) -> relax.Expr:
-    return node.emit(relax.op.strided_slice(value, [1], [k], [k + 1]))
-
-
 def _zeros(node: Node, like: relax.Expr) -> relax.Expr:
     return node.filled(node.shape(like), 0, dtype_of(like))
-
-
-def _are_positive(weights: Weights) -> bool:
-    return all(weight >= 0 for entries in weights.values() for _, weight in entries)
 
 
 def _is_above(node: Node, column: relax.Expr, bound: float) -> relax.Expr:

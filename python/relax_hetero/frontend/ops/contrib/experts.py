@@ -222,17 +222,13 @@ def _mix_gathered(
         if layer.bias is None:
             return result
         bias = node.emit(relax.op.take(layer.bias, ids, axis=0))
-        return _add(node, result, node.emit(relax.op.reshape(bias, [rows, num_chosen, 1, layer.columns])))
+        return node.emit(result + node.emit(relax.op.reshape(bias, [rows, num_chosen, 1, layer.columns])))
 
     first, second, third = layers
     x = node.emit(relax.op.reshape(flat, [rows, 1, 1, width]))
     outputs = product(second, _activate(node, product(first, x), None if third is None else product(third, x)))
     weights = node.emit(relax.op.reshape(top_weights, [rows, num_chosen, 1, 1]))
     return node.emit(relax.op.sum(_multiply(node, outputs, weights), [1, 2]))
-
-
-def _add(node: Node, a: relax.Expr, b: relax.Expr) -> relax.Expr:
-    return node.emit(a + b)
 
 
 def _require_width(node: Node, layer: _Layer, width: Dim) -> None:
