@@ -64,21 +64,9 @@ _WARM_UP_BYTES = (1, 1 << 20)
 class GpuLink:
     """One end of a link.
 
-    Not thread-safe, except for `abort`.
-
-    Parameters
-    ----------
-    gpu : int
-        Index of the GPU in this process.
-    limit : float
-        Seconds that `connect` and `synchronize` wait for the peer.
-    nccl, library
-        NCCL and the CUDA driver; by default those of this machine.
-
-    Raises
-    ------
-    HostError
-        If there is no GPU or no NCCL.
+    Not thread-safe, except for `abort`. `gpu`: index of the GPU in this process; `limit`: seconds that `connect` and
+    `synchronize` wait for the peer; `nccl`, `library`: NCCL and the CUDA driver, by default those of this machine.
+    Raises HostError if there is no GPU or no NCCL.
     """
 
     def __init__(
@@ -301,16 +289,8 @@ class HostLinks:
     """Links of one host.
 
     A step calls `receive` for its messages, `announce` for its results, and `send_announced` once all messages are
-    encoded: encoding may synchronize with CUDA, which would wait for the peer (see the module's docstring).
-
-    Parameters
-    ----------
-    host : str
-        Logical name of the host.
-    machine : VirtualMachine
-        Machine of the host.
-    make : callable, optional
-        Function from the index of a GPU to a link's end.
+    encoded: encoding may synchronize with CUDA, which would wait for the peer (see the module's docstring). `host`:
+    logical name of the host; `machine`: machine of the host; `make`: function from the index of a GPU to a link's end.
     """
 
     def __init__(self, host: str, machine: VirtualMachine, make: Callable[[int], Any] | None = None) -> None:

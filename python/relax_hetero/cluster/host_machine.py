@@ -87,12 +87,8 @@ class Mailboxes:
 class HostMachine:
     """Ray actor with the machine of one host.
 
-    Parameters
-    ----------
-    host : str
-        Logical name of the host.
-    threads : int
-        Number of threads of its kernels; 0 for as many as they were compiled for.
+    `host`: logical name of the host; `threads`: number of threads of its kernels, 0 for as many as they were compiled
+    for.
     """
 
     def __init__(self, host: str, threads: int) -> None:

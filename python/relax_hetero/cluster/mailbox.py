@@ -57,14 +57,8 @@ class Mailbox:
 class CallMessages:
     """Sends and receives of one host during a call.
 
-    Parameters
-    ----------
-    mailbox : Mailbox
-        Mailbox of this host.
-    deliver : Deliver
-        Delivers a value to another host.
-    encode, decode : callable
-        Conversions between values of the machine and values in messages; decoded values own their memory.
+    `mailbox`: mailbox of this host; `deliver`: delivers a value to another host; `encode`, `decode`: conversions
+    between values of the machine and values in messages, decoded values own their memory.
     """
 
     def __init__(

@@ -45,19 +45,9 @@ def create_blocks() -> int:
 class SharedBlocks:
     """One end of a connection's memory.
 
-    Parameters
-    ----------
-    descriptor : int
-        Result of `create_blocks`, which the constructor closes.
-    end : int
-        0 in one of the two processes, and 1 in the other.
-    copies : bool
-        Whether `read` returns copies, because received arrays may live for long.
-
-    Raises
-    ------
-    OSError
-        If the process may not map so much memory.
+    `descriptor`: result of `create_blocks`, which the constructor closes; `end`: 0 in one of the two processes, and 1
+    in the other; `copies`: whether `read` returns copies, because received arrays may live for long. Raises OSError if
+    the process may not map so much memory.
     """
 
     def __init__(self, descriptor: int, end: int, copies: bool = False) -> None:

@@ -36,12 +36,8 @@ class SizeIsBounded(FrontendError):
 class JoinedSizes:
     """Symbols of one import for joined sizes and long expressions, and bounds of sizes.
 
-    Parameters
-    ----------
-    bounds : Bounds, optional
-        Upper bounds of the inputs' sizes from earlier attempts of this import.
-    inputs : Set of tirx.Var
-        The symbolic sizes of the inputs.
+    `bounds`: upper bounds of the inputs' sizes from earlier attempts of this import; `inputs`: the symbolic sizes of
+    the inputs.
     """
 
     def __init__(self, bounds: Bounds | None = None, inputs: Set[tirx.Var] = frozenset()) -> None:

@@ -90,13 +90,7 @@ class CallFormat:
 
 
 class LarkWriter:
-    """Writes rules of Lark grammars.
-
-    Parameters
-    ----------
-    control : mapping of str to int
-        Control tokens of the model.
-    """
+    """Writes rules of Lark grammars. `control`: control tokens of the model."""
 
     def __init__(self, control: Mapping[str, int]) -> None:
         self.control, self._tokens = control, SpecialTokens(control)

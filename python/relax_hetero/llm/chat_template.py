@@ -232,16 +232,8 @@ class _Marks:
 
     A mark follows each character with which a name begins, and precedes each with which one ends. So a name that arises
     only when the template joins, splits or trims texts contains a mark, too. Texts that the template itself searches
-    for, such as ``</think>``, stay unmarked, unless they overlap a control token's name.
-
-    Parameters
-    ----------
-    names : sequence of str
-        Names of control tokens.
-    literals : iterable of str
-        String literals in the template's expressions.
-    source : str
-        Source of the template.
+    for, such as ``</think>``, stay unmarked, unless they overlap a control token's name. `names`: names of control
+    tokens; `literals`: string literals in the template's expressions; `source`: source of the template.
     """
 
     def __init__(self, names: Sequence[str], literals: Iterable[str], source: str) -> None:
@@ -304,13 +296,7 @@ class _MarkerInTextError(Exception):
 
 
 class _Worker:
-    """Process of a template, which renders one prompt at a time.
-
-    Parameters
-    ----------
-    source : str
-        Source of the template.
-    """
+    """Process of a template, which renders one prompt at a time. `source`: source of the template."""
 
     def __init__(self, source: str) -> None:
         if not HAS_PROCESS_LIMITS:

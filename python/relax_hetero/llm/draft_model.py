@@ -48,14 +48,8 @@ class DraftModel:
     """Proposer of the tokens that a small model writes.
 
     A greedy text gets the draft model's greedy tokens. A sampled one gets tokens that are sampled with the random
-    numbers of its next tokens: where both models have the same distribution, they sample the same tokens.
-
-    Parameters
-    ----------
-    model : Model
-        Draft model, used by this proposer only.
-    vocabulary : int
-        Number of logits of the model that verifies.
+    numbers of its next tokens: where both models have the same distribution, they sample the same tokens. `model`:
+    draft model, used by this proposer only; `vocabulary`: number of logits of the model that verifies.
     """
 
     name = "draft"

@@ -75,13 +75,7 @@ class Statistics:
 
 
 class Speed:
-    """Generated tokens per second over the last `SPEED_WINDOW_SECONDS`.
-
-    Parameters
-    ----------
-    clock : callable
-        Function that returns seconds.
-    """
+    """Generated tokens per second over the last `SPEED_WINDOW_SECONDS`. `clock`: function that returns seconds."""
 
     def __init__(self, clock: abc.Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -23,14 +23,8 @@ class Prefix:
 class PrefixCache:
     """Sequences of finished requests, evicted in least-recently-used order.
 
-    Parameters
-    ----------
-    cache : Cache
-        Cache with their keys and values.
-    max_prefixes : int
-        Maximum number of sequences.
-    min_tokens : int
-        Minimum length of a common prefix; a shorter one is not worth copying a page.
+    `cache`: cache with their keys and values; `max_prefixes`: maximum number of sequences; `min_tokens`: minimum length
+    of a common prefix, a shorter one is not worth copying a page.
     """
 
     def __init__(self, cache: Cache, max_prefixes: int, min_tokens: int = 16) -> None:

@@ -64,13 +64,7 @@ class Uniform(NamedTuple):
 
 
 class Uniforms:
-    """Generator of the random numbers of a text, one for each of its tokens.
-
-    Parameters
-    ----------
-    seed : int or None
-        Seed; None for a random one.
-    """
+    """Generator of the random numbers of a text, one for each of its tokens. `seed`: seed, None for a random one."""
 
     def __init__(self, seed: int | None) -> None:
         # numpy does not accept negative seeds.
@@ -91,10 +85,7 @@ class Uniforms:
 class History:
     """Tokens that occur in the prompt and the text so far, for penalties.
 
-    Parameters
-    ----------
-    prompt : iterable of int
-        Tokens of the prompt, which only the repetition penalty considers.
+    `prompt`: tokens of the prompt, which only the repetition penalty considers.
     """
 
     def __init__(self, prompt: Iterable[int] = ()) -> None:

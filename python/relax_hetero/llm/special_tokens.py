@@ -36,12 +36,7 @@ class Prompt(str):
 class SpecialTokens:
     """Splits texts at names of special tokens; the longest match wins.
 
-    Parameters
-    ----------
-    tokens : mapping of str to int
-        Tokens by name.
-    control : collection of str
-        Names that count in a `Prompt` only where its template wrote them.
+    `tokens`: tokens by name; `control`: names that count in a `Prompt` only where its template wrote them.
     """
 
     def __init__(self, tokens: Mapping[str, int], control: Collection[str] = ()) -> None:
@@ -104,17 +99,7 @@ def begin_and_end(tokenizer: TokenizerProtocol) -> dict[str, str]:
 class NamingTokenizer:
     """Tokenizer some of whose control tokens add their names to a text.
 
-    Parameters
-    ----------
-    tokenizer : TokenizerProtocol
-        Tokenizer of the model.
-    visible : collection of str
-        Names of these control tokens.
-
-    Attributes
-    ----------
-    stop_ids : frozenset of int
-        Tokens that end a text.
+    `tokenizer`: tokenizer of the model; `visible`: names of these control tokens; `stop_ids`: tokens that end a text.
     """
 
     def __init__(self, tokenizer: TokenizerProtocol, visible: Collection[str]) -> None:

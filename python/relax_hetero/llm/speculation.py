@@ -65,13 +65,7 @@ def _size(rows: int) -> int:
 
 
 class Proposer(Protocol):
-    """Source of drafts of several texts.
-
-    Attributes
-    ----------
-    name : str
-        Name in statistics.
-    """
+    """Source of drafts of several texts. `name`: name in statistics."""
 
     name: str
 
@@ -100,19 +94,9 @@ class Speculation:
     A step with a draft has the value of as many steps without as it gives tokens. What drafts lose is bounded: they may
     use a credit of few steps' time, which grows by a fraction of the time of steps without drafts, and by what drafts
     gain. Proposers that lose are tried again as the credit grows. What a text costs before its first draft, such as the
-    prefill of a draft model, is a debt, which both repay before the next text may begin.
-
-    Parameters
-    ----------
-    proposers : sequence of Proposer
-        Proposers, of which the most profitable one drafts for a text.
-
-    Attributes
-    ----------
-    times : StepTimes
-        Times of steps.
-    drafted, accepted : int
-        Tokens of drafts so far, and those of them that were right.
+    prefill of a draft model, is a debt, which both repay before the next text may begin. `proposers`: proposers, of
+    which the most profitable one drafts for a text; `times`: times of steps; `drafted`, `accepted`: tokens of drafts so
+    far, and those of them that were right.
     """
 
     def __init__(self, proposers: Sequence[Proposer]) -> None:

@@ -553,10 +553,7 @@ _OPEN_FUNCTIONS = 3
 class ShownModule:
     """Result of `rh.show`: a picture in notebooks, a table when it is printed.
 
-    Attributes
-    ----------
-    data : dict
-        Nodes, edges, devices and kernels as JSON data.
+    `data`: nodes, edges, devices and kernels as JSON data.
     """
 
     def __init__(self, data: dict[str, Any]) -> None:

@@ -42,12 +42,7 @@ class VDeviceParam(click.ParamType):
 class PairParam(click.ParamType):
     """Two texts, split at the last ``=``: names of nodes may contain others.
 
-    Attributes
-    ----------
-    name : str
-        Kinds of both texts, such as ``device=bytes``.
-    example : str
-        Example for the error message.
+    `name`: kinds of both texts, such as ``device=bytes``; `example`: example for the error message.
     """
 
     def __init__(self, name: str, example: str) -> None:

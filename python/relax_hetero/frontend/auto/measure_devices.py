@@ -176,10 +176,7 @@ def _shared_stream_bytes(count: int) -> int:
 class SharedBandwidth:
     """Bytes per second that each of several CPU devices reads while all do, which other virtual machines may change.
 
-    Parameters
-    ----------
-    vdevices : sequence of relax.VDevice
-        Equal CPU devices of this machine.
+    `vdevices`: equal CPU devices of this machine.
     """
 
     def __init__(self, vdevices: Sequence[relax.VDevice]) -> None:

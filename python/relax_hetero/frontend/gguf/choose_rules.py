@@ -36,14 +36,8 @@ _MAX_SHARED_TIME = 0.9
 class ChosenRules(dict[str, str]):
     """Placement rules that were chosen by cost: patterns and devices, in order.
 
-    Attributes
-    ----------
-    reasons : dict from str to str
-        Pattern -> reason.
-    estimate : dict
-        Estimate of a decoded token, in the form of `AutoPlacement.to_json`.
-    groups : Pipeline or None
-        Groups of devices that share layers; None if each layer, or part of one, is on one device.
+    `reasons`: pattern -> reason; `estimate`: estimate of a decoded token, in the form of `AutoPlacement.to_json`;
+    `groups`: groups of devices that share layers, None if each layer, or part of one, is on one device.
     """
 
     def __init__(

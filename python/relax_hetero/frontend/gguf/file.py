@@ -41,12 +41,7 @@ _LENGTH_FORMAT = struct.Struct("<Q")
 class Texts(Sequence[str]):
     """List of texts in a file, decoded on access. Each is stored as its length in 8 bytes, then its bytes.
 
-    Parameters
-    ----------
-    view : memoryview
-        Bytes of the file.
-    starts : array of int
-        Offset of each text's first byte, and of a text that would follow the last.
+    `view`: bytes of the file; `starts`: offset of each text's first byte, and of a text that would follow the last.
     """
 
     def __init__(self, view: memoryview, starts: array[int]) -> None:
@@ -91,17 +86,7 @@ class Texts(Sequence[str]):
 class Reader:
     """Sequential reader of a file's bytes with bounds checks; `what` names the value that is read, for errors.
 
-    Parameters
-    ----------
-    view : memoryview
-        Bytes of the file.
-    path : str or PathLike of str
-        Path of the file, for errors.
-
-    Attributes
-    ----------
-    offset : int
-        Offset of the next byte.
+    `view`: bytes of the file; `path`: path of the file, for errors; `offset`: offset of the next byte.
     """
 
     def __init__(self, view: memoryview, path: str | os.PathLike[str]) -> None:

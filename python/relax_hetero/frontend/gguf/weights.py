@@ -23,10 +23,7 @@ _MAX_LISTED = 5
 class Weights:
     """Converts each tensor to a constant once, so that functions share it.
 
-    Parameters
-    ----------
-    model : Hyperparameters
-        Its architecture has the names of the tensors that the file may have; those of further layers are not read.
+    `model`: its architecture has the names of the tensors that the file may have, those of further layers are not read.
     """
 
     def __init__(self, file: GgufFile, model: Hyperparameters) -> None:

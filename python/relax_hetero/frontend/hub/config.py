@@ -121,12 +121,7 @@ _MAX_HEAD_SIZE = 1 << 16
 class HubConfig:
     """Values of a ``config.json``, those of its text model first, and the class's defaults.
 
-    Attributes
-    ----------
-    path : Path
-        The file.
-    name : str
-        Name of the class.
+    `path`: the file; `name`: name of the class.
     """
 
     def __init__(self, path: Path) -> None:

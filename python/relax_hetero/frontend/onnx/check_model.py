@@ -43,10 +43,7 @@ _TENSORS = (
 def check_form(proto: onnx.ModelProto, source: str) -> None:
     """Refuse a model whose form is not ONNX's, or is one that no exporter writes.
 
-    Raises
-    ------
-    FrontendError
-        Naming `source`, and what was found and expected.
+    Raises FrontendError, naming `source`, and what was found and expected.
     """
     if not proto.HasField("graph"):
         raise FrontendError(f"{source} has no graph")

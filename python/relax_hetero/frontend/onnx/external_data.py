@@ -33,12 +33,7 @@ def is_external(tensor: onnx.TensorProto) -> bool:
 class ExternalData:
     """External files of a model, each mapped once, on first use.
 
-    Parameters
-    ----------
-    source : str
-        Name of the model in messages.
-    path : Path or None
-        The model's file; None for a model in memory.
+    `source`: name of the model in messages; `path`: the model's file, None for a model in memory.
     """
 
     def __init__(self, source: str, path: Path | None) -> None:

@@ -37,13 +37,7 @@ _PACKED_BITS = {"int4": 4, "uint4": 4, "float4_e2m1fn": 4, "int2": 2, "uint2": 2
 
 
 class Tensors:
-    """Reads the tensors of one model.
-
-    Parameters
-    ----------
-    external : ExternalData
-        The files of its external data.
-    """
+    """Reads the tensors of one model. `external`: the files of its external data."""
 
     def __init__(self, external: ExternalData) -> None:
         self._external = external

@@ -46,10 +46,7 @@ def in_order(proto: onnx.ModelProto, source: str) -> onnx.ModelProto:
 class _NodeOrder:
     """Orders of the node lists of a model.
 
-    Attributes
-    ----------
-    unsorted : list of (object, list of int)
-        Each list that is out of order, and the sorted indices of its nodes; inner lists first.
+    `unsorted`: each list that is out of order, and the sorted indices of its nodes, inner lists first.
     """
 
     def __init__(self, proto: onnx.ModelProto, source: str) -> None:

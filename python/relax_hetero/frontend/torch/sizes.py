@@ -21,12 +21,7 @@ _UNBOUNDED = 2**48
 class Sizes:
     """Symbols of an exported program and their variables.
 
-    Parameters
-    ----------
-    names : mapping of str to str
-        Symbol of torch -> the user's name.
-    constraints : mapping of object to object
-        Symbol of torch -> its range.
+    `names`: symbol of torch -> the user's name; `constraints`: symbol of torch -> its range.
     """
 
     def __init__(self, names: Mapping[str, str], constraints: Mapping[Any, Any]) -> None:

@@ -36,12 +36,8 @@ if TYPE_CHECKING:
 class Folding:
     """Constant folding by torch: the nodes of a program's graph that depend on weights and numbers only.
 
-    Parameters
-    ----------
-    graph : object
-        Graph of an exported program, functional and without random numbers.
-    weights : mapping of str to object
-        Placeholder name -> tensor of a parameter, buffer or constant.
+    `graph`: graph of an exported program, functional and without random numbers; `weights`: placeholder name -> tensor
+    of a parameter, buffer or constant.
     """
 
     def __init__(self, graph: Any, weights: Mapping[str, Any]) -> None:

@@ -199,13 +199,7 @@ _COUNTERS = {
 
 
 class Metrics:
-    """Prometheus metrics of one server.
-
-    Parameters
-    ----------
-    engine : Engine or None
-        Engine, whose statistics are read when metrics are requested.
-    """
+    """Prometheus metrics of one server. `engine`: engine, whose statistics are read when metrics are requested."""
 
     def __init__(self, engine: Engine | None) -> None:
         self._registry = CollectorRegistry()

@@ -211,13 +211,7 @@ class CompletionResponses(_Responses):
 
 
 class ChatResponses(_Responses):
-    """JSON of ``/v1/chat/completions``.
-
-    Attributes
-    ----------
-    answers : list of AnswerMessages
-        Answer of each choice.
-    """
+    """JSON of ``/v1/chat/completions``. `answers`: answer of each choice."""
 
     def __init__(self, tokenizer: TokenizerProtocol, model: str, logprobs: bool) -> None:
         super().__init__(tokenizer, model, "chat.completion", "chatcmpl", logprobs)

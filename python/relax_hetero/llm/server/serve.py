@@ -31,13 +31,7 @@ GRACE_SECONDS = 10
 
 
 class Connections:
-    """Open connections of a server, least recently answered first.
-
-    Parameters
-    ----------
-    limits : Limits
-        Limits of the server.
-    """
+    """Open connections of a server, least recently answered first. `limits`: limits of the server."""
 
     def __init__(self, limits: Limits) -> None:
         self.limits = limits
@@ -78,17 +72,8 @@ class Connections:
 class Connection(H11Protocol):
     """HTTP connection with timeouts for clients that do not send a request or do not read the answer.
 
-    Parameters
-    ----------
-    connections : Connections
-        All connections of the server.
-    options : object
-        Options of uvicorn's class.
-
-    Attributes
-    ----------
-    address : str
-        Address of the client, or its /64 network with IPv6, all of whose addresses belong to one client.
+    `connections`: all connections of the server; `options`: options of uvicorn's class; `address`: address of the
+    client, or its /64 network with IPv6, all of whose addresses belong to one client.
     """
 
     def __init__(self, connections: Connections, **options: Any) -> None:

@@ -229,14 +229,8 @@ class Answers:
 class AnswerMessages:
     """Messages and deltas in OpenAI's form, made of the parts of one answer.
 
-    Parameters
-    ----------
-    parser : AnswerParser
-        Parser of the answer.
-    row : CallFormat or None
-        Format of calls; None if there cannot be any.
-    splits_reasoning : bool
-        Whether reasoning is apart from the text.
+    `parser`: parser of the answer; `row`: format of calls, None if there cannot be any; `splits_reasoning`: whether
+    reasoning is apart from the text.
     """
 
     def __init__(self, parser: AnswerParser, row: CallFormat | None, splits_reasoning: bool = True) -> None:

@@ -32,12 +32,8 @@ class ImportedLoop:
 class Importer(Protocol):
     """Importer as loops and branches see it.
 
-    Attributes
-    ----------
-    loops : list of ImportedLoop
-        The functions of loops, inner ones first.
-    constant_bindings : dict of relax.Var to relax.Binding
-        The bindings of variables that are computed from constants only, in program order.
+    `loops`: the functions of loops, inner ones first; `constant_bindings`: the bindings of variables that are computed
+    from constants only, in program order.
     """
 
     bb: relax.BlockBuilder
