@@ -34,38 +34,19 @@ class HostState:
 
 
 class Actors:
-    """Actors of one replica.
-
-    Parameters
-    ----------
-    ray : object
-        The module ``ray``.
-    bindings : mapping of str to HostBinding
-        Bindings by host.
-    parts : mapping of str to Payload
-        Code of each host.
-    timeout : float
-        Seconds that Ray may take to start a host.
-    pause : callable
-        Sleeps for a number of seconds; raises if the cluster is closed.
-
-    Attributes
-    ----------
-    states : dict
-        State of each host.
-    """
+    """Actors of one replica."""
 
     def __init__(
         self,
-        ray: Any,
-        bindings: Mapping[str, HostBinding],
-        parts: Mapping[str, Payload],
-        timeout: float,
-        pause: Callable[[float], None],
+        ray: Any,  # the module ``ray``
+        bindings: Mapping[str, HostBinding],  # bindings by host
+        parts: Mapping[str, Payload],  # code of each host
+        timeout: float,  # seconds that Ray may take to start a host
+        pause: Callable[[float], None],  # sleeps for a number of seconds; raises if the cluster is closed
     ) -> None:
         self._ray, self._bindings, self._parts = ray, bindings, parts
         self._timeout, self._pause = timeout, pause
-        self.states = {host: HostState() for host in bindings}
+        self.states = {host: HostState() for host in bindings}  # state of each host
 
     @property
     def handles(self) -> dict[str, Any]:

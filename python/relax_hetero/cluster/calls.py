@@ -26,28 +26,19 @@ _HOST = runtime.device("cpu", 0)
 
 
 class ClusterCall:
-    """A submitted call.
+    """A submitted call."""
 
-    Parameters
-    ----------
-    name, plan
-        Name and plan of the function.
-    values : sequence of object
-        Encoded inputs.
-    fence : Fence
-        Gets the result.
-    retries : int
-        Number of retries after a host died.
-
-    Attributes
-    ----------
-    waiting_since : float
-        Time at which it began to wait for a replica (``time.monotonic``).
-    """
-
-    def __init__(self, name: str, plan: CallPlan, values: Sequence[Any], fence: Fence, retries: int) -> None:
+    def __init__(
+        self,
+        # Name and plan of the function.
+        name: str,
+        plan: CallPlan,
+        values: Sequence[Any],  # encoded inputs
+        fence: Fence,  # gets the result
+        retries: int,  # number of retries after a host died
+    ) -> None:
         self.name, self.plan, self.values, self.fence, self.retries = name, plan, list(values), fence, retries
-        self.waiting_since = time.monotonic()
+        self.waiting_since = time.monotonic()  # time at which it began to wait for a replica (``time.monotonic``)
 
     def copy_values(self) -> None:
         """Copy inputs, since the caller may change its arrays before they are sent."""

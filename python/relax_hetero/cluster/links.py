@@ -84,24 +84,15 @@ def plan_links(route: Route, infos: Mapping[str, GpuInfo]) -> tuple[list[Link], 
     return links, texts
 
 
-def connect_links(ray: Any, actors: Mapping[str, Any], infos: Mapping[str, GpuInfo], route: Route) -> LinkTexts:
+def connect_links(
+    ray: Any,  # the module ``ray``
+    actors: Mapping[str, Any],  # actors by host
+    infos: Mapping[str, GpuInfo],  # results of `HostMachine.connect` by host
+    route: Route,  # route of the graph
+) -> LinkTexts:
     """Connect the links of a route; tensors of links that fail go through host memory.
 
-    Parameters
-    ----------
-    ray : object
-        The module ``ray``.
-    actors : mapping of str to object
-        Actors by host.
-    infos : mapping of str to GpuInfo
-        Results of `HostMachine.connect` by host.
-    route : Route
-        Route of the graph.
-
-    Returns
-    -------
-    LinkTexts
-        Descriptions of how tensors go from GPU to GPU.
+    Returns descriptions of how tensors go from GPU to GPU.
     """
     links, texts = plan_links(route, infos)
     if not links:

@@ -22,21 +22,15 @@ if TYPE_CHECKING:
 
 
 def parallel_devices(
-    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None, placement: Any, **counts: int
+    # As for `from_onnx` and `from_gguf`.
+    vdevices: VDeviceEntry | Iterable[VDeviceEntry] | None,
+    placement: Any,
+    # Number of devices along each axis of their mesh, by the name of the argument; 1 leaves out the axis.
+    **counts: int,
 ) -> tuple[Any, Any]:
     """Devices and placement rules of a number of devices that share the work of every op.
 
-    Parameters
-    ----------
-    vdevices, placement
-        As for `from_onnx` and `from_gguf`.
-    **counts : int
-        Number of devices along each axis of their mesh, by the name of the argument; 1 leaves out the axis.
-
-    Raises
-    ------
-    FrontendError
-        If a number is invalid, rules are given besides, or the devices are fewer.
+    Raises FrontendError if a number is invalid, rules are given besides, or the devices are fewer.
     """
     for argument, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:

@@ -144,29 +144,16 @@ class Reasoning(NamedTuple):
 
 
 class AnswerParser:
-    """Splits an answer into parts, as it comes.
-
-    Parameters
-    ----------
-    parse : callable
-        Function that parses text after the reasoning, as `CallFormat.parse`.
-    reasoning : Reasoning, optional
-        Texts around the reasoning, if the answer may have one.
-    is_reasoning : bool
-        Whether the prompt has begun the reasoning.
-    tools : mapping of str to mapping
-        JSON schemas of the tools' arguments, by name.
-    max_calls : int, optional
-        Number of calls after which further ones are left out.
-    """
+    """Splits an answer into parts, as it comes."""
 
     def __init__(
         self,
+        # Function that parses text after the reasoning, as `CallFormat.parse`.
         parse: Callable[[Reader, AnswerParser], Routine[None]],
-        reasoning: Reasoning | None = None,
-        is_reasoning: bool = False,
-        tools: Mapping[str, Mapping[str, Any]] | None = None,
-        max_calls: int | None = None,
+        reasoning: Reasoning | None = None,  # texts around the reasoning, if the answer may have one
+        is_reasoning: bool = False,  # whether the prompt has begun the reasoning
+        tools: Mapping[str, Mapping[str, Any]] | None = None,  # JSON schemas of the tools' arguments, by name
+        max_calls: int | None = None,  # number of calls after which further ones are left out
     ) -> None:
         self.tools = tools or {}
         self._max_calls = max_calls

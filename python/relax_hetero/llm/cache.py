@@ -59,29 +59,21 @@ class PageGroup:
     """Page table of a group of layers: column j holds the tokens at positions 64 * j to 64 * j + 63.
 
     A sequence has pages in consecutive columns, to that of its last token.
-
-    Parameters
-    ----------
-    window : int
-        Number of latest tokens that attention sees (a sliding window); 0: all.
-    pages, slots, columns : int
-        Number of pages; rows and columns of the table.
-
-    Attributes
-    ----------
-    table : array of int32, (slots, columns)
-        Page of each column of a slot, or `NO_PAGE`; kernels read it.
-    reference_counts : list of int
-        Number of sequences that share each page.
-    version : int
-        Number of changes of the table.
     """
 
-    def __init__(self, window: int, pages: int, slots: int, columns: int) -> None:
+    def __init__(
+        self,
+        window: int,  # number of latest tokens that attention sees (a sliding window); 0: all
+        # Number of pages; rows and columns of the table.
+        pages: int,
+        slots: int,
+        columns: int,
+    ) -> None:
         self.window, self.pages = window, pages
+        # Page of each column of a slot, or `NO_PAGE`; kernels read it.
         self.table = np.full((slots, columns), NO_PAGE, "int32")
-        self.reference_counts = [0] * pages
-        self.version = 0
+        self.reference_counts = [0] * pages  # number of sequences that share each page
+        self.version = 0  # number of changes of the table
         self._free = list(range(pages - 1, -1, -1))
 
     @property

@@ -55,20 +55,14 @@ class CallFormat:
             return f"call_{secrets.token_hex(12)}"
         return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(self.id_length))
 
-    def grammar(self, tools: Schemas, several: bool, control: Mapping[str, int], free: bool = False) -> str:
-        """Grammar of one call or `several`, in Lark.
-
-        Parameters
-        ----------
-        tools : mapping of str to mapping
-            JSON schemas of the arguments of the tools that may be called, by name.
-        several : bool
-            Whether further calls may follow the first.
-        control : mapping of str to int
-            Control tokens of the model.
-        free : bool
-            Whether text may precede and follow calls, which begin with `trigger`.
-        """
+    def grammar(
+        self,
+        tools: Schemas,  # JSON schemas of the arguments of the tools that may be called, by name
+        several: bool,  # whether further calls may follow the first
+        control: Mapping[str, int],  # control tokens of the model
+        free: bool = False,  # whether text may precede and follow calls, which begin with `trigger`
+    ) -> str:
+        """Grammar of one call or `several`, in Lark."""
         lark = LarkWriter(control)
         first, before, last = self.first, self.before, self.last
         if free and not first.startswith(self.trigger):  # texts around calls are free, too

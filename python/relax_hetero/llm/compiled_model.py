@@ -49,28 +49,19 @@ class IntegerInputs:
 
     All inputs of a device are views of one tensor, page tables last, so that most calls make one small copy to a GPU.
     GPUs have two such tensors: calls take turns, and the copy for a call runs alongside the call before.
-
-    Parameters
-    ----------
-    inputs : sequence of TensorSpec
-        Inputs of int32; their `device` is an index in `devices`, or -1 for the host. ``tokens@1`` is a copy of
-        ``tokens`` for another device of a mesh.
-    devices : sequence of tvm.runtime.Device
-        Physical device of each vdevice.
-    alignment : int
-        Alignment of each input's memory, in bytes.
-
-    Attributes
-    ----------
-    arrays : dict of str to array of int32
-        Host memory of each input, by name, zeros at first; after writing it, call `send`.
-    turn : int
-        0 or 1 after `send`: index of the tensors of the next call.
     """
 
-    def __init__(self, inputs: Sequence[TensorSpec], devices: Sequence[runtime.Device], alignment: int) -> None:
+    def __init__(
+        self,
+        # Inputs of int32; their `device` is an index in `devices`, or -1 for the host. ``tokens@1`` is a copy of
+        # ``tokens`` for another device of a mesh.
+        inputs: Sequence[TensorSpec],
+        devices: Sequence[runtime.Device],  # physical device of each vdevice
+        alignment: int,  # alignment of each input's memory, in bytes
+    ) -> None:
+        # Host memory of each input, by name, zeros at first; after writing it, call `send`.
         self.arrays: dict[str, np.ndarray] = {}
-        self.turn = 0
+        self.turn = 0  # 0 or 1 after `send`: index of the tensors of the next call
         self._sources: dict[tuple[str, ...], runtime.Tensor] = {}  # host memory by the names in it
         self._on_host: dict[int, runtime.Tensor] = {}  # inputs of CPUs, which all turns share
         used = {
@@ -212,26 +203,15 @@ class DecodeCall(NamedTuple):
 
 
 class CompiledDecodeStep:
-    """A decode step that may still run, with its greedy tokens on the way to the host; a `DecodeStep`.
-
-    Parameters
-    ----------
-    calls : sequence of DecodeCall
-        Calls of the step, for consecutive sequences.
-    copies : sequence of callable
-        Copies to the host of the greedy tokens of each call, as `CopiesToHost.begin` returns them.
-    mask : callable, optional
-        Function ``masked_tokens`` of the model.
-    mask_parts : int
-        Number of parts in which it takes the masks.
-    """
+    """A decode step that may still run, with its greedy tokens on the way to the host; a `DecodeStep`."""
 
     def __init__(
         self,
-        calls: Sequence[DecodeCall],
+        calls: Sequence[DecodeCall],  # calls of the step, for consecutive sequences
+        # Copies to the host of the greedy tokens of each call, as `CopiesToHost.begin` returns them.
         copies: Sequence[Callable[[], np.ndarray]],
-        mask: Callable[..., runtime.Tensor] | None = None,
-        mask_parts: int = 1,
+        mask: Callable[..., runtime.Tensor] | None = None,  # function ``masked_tokens`` of the model
+        mask_parts: int = 1,  # number of parts in which it takes the masks
     ) -> None:
         self.calls, self._copies, self._mask, self._mask_parts = calls, copies, mask, mask_parts
 

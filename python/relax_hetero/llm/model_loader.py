@@ -391,14 +391,7 @@ def compile_layers(
     chunks: Sequence[int],
     context: int,
 ) -> CompiledModel:
-    """Compile a file, such as the first layers of a model, to measure devices.
-
-    Parameters
-    ----------
-    file : GgufFile
-    vdevices, placement, batches, chunks, context
-        As for `load`.
-    """
+    """Compile a file, such as the first layers of a model, to measure devices; the arguments are those of `load`."""
     from ..frontend.gguf.hyperparameters import hyperparameters_of
     from ..frontend.gguf.tensor_parallel import split_caches
 

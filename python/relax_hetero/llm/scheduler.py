@@ -75,26 +75,15 @@ class Scheduler:
     dropped.
 
     Not thread-safe.
-
-    Parameters
-    ----------
-    model : Model
-        Model, whose cache only this scheduler uses.
-    prefixes : int
-        Maximum number of finished sequences in the prefix cache.
-    proposers : iterable of Proposer
-        Sources of drafts, if the model can verify them (`Model.decode_rows`).
-
-    Attributes
-    ----------
-    counts : Counts
-        Counts so far.
-    speculation : Speculation
-        Choice of drafts.
     """
 
-    def __init__(self, model: Model, prefixes: int = 8, proposers: Iterable[Proposer] = ()) -> None:
-        self.counts = Counts()
+    def __init__(
+        self,
+        model: Model,  # model, whose cache only this scheduler uses
+        prefixes: int = 8,  # maximum number of finished sequences in the prefix cache
+        proposers: Iterable[Proposer] = (),  # sources of drafts, if the model can verify them (`Model.decode_rows`)
+    ) -> None:
+        self.counts = Counts()  # counts so far
         self._model, self._cache = model, model.cache
         self._prefix_cache = PrefixCache(model.cache, prefixes)
         self._waiting: deque[Sequence] = deque()
@@ -103,7 +92,7 @@ class Scheduler:
         self._cache_full = False  # no request is admitted until one has ended
         self._ahead: StepAhead | None = None
         self._is_growing, self._decode_rows = not model.is_complete, model.decode_rows
-        self.speculation = Speculation(list(proposers) if self._decode_rows else [])
+        self.speculation = Speculation(list(proposers) if self._decode_rows else [])  # choice of drafts
         self._step_end = 0.0  # of the decode step before, if nothing was done since
 
     def load(self) -> Load:

@@ -30,32 +30,21 @@ _NODES_AT_ONCE = 4096
 
 
 def sentencepiece_model(
+    # Names, scores and kinds of the pieces; kinds are sentencepiece's numbers.
     names: Sequence[str],
     scores: Sequence[float] | np.ndarray,
     kinds: Sequence[int],
-    has_bytes: bool,
+    has_bytes: bool,  # whether characters without a piece become byte tokens
     *,
-    model_type: int = BPE,
+    model_type: int = BPE,  # `BPE` or `UNIGRAM`
+    # Whether a space comes before a text, spaces at its ends and repeated ones are dropped, and spaces are U+2581.
     add_prefix: bool = False,
     remove_extra_spaces: bool = False,
     escape_spaces: bool = True,
+    # Replacements of characters (``precompiled_charsmap``), which `check_character_map` has checked; empty for none.
     character_map: bytes = b"",
 ) -> bytes:
-    """Serialize a model of sentencepiece.
-
-    Parameters
-    ----------
-    names, scores, kinds
-        Names, scores and kinds of the pieces; kinds are sentencepiece's numbers.
-    has_bytes : bool
-        Whether characters without a piece become byte tokens.
-    model_type : int
-        `BPE` or `UNIGRAM`.
-    add_prefix, remove_extra_spaces, escape_spaces : bool
-        Whether a space comes before a text, spaces at its ends and repeated ones are dropped, and spaces are U+2581.
-    character_map : bytes
-        Replacements of characters (``precompiled_charsmap``), which `check_character_map` has checked; empty for none.
-    """
+    """Serialize a model of sentencepiece."""
     fields = [_field(_PIECES, _BYTES), _field(_PIECE, _BYTES), _field(_SCORE, _FLOAT), _field(_TYPE, _NUMBER)]
     short_piece = b"%b%%c%b%%c%%b%b%%b%b%%c" % tuple(fields)  # lengths below 128 are bytes
     packed_scores = struct.iter_unpack("4s", np.asarray(scores, "<f4").tobytes())

@@ -16,53 +16,27 @@ from .text_stream import Delta, TextStream
 
 
 class Sequence:
-    """Tokens of a request, and the number of them that are in the cache.
-
-    Parameters
-    ----------
-    request : Request
-        Handle that the caller holds.
-    arrival : int
-        Number of the request in order of arrival.
-    tokenizer : TokenizerProtocol
-        Tokenizer that the text is made with.
-    context : int
-        Maximum number of tokens of prompt and text together.
-    constraint : Constraint, optional
-        Tokens that `SamplingParams.structured_outputs` allows.
-
-    Attributes
-    ----------
-    tokens : list
-        Tokens of the prompt and the text so far.
-    slot : int or None
-        Slot in the cache; None while the request waits.
-    cached : int
-        Number of leading tokens that are in the cache.
-    needs_logits : bool
-        See `SamplingParams`.
-    needs_prompt_logits : bool
-        Whether log-probabilities of the prompt's tokens are requested.
-    """
+    """Tokens of a request, and the number of them that are in the cache."""
 
     def __init__(
         self,
-        request: Request,
-        arrival: int,
-        tokenizer: TokenizerProtocol,
-        context: int,
-        constraint: Constraint | None = None,
+        request: Request,  # handle that the caller holds
+        arrival: int,  # number of the request in order of arrival
+        tokenizer: TokenizerProtocol,  # tokenizer that the text is made with
+        context: int,  # maximum number of tokens of prompt and text together
+        constraint: Constraint | None = None,  # tokens that `SamplingParams.structured_outputs` allows
     ) -> None:
         params = request.params
         self.request, self.arrival = request, arrival
-        self.tokens = list(request.prompt)
-        self.slot: int | None = None
-        self.cached = 0
-        self.needs_logits = params.needs_logits
+        self.tokens = list(request.prompt)  # tokens of the prompt and the text so far
+        self.slot: int | None = None  # slot in the cache; None while the request waits
+        self.cached = 0  # number of leading tokens that are in the cache
+        self.needs_logits = params.needs_logits  # see `SamplingParams`
         self._reused = 0
         self._constraint = constraint
         max_tokens = context if params.max_tokens is None else params.max_tokens
         self._max_tokens = min(context, len(self.tokens) + max_tokens)
+        # Whether log-probabilities of the prompt's tokens are requested.
         self.needs_prompt_logits = params.prompt_logprobs is not None
         self._stop_ids = set(params.stop_token_ids) | (set() if params.ignore_eos else tokenizer.stop_ids)
         self._uniforms = Uniforms(params.seed)

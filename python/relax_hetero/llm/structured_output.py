@@ -247,21 +247,15 @@ def _error_of(matcher: Any) -> str:
 
 
 class Constraint:
-    """Tokens that may follow the text of one sequence.
+    """Tokens that may follow the text of one sequence."""
 
-    Parameters
-    ----------
-    matcher : llguidance.LLMatcher
-        Parser of the text so far.
-    vocabulary : int
-        Number of logits of a token.
-    pool : ThreadPoolExecutor
-        Threads that compute masks.
-    location : str
-        Name of the field that asks for it, for errors.
-    """
-
-    def __init__(self, matcher: Any, vocabulary: int, pool: ThreadPoolExecutor, location: str) -> None:
+    def __init__(
+        self,
+        matcher: Any,  # parser of the text so far
+        vocabulary: int,
+        pool: ThreadPoolExecutor,  # threads that compute masks
+        location: str,  # name of the field that asks for it, for errors
+    ) -> None:
         self._matcher, self._vocabulary, self._pool, self._location = matcher, vocabulary, pool, location
         self._mask: Future[np.ndarray] = pool.submit(self._compute_mask)
 

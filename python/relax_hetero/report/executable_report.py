@@ -336,20 +336,13 @@ def _kernels_by_time(metadata: Metadata, function: str) -> dict[tuple[float, ...
 
 
 def groups_of(
-    metadata: Metadata, profiles: Sequence[Profile] = (), peaks: Mapping[str, Data] | None = None
+    metadata: Metadata,  # metadata of the executable
+    # Profiles with times of kernels, one per function. If a kernel was measured only as a whole, its time is divided
+    # equally among its calls.
+    profiles: Sequence[Profile] = (),
+    peaks: Mapping[str, Data] | None = None,  # peaks of devices, by name, as `device_peaks.peaks_of` measures them
 ) -> list[Data]:
-    """A group of nodes for each kernel call of an executable, in program order.
-
-    Parameters
-    ----------
-    metadata : Metadata
-        Metadata of the executable.
-    profiles : sequence of Profile
-        Profiles with times of kernels, one per function. If a kernel was measured only as a whole, its time is divided
-        equally among its calls.
-    peaks : mapping of str to dict, optional
-        Peaks of devices, by name, as `device_peaks.peaks_of` measures them.
-    """
+    """A group of nodes for each kernel call of an executable, in program order."""
     dispatches = (metadata.fusions or {}).get("dispatches", [])
     missed = _missed_fusions(metadata.fusions or {})
     # A command buffer may call a variant of the kernel, under another name, that writes in place.

@@ -45,25 +45,13 @@ UNPLACED = "unplaced"
 """Device of values that have no device yet."""
 
 
-def module_data(mod: tvm.IRModule, title: str = "") -> dict[str, Any]:
+def module_data(
+    mod: tvm.IRModule,  # module at any stage
+    title: str = "",  # title of the report; default: the names of its functions
+) -> dict[str, Any]:
     """Collect the data of a report of kind "module".
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Module at any stage.
-    title : str
-        Title of the report; default: the names of its functions.
-
-    Returns
-    -------
-    dict
-        JSON data.
-
-    Raises
-    ------
-    VDeviceError
-        If the module's list of vdevices is invalid.
+    Returns JSON data. Raises VDeviceError if the module's list of vdevices is invalid.
     """
     graph = _Graph(mod)
     functions = [graph.add_function(gv, func) for gv, func in relax_functions(mod) if not _is_primitive(func)]

@@ -52,34 +52,18 @@ def is_onnx(path: Path) -> bool:
 
 
 def obtain(
-    path: Path,
+    path: Path,  # ONNX file or library
     placing: PlacementOptions,
-    cache: bool,
-    key: bytes | None = None,
+    cache: bool,  # whether to use the compile cache
+    key: bytes | None = None,  # key that a library must be signed with
+    # As for `rh.compile`.
     checks: str = "default",
     accuracy: str = "default",
 ) -> Model:
     """Compile an ONNX file, or load an exported library.
 
-    Parameters
-    ----------
-    path : Path
-        ONNX file or library.
-    placing : PlacementOptions
-        Options of placement.
-    cache : bool
-        Whether to use the compile cache.
-    key : bytes, optional
-        Key that a library must be signed with.
-    checks, accuracy : str
-        As for `rh.compile`.
-
-    Raises
-    ------
-    HeteroError
-        If the model cannot be imported, placed, compiled or loaded.
-    click.UsageError
-        If options of placement or compilation are given for a library.
+    Raises HeteroError if the model cannot be imported, placed, compiled or loaded, and click.UsageError if options of
+    placement or compilation are given for a library.
     """
     if is_onnx(path):
         return compile_onnx(path, placing, cache, checks, accuracy)

@@ -322,22 +322,13 @@ def cut_module(
     mod: tvm.IRModule,
     params: Mapping[str, Any] | None = None,
     accuracy: str | Mapping[str, str] = "default",
+    # Targets of each host's hardware, for vdevices without a full target.
     natives: Mapping[str, Mapping[Hardware, Target]] | None = None,
     progress: Progress | None = None,
 ) -> Program:
     """Cut a module over hosts into a program.
 
-    Parameters
-    ----------
-    mod, params, accuracy, progress
-        As for `rh.compile`; every vdevice is on a host.
-    natives : mapping of str to mapping of Hardware to Target, optional
-        Targets of each host's hardware, for vdevices without a full target.
-
-    Raises
-    ------
-    HeteroError
-        If a vdevice has no host, or a host lacks a device; otherwise as for `rh.compile`.
+    Arguments without a comment are as for `rh.compile`; every vdevice is on a host. Raises HeteroError if a vdevice has no host, or a host lacks a device; otherwise as for `rh.compile`.
     """
     if isinstance(mod, tvm.IRModule) and natives is not None:
         mod = with_natives(mod, natives)

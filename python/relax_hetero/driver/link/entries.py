@@ -51,16 +51,13 @@ def with_bodies(mod: tvm.IRModule, signatures: Mapping[str, FunctionSignature]) 
     return copy_module(mod, functions)
 
 
-def emit_entries(builder: relax.ExecBuilder, signatures: Mapping[str, FunctionSignature], num_devices: int) -> None:
-    """Add an entry for each body to bytecode.
-
-    Parameters
-    ----------
-    signatures : mapping of str to FunctionSignature
-        As `with_bodies` takes them.
-    num_devices : int
-        Number of devices of TVM's virtual machine: the vdevices of the module, and the host if it is not one of them.
-    """
+def emit_entries(
+    builder: relax.ExecBuilder,
+    signatures: Mapping[str, FunctionSignature],  # as `with_bodies` takes them
+    # Number of devices of TVM's virtual machine: the vdevices of the module, and the host if it is not one of them.
+    num_devices: int,
+) -> None:
+    """Add an entry for each body to bytecode."""
     byte, scope = tvm.DataType("uint8"), builder.convert_constant("global")
     for number, (name, signature) in enumerate(signatures.items()):
         count = len(signature.inputs)

@@ -123,20 +123,13 @@ def are_present(vdevices: Sequence[relax.VDevice]) -> bool:
     return all(host_of(vdevice) is None and _is_present(vdevice) for vdevice in vdevices)
 
 
-def figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures | None:
+def figures_of(
+    vdevices: Sequence[relax.VDevice],  # devices, all of them present
+    measure: Measure = "missing",  # see `known_figures_of`, or "nothing" to take no measurements
+) -> Figures | None:
     """Load or take the measurements of devices of this machine: all of them, or none.
 
-    Parameters
-    ----------
-    vdevices : sequence of relax.VDevice
-        Devices, all of them present.
-    measure : str
-        See `known_figures_of`, or "nothing" to take no measurements.
-
-    Returns
-    -------
-    Figures
-        None if a measurement fails, or some are not stored and nothing may be measured.
+    Returns None if a measurement fails, or some are not stored and nothing may be measured.
     """
     try:
         figures = known_figures_of(vdevices, measure)
@@ -199,23 +192,14 @@ class SharedBandwidth:
         return 4 * self._length / max(seconds, 1e-9)
 
 
-def known_figures_of(vdevices: Sequence[relax.VDevice], measure: Measure = "missing") -> Figures:
+def known_figures_of(
+    vdevices: Sequence[relax.VDevice],  # devices, all of them present
+    measure: Measure = "missing",  # figures to measure: "missing" ones, or "all", even if they are stored
+) -> Figures:
     """Load or take the measurements of devices of this machine; a device that fails leaves those of the others.
 
     They are stored in the folder of the compile cache, or in this process if there is none. Figures of a busy machine
-    are kept for some minutes in this process only.
-
-    Parameters
-    ----------
-    vdevices : sequence of relax.VDevice
-        Devices, all of them present.
-    measure : str
-        Figures to measure: "missing" ones, or "all", even if they are stored.
-
-    Returns
-    -------
-    Figures
-        With the errors of kernels and drivers as `failures`.
+    are kept for some minutes in this process only. Errors of kernels and drivers are `failures`.
     """
     devices: dict[int, DeviceFigures] = {}
     links: dict[tuple[int, int], LinkFigures] = {}

@@ -142,29 +142,14 @@ def choose_replicas(
     file: GgufFile,
     model: Hyperparameters,
     cache: PagedCache,
-    vdevices: Sequence[tvm.relax.VDevice],
-    costs: CostModel,
-    limit: int | None,
-    texts: int,
+    vdevices: Sequence[tvm.relax.VDevice],  # equal GPUs of this machine
+    costs: CostModel,  # cost model of these devices
+    limit: int | None,  # maximum bytes of a device
+    texts: int,  # texts that are generated at the same time, by all replicas together
 ) -> ChosenReplicas:
     """Find the replicas, on GPUs that share layers or have some each, that generate the most tokens per second.
 
-    Parameters
-    ----------
-    file, model, cache : GgufFile, Hyperparameters, PagedCache
-    vdevices : sequence of VDevice
-        Equal GPUs of this machine.
-    costs : CostModel
-        Cost model of these devices.
-    limit : int, optional
-        Maximum bytes of a device.
-    texts : int
-        Texts that are generated at the same time, by all replicas together.
-
-    Raises
-    ------
-    PlacementError
-        If the model fits in no arrangement.
+    Raises PlacementError if the model fits in no arrangement.
     """
     fleet, indices = Fleet.of_vdevices(vdevices, costs), [int(vdevice.vdevice_id) for vdevice in vdevices]
     fitting = arrangements(file, model, cache, vdevices[0], costs, fleet, texts, limit)

@@ -224,20 +224,16 @@ class FileTensor:
 
 
 class LazyTensor(FileTensor):
-    """A tensor whose data is made each time that it is read, such as a stack of experts.
-
-    Parameters
-    ----------
-    name, shape, type
-        As in `FileTensor`.
-    nbytes : int
-        Bytes of the data.
-    read : callable
-        Function that makes the data.
-    """
+    """A tensor whose data is made each time that it is read, such as a stack of experts."""
 
     def __init__(
-        self, name: str, shape: tuple[int, ...], type: str, nbytes: int, read: Callable[[], np.ndarray]
+        self,
+        # As in `FileTensor`.
+        name: str,
+        shape: tuple[int, ...],
+        type: str,
+        nbytes: int,  # bytes of the data
+        read: Callable[[], np.ndarray],  # function that makes the data
     ) -> None:
         self.__dict__.update(name=name, shape=shape, type=type, _nbytes=nbytes, _read=read)  # the base is frozen
 

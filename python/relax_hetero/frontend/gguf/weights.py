@@ -130,18 +130,15 @@ class Weights:
             data = tensor.data[:, index * rows : (index + 1) * rows]
             self._stacked[part] = FileTensor(part, (experts, rows, depth), tensor.type, data)
 
-    def select_experts(self, name: str, new_name: str, experts: Sequence[int], shape: Sequence[int]) -> None:
-        """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours.
-
-        Parameters
-        ----------
-        name, new_name : str
-            Names without ``.weight`` and ``.bias``.
-        experts : sequence of int
-            Numbers of the experts, ascending.
-        shape : sequence of int
-            Extents of all matrices: experts, rows and depth.
-        """
+    def select_experts(
+        self,
+        # Names without ``.weight`` and ``.bias``.
+        name: str,
+        new_name: str,
+        experts: Sequence[int],  # numbers of the experts, ascending
+        shape: Sequence[int],  # extents of all matrices: experts, rows and depth
+    ) -> None:
+        """Give the matrices, scales and biases of some experts a new name: views of the file if they are neighbours."""
         if f"{new_name}.weight" in self._stacked:
             return
         is_range = experts[-1] - experts[0] + 1 == len(experts)

@@ -65,18 +65,13 @@ def check_form(proto: onnx.ModelProto, source: str) -> None:
         _check_dims(tensor.dims, f"{source}: {what}")
 
 
-def check_by_onnx(proto: onnx.ModelProto, source: str) -> None:
+def check_by_onnx(
+    proto: onnx.ModelProto,  # a model that `check_form` has passed, with its nodes in order
+    source: str,
+) -> None:
     """Refuse a model that ONNX's checker refuses, except for forms that ONNX Runtime takes.
 
-    Parameters
-    ----------
-    proto : onnx.ModelProto
-        A model that `check_form` has passed, with its nodes in order.
-
-    Raises
-    ------
-    FrontendError
-        Naming `source`, and the checker's finding.
+    Raises FrontendError, naming `source`, and the checker's finding.
     """
     newest = onnx.defs.onnx_opset_version()
     bare = _without_data(proto)

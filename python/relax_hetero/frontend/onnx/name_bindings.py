@@ -20,20 +20,16 @@ from .node_names import NodeInfo, variable_name
 DeviceOf = Callable[[NodeInfo], "tvm.relax.VDevice"]
 
 
-def build_function(imported: ImportedGraph, device_of: DeviceOf | None = None) -> relax.Function:
+def build_function(
+    imported: ImportedGraph,
+    # NodeInfo -> VDevice. If given, the types of a node's bindings carry its device, which RealizeVDevice treats as
+    # fixed; parameters stay free.
+    device_of: DeviceOf | None = None,
+) -> relax.Function:
     """The Relax function of an imported graph.
 
-    Parameters
-    ----------
-    device_of : DeviceOf, optional
-        NodeInfo -> VDevice. If given, the types of a node's bindings carry its device, which RealizeVDevice treats as
-        fixed; parameters stay free.
-
-    Returns
-    -------
-    relax.Function
-        The first output of a node has the node's name, its other bindings have that name and a number. All bindings
-        except `If` and match_cast are in dataflow blocks.
+    The first output of a node has the node's name, its other bindings have that name and a number. All bindings
+    except `If` and match_cast are in dataflow blocks.
     """
     return _FunctionBuilder(imported, device_of).function()
 

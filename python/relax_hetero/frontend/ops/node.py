@@ -166,25 +166,15 @@ class Node:
         return self.builder.emit_te(compute, *inputs, primfunc_name_hint=name, primfunc_attrs=attributes)
 
     def call_tir(
-        self, func: tirx.PrimFunc, *inputs: relax.Expr, out: relax.TensorType | Sequence[relax.TensorType]
+        self,
+        func: tirx.PrimFunc,  # kernel; equal ones become one
+        *inputs: relax.Expr,  # tensors, in the order of its parameters
+        out: relax.TensorType | Sequence[relax.TensorType],  # types of its outputs; several make a tuple
     ) -> relax.Var:
         """Bind the result of a PrimFunc, whose last parameters are its outputs.
 
-        Loops without a schedule are compiled for the node's device.
-
-        Parameters
-        ----------
-        func : tirx.PrimFunc
-            Kernel. Equal ones become one.
-        *inputs : relax.Expr
-            Tensors, in the order of its parameters.
-        out : relax.TensorType or sequence of relax.TensorType
-            Types of its outputs; several make a tuple.
-
-        Raises
-        ------
-        FrontendError
-            If a tensor does not fit its parameter.
+        Loops without a schedule are compiled for the node's device. Raises FrontendError if a tensor does not fit its
+        parameter.
         """
         types = [out] if isinstance(out, relax.TensorType) else list(out)
         func = self._with_sizes(func, [*(value.ty for value in inputs), *types])

@@ -79,24 +79,16 @@ async def _collect(choices: Choices) -> list[tuple[str, list[TokenLogprob], str]
 
 
 class StreamedAnswer(Response):
-    """Answer as server-sent events, one for each chunk.
-
-    Parameters
-    ----------
-    choices : Choices
-        Choices to stream.
-    response_format : ResponseFormat
-        JSON of the endpoint.
-    includes_usage : bool
-        Whether the last event has the usage.
-    on_end : callable
-        Called at the end, in any case.
-    """
+    """Answer as server-sent events, one for each chunk."""
 
     media_type = "text/event-stream"
 
     def __init__(
-        self, choices: Choices, response_format: ResponseFormat, includes_usage: bool, on_end: Callable[[], None]
+        self,
+        choices: Choices,
+        response_format: ResponseFormat,  # JSON of the endpoint
+        includes_usage: bool,  # whether the last event has the usage
+        on_end: Callable[[], None],  # called at the end, in any case
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
@@ -292,24 +284,15 @@ class Settings:
 
 
 def make_app(
+    # Engine; not closed. None for an encoder alone: endpoints that generate texts then answer with an error.
     engine: Engine | None,
     settings: Settings,
+    # Chat template; without one, or if it has a `fault`, ``/v1/chat/completions`` answers with an error.
     template: ChatTemplate | None = None,
+    # Model of ``/v1/embeddings``, such as an `Encoder`; without one, it answers with an error.
     encoder: EncoderProtocol | None = None,
 ) -> ASGIApp:
-    """Make the application, for any ASGI server.
-
-    Parameters
-    ----------
-    engine : Engine or None
-        Engine; not closed. None for an encoder alone: endpoints that generate texts then answer with an error.
-    settings : Settings
-        Settings of the server.
-    template : ChatTemplate, optional
-        Chat template; without one, or if it has a `fault`, ``/v1/chat/completions`` answers with an error.
-    encoder : EncoderProtocol, optional
-        Model of ``/v1/embeddings``, such as an `Encoder`; without one, it answers with an error.
-    """
+    """Make the application, for any ASGI server."""
     server = _Server(engine, settings, template, encoder)
     app = FastAPI(title="relax-hetero", docs_url=None, redoc_url=None)
     app.add_api_route("/v1/models", server.models, methods=["GET"])

@@ -67,24 +67,16 @@ class EmbeddingBody(BaseModel):
         refuse_unsupported_fields(self.model_extra or {}, NEUTRAL_VALUES)
 
 
-def embed(encoder: EncoderProtocol, body: EmbeddingBody, model: str, is_over: threading.Event) -> dict[str, Any]:
+def embed(
+    encoder: EncoderProtocol,
+    body: EmbeddingBody,
+    model: str,  # name of the model in the answer
+    is_over: threading.Event,  # set when nobody waits for the answer any more
+) -> dict[str, Any]:
     """Compute the answer: embeddings of length 1.
 
-    Parameters
-    ----------
-    encoder : EncoderProtocol
-        Encoder.
-    body : EmbeddingBody
-        Request.
-    model : str
-        Name of the model in the answer.
-    is_over : threading.Event
-        Set when nobody waits for the answer any more.
-
-    Raises
-    ------
-    ApiError, RequestError, UnicodeEncodeError
-        If a text is empty, too long or not Unicode, or other `dimensions` than the model's are asked for.
+    Raises ApiError, RequestError, UnicodeEncodeError if a text is empty, too long or not Unicode, or other `dimensions`
+    than the model's are asked for.
     """
     data, count = [], 0
     for index, text in enumerate(body.inputs):

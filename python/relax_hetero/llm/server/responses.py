@@ -29,24 +29,14 @@ class ChoiceDelta:
 
 
 class Choices:
-    """Choices of one call, with a time limit for all of them.
+    """Choices of one call, with a time limit for all of them."""
 
-    Parameters
-    ----------
-    requests : sequence of Request
-        Request of each choice.
-    prefixes : sequence of str
-        Text that precedes the model's, for each choice (``echo``).
-    seconds : float
-        Time limit.
-
-    Attributes
-    ----------
-    requests, prefixes, seconds
-        As above.
-    """
-
-    def __init__(self, requests: Sequence[Request], prefixes: Sequence[str], seconds: float) -> None:
+    def __init__(
+        self,
+        requests: Sequence[Request],  # request of each choice
+        prefixes: Sequence[str],  # text that precedes the model's, for each choice (``echo``)
+        seconds: float,  # time limit
+    ) -> None:
         self.requests, self.prefixes = list(requests), list(prefixes)
         self.seconds, self._expired = seconds, False
         self._timer = asyncio.get_running_loop().call_later(seconds, self._expire)

@@ -212,36 +212,16 @@ def make_server(
 
 
 def serve(
-    engine: Engine | None,
+    engine: Engine | None,  # engine; not closed. None for an encoder alone.
     settings: Settings,
-    template: ChatTemplate | None = None,
+    template: ChatTemplate | None = None,  # chat template of the model
+    # Address to listen on; port 0 for any free port.
     host: str = "127.0.0.1",
     port: int = 8000,
-    on_ready: Callable[[str], None] | None = None,
-    encoder: EncoderProtocol | None = None,
+    on_ready: Callable[[str], None] | None = None,  # called with the URL once the server listens
+    encoder: EncoderProtocol | None = None,  # model of ``/v1/embeddings``
 ) -> None:
-    """Serve until Ctrl-C or SIGTERM.
-
-    Parameters
-    ----------
-    engine : Engine or None
-        Engine; not closed. None for an encoder alone.
-    settings : Settings
-        Settings of the server.
-    template : ChatTemplate, optional
-        Chat template of the model.
-    host, port
-        Address to listen on; port 0 for any free port.
-    on_ready : callable, optional
-        Called with the URL once the server listens.
-    encoder : EncoderProtocol, optional
-        Model of ``/v1/embeddings``.
-
-    Raises
-    ------
-    HeteroError
-        If it cannot listen on the address.
-    """
+    """Serve until Ctrl-C or SIGTERM. Raises HeteroError if it cannot listen on the address."""
     with _listen(host, port) as listener:
         address, actual_port = listener.getsockname()[:2]
         if on_ready is not None:

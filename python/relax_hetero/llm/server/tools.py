@@ -97,45 +97,25 @@ class ToolUse:
 
 
 class AnswerFormats:
-    """Format of the answers of one model.
+    """Format of the answers of one model. Raises HeteroError if there is no format of this name."""
 
-    Parameters
-    ----------
-    template : ChatTemplate
-        Chat template, which has the format.
-    control : mapping of str to int
-        Control tokens of the model.
-    call_format : str, optional
-        Name of the format of calls; by default it is known from the template.
-
-    Attributes
-    ----------
-    calls : CallFormat or None
-        Format of calls, if it is known.
-    control
-        As above.
-    reasoning : Reasoning or None
-        Texts around reasoning, if answers may have one.
-    parses_always : bool
-        Whether `calls` parses reasoning and text, too, so that it is needed without tools.
-    visible_tokens : tuple of str
-        As for `SamplingParams`.
-
-    Raises
-    ------
-    HeteroError
-        If there is no format of this name.
-    """
-
-    def __init__(self, template: ChatTemplate, control: Mapping[str, int], call_format: str | None = None) -> None:
+    def __init__(
+        self,
+        template: ChatTemplate,  # chat template, which has the format
+        control: Mapping[str, int],  # control tokens of the model
+        call_format: str | None = None,  # name of the format of calls; by default it is known from the template
+    ) -> None:
+        # Format of calls, if it is known.
         self.calls = format_of_template(template.source) if call_format is None else format_named(call_format)
         self.control = control
         own = self.calls.reasoning if self.calls is not None else None
+        # Texts around reasoning, if answers may have one.
         self.reasoning = own or reasoning_of_template(template.source)
+        # Whether `calls` parses reasoning and text, too, so that it is needed without tools.
         self.parses_always = own is not None
         self._shows_tools = "tools" in template.source
         seen = (*(self.calls.control if self.calls else ()), *(self.reasoning or ()))
-        self.visible_tokens = tuple(name for name in seen if name in control)
+        self.visible_tokens = tuple(name for name in seen if name in control)  # as for `SamplingParams`
 
     def check(self, use: ToolUse) -> None:
         """Raise ApiError if the model cannot use tools."""
@@ -147,25 +127,15 @@ class AnswerFormats:
             raise ApiError(400, f"tools: {found}, expected one, or the server's option --tool-format", "tools")
 
     def answers(
-        self, use: ToolUse, prompt: str, continued: str | None = None, splits_reasoning: bool = True
+        self,
+        use: ToolUse,  # tools of the request
+        prompt: str,
+        continued: str | None = None,  # text of the message that the answer continues
+        splits_reasoning: bool = True,  # whether reasoning is apart from the text of an answer
     ) -> Answers:
         """Format of the answers to one prompt.
 
-        Parameters
-        ----------
-        use : ToolUse
-            Tools of the request.
-        prompt : str
-            Prompt.
-        continued : str, optional
-            Text of the message that the answer continues.
-        splits_reasoning : bool
-            Whether reasoning is apart from the text of an answer.
-
-        Raises
-        ------
-        ApiError
-            If a text is to be continued by a call, in a format with marks around both.
+        Raises ApiError if a text is to be continued by a call, in a format with marks around both.
         """
         reasoning, end, is_open = self.reasoning, prompt[-256:].rstrip(), False
         if reasoning is not None and not self.parses_always:
