@@ -328,7 +328,8 @@ def cut_module(
 ) -> Program:
     """Cut a module over hosts into a program.
 
-    Arguments without a comment are as for `rh.compile`; every vdevice is on a host. Raises HeteroError if a vdevice has no host, or a host lacks a device; otherwise as for `rh.compile`.
+    Arguments without a comment are as for `rh.compile`; every vdevice is on a host. Raises HeteroError if a vdevice has
+    no host, or a host lacks a device; otherwise as for `rh.compile`.
     """
     if isinstance(mod, tvm.IRModule) and natives is not None:
         mod = with_natives(mod, natives)
