@@ -91,12 +91,8 @@ from .signatures import function_signatures
 def optional_indices(mod: tvm.IRModule, optional: VDeviceSpec | Iterable[VDeviceSpec] | None) -> tuple[int, ...]:
     """Indices of the optional devices in the module's list.
 
-    Raises
-    ------
-    VDeviceError
-        A device that the module lacks, a repeated one, or a CPU.
-    BuildError
-        The module is lowered, and refers to devices in code.
+    Raises VDeviceError for a device that the module lacks, a repeated one, or a CPU, and BuildError if the module is
+    lowered, and refers to devices in code.
     """
     if optional is None:
         return ()
@@ -149,10 +145,7 @@ def without_devices(mod: tvm.IRModule, omitted: Sequence[int]) -> tvm.IRModule:
 def check_module(mod: tvm.IRModule) -> None:
     """Refuse a module that cannot be compiled.
 
-    Raises
-    ------
-    BuildError
-        The module is invalid; the message names the function, the op and the variable.
+    Raises BuildError if the module is invalid; the message names the function, the op and the variable.
     """
     functions = relax_functions(mod)
     if not any(func.attrs and "global_symbol" in func.attrs for func in mod.functions.values()):
@@ -447,10 +440,7 @@ def prepare_module(
 ) -> tvm.IRModule:
     """Check a module, bind its weights, and store options of `compile` as attributes.
 
-    Raises
-    ------
-    HeteroError
-        Errors as in `compile`; messages begin with `caller`.
+    Raises the errors of `compile`; messages begin with `caller`.
     """
     if not isinstance(mod, tvm.IRModule):
         raise BuildError(f"{caller}: {describe_value(mod, caller)}; expected a tvm.IRModule")

@@ -225,15 +225,7 @@ class CompiledDecodeStep:
     def masked_tokens(self, masks: np.ndarray) -> list[int]:
         """Wait for the end, and return the index of each sequence's largest logit among allowed tokens.
 
-        Parameters
-        ----------
-        masks : array of int32, (sequences, words)
-            See `token_masks`.
-
-        Raises
-        ------
-        HeteroError
-            See `tokens`.
+        Raises HeteroError as `tokens` does.
         """
         assert self._mask is not None, "see CompiledModel.masks_tokens"
         arrays, begin = [], 0

@@ -306,17 +306,8 @@ class Grammars:
     def constraint(self, outputs: StructuredOutputs) -> Constraint:
         """Compile a form, and begin to compute the mask of the first token.
 
-        Parameters
-        ----------
-        outputs : StructuredOutputs
-            Form of the text.
-
-        Raises
-        ------
-        RequestError
-            If it is not a valid schema, expression or grammar, or the package llguidance is not installed.
-        EngineClosedError
-            After `close`.
+        Raises RequestError if it is not a valid schema, expression or grammar, or the package llguidance is not
+        installed, and EngineClosedError after `close`.
         """
         matcher = self._compile(outputs.source, outputs.location).deep_copy()
         try:

@@ -245,30 +245,17 @@ class Linked:
 
 
 def link(
+    # Lowered module (LowerToVM) with lifted constants and bodies (`entries`); PrimFuncs without a target compute shapes
+    # on the host.
     mod: tvm.IRModule,
-    signatures: Mapping[str, FunctionSignature],
-    progress: Progress | None = None,
-    folder: CacheFolder | None = None,
+    signatures: Mapping[str, FunctionSignature],  # functions that users call, by name
+    progress: Progress | None = None,  # function that gets the number of compiled kernels
+    folder: CacheFolder | None = None,  # folder of the compile cache, which also stores machine code of CUDA kernels
 ) -> Linked:
     """Compile and link a lowered module without constants.
 
-    Parameters
-    ----------
-    mod : tvm.IRModule
-        Lowered module (LowerToVM) with lifted constants and bodies (`entries`); PrimFuncs without a target compute
-        shapes on the host.
-    signatures : mapping of str to FunctionSignature
-        Functions that users call, by name.
-    progress : Progress, optional
-        Function that gets the number of compiled kernels.
-    folder : CacheFolder, optional
-        Folder of the compile cache, which also stores machine code of CUDA kernels.
-
-    Raises
-    ------
-    BuildError
-        A kernel does not compile, is written for another kind of device or calls an undefined symbol; TVM lacks a code
-        generator for its target; or there is no CUDA compiler.
+    Raises BuildError if a kernel does not compile, is written for another kind of device or calls an undefined symbol,
+    TVM lacks a code generator for its target, or there is no CUDA compiler.
     """
     host = host_vdevice(vdevices_of(mod))
     host_target = host.target if host is not None else any_host()
@@ -341,12 +328,7 @@ def check_external_symbols(mod: tvm.IRModule) -> None:
     """Require that the module or this process defines all symbols that the module's CPU kernels call.
 
     LLVM's JIT aborts the process when a kernel calls an undefined symbol. Kernels that import code
-    (``pragma_import_llvm``) are not checked.
-
-    Raises
-    ------
-    BuildError
-        An undefined symbol; the message names the kernel.
+    (``pragma_import_llvm``) are not checked. Raises BuildError for an undefined symbol; the message names the kernel.
     """
     for kernel, symbols in external_calls(mod).items():
         for symbol in symbols:

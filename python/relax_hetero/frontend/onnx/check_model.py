@@ -121,12 +121,8 @@ def _hide(op_types: Set[str], bare: onnx.ModelProto) -> bool:
 def check_size(proto: onnx.ModelProto, source: str, budget: Budget) -> None:
     """Refuse a model with too many nodes or too deep a nesting, after its function calls are inlined.
 
-    Each function is counted once, so that time is linear in the size of the file.
-
-    Raises
-    ------
-    FrontendError
-        Also where functions call each other in a circle.
+    Each function is counted once, so that time is linear in the size of the file. Raises FrontendError also
+    where functions call each other in a circle.
     """
     nodes, _ = _Counter(function_table(proto), source).count(proto.graph.node, 0)
     budget.check_nodes(nodes, source)

@@ -77,10 +77,7 @@ class Tensors:
     def sparse(self, sparse: onnx.SparseTensorProto) -> np.ndarray:
         """The dense array of a sparse tensor: indices are flat, or one row of coordinates per value.
 
-        Raises
-        ------
-        FrontendError
-            More elements than the import may compute, or indices that do not fit.
+        Raises FrontendError for more elements than the import may compute, or indices that do not fit.
         """
         what = f"sparse tensor {sparse.values.name!r}"
         values, indices = self.value(sparse.values, what), self.value(sparse.indices, f"the indices of {what}")
@@ -124,13 +121,7 @@ class Tensors:
         raise FrontendError(f"Constant {_first_output(node)} has {names}; TVM has no tensors of strings")
 
     def initializers(self, graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray]]:
-        """The weights of a graph.
-
-        Raises
-        ------
-        FrontendError
-            See `value`.
-        """
+        """The weights of a graph. Raises FrontendError as `value` does."""
         for tensor in graph.initializer:
             array = self.value(tensor, f"initializer {tensor.name!r}")
             if is_external(tensor) and not _is_shareable(array):

@@ -55,21 +55,14 @@ class Message(BaseModel):
 
 
 def render_chat(
-    template: ChatTemplate, messages: Sequence[dict[str, Any]], values: Mapping[str, Any], continues: bool = False
+    template: ChatTemplate,
+    messages: Sequence[dict[str, Any]],
+    values: Mapping[str, Any],
+    continues: bool = False,  # whether the prompt ends where the last message does
 ) -> str:
     """Render messages whose calls have arguments as OpenAI's clients write them, texts of JSON.
 
-    Parameters
-    ----------
-    template, messages, values
-        As for `render_checked`.
-    continues : bool
-        Whether the prompt ends where the last message does.
-
-    Raises
-    ------
-    RequestError, ApiError
-        See `render_checked`.
+    Other arguments and errors are those of `render_checked`.
     """
     values = {**values, "add_generation_prompt": False} if continues else values
     first_error: RequestError | ApiError | None = None

@@ -291,13 +291,7 @@ class NvccCompiler(CudaCompiler):
 
 
 def find_compiler() -> CudaCompiler:
-    """The CUDA compiler of this computer.
-
-    Raises
-    ------
-    BuildError
-        No compiler; the message tells how to install one.
-    """
+    """The CUDA compiler of this computer. Raises BuildError without one; the message tells how to install one."""
     paths = _find_paths(os.environ.get(CHOICE, ""))
     if paths is None:
         raise BuildError(

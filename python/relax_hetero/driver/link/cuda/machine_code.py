@@ -28,21 +28,15 @@ _MAX_PROCESSES = 32
 
 
 def compile_kernels(
-    sources: Sequence[KernelSource], folder: CacheFolder | None = None, on_done: Callable[[int], None] | None = None
+    sources: Sequence[KernelSource],
+    folder: CacheFolder | None = None,  # cache of machine code
+    # Called in this thread with the number of further sources that are done.
+    on_done: Callable[[int], None] | None = None,
 ) -> list[bytes]:
     """Compile sources, equal ones once; returns their machine code in order.
 
-    Parameters
-    ----------
-    folder : CacheFolder, optional
-        Cache of machine code.
-    on_done : callable, optional
-        Called in this thread with the number of further sources that are done.
-
-    Raises
-    ------
-    BuildError
-        No compiler, or a kernel that does not compile; the message has the kernel, the target and the first error.
+    Raises BuildError without a compiler, or for a kernel that does not compile; the message has the kernel, the target
+    and the first error.
     """
     if not sources:
         return []

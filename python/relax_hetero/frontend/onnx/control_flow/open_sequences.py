@@ -35,10 +35,7 @@ def is_sequence(value: Any) -> bool:
 def with_rows_for_sequences(importer: Importer, loop: Loop) -> tuple[Loop, Finish]:
     """Replace the sequences in a loop's state by rows; return the new loop and the conversion of its results.
 
-    Raises
-    ------
-    FrontendError
-        During conversion of the body, if it does more with a sequence than append to it.
+    Conversion of the body raises FrontendError if it does more with a sequence than append to it.
     """
     sequences = [index for index, value in enumerate(loop.state) if is_sequence(value)]
     joined = _sequences_to_join(importer, loop, sequences)
