@@ -143,8 +143,8 @@ def load_or_build(
 ) -> Executable:
     """Load the executable of a module from the cache, or build and store it.
 
-    The executable is loaded from the cache's file if possible; ``metadata.cache`` says whether it was. Raises the errors
-    of `build`, and HeteroError if `cache` is invalid. Other errors of the cache do not prevent compiling.
+    The executable is loaded from the cache's file if possible; ``metadata.cache`` says whether it was. Raises the
+    errors of `build`, and HeteroError if `cache` is invalid. Other errors of the cache do not prevent compiling.
     """
     folder = resolve_cache_folder(cache)
     key, why = ("", _SWITCHED_OFF) if folder is None else _key(mod, command_buffers)
