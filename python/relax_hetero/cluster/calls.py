@@ -30,9 +30,8 @@ class ClusterCall:
 
     def __init__(
         self,
-        # Name and plan of the function.
-        name: str,
-        plan: CallPlan,
+        name: str,  # name of the function
+        plan: CallPlan,  # its plan
         values: Sequence[Any],  # encoded inputs
         fence: Fence,  # gets the result
         retries: int,  # number of retries after a host died

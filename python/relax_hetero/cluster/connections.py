@@ -266,8 +266,8 @@ class Listener:
         ip_address: str | None,
         token: bytes,  # token that processes send
     ) -> None:
-        # `is_cancelled`: set by another thread to end `accept` soon.
-        self.token, self.is_cancelled = token, False
+        self.token = token
+        self.is_cancelled = False  # set by another thread to end `accept` soon
         self._sockets = [socket.socket(socket.AF_UNIX)]
         unix = b"\0relax_hetero-" + secrets.token_hex(16).encode()
         self._sockets[0].bind(unix)

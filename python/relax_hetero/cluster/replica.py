@@ -99,9 +99,8 @@ class Replica:
         in_flight: int,  # maximum number of calls in flight
         callbacks: Callbacks,  # called at ends of calls and changes of state
     ) -> None:
-        # `limit`: maximum number of calls in flight.
-        # `in_flight`: number of calls in flight, which the cluster counts.
-        self.number, self.in_flight, self.limit = number, 0, in_flight
+        self.number, self.limit = number, in_flight
+        self.in_flight = 0  # number of calls in flight, which the cluster counts
         # Reason why it is not ready; None if it is, or if the reason is unknown.
         self.problem: HeteroError | None = None
         self.is_ready = False

@@ -64,10 +64,9 @@ class PageGroup:
     def __init__(
         self,
         window: int,  # number of latest tokens that attention sees (a sliding window); 0: all
-        # Number of pages; rows and columns of the table.
-        pages: int,
-        slots: int,
-        columns: int,
+        pages: int,  # number of pages
+        slots: int,  # rows of the table
+        columns: int,  # columns of the table
     ) -> None:
         self.window, self.pages = window, pages
         # Page of each column of a slot, or `NO_PAGE`; kernels read it.

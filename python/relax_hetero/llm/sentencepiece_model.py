@@ -30,17 +30,15 @@ _NODES_AT_ONCE = 4096
 
 
 def sentencepiece_model(
-    # Names, scores and kinds of the pieces; kinds are sentencepiece's numbers.
-    names: Sequence[str],
-    scores: Sequence[float] | np.ndarray,
-    kinds: Sequence[int],
+    names: Sequence[str],  # names of the pieces
+    scores: Sequence[float] | np.ndarray,  # their scores
+    kinds: Sequence[int],  # their kinds, sentencepiece's numbers
     has_bytes: bool,  # whether characters without a piece become byte tokens
     *,
     model_type: int = BPE,  # `BPE` or `UNIGRAM`
-    # Whether a space comes before a text, spaces at its ends and repeated ones are dropped, and spaces are U+2581.
-    add_prefix: bool = False,
-    remove_extra_spaces: bool = False,
-    escape_spaces: bool = True,
+    add_prefix: bool = False,  # whether a space comes before a text
+    remove_extra_spaces: bool = False,  # whether spaces at its ends and repeated ones are dropped
+    escape_spaces: bool = True,  # whether spaces are U+2581
     # Replacements of characters (``precompiled_charsmap``), which `check_character_map` has checked; empty for none.
     character_map: bytes = b"",
 ) -> bytes:

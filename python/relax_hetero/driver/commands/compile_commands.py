@@ -42,9 +42,8 @@ HostFunction = Callable[..., int]
 @functools.lru_cache(maxsize=64)
 def compile_commands(
     commands: tuple[Command, ...],  # commands to run in order
-    # Numbers of slots and of direct buffers.
-    slots: int,
-    directs: int,
+    slots: int,  # number of slots
+    directs: int,  # number of direct buffers
     parameters: tuple[str, ...],  # element types of parameters
     kernels: tuple[KernelSpec, ...],  # kernels that the commands call
 ) -> HostFunction:

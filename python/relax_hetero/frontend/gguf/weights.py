@@ -132,9 +132,8 @@ class Weights:
 
     def select_experts(
         self,
-        # Names without ``.weight`` and ``.bias``.
-        name: str,
-        new_name: str,
+        name: str,  # name without ``.weight`` and ``.bias``
+        new_name: str,  # the same of the selected ones
         experts: Sequence[int],  # numbers of the experts, ascending
         shape: Sequence[int],  # extents of all matrices: experts, rows and depth
     ) -> None:
