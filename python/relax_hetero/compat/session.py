@@ -361,13 +361,7 @@ def _array_of_result(tensor: Any) -> np.ndarray:
 
 
 class _InputType:
-    """Type of an input, and the check of its arguments.
-
-    Parameters
-    ----------
-    arg : NodeArg
-        Input.
-    """
+    """Type of an input, and the check of its arguments."""
 
     def __init__(self, arg: NodeArg) -> None:
         self._name, self._shape = arg.name, arg.shape
