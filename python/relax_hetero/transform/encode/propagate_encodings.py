@@ -87,8 +87,9 @@ def absorb_elementwise(block: Block) -> list[relax.Binding] | None:
     bindings_in_regions: set[int] = set()
     readers: dict[relax.Var, list[int]] = {}  # ends of regions that read a value, perhaps one before a cast
     for binding in reversed(block.bindings):
-        builder = _RegionBuilder(block, binding.var, bindings_in_regions, readers)
-        region = builder.region() if is_root(binding, block) else None
+        if not is_root(binding, block):
+            continue
+        region = _RegionBuilder(block, binding.var, bindings_in_regions, readers).region()
         if region is not None:
             regions[region.end] = region
             bindings_in_regions.update([*region.inside, region.end])

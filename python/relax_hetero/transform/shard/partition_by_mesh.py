@@ -694,7 +694,12 @@ class _FunctionPartition:
                     f"{SHARD} at {var.name!r} in function {self._name!r}, placement {_text(shardings)!r}: {reason}"
                 )
             self._annotated_splits.add(var)
-        self._values[var] = MeshValue(mesh, [shardings], self._get(source, mesh, shardings))
+        get = self._get
+        if source in self._weights and not self._weights.can_cut(source, shardings, mesh.shape):
+            whole = whole_on(mesh)
+            self._values[source] = MeshValue(mesh, [whole], self._weights.parts(source, mesh, whole))
+            get = self._exchanges.get
+        self._values[var] = MeshValue(mesh, [shardings], get(source, mesh, shardings))
 
     def _misplaced(self, source: relax.Expr, shardings: Shardings, mesh: Mesh) -> str:
         """Reason why a value cannot have shardings on a mesh, and what was expected; empty if it can."""
@@ -830,12 +835,8 @@ class _FunctionPartition:
 
     def _get(self, expr: relax.Expr, mesh: Mesh, shardings: Shardings) -> list[relax.Expr]:
         """The local value of each device of a mesh."""
-        if expr in self._weights:
-            if self._weights.can_cut(expr, shardings, mesh.shape):
-                return self._weights.parts(expr, mesh, shardings)
-            whole = whole_on(mesh)  # `R.hetero.shard` of a weight whose constants cannot be cut
-            self._values[expr] = MeshValue(mesh, [whole], self._weights.parts(expr, mesh, whole))
-        return self._exchanges.get(expr, mesh, shardings)
+        is_weight = expr in self._weights
+        return self._weights.parts(expr, mesh, shardings) if is_weight else self._exchanges.get(expr, mesh, shardings)
 
 
 def _is_pure(call: relax.Call) -> bool:
