@@ -22,6 +22,7 @@ from tvm import tirx
 from tvm.script import tirx as _instructions
 from tvm.script.ir_builder import tirx as T
 
+from ....target.gpu_target import ALL_LANES
 from ...core.builder import Expr, lane_indices
 from .dialect import has_ptx
 
@@ -116,6 +117,18 @@ def barrier_wait(barrier: Expr, parity: Expr) -> None:
     A wait for parity 1 of a new barrier returns at once.
     """
     T.evaluate(_CUDA.mbarrier_wait(barrier, parity))
+
+
+def reduce_warp(register: Expr, value: Expr, operation: str) -> None:
+    """Reduce a value over the lanes of a warp, from compute capability 8.0 on; every lane gets the result.
+
+    Parameters
+    ----------
+    operation : str
+        "min" or "max".
+    """
+    kind = "s32" if value.ty.dtype == "int32" else "u32"
+    _emit(f"redux_sync.{operation}.{kind}", register, value, T.uint32(ALL_LANES))
 
 
 # Copies.
