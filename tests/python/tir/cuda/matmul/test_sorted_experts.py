@@ -147,6 +147,16 @@ def few(monkeypatch):
     monkeypatch.setattr(wgmma_experts, "MIN_SORTED_PAIRS", 1)
 
 
+def test_weights_near_their_minimum_are_rounded_like_others(few):
+    """Codes of IQ1_S are -1, 0 and 1, its minimums an eighth of a scale: weights of code 0 are the minimum."""
+    problem, packed, (weights,) = case("iq1_s", (64, 1, 1, 32, 256, 1), "float16")
+    problem = replace(problem, order=replace(problem.order, tile=SMALL.rows[-1]))
+    index, rows = np.zeros((64, 1), "int32"), np.eye(64, 256, dtype="float16").reshape(problem.lhs.shape)
+    order = run_here(expert_order_kernel(problem.order, GPU), [index], problem.order.result.shape, "int32")
+    actual = run_here(quantized_matmul_kernel(problem, GPU, SMALL), [rows, *packed, order], problem.result.shape, "float32")
+    np.testing.assert_allclose(actual.reshape(64, 32), weights[:, :64].T, rtol=2.0**-10)
+
+
 INTEGERS = [(4, 16, ""), (4, 128, "uint8"), (4, 64, "float32"), (8, 32, "uint8")]
 SMALL = ExpertTiling(1, (64,))  # the least code
 
