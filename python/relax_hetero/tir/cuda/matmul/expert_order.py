@@ -50,8 +50,9 @@ class _Kernel:
     def emit(self, gpu: GpuTarget) -> None:
         """Write the launch."""
         self.shared = SharedMemory()
-        # Numbers of pairs of each expert, and its next place in the sorted order.
-        self.counts_at, self.places_at = (self.shared.reserve(4 * self.problem.experts) for _ in range(2))
+        # Numbers of pairs of each expert, and its first and next place in the sorted order.
+        size = 4 * self.problem.experts
+        self.counts_at, self.firsts_at, self.places_at = (self.shared.reserve(size) for _ in range(3))
         with launch(1, _THREADS) as place:
             self.thread = place.thread
             self.shared.open()
@@ -66,8 +67,11 @@ class _Kernel:
             self._each_pair(lambda _, expert: ptx.add_shared(self._word(self.counts_at, expert), T.uint32(1)))
             ptx.block_barrier()
             with when(self.thread < WARP):
-                self._write_tiles()
+                self._write_places()
             ptx.block_barrier()
+            # The other warps write pairs meanwhile.
+            with when(self.thread < WARP):
+                self._write_tiles()
             register = local(1, "uint32")
 
             def write(pair: Expr, expert: Expr) -> None:
@@ -102,28 +106,18 @@ class _Kernel:
                 with when(tirx.all(pair < pairs, experts[i] >= 0)):
                     body(pair, T.max(experts[i], 0))  # lanes without a pair compute the address, too
 
-    def _write_tiles(self) -> None:
-        """Write the first place of each expert, and the tiles, by a warp whose lanes have an expert each."""
-        problem, lane = self.problem, self.thread
-        tile, end = problem.tile, local(1, "int32")
-
-        def count_before(value: Expr, begin: Any) -> Expr:
-            """Sum of the values of experts before the lane's; `begin` is that before the warp's, and advanced."""
-            T.buffer_store(end, value, [0])
-            add_lanes_before(end, lane)
-            before = T.bind(begin[0] + end[0] - value)
-            last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
-            T.buffer_store(begin, begin[0] + last, [0])
-            return before
-
-        pairs, tiles = local(1, "int32"), local(1, "int32")
-        for begin in (pairs, tiles):
-            T.buffer_store(begin, T.int32(0), [0])
+    def _write_places(self) -> None:
+        """Write the first place of each expert, by a warp whose lanes have an expert each."""
+        pairs = _counter()
         for expert, count in self._experts_of_lane():
-            place = count_before(count, pairs)
-            with when(expert < problem.experts):
-                ptx.store_shared(self._word(self.places_at, expert), [T.Cast("uint32", place)])
-        ptx.warp_barrier()
+            place = self._count_before(count, pairs)
+            with when(expert < self.problem.experts):
+                for begin in (self.firsts_at, self.places_at):
+                    ptx.store_shared(self._word(begin, expert), [T.Cast("uint32", place)])
+
+    def _write_tiles(self) -> None:
+        """Write the tiles, by a warp whose lanes have an expert each."""
+        problem, tile, tiles = self.problem, self.problem.tile, _counter()
         sizes = (tile, *(tile * quarters // 4 for quarters in _TILE_QUARTERS), 0)
         for largest, smaller in pairwise(sizes):
             for expert, count in self._experts_of_lane():
@@ -132,15 +126,25 @@ class _Kernel:
                 has_rest = T.Select(tirx.all(rest > smaller, rest <= largest), 1, 0)
                 first = 0 if largest == tile else whole
                 number = T.bind(has_rest + (whole if largest == tile else 0))
-                place = self._load(self.places_at, expert)
-                record = T.bind(problem.TILES_AT + count_before(number, tiles) * problem.TILE_WORDS)
+                place = self._load(self.firsts_at, expert)
+                record = T.bind(problem.TILES_AT + self._count_before(number, tiles) * problem.TILE_WORDS)
                 with T.serial(number) as i:
                     skip = T.bind((first + i) * tile)
                     values = (expert, place + skip, T.min(count - skip, tile))
                     for word, value in enumerate(values):
                         self._store(record + i * problem.TILE_WORDS + word, value)
-        with when(tirx.EQ(lane, 0)):
+        with when(tirx.EQ(self.thread, 0)):
             self._store(tirx.const(0, "int32"), tiles[0])
+
+    def _count_before(self, value: Expr, begin: Any) -> Expr:
+        """Sum of the values of experts before the lane's; `begin` is that before the warp's, and advanced."""
+        end = local(1, "int32")
+        T.buffer_store(end, value, [0])
+        add_lanes_before(end, self.thread)
+        before = T.bind(begin[0] + end[0] - value)
+        last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
+        T.buffer_store(begin, begin[0] + last, [0])
+        return before
 
     def _experts_of_lane(self) -> Iterator[tuple[Expr, Expr]]:
         """The experts of the lane, and their numbers of pairs; 0 for numbers beyond the last."""
@@ -154,3 +158,10 @@ class _Kernel:
         word = local(1, "uint32")
         ptx.load_shared([word[0]], self._word(begin, T.min(expert, self.problem.experts - 1)))
         return T.bind(T.Cast("int32", word[0]))
+
+
+def _counter() -> Any:
+    """A register with 0."""
+    register = local(1, "int32")
+    T.buffer_store(register, T.int32(0), [0])
+    return register
