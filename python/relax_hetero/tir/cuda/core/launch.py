@@ -138,6 +138,12 @@ LATE_WAIT = "relax_hetero.late_wait"
 previous launch must not write. Attribute of a statement: place of that wait."""
 
 
+def wait_late() -> None:
+    """Write a place of the wait of a kernel with `LATE_WAIT`; each block executes one at least."""
+    with T.attr(0, LATE_WAIT, 1):
+        T.evaluate(0)
+
+
 WAIT = "relax_hetero.wait"
 """Attribute of a statement: place where the kernel waits for the previous launch, and lets the next one begin, on GPUs
 with programmatic dependent launch. Kernels that also run on other GPUs have it instead of `ptx.griddepcontrol_wait`."""

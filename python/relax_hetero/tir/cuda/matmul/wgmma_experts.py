@@ -30,7 +30,7 @@ from ....target.gpu_target import ALL_LANES, WARP, WARPGROUP, GpuTarget
 from ...core.builder import Expr, ceil_div, either, int64, when
 from ...core.view import Coordinates
 from ..core import ptx
-from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled
+from ..core.launch import SWIZZLED_ALIGN, SharedMemory, launch, local, unrolled, wait_late
 from ..core.operand import GpuOperand
 from ..tile.epilogue import EpilogueWriter, where
 from ..tile.fragment_store import STAGING_PAD, SWAPPED_COLUMNS, FragmentStore
@@ -474,6 +474,7 @@ class ExpertProduct:
             self._choose_rows(self.tiling.rows, count, first_column)
 
         self._each_tile(tile)
+        wait_late()  # of a block without tiles
 
     def _choose_rows(self, choices: tuple[int, ...], count: Expr, first_column: Expr) -> None:
         """Write the code of a tile for each number of rows."""
@@ -519,6 +520,7 @@ class ExpertProduct:
         self._release(last[0])
         # Opaque, as addresses that are computed once, before all tiles, would take registers in the main loop.
         member = T.bind(T.tvm_warp_shuffle(T.uint32(ALL_LANES), self.member, self.lane, WARP, WARP))
+        wait_late()
         if not self.in_rows:
             self.store.fetch(extents, {}, own, member)
         self.store.emit(self.sums, extents, {}, own, self.group, member)
