@@ -511,7 +511,7 @@ def permute_bytes(register: Expr, a: Expr, b: Expr, selector: int | Expr) -> Non
 
 def load_global_streaming(registers: Sequence[Expr], address: Expr) -> None:
     """Load one, two or four neighbouring values of 32 bits of a constant that is read once, without L1 allocation."""
-    _emit(f"ld.global.nc.L1::no_allocate.{_vector(len(registers))}u32", *registers, address)
+    _emit(f"ld.global.L1::no_allocate.{_vector(len(registers))}u32", *registers, address)
 
 
 # Approximate functions of float32 (expressions) for 16-bit results: branchless, denormals flushed to zero.
