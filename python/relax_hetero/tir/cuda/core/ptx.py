@@ -510,7 +510,10 @@ def permute_bytes(register: Expr, a: Expr, b: Expr, selector: int | Expr) -> Non
 
 
 def load_global_streaming(registers: Sequence[Expr], address: Expr) -> None:
-    """Load one, two or four neighbouring values of 32 bits of a constant that is read once, without L1 allocation."""
+    """Load one, two or four neighbouring values of 32 bits of a constant that is read once, without L1 allocation.
+
+    Not by ``.nc``: ptxas moves such loads behind `griddepcontrol_wait`, and to the products that read them.
+    """
     _emit(f"ld.global.L1::no_allocate.{_vector(len(registers))}u32", *registers, address)
 
 

@@ -1,6 +1,7 @@
 """Products of many pairs of tokens and experts on Hopper: sorted pairs, and numbers by the interpreter of kernels."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,7 +18,9 @@ from relax_hetero.encoding.expression import Expression
 from relax_hetero.encoding.problem import Epilogue, ExpertOrderProblem, QuantizedMatmulProblem
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
+from relax_hetero.tir.commands.graph_functions import waiting_late
 from relax_hetero.tir.commands.table_kernel import is_one_launch
+from relax_hetero.tir.cuda.core.launch import LATE_WAIT
 from relax_hetero.tir.cuda.matmul import wgmma_experts
 from relax_hetero.tir.cuda.matmul.cuda_quantized_matmul import quantized_matmul_kernel
 from relax_hetero.tir.cuda.matmul.expert_order import expert_order_kernel
@@ -40,9 +43,9 @@ def index_of(tokens, used, dtype="int32"):
     return operand((tokens, used), dtype, PAIR[:2])
 
 
-def run_here(func, arguments, shape, dtype):
+def run_here(func, arguments, shape, dtype, change=lambda func: func):
     result = np.full(shape, -7 if dtype == "int32" else np.nan, numpy_dtype(dtype))
-    run(func, *arguments, result)
+    run(change(func) if LATE_WAIT in func.attrs else func, *arguments, result)
     return result
 
 
@@ -195,7 +198,10 @@ def test_one_expert_has_all_pairs(expert, few):
     [("float16", "cast(x0, 'float16')"), ("float32", "add(multiply(cast(x1, 'float32'), x0), x2)")],
 )
 def test_epilogues(result, expression, few):
+    """The kernel may wait for the previous launch, which may write an operand, in its epilogue."""
     check("q4_0", (30, 2, 3, 80, 64, 1), "float16", None, SMALL, result, expression)
+    late = partial(run_here, change=waiting_late)
+    check("q4_0", (30, 2, 3, 80, 64, 1), "float16", None, SMALL, result, expression, late)
 
 
 @pytest.mark.slow
