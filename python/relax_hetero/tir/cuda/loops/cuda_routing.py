@@ -43,9 +43,7 @@ def routing_kernel(func: tirx.PrimFunc, gpu: GpuTarget) -> tirx.PrimFunc:
 class _Route:
     """Writer of the routing of a row by a warp, whose lane i gets the experts i, i + 32, ... and the chosen ones."""
 
-    def __init__(
-        self, tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Expr, gpu: GpuTarget
-    ) -> None:
+    def __init__(self, tensors: RoutingTensors, problem: RoutingProblem, row: Expr, lane: Expr, gpu: GpuTarget) -> None:
         self._tensors, self._problem, self._row, self._lane = tensors, problem, row, lane
         self._numbers = [lane + i * WARP for i in range(ceil_div(problem.experts, WARP))]
         self._values = local(len(self._numbers), "float32")

@@ -69,7 +69,7 @@ class ExpertBody(BlockBody):
     """Writer of the code of a block with one pair."""
 
     # In straight code, ptxas moves each load of 16-bit weights to the product that reads it.
-    _unrolls_k = False
+    _unrolls_k: bool | None = False
 
     def __init__(self, *arguments: Any, routes: list[GpuOperand], biases: list[GpuOperand]) -> None:
         super().__init__(*arguments)

@@ -422,8 +422,9 @@ class ExpertProduct:
         with when(tirx.EQ(self.thread, 0)):
             ptx.barrier_expect(self.ring.full(stage), self.fragments * size)
         with when(self.thread < self.fragments):
-            first = T.Cast("int64", fragment_of(self.thread) * self.work.chunks + step * self.chunks)
-            source = T.address_of(self.packed[0].data[first * (self.work.chunk_bytes // bytes_of(self.packed[0].nominal))])
+            weights, first = self.packed[0], fragment_of(self.thread) * self.work.chunks + step * self.chunks
+            elements = self.work.chunk_bytes // bytes_of(weights.nominal)  # of a chunk
+            source = T.address_of(weights.data[T.Cast("int64", first) * elements])
             ptx.bulk_load(self.shared.at(weights_at + self.thread * size), source, size, self.ring.full(stage))
 
     def _copy_parts(self, weights_at: Expr, step: Expr, fragment_of: Callable[[Expr], Expr]) -> None:

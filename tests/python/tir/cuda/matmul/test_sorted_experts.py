@@ -156,7 +156,8 @@ def test_weights_near_their_minimum_are_rounded_like_others(few):
     problem = replace(problem, order=replace(problem.order, tile=SMALL.rows[-1]))
     index, rows = np.zeros((64, 1), "int32"), np.eye(64, 256, dtype="float16").reshape(problem.lhs.shape)
     order = run_here(expert_order_kernel(problem.order, GPU), [index], problem.order.result.shape, "int32")
-    actual = run_here(quantized_matmul_kernel(problem, GPU, SMALL), [rows, *packed, order], problem.result.shape, "float32")
+    func = quantized_matmul_kernel(problem, GPU, SMALL)
+    actual = run_here(func, [rows, *packed, order], problem.result.shape, "float32")
     np.testing.assert_allclose(actual.reshape(64, 32), weights[:, :64].T, rtol=2.0**-10)
 
 
