@@ -84,8 +84,8 @@ class RoutingProblem:
     has_counts : bool
         Whether the rows of each expert are counted.
     first, own : int
-        First and number of the experts that a device has, whose ids count from the first. They precede those of other
-        experts in a row, which are -1. 0: the device has all, as always with counts.
+        First and number of the experts that a device has, whose ids count from the first; ids of others are -1. 0: the
+        device has all, as always with counts.
     """
 
     rows: Dim
@@ -145,15 +145,7 @@ class RoutingProblem:
         if not self.own:
             return expert
         number = T.bind(expert - self.first)
-        return T.bind(T.Select(tirx.all(number >= 0, number < self.own), number, -1))
-
-    def place_of(self, number: Expr, chosen: Expr, before: Any) -> Expr:
-        """Place in its row of the id `chosen` of expert `number`; `before`, the number of own ones, is advanced."""
-        if not self.own:
-            return number
-        place = T.bind(T.Select(chosen >= 0, before[0], self.used - 1 - (T.Cast("int32", number) - before[0])))
-        T.buffer_store(before, before[0] + T.Select(chosen >= 0, 1, 0), [0])
-        return place
+        return T.Select(tirx.all(number >= 0, number < self.own), number, -1)
 
     def share(self, power: Expr, total: Expr) -> Expr:
         """Share of a chosen expert, given the sum of the powers that shares are of."""
@@ -228,8 +220,7 @@ class _Row:
         self.tensors, self.problem = tensors, problem
         self.first_score, self.first = materialize(row * problem.experts), materialize(row * problem.used)
         self.left = T.alloc_buffer((problem.experts,), "float32", scope="global")
-        dtypes = ("int32", "int32", "float32")
-        self.best, self.own, self.total = (T.alloc_buffer((1,), dtype, scope="global") for dtype in dtypes)
+        self.best, self.total = (T.alloc_buffer((1,), dtype, scope="global") for dtype in ("int32", "float32"))
         self.highest: Expr = T.float32(0)
 
     def _score(self, expert: Expr) -> Expr:
@@ -261,14 +252,11 @@ class _Row:
             self._keep_groups()
         if problem.normalizes:
             T.buffer_store(self.total, T.float32(0), [0])
-        T.buffer_store(self.own, T.int32(0), [0])
         with loop(problem.used) as number:
             self._find_best(0, problem.experts)
-            chosen = problem.id_of(self.best[0])
-            place = self.first + problem.place_of(number, chosen, self.own)
-            T.buffer_store(tensors.ids, chosen, [place])
+            T.buffer_store(tensors.ids, problem.id_of(self.best[0]), [self.first + number])
             power = self._power(self.best[0])
-            T.buffer_store(tensors.shares, power, [place])
+            T.buffer_store(tensors.shares, power, [self.first + number])
             if problem.normalizes:
                 T.buffer_store(self.total, self.total[0] + power, [0])
             T.buffer_store(left, T.float32(-math.inf), [self.best[0]])

@@ -88,10 +88,8 @@ class _Route:
         """Find the best experts, one for each lane, and store them."""
         problem, best, lane, total = self._problem, self._best, self._lane, self._total
         count = ceil_div(problem.used, WARP)
-        experts, places, powers = (local(count, dtype) for dtype in ("int32", "int32", "float32"))
-        own = local(1, "int32")
-        T.buffer_store(own, T.int32(0), [0])
-        for register in (experts, places, powers):
+        experts, powers = (local(count, dtype) for dtype in ("int32", "float32"))
+        for register in (experts, powers):
             for i in range(count):
                 T.buffer_store(register, tirx.const(0, str(register.dtype)), [i])
         if problem.normalizes:
@@ -105,17 +103,17 @@ class _Route:
             if problem.normalizes:
                 T.buffer_store(total, total[0] + power, [0])
             slot, owner = divmod(number, WARP)
-            place = problem.place_of(number, problem.id_of(best.expert), own)
-            for register, value in ((experts, best.expert), (places, place), (powers, power)):
+            for register, value in ((experts, best.expert), (powers, power)):
                 T.buffer_store(register, T.Select(tirx.EQ(lane, owner), value, register[slot]), [slot])
             best.drop()
         for slot in range(count):
-            with when(lane + slot * WARP < problem.used):
-                self._store(experts[slot], places[slot], powers[slot])
+            number = T.bind(lane + slot * WARP)
+            with when(number < problem.used):
+                self._store(number, experts[slot], powers[slot])
 
-    def _store(self, expert: Expr, place: Expr, power: Expr) -> None:
+    def _store(self, number: Expr, expert: Expr, power: Expr) -> None:
         tensors, problem = self._tensors, self._problem
-        index = T.bind(self._row * problem.used + T.Cast("int64", place))
+        index = T.bind(self._row * problem.used + T.Cast("int64", number))
         T.buffer_store(tensors.ids, problem.id_of(expert), [index])
         T.buffer_store(tensors.shares, problem.share(power, self._total[0]), [index])
         if problem.has_counts:

@@ -26,9 +26,6 @@ from .weight_parts import point_registers
 class BlockBody:
     """Writer of a block's code."""
 
-    _unrolls_k: bool | None = None
-    """Whether the compiler unrolls the loop over k; None: it decides."""
-
     def __init__(
         self,
         problem: QuantizedMatmulProblem,
@@ -69,18 +66,16 @@ class BlockBody:
 
     def emit(self, place: Place, shared: SharedMemory) -> None:
         """Write the block's code."""
+        row_tiles = self.row_tiles
         self.shared, self.thread = shared, place.thread
-        self._locate(T.Cast("int64", place.block))
+        block = T.Cast("int64", place.block)
+        self.first_block = T.bind(tirx.floordiv(block, int64(row_tiles)))
+        self.first_row = T.bind(tirx.floormod(block, int64(row_tiles)) * self.row_step)
         self.warp = self.k_warp = T.bind(tirx.floordiv(place.thread, WARP))
         lane = T.bind(tirx.floormod(place.thread, WARP))
         self.high, self.low = T.bind(tirx.floordiv(lane, 4)), T.bind(tirx.floormod(lane, 4))
         self.lane = lane
         self._emit_block()
-
-    def _locate(self, block: Expr) -> None:
-        """Set the block's first column tile and first row."""
-        self.first_block = T.bind(tirx.floordiv(block, int64(self.row_tiles)))
-        self.first_row = T.bind(tirx.floormod(block, int64(self.row_tiles)) * self.row_step)
 
     def _emit_block(self) -> None:
         """Write the code after the thread's indices."""
@@ -153,7 +148,7 @@ class BlockBody:
         tile = T.bind(self.first_block + index * work.stride)
         for number in range(plan.fragments * plan.groups * 4):
             T.buffer_store(self.totals, self._initial(number, tile), [number])
-        with T.serial(int64(iterations), unroll=self._unrolls_k) as number:
+        with T.serial(int64(iterations)) as number:
             for slot in range(plan.ahead):
                 self._chunk(slot, number * plan.ahead + slot)
                 self._load_next(slot, (number, iterations), tile, index + 1 < num_tiles)

@@ -68,9 +68,6 @@ class _Rows:
 class ExpertBody(BlockBody):
     """Writer of the code of a block with one pair."""
 
-    # In straight code, ptxas moves each load of 16-bit weights to the product that reads it.
-    _unrolls_k: bool | None = False
-
     def __init__(self, *arguments: Any, routes: list[GpuOperand], biases: list[GpuOperand]) -> None:
         super().__init__(*arguments)
         self._index, self._shares, self._biases = routes[0], routes[-1], biases
@@ -83,15 +80,6 @@ class ExpertBody(BlockBody):
     def row_step(self) -> int:
         """See `BlockBody.row_step`; row tiles are counted."""
         return 1
-
-    def _locate(self, block: Expr) -> None:
-        """See `BlockBody._locate`; row tiles without work are the last ones of a token, or of all.
-
-        Their blocks are neighbours, so that all multiprocessors have as many of the others.
-        """
-        stride = int64(self.work.stride)
-        self.first_block = T.bind(tirx.floormod(block, stride))
-        self.first_row = T.bind(tirx.floordiv(block, stride))
 
     def count_row_tiles(self) -> Expr:
         """Number of row tiles: pairs, or an upper bound of their groups."""
@@ -254,7 +242,6 @@ class GroupedBody(ExpertBody):
     """
 
     work: GroupedWork
-    _unrolls_k = None
 
     def _work_of(self, problem: QuantizedMatmulProblem, plan: BlockPlan, m: Expr) -> BlockWork:
         self._pairs = m
