@@ -39,10 +39,8 @@ from ..tile.ring import Ring, RingPosition
 from .block_fragments import StagedFragments
 from .block_plan import STEP, BlockPlan, BlockWork
 
-TILE_PAIRS, LARGE_TILE_PAIRS = 128, 256
-"""Maximum pairs of a tile, and of one of 16-bit weights where experts have many pairs: each weight is read once."""
-LARGE_TILE_MIN_PAIRS = 1 << 30
-"""Minimum pairs of an expert, on average, for large tiles."""
+TILE_PAIRS = 128
+"""Maximum pairs of a tile."""
 MIN_SORTED_PAIRS = 512
 """Minimum pairs that are sorted by expert on Hopper."""
 STAGE_DEPTH = SWIZZLED_BYTES // 2
@@ -70,8 +68,7 @@ def expert_order_of(problem: QuantizedMatmulProblem, gpu: GpuTarget) -> ExpertOr
     is_whole = problem.depth % STAGE_DEPTH == 0 and has_whole_blocks
     if pairs < MIN_SORTED_PAIRS or not is_whole:
         return None
-    is_large = problem.bits == 16 and pairs >= LARGE_TILE_MIN_PAIRS * problem.experts
-    return ExpertOrderProblem(problem.index, problem.experts, LARGE_TILE_PAIRS if is_large else TILE_PAIRS)
+    return ExpertOrderProblem(problem.index, problem.experts, TILE_PAIRS)
 
 
 @dataclass(frozen=True)
@@ -97,9 +94,6 @@ class ExpertTiling:
 
 def expert_tiling(problem: QuantizedMatmulProblem) -> ExpertTiling:
     """Tiling of a problem: wide blocks, as each loads its rows from L2, unless they would be mostly padding."""
-    if problem.order is not None and problem.order.tile == LARGE_TILE_PAIRS:
-        quarter = LARGE_TILE_PAIRS // 4
-        return ExpertTiling(1, tuple(range(quarter, LARGE_TILE_PAIRS + 1, quarter)))
     narrow, wide = ExpertTiling(1), ExpertTiling(2)
     padded = [ceil_div(problem.columns, tiling.columns) * tiling.columns for tiling in (narrow, wide)]
     return narrow if padded[1] > 1.25 * padded[0] else wide
@@ -471,11 +465,9 @@ class ExpertProduct:
         def tile(record: Expr, column: Expr) -> None:
             first, count = self._word(record + 1), self._word(record + 2)
             pairs_at = T.bind(self.pairs_at + self.group * (self.tile * 4))
-            for begin in range(0, self.tile, WARPGROUP):
-                row = T.bind(begin + self.member)
-                with when(True if begin + WARPGROUP <= self.tile else row < self.tile):
-                    pair = self._pair_of(first)(T.min(row, count - 1))
-                    ptx.store_shared(self.shared.at(pairs_at + row * 4), [T.Cast("uint32", pair)])
+            with when(True if self.tile == WARPGROUP else self.member < self.tile):
+                pair = self._pair_of(first)(T.min(self.member, count - 1))
+                ptx.store_shared(self.shared.at(pairs_at + self.member * 4), [T.Cast("uint32", pair)])
             ptx.named_barrier(self.group + 1, WARPGROUP)
             self.store.begin(lambda row: self.shared.at(pairs_at + row * 4), count)
             origin = column * self.tiling.columns + self.group * (blocks * SWAPPED_COLUMNS)
