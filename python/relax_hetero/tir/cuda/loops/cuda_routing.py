@@ -18,10 +18,8 @@ from ..tile.register_tile import add, reduce_lanes
 from .launch import launch, scheduled_as
 
 _LOWEST = tirx.const(-math.inf, "float32")
-
-
 _NO_EXPERT = (1 << 31) - 1
-_REDUCES_WARPS = 80
+_REDUX_CAPABILITY = 80
 """Compute capability from which a warp reduces integers by one instruction."""
 
 
@@ -48,7 +46,7 @@ class _Route:
         self._numbers = [lane + i * WARP for i in range(ceil_div(problem.experts, WARP))]
         self._values = local(len(self._numbers), "float32")
         self._total, self._highest = local(1, "float32"), local(1, "float32")
-        reduces = has_ptx() and gpu.capability >= _REDUCES_WARPS
+        reduces = has_ptx() and gpu.capability >= _REDUX_CAPABILITY
         self._best = (_ReducedBest if reduces else _Best)(lane, self._values, problem.experts)
 
     def emit(self) -> None:

@@ -48,9 +48,8 @@ class _Kernel:
     def emit(self, gpu: GpuTarget) -> None:
         """Write the launch."""
         self.shared = SharedMemory()
-        # Numbers of pairs of each expert, and its first and next place in the sorted order.
-        size = 4 * self.problem.experts
-        self.counts_at, self.firsts_at, self.places_at = (self.shared.reserve(size) for _ in range(3))
+        # Numbers of pairs of each expert, and its next place in the sorted order.
+        self.counts_at, self.places_at = (self.shared.reserve(4 * self.problem.experts) for _ in range(2))
         with launch(1, _THREADS) as place:
             self.thread = place.thread
             self.shared.open()
@@ -65,11 +64,8 @@ class _Kernel:
             self._each_pair(lambda _, expert: ptx.add_shared(self._word(self.counts_at, expert), T.uint32(1)))
             ptx.block_barrier()
             with when(self.thread < WARP):
-                self._write_places()
-            ptx.block_barrier()
-            # The other warps write pairs meanwhile.
-            with when(self.thread < WARP):
                 self._write_tiles()
+            ptx.block_barrier()
             register = local(1, "uint32")
 
             def write(pair: Expr, expert: Expr) -> None:
@@ -104,38 +100,34 @@ class _Kernel:
                 with when(tirx.all(pair < pairs, experts[i] >= 0)):
                     body(pair, T.max(experts[i], 0))  # lanes without a pair compute the address, too
 
-    def _write_places(self) -> None:
-        """Write the first place of each expert, by a warp whose lanes have an expert each."""
-        pairs = _counter()
-        for expert, count in self._experts_of_lane():
-            place = self._count_before(count, pairs)
-            with when(expert < self.problem.experts):
-                for begin in (self.firsts_at, self.places_at):
-                    ptx.store_shared(self._word(begin, expert), [T.Cast("uint32", place)])
-
     def _write_tiles(self) -> None:
-        """Write the tiles, by a warp whose lanes have an expert each."""
-        problem, tile, tiles = self.problem, self.problem.tile, _counter()
+        """Write the first place of each expert, and the tiles, by a warp whose lanes have an expert each."""
+        problem, tile = self.problem, self.problem.tile
+        end, pairs, tiles = (local(1, "int32") for _ in range(3))
+
+        def count_before(value: Expr, begin: Any) -> Expr:
+            """Sum of the values of experts before the lane's; `begin` is that before the warp's, and advanced."""
+            T.buffer_store(end, value, [0])
+            add_lanes_before(end, self.thread)
+            before = T.bind(begin[0] + end[0] - value)
+            last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
+            T.buffer_store(begin, begin[0] + last, [0])
+            return before
+
+        for begin in (pairs, tiles):
+            T.buffer_store(begin, T.int32(0), [0])
         for expert, count in self._experts_of_lane():
+            place = count_before(count, pairs)
+            with when(expert < problem.experts):
+                ptx.store_shared(self._word(self.places_at, expert), [T.Cast("uint32", place)])
             number = T.bind(T.truncdiv(count + (tile - 1), tile))
-            place = self._load(self.firsts_at, expert)
-            record = T.bind(problem.TILES_AT + self._count_before(number, tiles) * problem.TILE_WORDS)
+            record = T.bind(problem.TILES_AT + count_before(number, tiles) * problem.TILE_WORDS)
             with T.serial(number) as i:
                 skip = T.bind(i * tile)
                 for word, value in enumerate((expert, place + skip, T.min(count - skip, tile))):
                     self._store(record + i * problem.TILE_WORDS + word, value)
         with when(tirx.EQ(self.thread, 0)):
             self._store(tirx.const(0, "int32"), tiles[0])
-
-    def _count_before(self, value: Expr, begin: Any) -> Expr:
-        """Sum of the values of experts before the lane's; `begin` is that before the warp's, and advanced."""
-        end = local(1, "int32")
-        T.buffer_store(end, value, [0])
-        add_lanes_before(end, self.thread)
-        before = T.bind(begin[0] + end[0] - value)
-        last = T.tvm_warp_shuffle(T.uint32(ALL_LANES), end[0], WARP - 1, WARP, WARP)
-        T.buffer_store(begin, begin[0] + last, [0])
-        return before
 
     def _experts_of_lane(self) -> Iterator[tuple[Expr, Expr]]:
         """The experts of the lane, and their numbers of pairs; 0 for numbers beyond the last."""
@@ -149,10 +141,3 @@ class _Kernel:
         word = local(1, "uint32")
         ptx.load_shared([word[0]], self._word(begin, T.min(expert, self.problem.experts - 1)))
         return T.bind(T.Cast("int32", word[0]))
-
-
-def _counter() -> Any:
-    """A register with 0."""
-    register = local(1, "int32")
-    T.buffer_store(register, T.int32(0), [0])
-    return register
