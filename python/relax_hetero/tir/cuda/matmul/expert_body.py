@@ -109,7 +109,7 @@ class ExpertBody(BlockBody):
 
     @property
     def waits_at_end(self) -> bool:
-        """Whether a late wait is that of the epilogue, as the previous launch may write one of its operands."""
+        """True if a late wait is that of the epilogue, as the previous launch may write one of its operands."""
         return any(view.runs_along("m") for view in self.writer.views)
 
     def _release(self) -> None:
