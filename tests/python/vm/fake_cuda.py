@@ -161,6 +161,9 @@ class FakeCuda:
     def cuGraphUpload(self, graph, stream):
         assert graph in self.executables
 
+    def cuGraphLaunch(self, graph, stream):
+        assert graph in self.executables
+
     def cuGraphExecDestroy(self, graph):
         self.executables.remove(graph)
 

@@ -94,9 +94,10 @@ _GRAPH_ARGUMENTS = {
     "cuGraphAddEventRecordNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, c_void_p),
     "cuGraphInstantiateWithFlags": (POINTER(c_void_p), c_void_p, c_uint64),
     "cuGraphUpload": (c_void_p, c_void_p),
+    "cuGraphLaunch": (c_void_p, c_void_p),
     "cuGraphExecDestroy": (c_void_p,),
 }
-"""Functions that only collectives of NCCL and profiles of meshes need: a driver may lack them."""
+"""Functions of graphs, which a driver may lack."""
 
 
 class CudaLibrary:

@@ -19,7 +19,7 @@ import logging
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -36,6 +36,7 @@ from ...artifact.nccl_layout import (
     transfers,
 )
 from ...errors import HeteroError
+from .cuda_graphs import captured
 from .cuda_library import CudaLibrary, cuda_library
 from .cuda_streams import Stream, wait_checks
 from .nccl import Nccl, load_nccl
@@ -44,7 +45,6 @@ from .tensors import empty
 
 _log = logging.getLogger("relax_hetero")
 
-_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _SET = 1  # CU_STREAM_SET_CAPTURE_DEPENDENCIES
 
 TIMEOUT_SECONDS = 60.0
@@ -190,27 +190,6 @@ class NcclMemory:
         finally:
             for graph in (graph for graphs in self._graphs for graph in graphs):
                 self._library.call("cuGraphDestroy", graph)
-
-
-def captured(library: CudaLibrary, streams: Sequence[Stream], launch: Callable[[], None]) -> list[int]:
-    """Capture what a function launches on streams; returns a graph for each."""
-    begun, graphs = [], []
-    try:
-        for stream in streams:
-            library.use(stream.gpu)
-            library.call("cuStreamBeginCapture_v2", stream.handle, _RELAXED)
-            begun.append(stream)
-        launch()
-    finally:
-        for stream in begun:
-            library.use(stream.gpu)
-            graph = ctypes.c_void_p()
-            status = library.status("cuStreamEndCapture", stream.handle, ctypes.byref(graph))
-            graphs.append((status, graph.value or 0))
-    for status, _ in graphs:
-        if status:
-            raise library.error("capturing a collective of NCCL", status)
-    return [graph for _, graph in graphs]
 
 
 def add_child_graph(library: CudaLibrary, stream: Stream, graph: int) -> None:

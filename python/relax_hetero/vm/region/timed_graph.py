@@ -12,9 +12,9 @@ import weakref
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 
+from ..device.cuda_graphs import executable_graph
 from ..device.cuda_library import CudaLibrary
 from ..device.cuda_streams import Event, Stream
-from ..device.nccl_memory import captured
 
 _KERNEL = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 
@@ -44,26 +44,19 @@ class TimedGraph:
 
     def __init__(self, library: CudaLibrary, gpu: int, launch: Callable[[Stream], None]) -> None:
         self._library, self._gpu = library, gpu
-        stream = Stream(library, gpu)
-        (graph,) = captured(library, [stream], lambda: launch(stream))
-        try:
-            self._events = self._add_events(graph)
-            self.handle = library.create("cuGraphInstantiateWithFlags", graph, 0)
-        finally:
-            library.call("cuGraphDestroy", graph)
+        self._events: list[Event] = []
+        self.handle = executable_graph(library, gpu, launch, self._add_events)
         weakref.finalize(self, library.status, "cuGraphExecDestroy", self.handle).atexit = False
-        library.call("cuGraphUpload", self.handle, stream.handle)
-        stream.synchronize()
 
     def microseconds(self) -> list[float]:
         """Time of each kernel, once the launched graph has ended."""
         pairs = zip(self._events, self._events[1:], strict=False)
         return [1e3 * end.milliseconds_since(begin) for begin, end in pairs]
 
-    def _add_events(self, graph: int) -> list[Event]:
+    def _add_events(self, graph: int) -> None:
         """Add an event before all nodes, and one after each kernel and before all that follow it."""
         nodes, edges = self._nodes(graph)
-        events = [self._add_event(graph, None, nodes[:1])]
+        self._events.append(self._add_event(graph, None, nodes[:1]))
         for node in nodes:
             kind = ctypes.c_int()
             self._library.call("cuGraphNodeGetType", node, ctypes.byref(kind))
@@ -74,8 +67,7 @@ class TimedGraph:
                 if source == node:
                     pair = _handles([source]), _handles([target])
                     self._library.call("cuGraphRemoveDependencies_v2", graph, *pair, ctypes.byref(data), 1)
-            events.append(self._add_event(graph, node, following))
-        return events
+            self._events.append(self._add_event(graph, node, following))
 
     def _nodes(self, graph: int) -> tuple[list[int], list[tuple[int, int, _EdgeData]]]:
         """The nodes in order, and the edges: sources, targets and data."""

@@ -15,9 +15,10 @@ import relax_hetero as rh
 from relax_hetero.vm.device import nccl_memory, peer_memory
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_driver import CudaError
+from relax_hetero.vm.device.cuda_graphs import captured
 from relax_hetero.vm.device.cuda_streams import Stream, check_wait, wait_checks
 from relax_hetero.vm.device.nccl import Nccl
-from relax_hetero.vm.device.nccl_memory import Communicators, NcclMemory, add_child_graph, captured
+from relax_hetero.vm.device.nccl_memory import Communicators, NcclMemory, add_child_graph
 from relax_hetero.vm.device.peer_memory import peer_call
 from vm.fake_cuda import INVALID, LOST, FakeCuda, FakeLibrary
 
@@ -147,7 +148,7 @@ def test_a_driver_without_graphs_copies_all_the_same(cuda):
 
 def test_a_failed_capture_is_an_error(cuda, library, notes):
     cuda.failing["cuStreamEndCapture"] = INVALID
-    with pytest.raises(CudaError, match="capturing a collective of NCCL failed: CUDA_ERROR_INVALID_VALUE"):
+    with pytest.raises(CudaError, match="cuStreamEndCapture failed: CUDA_ERROR_INVALID_VALUE"):
         memory_of(((8,),), notes, cuda, library)
 
 
