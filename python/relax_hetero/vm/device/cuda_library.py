@@ -86,6 +86,7 @@ _GRAPH_ARGUMENTS = {
     "cuStreamUpdateCaptureDependencies": (c_void_p, POINTER(c_void_p), c_size_t, c_uint),
     "cuGraphAddChildGraphNode": (POINTER(c_void_p), c_void_p, c_void_p, c_size_t, c_void_p),
     "cuGraphDestroy": (c_void_p,),
+    "cuGraphDestroyNode": (c_void_p,),
     "cuGraphGetNodes": (c_void_p, c_void_p, POINTER(c_size_t)),
     "cuGraphGetEdges_v2": (c_void_p, c_void_p, c_void_p, c_void_p, POINTER(c_size_t)),
     "cuGraphNodeGetType": (c_void_p, POINTER(c_int)),
