@@ -40,7 +40,7 @@ from .cuda_graphs import captured, remove_events
 from .cuda_library import CudaLibrary, cuda_library
 from .cuda_streams import Stream, wait_checks
 from .nccl import Nccl, load_nccl
-from .peer_memory import addresses_on, devices_of_call, different_gpus
+from .peer_memory import addresses_on, devices_of_call, different_gpus, peer_call
 from .tensors import empty
 
 _log = logging.getLogger("relax_hetero")
@@ -306,6 +306,7 @@ def nccl_memory(index: int, ranks: int, *numbers: int) -> Any:
             memory = _memories[key] = _new_memory(id(devices), gpus, collectives)
     memory.communicators.check()
     _call.memory[mesh] = memory
+    peer_call.is_by_nccl = True
     return memory.addresses[devices[index].index]
 
 

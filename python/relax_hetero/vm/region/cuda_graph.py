@@ -39,6 +39,7 @@ from ..device.cuda_graphs import executable_graph
 from ..device.cuda_library import CudaLibrary, cuda_library
 from ..device.cuda_memory import free_after_use
 from ..device.cuda_streams import Stream, check_wait
+from ..device.graph_launches import GraphLaunch
 from ..device.peer_memory import peer_call
 from ..device.tensors import alias, copy_into, empty, from_array
 from .timed_graph import TimedGraph
@@ -205,8 +206,15 @@ class CudaGraph:
             time.sleep(_POLL_SECONDS)
         row = layout.ring + ticket % RING_ROWS * layout.slots
         words[row : row + layout.slots] = bindings
-        self._library.call("cuGraphLaunch", graph, stream.handle)
-        words[graph_layout.SUBMITTED] = ticket + 1
+
+        def count() -> None:
+            words[graph_layout.SUBMITTED] = ticket + 1
+
+        if peer_call.is_by_nccl or self._times_kernels:
+            peer_call.launches = [*peer_call.launches, GraphLaunch(self._library, graph, stream, count)]
+        else:
+            self._library.call("cuGraphLaunch", graph, stream.handle)
+            count()
 
     def launch_error(self, code: int) -> CudaError:
         """The error for a graph launch that returned `code`."""
@@ -278,7 +286,12 @@ class CudaGraph:
             self._run_plan(values)
 
     def _cache_graph(self, values: _ParameterValues, graph: int) -> None:
-        """Put a graph into the cache that compiled code searches, in place of the oldest entry."""
+        """Put a graph into the cache that compiled code searches, in place of the oldest entry.
+
+        Compiled code launches graphs itself, those of NCCL excepted (`vm.device.graph_launches`).
+        """
+        if peer_call.is_by_nccl:
+            return
         if not values:
             self._words[graph_layout.GRAPH] = graph
         elif values not in self._cached:

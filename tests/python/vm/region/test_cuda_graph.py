@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import logging
+import threading
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -22,7 +23,8 @@ from relax_hetero.tir.commands.command_list import Tensor
 from relax_hetero.tir.commands.graph_functions import submit_function
 from relax_hetero.vm.device.builtins import running_on
 from relax_hetero.vm.device.cuda_driver import CudaError
-from relax_hetero.vm.device.peer_memory import devices_of_call, peer_call, run_over_peers
+from relax_hetero.vm.device.cuda_streams import wait_checks
+from relax_hetero.vm.device.peer_memory import await_launches, devices_of_call, peer_call, run_over_peers
 from relax_hetero.vm.region import cuda_graph
 from relax_hetero.vm.region.cuda_graph import CudaGraph, timing_kernels
 from vm.fake_cuda import LOST, NOT_READY, FakeCuda, FakeLibrary
@@ -47,7 +49,8 @@ class Device(FakeCuda):
         self.constant = floats_at(words[LAYOUT.constants])
         if words[graph_layout.RING]:
             self.recordings += 1
-            assert cuda_graph.tvm_ffi.get_raw_stream(tvm.cpu(0)) in (*self.captures, CAPTURE)
+            current = {cuda_graph.tvm_ffi.get_raw_stream(tvm.cpu(index)) for index in range(2)}
+            assert current & {*self.captures, CAPTURE}
             self.ring, self.consumed = int(words[graph_layout.RING]), int(words[graph_layout.CONSUMED_ADDRESS])
         else:
             self.filled += 1
@@ -70,6 +73,8 @@ class Device(FakeCuda):
             self.proceed()
 
     def cuStreamQuery(self, stream):
+        if not self.waiting:
+            return 0
         self.proceed()
         return NOT_READY
 
@@ -97,21 +102,21 @@ def submit():
     return tvm.tirx.build(tvm.IRModule({"main_commands": function}), rh.native("llvm"))["main_commands"]
 
 
-def tensor(values=0.0):
-    return tvm.runtime.tensor(np.full(EXTENT, values, "float32"))
+def tensor(values=0.0, device=tvm.cpu(0)):  # noqa: B008
+    return tvm.runtime.tensor(np.full(EXTENT, values, "float32"), device)
 
 
-def graph_of(submit, device, commands=()):
+def graph_of(submit, device, commands=(), index=0):
     slots = tuple(SlotSpec(name, 0, 4 * EXTENT, 64, access) for name, access in (("x", "read"), ("y", "write")))
     region = RegionSpec("main_commands", "main", 0, slots, (), (0,), 0, commands)
     constant = tensor(10.0)
-    graph = CudaGraph(region, tvm.cpu(0), [constant.data_ptr()], submit, device.record, device.driver)
+    graph = CudaGraph(region, tvm.cpu(index), [constant.data_ptr()], submit, device.record, device.driver)
     graph.keeps = constant
     return graph
 
 
 def call(graph, value):
-    x, y = tensor(value), tensor(np.nan)
+    x, y = (tensor(each, graph.state.device) for each in (value, np.nan))
     graph.submit_function(x, graph.state, y)
     return x, y
 
@@ -141,14 +146,15 @@ def test_profiled_calls_of_a_mesh_launch_graphs_with_events(submit, monkeypatch)
 
     def function():
         devices_of_call()
-        outputs.append(call(graph, 1.0)[1])
+        outputs.append(call(graph, 1.0))
+        await_launches()
         assert device.launches == peer_call.is_repeated
 
     def run():
         device.launches = 0
         with running_on((tvm.cpu(0), tvm.cpu(1)), ("global",) * 2):
             run_over_peers(function, (), [])
-        np.testing.assert_array_equal(outputs[-1].numpy(), np.full(EXTENT, 11.0))
+        np.testing.assert_array_equal(outputs[-1][1].numpy(), np.full(EXTENT, 11.0))
 
     with timing_kernels([graph]):
         assert graph.times() == []
@@ -156,6 +162,72 @@ def test_profiled_calls_of_a_mesh_launch_graphs_with_events(submit, monkeypatch)
         assert graph.times() == [(command, 5.0)] and (device.recordings, device.filled) == (1, 0)
     run()  # as before the profile
     assert graph.times() == [] and (device.recordings, len(outputs)) == (2, 4)
+
+
+class Waiting(Device):
+    """A device whose launches return only when `returns` does, as if its kernels waited for those of another one."""
+
+    def __init__(self, returns):
+        super().__init__()
+        self.returns = returns
+
+    def cuGraphLaunch(self, graph, stream):
+        self.returns()
+        super().cuGraphLaunch(graph, stream)
+
+
+def run_by_nccl(graphs, values):
+    """Submit graphs as a call of a mesh whose GPUs sum by NCCL; returns the results."""
+    outputs = []
+
+    def function():
+        devices_of_call()
+        peer_call.is_by_nccl = True
+        outputs[:] = [call(graph, value) for graph, value in zip(graphs, values, strict=True)]
+        await_launches()
+        assert not peer_call.launches
+
+    with running_on((tvm.cpu(0), tvm.cpu(1)), ("global",) * 2):
+        run_over_peers(function, (), [])
+    return [y.numpy()[0] for _, y in outputs]
+
+
+def test_launches_of_gpus_that_wait_for_each_other(submit):
+    """No launch returns before the other GPU's graph is launched; one thread for both would wait forever."""
+    both = threading.Barrier(2, timeout=20)
+    devices = [Waiting(both.wait) for _ in range(2)]
+    graphs = [graph_of(submit, device, index=index) for index, device in enumerate(devices)]
+    for number in range(2 * RING_ROWS):
+        assert run_by_nccl(graphs, (number, -number)) == [number + 10, 10 - number]
+    assert [device.launches for device in devices] == [2 * RING_ROWS] * 2
+    assert [int(graph._words[graph_layout.SUBMITTED]) for graph in graphs] == [2 * RING_ROWS] * 2
+
+
+def test_a_launch_that_does_not_return_ends_by_the_check_of_its_gpu(submit, monkeypatch):
+    returns = threading.Event()
+    device = Waiting(returns.wait)
+    device.is_lazy = True  # it does not work on memory of the call, which has ended then
+    graph = graph_of(submit, device)
+
+    def check(seconds):
+        if seconds > 0.05:
+            raise rh.HeteroError("the exchange has not ended")
+
+    monkeypatch.setitem(wait_checks, 0, check)
+    with pytest.raises(rh.HeteroError, match="has not ended"):
+        run_by_nccl([graph], [1.0])
+    assert not peer_call.launches and graph._words[graph_layout.SUBMITTED] == 0
+    returns.set()
+
+
+def test_an_error_of_a_thread_of_a_gpu_is_one_of_the_call(submit):
+    device = Device()
+    graph = graph_of(submit, device)
+    device.failing["cuGraphLaunch"] = LOST
+    with pytest.raises(CudaError, match="cuGraphLaunch failed: CUDA_ERROR_LAUNCH_FAILED"):
+        run_by_nccl([graph], [1.0])
+    device.failing.clear()
+    assert run_by_nccl([graph], [3.0]) == [13.0]
 
 
 def test_submissions_in_flight_keep_their_bindings(submit):
