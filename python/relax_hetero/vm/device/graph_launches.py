@@ -32,7 +32,8 @@ class GraphLaunch:
 
     def __init__(self, library: CudaLibrary, graph: int, stream: Stream, then: Callable[[], None]) -> None:
         self._library, self._graph, self._stream, self._then = library, graph, stream, then
-        self._done, self._error = threading.Event(), None
+        self._done = threading.Event()
+        self._error: CudaError | None = None
         _launches_of(stream.gpu).put(self)
 
     def wait(self) -> None:
