@@ -60,7 +60,8 @@ class FakeCommunicator:
 def cuda(monkeypatch):
     monkeypatch.setattr(nccl_memory, "_unused", defaultdict(list))
     monkeypatch.setattr(nccl_memory, "_communicators", {})
-    return FakeCuda()
+    yield FakeCuda()
+    wait_checks.clear()
 
 
 @pytest.fixture
@@ -159,7 +160,7 @@ def machine(monkeypatch, library):
         yield devices
     gc.enable()
     peer_memory._launching.release()
-    peer_call.uses_peers = peer_call.has_lock = peer_call.collects_later = False
+    vars(peer_call).clear()
 
 
 def test_memory_is_made_once_for_each_machine_and_function(cuda, library, notes, machine, monkeypatch):
