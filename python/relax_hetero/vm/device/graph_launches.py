@@ -27,7 +27,7 @@ class GraphLaunch:
     Parameters
     ----------
     then : callable
-        What the waiting thread does after the launch.
+        Function that the waiting thread calls after the launch.
     """
 
     def __init__(self, library: CudaLibrary, graph: int, stream: Stream, then: Callable[[], None]) -> None:
