@@ -133,11 +133,15 @@ class FakeCuda:
 
     def cuGraphGetNodes(self, graph, nodes, count):
         if nodes is not None:
+            if not count._obj.value:
+                return INVALID
             nodes[:] = list(self.nodes.get(graph, ()))[::-1]  # in any order
         count._obj.value = len(self.nodes.get(graph, ()))
 
     def cuGraphGetEdges_v2(self, graph, sources, targets, data, count):
         edges = self.edges.get(graph, {})
+        if sources is not None and not count._obj.value:
+            return INVALID
         for number, (pair, kind) in enumerate(edges.items() if sources is not None else ()):
             sources[number], targets[number] = pair
             ctypes.memmove(ctypes.addressof(data[number]), kind, 8)

@@ -66,11 +66,13 @@ def nodes_and_edges(library: CudaLibrary, graph: int) -> tuple[dict[int, int], l
     count, kind = ctypes.c_size_t(), ctypes.c_int()
     library.call("cuGraphGetNodes", graph, None, ctypes.byref(count))
     nodes = (ctypes.c_void_p * count.value)()
-    library.call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
+    if nodes:  # the driver refuses arrays of no elements
+        library.call("cuGraphGetNodes", graph, nodes, ctypes.byref(count))
     library.call("cuGraphGetEdges_v2", graph, None, None, None, ctypes.byref(count))
     sources, targets = ((ctypes.c_void_p * count.value)() for _ in range(2))
     data = (EdgeData * count.value)()
-    library.call("cuGraphGetEdges_v2", graph, sources, targets, data, ctypes.byref(count))
+    if data:
+        library.call("cuGraphGetEdges_v2", graph, sources, targets, data, ctypes.byref(count))
     edges = [(int(a or 0), int(b or 0), each) for a, b, each in zip(sources, targets, data, strict=True)]
     before: dict[int, set[int]] = {int(node or 0): set() for node in nodes}
     for source, target, _ in edges:
