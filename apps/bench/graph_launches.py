@@ -6,7 +6,7 @@ A stream waits for the host, and each graph is launched there 16 times, as often
 before its first submission ends. Graphs have kernels only, kernels with an event after each, as profiles of meshes, or
 kernels with one of NCCL after each (a GPU that sends to itself), as it is captured and without NCCL's events. A launch
 that does not return within 0.3 s waits for the GPU. Then the graph is launched alone: medians of the host's time of a
-launch, and of its time until the graph has ended.
+launch, of one by the thread of the GPU, and of the time until the graph has ended.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from relax_hetero.artifact.graph_layout import RING_ROWS
 from relax_hetero.vm.device.cuda_graphs import captured, executable_graph, remove_events
 from relax_hetero.vm.device.cuda_library import CudaLibrary, cuda_library
 from relax_hetero.vm.device.cuda_streams import Stream
+from relax_hetero.vm.device.graph_launches import GraphLaunch
 from relax_hetero.vm.device.nccl import load_nccl
 from relax_hetero.vm.device.nccl_memory import add_child_graph
 from relax_hetero.vm.region.timed_graph import TimedGraph
@@ -126,6 +127,19 @@ def graphs(library: CudaLibrary, count: int) -> Iterator[tuple[str, int, object]
         yield name, executable_graph(library, 0, lambda stream, child=child: kernels(stream, child)), communicator
 
 
+def microseconds(launch: Callable[[], None], stream: Stream, rounds: int) -> tuple[float, float]:
+    """Median times until a launch returns, and until the graph has ended."""
+    times = []
+    for _ in range(rounds + 2):
+        begin = time.perf_counter()
+        launch()
+        returned = time.perf_counter() - begin
+        stream.synchronize()
+        times.append((returned * 1e6, (time.perf_counter() - begin) * 1e6))
+    host, total = zip(*times[2:], strict=True)
+    return statistics.median(host), statistics.median(total)
+
+
 @click.command(help=__doc__)
 @click.option("--counts", default="64,256,1024", show_default=True, help="Kernels of the graphs, a list.")
 @click.option("--rounds", default=15, show_default=True)
@@ -145,14 +159,12 @@ def main(counts: str, rounds: int) -> None:
             def launch(graph: int = graph) -> None:
                 library.call("cuGraphLaunch", graph, stream.handle)
 
-            returned, host, total = hold.launches(launch, stream), [], []
-            for _ in range(rounds):
-                begin = time.perf_counter()
-                launch()
-                host.append((time.perf_counter() - begin) * 1e6)
-                stream.synchronize()
-                total.append((time.perf_counter() - begin) * 1e6)
-            times = f"{statistics.median(host):.0f} us a launch, {statistics.median(total):.0f} us until it has ended"
+            def by_thread(graph: int = graph) -> None:
+                GraphLaunch(library, graph, stream, lambda: None).wait()
+
+            returned = hold.launches(launch, stream)
+            (host, total), (thread, _) = (microseconds(each, stream, rounds) for each in (launch, by_thread))
+            times = f"{host:.0f} us a launch, {thread:.0f} us by a thread, {total:.0f} us until it has ended"
             print(f"{count} kernels, {name}: {returned} of {RING_ROWS} launches return; {times}", flush=True)
     os._exit(0)  # graphs that hold NCCL's work make an orderly end wait
 
