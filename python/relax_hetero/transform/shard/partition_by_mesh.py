@@ -694,12 +694,13 @@ class _FunctionPartition:
                     f"{SHARD} at {var.name!r} in function {self._name!r}, placement {_text(shardings)!r}: {reason}"
                 )
             self._annotated_splits.add(var)
-        get = self._get
         if source in self._weights and not self._weights.can_cut(source, shardings, mesh.shape):
             whole = whole_on(mesh)
             self._values[source] = MeshValue(mesh, [whole], self._weights.parts(source, mesh, whole))
-            get = self._exchanges.get
-        self._values[var] = MeshValue(mesh, [shardings], get(source, mesh, shardings))
+            locals_ = self._exchanges.get(source, mesh, shardings)
+        else:
+            locals_ = self._get(source, mesh, shardings)
+        self._values[var] = MeshValue(mesh, [shardings], locals_)
 
     def _misplaced(self, source: relax.Expr, shardings: Shardings, mesh: Mesh) -> str:
         """Reason why a value cannot have shardings on a mesh, and what was expected; empty if it can."""
