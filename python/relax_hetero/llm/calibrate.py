@@ -184,15 +184,15 @@ def _rewind(model: CompiledModel, slots: Sequence[int], texts: np.ndarray, cache
 
 
 def decode_steps(
-    model: CompiledModel, slots: Sequence[int], tokens: Sequence[int], cached: int
+    model: CompiledModel, slots: Sequence[int], tokens: Sequence[int], cached: int, steps: int = STEPS
 ) -> Callable[[], object]:
-    """A call of `STEPS` greedy decode steps after `cached` tokens, each begun before the last one's tokens are read."""
+    """A call of greedy decode steps after `cached` tokens, each begun before the last one's tokens are read."""
 
     def work() -> object:
         for slot in slots:
             model.cache.truncate(slot, cached)
         step = model.begin_decode(slots, tokens)
-        for _ in range(STEPS - 1):
+        for _ in range(steps - 1):
             ahead = model.begin_decode(slots, step)
             step.tokens()
             step = ahead

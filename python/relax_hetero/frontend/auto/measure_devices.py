@@ -203,9 +203,10 @@ class SharedBandwidth:
         vdevices = _sharing_devices(vdevice)
         return None if vdevices is None else cls(vdevices)
 
-    def measure(self) -> float:
-        """Measure, which takes some tens of milliseconds."""
-        seconds = _processor_time(partial(_submitted, self._machine, "memory", self._tensors)) / len(self._tensors)
+    def measure(self, calls: int = _SHARING_CALLS) -> float:
+        """Measure, which takes some milliseconds a call."""
+        read = partial(_submitted, self._machine, "memory", self._tensors)
+        seconds = _processor_time(read, calls) / len(self._tensors)
         return 4 * self._length / max(seconds, 1e-9)
 
 
@@ -510,11 +511,11 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     return SharingFigures(len(vdevices), memory, products, handover, crossing)
 
 
-def _processor_time(call: Callable[[], Any]) -> float:
+def _processor_time(call: Callable[[], Any], calls: int = _SHARING_CALLS) -> float:
     """Median time that this process computes for a call: that of its threads, which other programs do not add to."""
     call()
     times = []
-    for _ in range(_SHARING_CALLS):
+    for _ in range(calls):
         begin = time.process_time()
         call()
         times.append(time.process_time() - begin)
