@@ -16,7 +16,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from functools import cache, partial
+from functools import cache, partial, reduce
 from typing import Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
@@ -51,10 +51,11 @@ Measure = Literal["missing", "all", "nothing"]
 TYPES = ("float32", "float16", "bfloat16")
 """Element types of measured products."""
 
-_FORMAT_VERSION = 5  # of cached figures; change it with their meaning or the kernels
+_FORMAT_VERSION = 6  # of cached figures; change it with their meaning or the kernels
 _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
+_SUMS_PER_CALL = 8  # sums of a call of several devices
 _SMALL_EXTENT = 64
 _CPU_EXTENT, _MAX_EXTENT = 1024, 4096  # maximum of the measured products, of CPUs and of other devices
 _PROBE_EXTENT = 128  # of products whose time decides the size of the measured ones
@@ -98,10 +99,12 @@ class SharingFigures:
     """Measurements of equal CPU devices of this machine that work at the same time."""
 
     devices: int  # number of devices, which together have the cores that this process may use
-    memory: float  # bytes per second that each of them reads while all do, per second of its threads
+    # Bytes per second that one of them reads alone, and that each reads while all do, per second of its threads.
+    lone_memory: float
+    memory: float
     products: float  # time of a matrix product on each of them over that on one alone; times are those of their threads
-    # Seconds from a step to the next one on another device, in a call that goes through queues, and in one that runs
-    # all steps in its thread.
+    # Seconds that a sum of all devices adds to a call through queues, between products that take their caches; and from
+    # a step to the next one on another device, in a call that runs all steps in its thread.
     handover: float
     crossing: float
 
@@ -491,13 +494,45 @@ def _add_parallel(
         builder.emit_func_output(result)
 
 
+def _add_sums(builder: relax.BlockBuilder, name: str, is_summed: bool, vdevices: Sequence[relax.VDevice]) -> None:
+    """Add a function with products of a row on each device, one after the other, whose results all add, or none."""
+    shapes = (1, _CPU_EXTENT), (_CPU_EXTENT, _CPU_EXTENT)
+    params = [relax.Var(f"x{i}", relax.TensorType(shapes[0], "float32", each)) for i, each in enumerate(vdevices)]
+    with builder.function(name, params):
+        with builder.dataflow():
+            values: list[relax.Expr] = list(params)
+            for number in range(_SUMS_PER_CALL):
+                for index, vdevice in enumerate(vdevices):
+                    # Different numbers, as equal ones would be one tensor: all together exceed the caches.
+                    array = _random_array(shapes[1], "float32") + np.float32(number + index * _SUMS_PER_CALL)
+                    weight = relax.const(tvm.runtime.tensor(array), relax.TensorType(shapes[1], "float32", vdevice))
+                    values[index] = builder.emit(relax.op.matmul(values[index], weight))
+                if is_summed:
+                    values = [_sum_on(builder, values, vdevices, own) for own in range(len(vdevices))]
+            result = builder.emit_output(relax.Tuple(values))
+        builder.emit_func_output(result)
+
+
+def _sum_on(
+    builder: relax.BlockBuilder, values: Sequence[relax.Expr], vdevices: Sequence[relax.VDevice], own: int
+) -> relax.Expr:
+    """Add the sum of values, one of each device, on one of them."""
+    moved = [
+        value if index == own else builder.emit(relax.op.to_vdevice(value, vdevices[own]))
+        for index, value in enumerate(values)
+    ]
+    return reduce(lambda a, b: builder.emit(relax.op.add(a, b)), moved)
+
+
 def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     """Measure devices at the same time: calls enter their queues, as those of functions over several devices."""
-    memory = SharedBandwidth(vdevices).measure()
+    lone, memory = (SharedBandwidth(each).measure() for each in (vdevices[:1], vdevices))
     square, builder = (_CPU_EXTENT, _CPU_EXTENT), relax.BlockBuilder()
     _add_parallel(builder, "product", lambda x: relax.op.matmul(x, x), square, vdevices[:1])
     _add_parallel(builder, "products", lambda x: relax.op.matmul(x, x), square, vdevices)
     _add_crossings(builder, vdevices[:2])
+    for name, is_summed in (("sums", True), ("apart", False)):
+        _add_sums(builder, name, is_summed, vdevices)
     vm = _machine(builder, vdevices)
 
     def seconds(name: str, number: int) -> float:
@@ -506,9 +541,11 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
 
     products = max(1.0, seconds("products", len(vdevices)) / seconds("product", 1))
     row = _random_array((16,), "float32")
-    handover = _time_call(partial(_submitted, vm, "cross", [row]), []) / (_CROSSINGS_PER_CALL + 1)
     crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
-    return SharingFigures(len(vdevices), memory, products, handover, crossing)
+    rows = [tvm.runtime.tensor(_random_array((1, _CPU_EXTENT), "float32"), device) for device in vm.devices]
+    sums, apart = (_time_call(partial(_submitted, vm, name, rows), []) for name in ("sums", "apart"))
+    handover = max((sums - apart) / _SUMS_PER_CALL, crossing)
+    return SharingFigures(len(vdevices), lone, memory, products, handover, crossing)
 
 
 def _processor_time(call: Callable[[], Any], calls: int = _SHARING_CALLS) -> float:

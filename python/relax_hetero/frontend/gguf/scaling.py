@@ -60,14 +60,13 @@ class Fleet:
     link, network : LinkCost
         Between devices of a host, and between hosts.
     handover : float or None
-        Seconds until a CPU device's thread begins a step that waits for another device; None for GPUs, which sum by
-        kernels.
+        Seconds that a sum of CPU devices takes, whose threads wait for each other; None for GPUs, which sum by kernels.
     overlaps : bool
         Whether a call returns before it ends, as on GPUs, so that calls of a step follow each other through stages.
     workers : int
         Maximum devices of a host that work at the same time, as CPU devices share its cores; 0: all.
-    shared_bandwidth : float
-        Bytes per second that each of so many devices reads while all work.
+    lone_bandwidth, shared_bandwidth : float
+        Bytes per second that one device reads alone, and that each of so many devices reads while all work.
     slowdown : float
         Time that so many devices take at the same time for products over that of one alone.
     """
@@ -79,6 +78,7 @@ class Fleet:
     handover: float | None = None
     overlaps: bool = True
     workers: int = 0
+    lone_bandwidth: float = math.inf
     shared_bandwidth: float = math.inf
     slowdown: float = 1.0
 
@@ -113,7 +113,7 @@ class Fleet:
         if sharing is None:
             return cls(hosts, count, link, network, link.latency, overlaps=False)
         link = replace(link, latency=sharing.crossing)
-        shared = sharing.memory, sharing.products
+        shared = sharing.lone_memory, sharing.memory, sharing.products
         return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
 
     def at_work(self, costs: CostModel, count: int, group: int, ratio: float = 1.0) -> CostModel:
@@ -126,15 +126,22 @@ class Fleet:
         count //= turns
         workers = min(count, self.workers or count)
         share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
-        # A device alone may not read as fast as memory allows several: only what is above its share takes longer.
-        slowdown = max(1.0, costs.devices[0].bandwidth / ratio / self.shared_bandwidth), self.slowdown
+        # What a byte takes longer is added: kernels that read slower than memory allows wait for it as long.
+        longer = max(0.0, 1 / self.shared_bandwidth - 1 / self.lone_bandwidth)
+        slowdown = 1 + costs.devices[0].bandwidth / ratio * longer, self.slowdown
         memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in slowdown)
         if memory == products == 1:
             return costs
         first = costs.devices[0]
-        rates = {kind: rate / products for kind, rate in first.products.items()}
-        slower = replace(first, flops=first.flops / products, bandwidth=first.bandwidth / memory, products=rates)
-        return replace(costs, devices=[slower, *costs.devices[1:]])
+        slower = replace(costs, devices=[replace(first, bandwidth=first.bandwidth / memory), *costs.devices[1:]])
+        return with_slower_products(slower, products)
+
+
+def with_slower_products(costs: CostModel, ratio: float) -> CostModel:
+    """Costs with `ratio` times the time of products on the first device."""
+    first, *others = costs.devices
+    rates = {kind: rate / ratio for kind, rate in first.products.items()}
+    return replace(costs, devices=[replace(first, flops=first.flops / ratio, products=rates), *others])
 
 
 @dataclass(frozen=True)
@@ -178,12 +185,15 @@ class Calibration:
         Ratio of prefills.
     host : HostTime or None
         Time of the host, which a step takes at least; None if devices compute during its calls.
+    products : float
+        Ratio of products, as far as prefills show it; the other ratios are those of times that follow from it.
     """
 
     decode: Mapping[int, float]
     cached: float
     prefill: float
     host: HostTime | None = None
+    products: float = 1.0
 
     def decode_ratio(self, texts: int) -> float:
         """Ratio of a call, between those of the nearest measured numbers of texts."""
@@ -385,6 +395,8 @@ class Pipeline:
         self._row_bytes = model.hidden_size * 4
         own = tensor * (stages if fleet.overlaps else 1)
         neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
+        if calibration is not None:
+            costs = with_slower_products(costs, calibration.products)
         # By the ratio of measured to expected times.
         self._costs = lru_cache(partial(fleet.at_work, costs, min(own * neighbors, fleet.devices), tensor))
         self.stages = self._balanced(parts, stages)
