@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 import tvm
 
+from ...display.text import bytes_text, plural
 from ...errors import PlacementError
 from ...target.hosts import NETWORK_BYTES_PER_SECOND, NETWORK_LATENCY_SECONDS
 from ...target.vdevice import is_cpu
-from ...tir.cuda.all_reduce import all_reduce_seconds
+from ...tir.cuda.all_reduce import all_reduce_seconds, is_short_sum
 from ..auto.cost_model import CostModel, LinkCost
 from ..auto.measure_devices import SharingFigures
 from ..auto.simulate import Task, simulate
@@ -45,7 +46,8 @@ _SUMMED_PARTS = ("attn", "ffn", "experts")
 GPU_TRANSFER_SECONDS = 25e-6
 """Time from a kernel's end on a GPU to the next kernel's begin on another one, with a small copy between them.
 
-Measured on two H200s (23 us). Measured links have the host's time for the launches, too, if that is longer.
+Measured on two H200s (23 us); ``python apps/bench/transfers.py --vdevice cuda:0 --vdevice cuda:1`` prints it, "in order".
+Measured links have the host's time for the launches, too, if that is longer.
 """
 
 
@@ -274,6 +276,7 @@ def arrangements(
     texts: int,
     limit: int | None = None,
     calibration: Calibration | None = None,
+    expert_counts: Mapping[int, Sequence[float]] | None = None,
 ) -> list[Arrangement]:
     """All arrangements of a model on a fleet that fit, the one with the most tokens per second first.
 
@@ -294,6 +297,8 @@ def arrangements(
         Maximum bytes of a device.
     calibration : Calibration, optional
         Measurements of the device with the model.
+    expert_counts : mapping from int to sequence of float, optional
+        Layer -> counts of its experts (`place_experts.read_expert_counts`); by default all are equally frequent.
 
     Raises
     ------
@@ -304,7 +309,7 @@ def arrangements(
     for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
         batch = math.ceil(own / stages) if fleet.overlaps else own
-        problem = LayerProblem(file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {})
+        problem = LayerProblem(file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {}, expert_counts)
         pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages, replicas, calibration)
         device_bytes = max(pipeline.stage_bytes) + problem.working[0]
         least = min(least, device_bytes)
@@ -329,9 +334,10 @@ def arrangements(
         )
     if not fitting:
         raise PlacementError(
-            f"{file.path}: found a limit of {limit:,} bytes for a device, expected at least {int(least):,}, which "
-            f"{fleet.hosts * fleet.devices} devices need; raise the limit, or take more devices, fewer texts or a "
-            "smaller context"
+            f"{file.path}: found a limit of {limit:,} bytes for a device, expected at least {int(least):,} "
+            f"({bytes_text(least)}) on each of {plural(fleet.hosts * fleet.devices, 'device')}, for weights and "
+            f"{plural(texts, 'text')} of {plural(cache.context, 'token')}; raise the limit, or take more devices, "
+            "fewer texts or a smaller context"
         )
     return sorted(fitting, key=lambda each: (-each.tokens_per_second, each.token_seconds))
 
@@ -497,11 +503,11 @@ class Pipeline:
         return seconds + any(part.name == "output" for part in parts) * self.sum_seconds(self._gathered(texts)[1])
 
     def sum_seconds(self, nbytes: float) -> float:
-        """Seconds of an all-reduce of `nbytes` in a group: each device writes its part to every other one."""
+        """Seconds of an all-reduce of `nbytes` in a group; a CPU device reads those of every other one."""
         seconds = nbytes / self._fleet.link.bandwidth
         if self._fleet.handover is not None:
             return self._fleet.handover + (self.tensor - 1) * seconds
-        return all_reduce_seconds(self.tensor, seconds)
+        return all_reduce_seconds(self.tensor, seconds, is_short_sum(nbytes))
 
     def _gathered(self, texts: int) -> tuple[str, int]:
         """Values that devices exchange to find greedy tokens, and their bytes: the largest logit of each device."""
@@ -520,7 +526,8 @@ class Pipeline:
         """Expected work of the device with the most chosen experts over the mean."""
         if part.name != "experts" or self.tensor == 1:
             return 1.0
-        return _imbalance(self._model.experts, self._model.experts_used, self.tensor, min(rows, 64))
+        pairs = part.pairs or (1.0,) * self._model.experts
+        return _imbalance(pairs, self._model.experts_used, self.tensor, min(rows, 64))
 
     def _link(self, stage: int) -> LinkCost:
         """Link from a stage to the next one."""
@@ -556,12 +563,17 @@ def _call_sizes(texts: int, batch: int | None) -> list[int]:
     return [min(batch, texts - begin) for begin in range(0, texts, batch)]
 
 
-@lru_cache(maxsize=256)
-def _imbalance(experts: int, used: int, devices: int, rows: int) -> float:
-    """Most experts that a device reads over the mean of devices, if each row chooses `used` of `experts` at random."""
-    generator, most, all_touched = np.random.default_rng(0), 0.0, 0.0
+@lru_cache(maxsize=4096)
+def _imbalance(pairs: tuple[float, ...], used: int, devices: int, rows: int) -> float:
+    """Most experts that a device reads over the mean of devices, if each row chooses `used`, as frequently as `pairs`.
+
+    The arguments of the `used` first arrivals of Poisson processes are such a choice.
+    """
+    generator, experts, most, all_touched = np.random.default_rng(0), len(pairs), 0.0, 0.0
+    rates = np.maximum(pairs, 1e-9)
     for _ in range(64):
-        chosen = generator.random((rows, experts)).argpartition(used - 1, axis=1)[:, :used]
+        arrivals = generator.standard_exponential((rows, experts)) / rates
+        chosen = arrivals.argpartition(used - 1, axis=1)[:, :used]
         touched = np.bincount(np.unique(chosen) * devices // experts, minlength=devices)
         most, all_touched = most + touched.max(), all_touched + touched.sum() / devices
     return float(most / all_touched)
