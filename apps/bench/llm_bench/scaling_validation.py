@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from bars import Check, simulated_time  # noqa: E402
 from smoke import smoke  # noqa: E402
-from turns import wait_until_idle  # noqa: E402
+from turns import real_time, wait_until_idle  # noqa: E402
 
 from llm_bench import random_gguf  # noqa: E402
 from llm_bench.loaded_model import LoadedModel  # noqa: E402
@@ -93,6 +93,12 @@ def cases(devices: int, is_gpu: bool) -> Iterator[Case]:
 @click.option("--context", default=256, show_default=True, help="Tokens of a sequence in a decode step.")
 @click.option("--rounds", default=7, show_default=True)
 @click.option("--only", multiple=True, help="Arrangements whose names have this text, such as 'group'. Repeatable.")
+@click.option(
+    "--real-time",
+    "is_real_time",
+    is_flag=True,
+    help="Time before all other programs of this machine; needs privileges (root, or CAP_SYS_NICE).",
+)
 @smoke(shape="tiny", layers=4, batches="2", chunk=32, context=32, rounds=1)
 def main(
     vdevice: str,
@@ -105,6 +111,7 @@ def main(
     context: int,
     rounds: int,
     only: tuple[str, ...],
+    is_real_time: bool,
 ) -> None:
     """Simulate and measure each arrangement."""
     random_gguf.RANDOM_ROWS = 1021
@@ -115,9 +122,11 @@ def main(
         path = write_gguf(Path(folder, "model.gguf"), replace(SHAPES[shape], layers=layers), kind, 0)
         file = read_language_model(path)
         sizes = hyperparameters_of(file)
-        vdevices, costs, fleet = fleet_of(device, 1, 2 * devices, LinkCost(1e9, 1e-3), measure=True)
+        with real_time(is_real_time):
+            vdevices, costs, fleet = fleet_of(device, 1, 2 * devices, LinkCost(1e9, 1e-3), measure=True)
         cache = PagedCache(counts, (chunk,), max(counts), max(context, chunk) + 64)
-        calibration = calibrate(file, cache, vdevices, costs, max(counts))
+        with real_time(is_real_time):
+            calibration = calibrate(file, cache, vdevices, costs, max(counts))
         problem = LayerProblem(file, sizes, cache, vdevices[:1], costs, {})
         print(f"{fleet}\n{calibration}", flush=True)
         shared = SharedBandwidth.of(vdevices[0])
@@ -154,7 +163,8 @@ def main(
         for call in calls.values():
             call()
         gc.disable()
-        timed = _timed(calls, rounds, shared)
+        with real_time(is_real_time):
+            timed = _timed(calls, rounds, shared)
         if shared is not None:
             rates = sorted(each.after for samples in timed.values() for each in samples)
             print(
