@@ -46,8 +46,8 @@ _SUMMED_PARTS = ("attn", "ffn", "experts")
 GPU_TRANSFER_SECONDS = 25e-6
 """Time from a kernel's end on a GPU to the next kernel's begin on another one, with a small copy between them.
 
-Measured on two H200s (23 us); ``python apps/bench/transfers.py --vdevice cuda:0 --vdevice cuda:1`` prints it, "in order".
-Measured links have the host's time for the launches, too, if that is longer.
+Measured on two H200s (23 us); ``python apps/bench/transfers.py --vdevice cuda:0 --vdevice cuda:1`` prints it as
+"in order". Measured links have the host's time for the launches, too, if that is longer.
 """
 
 
@@ -309,7 +309,9 @@ def arrangements(
     for tensor, stages, replicas in group_shapes(model, fleet):
         own = math.ceil(texts / replicas)
         batch = math.ceil(own / stages) if fleet.overlaps else own
-        problem = LayerProblem(file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {}, expert_counts)
+        problem = LayerProblem(
+            file, model, replace(cache, batches=(batch,), slots=own), [vdevice], costs, {}, expert_counts
+        )
         pipeline = Pipeline(problem.search.parts, model, costs, fleet, tensor, stages, replicas, calibration)
         device_bytes = max(pipeline.stage_bytes) + problem.working[0]
         least = min(least, device_bytes)
