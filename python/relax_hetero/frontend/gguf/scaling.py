@@ -337,7 +337,7 @@ def arrangements(
     if not fitting:
         raise PlacementError(
             f"{file.path}: found a limit of {limit:,} bytes for a device, expected at least {int(least):,} "
-            f"({bytes_text(least)}) on each of {plural(fleet.hosts * fleet.devices, 'device')}, for weights and "
+            f"({bytes_text(int(least))}) on each of {plural(fleet.hosts * fleet.devices, 'device')}, for weights and "
             f"{plural(texts, 'text')} of {plural(cache.context, 'token')}; raise the limit, or take more devices, "
             "fewer texts or a smaller context"
         )
