@@ -36,8 +36,8 @@ _MIN_LAYERS = 2
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _MIN_CACHED = 16
 """Tokens of a text in the measured decode steps, besides those of a chunk."""
-_MIN_DIFFERENCE = 0.05
-"""Minimum time that a longer cache adds to a step, as a fraction of it; less is noise."""
+_MIN_DIFFERENCE, _MIN_MEASURED_DIFFERENCE = 0.05, 0.2
+"""Minimum expected or measured time that a longer cache adds to a step, as a fraction of it; less is noise."""
 _NO_TIME = 1e-3
 """Ratio of products whose time is negligible."""
 _MIN_SECONDS, _MAX_SECONDS, _MIN_CALLS = 0.5, 5.0, 3
@@ -117,7 +117,8 @@ def calibrate(
     expected, expected_longest = (one.decode(batches[-1], cached + STEPS // 2)[0] for cached in (short, long))
     added, expected_added = longest - steps[batches[-1]], expected_longest - expected
     ratio = steps[batches[-1]] / expected
-    if expected_added > 0 and max(added / longest, expected_added / expected) > _MIN_DIFFERENCE:
+    is_seen = expected_added / expected > _MIN_DIFFERENCE or added / longest > _MIN_MEASURED_DIFFERENCE
+    if expected_added > 0 and is_seen:
         ratio = max(added, 0.0) / expected_added
     decode = {rows: seconds / one.decode(rows, short + STEPS // 2)[0] for rows, seconds in steps.items()}
     return Calibration(decode, ratio, prefill / one.prefill(chunk, chunk), host, products)

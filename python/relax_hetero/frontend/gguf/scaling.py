@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import accumulate, groupby, pairwise
 from typing import Any
 
@@ -118,11 +118,12 @@ class Fleet:
         shared = sharing.lone_memory, sharing.memory, sharing.products
         return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
 
-    def at_work(self, costs: CostModel, count: int, group: int, ratio: float = 1.0) -> CostModel:
-        """Costs of a device while `count` devices of its host work, of which each `group` are called together.
+    def slowdowns(self, bandwidth: float, count: int, group: int) -> tuple[float, float, float]:
+        """Factors of the time of a device while `count` devices of its host work, each `group` of which are called together.
 
-        More devices of a group than workers take turns in one thread; devices of different groups share the workers.
-        `ratio` is the measured time of reading over the time that these costs expect.
+        They are those of all work, as devices take turns, and besides of reading and of products, as devices share
+        memory. More devices of a group than workers take turns in one thread; devices of different groups share the
+        workers. `bandwidth` is the rate at which a device alone reads.
         """
         turns = group if self.workers and group > self.workers else 1
         count //= turns
@@ -130,17 +131,13 @@ class Fleet:
         share = (workers - 1) / (self.workers - 1) if self.workers > 1 else 0.0
         # What a byte takes longer is added: kernels that read slower than memory allows wait for it as long.
         longer = max(0.0, 1 / self.shared_bandwidth - 1 / self.lone_bandwidth)
-        slowdown = 1 + costs.devices[0].bandwidth / ratio * longer, self.slowdown
-        memory, products = ((1 + (each - 1) * share) * turns * count / workers for each in slowdown)
-        if memory == products == 1:
-            return costs
-        first = costs.devices[0]
-        slower = replace(costs, devices=[replace(first, bandwidth=first.bandwidth / memory), *costs.devices[1:]])
-        return with_slower_products(slower, products)
+        return turns * count / workers, 1 + share * bandwidth * longer, 1 + share * (self.slowdown - 1)
 
 
 def with_slower_products(costs: CostModel, ratio: float) -> CostModel:
     """Costs with `ratio` times the time of products on the first device."""
+    if ratio == 1:
+        return costs
     first, *others = costs.devices
     rates = {kind: rate / ratio for kind, rate in first.products.items()}
     return replace(costs, devices=[replace(first, flops=first.flops / ratio, products=rates), *others])
@@ -201,6 +198,10 @@ class Calibration:
         """Ratio of a call, between those of the nearest measured numbers of texts."""
         counts = sorted(self.decode)
         return float(np.interp(np.log2(texts), np.log2(counts), [self.decode[count] for count in counts]))
+
+    def reading_ratio(self, texts: int) -> float:
+        """Least ratio of at most so many texts: others take longer for products, not for reading."""
+        return min(self.decode_ratio(count) for count in {texts, *self.decode} if count <= texts)
 
 
 @dataclass(frozen=True)
@@ -405,8 +406,7 @@ class Pipeline:
         neighbors = max(1, min(replicas, fleet.devices // (tensor * stages)))
         if calibration is not None:
             costs = with_slower_products(costs, calibration.products)
-        # By the ratio of measured to expected times.
-        self._costs = lru_cache(partial(fleet.at_work, costs, min(own * neighbors, fleet.devices), tensor))
+        self._costs, self._at_work = costs, min(own * neighbors, fleet.devices)
         self.stages = self._balanced(parts, stages)
 
     @property
@@ -490,13 +490,11 @@ class Pipeline:
 
     def seconds(self, parts: Sequence[Part], texts: int, rows: int, cached: int) -> float:
         """Seconds of some parts on a group, with their sums, as `stage_seconds`."""
-        calibration, ratio = self._calibration, 1.0
-        if calibration is not None:
-            ratio = calibration.prefill if rows > 1 else calibration.decode_ratio(texts)
-        seconds = ratio * sum(self._part_seconds(part, texts, rows, cached, ratio) for part in parts)
+        calibration = self._calibration
+        seconds = sum(self._part_seconds(part, texts, rows, cached) for part in parts)
         if calibration is not None and rows == 1:
-            short = ratio * sum(self._part_seconds(part, texts, 1, 0, ratio) for part in parts)
-            seconds = short + (seconds - short) / ratio * calibration.cached
+            short = sum(self._part_seconds(part, texts, 1, 0) for part in parts)
+            seconds = short + (seconds - short) / calibration.decode_ratio(texts) * calibration.cached
         if self.tensor == 1:
             return seconds
         step = Step(rows, cached, texts)
@@ -517,12 +515,19 @@ class Pipeline:
             return "logits", 4 * texts * self._model.vocabulary // self.tensor
         return "greedy tokens", 8 * texts
 
-    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int, ratio: float = 1.0) -> float:
-        """Expected time of a part on a device of a group; `ratio` is that of `Fleet.at_work`."""
-        costs, step = self._costs(ratio), Step(rows, cached, texts)
-        work = part.work_seconds(0, costs, step)
-        launches = KERNELS[part.name] * costs.devices[0].launch
-        return work * self._imbalance(part, texts * part.rows_read(step)) / self.tensor + launches
+    def _part_seconds(self, part: Part, texts: int, rows: int, cached: int) -> float:
+        """Time of a part on a device of a group, corrected by measurements."""
+        ratio = reading = 1.0
+        if (calibration := self._calibration) is not None:
+            ratio = calibration.prefill if rows > 1 else calibration.decode_ratio(texts)
+            reading = calibration.reading_ratio(texts * rows)
+        device, step = self._costs.devices[0], Step(rows, cached, texts)
+        turns, memory, products = self._fleet.slowdowns(device.bandwidth / reading, self._at_work, self.tensor)
+        work = ratio * part.work_seconds(0, with_slower_products(self._costs, products), step)
+        if memory > 1:  # products hide it as far as they take longer
+            work = max(work, reading * memory * part.read_bytes(0, step) / device.bandwidth)
+        launches = ratio * KERNELS[part.name] * device.launch
+        return turns * work * self._imbalance(part, texts * part.rows_read(step)) / self.tensor + launches
 
     def _imbalance(self, part: Part, rows: int) -> float:
         """Expected work of the device with the most chosen experts over the mean."""

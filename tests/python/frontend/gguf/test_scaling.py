@@ -297,9 +297,9 @@ def test_memory_that_devices_share_adds_to_the_time_of_a_byte(shared, ratio, slo
     vdevices, alone = parse_vdevices(["llvm"] * 2), COSTS.devices[0]
     sharing = SharingFigures(2, 2 * alone.bandwidth, shared * alone.bandwidth, 1.25, 1e-5, 1e-6)
     fleet = Fleet.of_vdevices(vdevices, CostModel(COSTS.devices, {(0, 1): FAST}), sharing=sharing)
-    slower = fleet.at_work(COSTS, 2, 2, ratio).devices[0]
-    assert slower.bandwidth == pytest.approx(alone.bandwidth / slowdown)
-    assert slower.flops == pytest.approx(alone.flops / 1.25)
+    assert fleet.slowdowns(alone.bandwidth / ratio, 2, 2) == pytest.approx((1.0, slowdown, 1.25))
+    assert fleet.slowdowns(alone.bandwidth / ratio, 1, 1) == (1.0, 1.0, 1.0)
+    assert fleet.slowdowns(alone.bandwidth / ratio, 4, 1) == pytest.approx((2.0, slowdown, 1.25))
 
 
 def test_devices_of_a_host_share_its_cores_and_memory(large):
@@ -332,6 +332,23 @@ def test_measurements_of_layers_correct_estimates(large):
         assert corrected.decode(texts, 0)[0] == pytest.approx(ratio * short)
         assert corrected.decode(texts, 2000)[0] == pytest.approx(ratio * short + 5 * (long - short))
     assert corrected.prefill(512, 256) == pytest.approx(3 * alone.prefill(512, 256))
+
+
+def test_products_hide_reading_that_takes_longer(large):
+    """A step of many texts that takes longer than reading, when memory is shared, is not slower."""
+    _, file, model, vdevices = large
+    bandwidth = COSTS.devices[0].bandwidth
+    fleet = Fleet(1, 2, FAST, SLOW, 0.0, False, 2, bandwidth, bandwidth / 2)
+    costs = replace(COSTS, devices=[replace(COSTS.devices[0], launch=0.0)])
+    parts = LayerProblem(file, model, CACHE, vdevices, costs, {}).search.parts
+    measured = Calibration({1: 1.0, 2: 0.5, 4: 2.0}, 1.0, 1.0)
+    assert [measured.reading_ratio(texts) for texts in (1, 2, 3, 4, 64)] == [1.0, 0.5, 0.5, 0.5, 0.5]
+
+    def seconds(texts, replicas):
+        return Pipeline(parts, model, costs, fleet, 1, 1, replicas, measured).decode(texts, 0)[0]
+
+    for texts, slowdown in (1, 2.0), (2, 3.0), (4, 1.0):
+        assert seconds(texts, 2) == pytest.approx(slowdown * seconds(texts, 1), rel=0.02)
 
 
 def test_rates_of_products_follow_from_a_prefill(large):
