@@ -119,11 +119,18 @@ class Fleet:
         return cls(hosts, count, link, network, sharing.handover, False, sharing.devices, *shared)
 
     def slowdowns(self, bandwidth: float, count: int, group: int) -> tuple[float, float, float]:
-        """Factors of the time of a device while `count` devices of its host work, each `group` of which are called together.
+        """Factors of a device's time for all work, as devices take turns, and besides for reading and for products.
 
-        They are those of all work, as devices take turns, and besides of reading and of products, as devices share
-        memory. More devices of a group than workers take turns in one thread; devices of different groups share the
-        workers. `bandwidth` is the rate at which a device alone reads.
+        More devices of a group than workers take turns in one thread; devices of different groups share the workers.
+
+        Parameters
+        ----------
+        bandwidth : float
+            Bytes per second that the device reads alone.
+        count : int
+            Devices of its host that work at the same time.
+        group : int
+            Devices that are called together.
         """
         turns = group if self.workers and group > self.workers else 1
         count //= turns
