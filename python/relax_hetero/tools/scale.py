@@ -53,7 +53,8 @@ _MAX_SPREAD = 1.15
     nargs=2,
     type=click.FloatRange(min=0, min_open=True),
     metavar="GB/S MICROSECONDS",
-    help="Rate and latency between devices of a host; the default is measured or, like that of a table, of NVLink.",
+    help="Rate and latency between devices of a host; the default is measured if two are in this machine, else that of "
+    "NVLink.",
 )
 @click.option(
     "--expert-counts",
