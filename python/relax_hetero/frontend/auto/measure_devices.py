@@ -55,7 +55,7 @@ _FORMAT_VERSION = 6  # of cached figures; change it with their meaning or the ke
 _CHAINED_PRODUCTS = 4  # products per call, each of the previous result
 _SMALL_KERNELS = 32  # per call
 _CROSSINGS_PER_CALL = 8  # transfers of a call that alternates between two devices
-_SUMS_PER_CALL = 8  # sums of a call of several devices
+_SUMS_PER_CALL, _SUM_EXTENT = 8, 512  # sums of a call of several devices, and rows of the products that they follow
 _SMALL_EXTENT = 64
 _CPU_EXTENT, _MAX_EXTENT = 1024, 4096  # maximum of the measured products, of CPUs and of other devices
 _PROBE_EXTENT = 128  # of products whose time decides the size of the measured ones
@@ -103,8 +103,8 @@ class SharingFigures:
     lone_memory: float
     memory: float
     products: float  # time of a matrix product on each of them over that on one alone; times are those of their threads
-    # Seconds that a sum of two devices adds to a call through queues, between products that exceed caches; and from a
-    # step to the next one on another device, in a call that runs all steps in its thread.
+    # Seconds that a sum of two devices adds to a call through queues of products that exceed a core's caches, but not
+    # those that cores share; and from a step to the next one on another device, in a call that runs all in its thread.
     handover: float
     crossing: float
 
@@ -468,21 +468,21 @@ def _add_parallel(
         builder.emit_func_output(result)
 
 
-def _add_sums(builder: relax.BlockBuilder, name: str, is_summed: bool, vdevices: Sequence[relax.VDevice]) -> None:
-    """Add a function with products of a row on each device, one after the other, whose results all add, or none."""
-    shapes = (1, _CPU_EXTENT), (_CPU_EXTENT, _CPU_EXTENT)
+def _add_sums(builder: relax.BlockBuilder, name: str, vdevices: Sequence[relax.VDevice]) -> None:
+    """Add a function with products of a row on each device, one after the other, whose results all devices add."""
+    shapes = (1, _SUM_EXTENT), (_SUM_EXTENT, _SUM_EXTENT)
     params = [relax.Var(f"x{i}", relax.TensorType(shapes[0], "float32", each)) for i, each in enumerate(vdevices)]
     with builder.function(name, params):
         with builder.dataflow():
             values: list[relax.Expr] = list(params)
             for number in range(_SUMS_PER_CALL):
                 for index, vdevice in enumerate(vdevices):
-                    # Different numbers, as equal ones would be one tensor: all together exceed the caches.
+                    # Different numbers, as equal ones would be one tensor: together they exceed a core's caches.
                     factor = np.float32(1 + number + index * _SUMS_PER_CALL)
                     array = _random_array(shapes[1], "float32") / factor
                     weight = relax.const(tvm.runtime.tensor(array), relax.TensorType(shapes[1], "float32", vdevice))
                     values[index] = builder.emit(relax.op.matmul(values[index], weight))
-                if is_summed:
+                if len(vdevices) > 1:
                     values = [_sum_on(builder, values, vdevices, own) for own in range(len(vdevices))]
             result = builder.emit_output(relax.Tuple(values))
         builder.emit_func_output(result)
@@ -506,8 +506,8 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     _add_parallel(builder, "product", lambda x: relax.op.matmul(x, x), square, vdevices[:1])
     _add_parallel(builder, "products", lambda x: relax.op.matmul(x, x), square, vdevices)
     _add_crossings(builder, vdevices[:2])
-    for name, is_summed in (("sums", True), ("apart", False)):
-        _add_sums(builder, name, is_summed, vdevices[:2])
+    _add_sums(builder, "sums", vdevices[:2])
+    _add_sums(builder, "alone", vdevices[:1])
     vm = _machine(builder, vdevices)
 
     def seconds(name: str, number: int) -> float:
@@ -517,9 +517,10 @@ def _measure_sharing(*vdevices: relax.VDevice) -> SharingFigures:
     products = max(1.0, seconds("products", len(vdevices)) / seconds("product", 1))
     row = _random_array((16,), "float32")
     crossing = _time_call(partial(vm["cross"], row), []) / (_CROSSINGS_PER_CALL + 1)
-    rows = [tvm.runtime.tensor(_random_array((1, _CPU_EXTENT), "float32"), device) for device in vm.devices[:2]]
-    sums, apart = (_time_call(partial(_submitted, vm, name, rows), []) for name in ("sums", "apart"))
-    handover = max((sums - apart) / _SUMS_PER_CALL, crossing)
+    rows = [tvm.runtime.tensor(_random_array((1, _SUM_EXTENT), "float32"), device) for device in vm.devices[:2]]
+    sums = _time_call(partial(_submitted, vm, "sums", rows), [])
+    alone = _time_call(partial(_submitted, vm, "alone", rows[:1]), [])
+    handover = max((sums - alone) / _SUMS_PER_CALL, crossing)
     return SharingFigures(len(vdevices), lone, memory, products, handover, crossing)
 
 
