@@ -16,11 +16,11 @@ as no block may exit before others have read its shared memory.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
-from operator import getitem
 from typing import Any, NamedTuple
 
 from tvm import tirx
@@ -188,10 +188,12 @@ def skinny_gemm_kernel(problem: MatmulProblem, gpu: GpuTarget, plan: SkinnyPlan 
                 parameters.addresses.open()
             parameters.lhs.open(raw=True)
             parameters.rhs.open(raw=True)
+            if parameters.second is not None:
+                parameters.second.open(raw=True)
             for view in parameters.writer.operands:
                 view.open_for_gpu()
             _Kernel(parameters, plan or skinny_plan(problem, gpu)).emit()
-    return enable_pdl(parameters.tied(function.result), [1])
+    return enable_pdl(parameters.tied(function.result), [1] if problem.second is None else [1, 2])
 
 
 class _Kernel:
@@ -199,6 +201,7 @@ class _Kernel:
 
     def __init__(self, parameters: ProductParameters, plan: SkinnyPlan) -> None:
         lhs, rhs = parameters.lhs, parameters.rhs
+        weights = [rhs] if parameters.second is None else [rhs, parameters.second]
         self.writer, self.batches = parameters.writer, parameters.batches
         self.sent, self.addresses = parameters.problem.sent, parameters.addresses
         self.m, self.n, self.k = parameters.sizes
@@ -214,12 +217,17 @@ class _Kernel:
         self.rows = self._rows()
         loaded_rows = -(-self.rows // _ROWS_PER_COPY) * _ROWS_PER_COPY
         self.left = OperandTile.of(lhs, "m", loaded_rows, self.m, self.k, may_transpose=False)
-        self.right = replace(OperandTile.of(rhs, "n", PACKED_ROWS, self.n, self.k), evicts_first=plan.evicts_first)
+        self.rights = [
+            replace(OperandTile.of(weight, "n", PACKED_ROWS, self.n, self.k), evicts_first=plan.evicts_first)
+            for weight in weights
+        ]
+        self.stage_size = sum(right.size for right in self.rights)
         max_steps = -(-steps // split)
         self.stages = max(2, min(plan.stages, max_steps))
         self.row_stages = max(2, min(plan.row_stages, max_steps))
         self.own_rows = -(-self.rows // split)
-        self.sums_size = self.own_rows * _PITCH * 4
+        self.product_size = self.own_rows * _PITCH * 4
+        self.sums_size = len(weights) * self.product_size
 
     def _rows(self) -> int:
         """Rows of a tile, rounded up to a valid n of wgmma."""
@@ -233,7 +241,7 @@ class _Kernel:
         split, stages, row_stages = self.plan.split, self.stages, self.row_stages
         self.shared = SharedMemory()
         # Weights first, for the swizzle's alignment; their memory is later reused for accumulators.
-        self.shared.reserve(stages * self.right.size, SWIZZLED_ALIGN)
+        self.shared.reserve(stages * self.stage_size, SWIZZLED_ALIGN)
         self.left_at = self.shared.reserve(row_stages * self.left.size, SWIZZLED_ALIGN)
         self.parts_at = self.shared.reserve((split - 1) * self.sums_size)
         self.weight_ring = Ring(self.shared, stages, producers=1)
@@ -297,8 +305,10 @@ class _Kernel:
     def _load_weights(self, step: Expr, stage: Expr) -> None:
         """Issue the bulk copies of the weights of a k-step, by one thread."""
         full = self.weight_ring.full(stage)
-        ptx.barrier_expect(full, self.right.size)
-        self.right.load_bulk(self.shared, stage * self.right.size, self.at, self.column, self.first + step, full)
+        ptx.barrier_expect(full, self.stage_size)
+        for number, right in enumerate(self.rights):
+            target = stage * self.stage_size + number * right.size
+            right.load_bulk(self.shared, target, self.at, self.column, self.first + step, full)
 
     def _load_rows(self, step: Expr, stage: Expr) -> None:
         """Issue the copies of the left operand of a k-step, by all producers."""
@@ -326,9 +336,10 @@ class _Kernel:
             with T.If(step < self.count), T.Then():
                 self._load_rows(step, self.row_ring.stage(step))
 
-    def _consume(self) -> Any:
+    def _consume(self) -> list[Any]:
+        """Multiply all k-steps; returns the accumulators of each weight."""
         registers = self.rows // 2
-        sums, base = local(registers, sums_dtype(self.types[0])), local(2, "uint64")
+        sums, base = [local(registers, sums_dtype(self.types[0])) for _ in self.rights], local(2, "uint64")
         self.member = T.bind(self.thread - PRODUCERS)
         ptx.matrix_descriptor(base[0], self.shared.at(0))
         ptx.matrix_descriptor(base[1], self.shared.at(self.left_at))
@@ -337,14 +348,16 @@ class _Kernel:
             stage, row_stage = self.weight_ring.wait(step), self.row_ring.wait(step)
             # Writes of cp.async belong to the generic proxy, wgmma reads by the async proxy.
             ptx.async_proxy_fence()
-            weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.right.size // 16))
+            weights = T.bind(base[0] + T.Cast("uint64", stage) * T.uint64(self.stage_size // 16))
             rows = T.bind(base[1] + T.Cast("uint64", row_stage) * T.uint64(self.left.size // 16))
             ptx.wgmma_fence()
             for i in range(SWIZZLED_BYTES // ptx.CONTRACTION_BYTES):
                 adds = T.uint32(1) if i else T.if_then_else(step > 0, T.uint32(1), T.uint32(0))
                 advance = T.uint64(i * ptx.CONTRACTION_BYTES // 16)
                 types = (self.types[1], self.types[0])
-                ptx.wgmma([sums[r] for r in range(registers)], weights + advance, rows + advance, types, adds)
+                for number, own in enumerate(sums):
+                    tile = weights + T.uint64((number * self.rights[0].size + i * ptx.CONTRACTION_BYTES) // 16)
+                    ptx.wgmma([own[r] for r in range(registers)], tile, rows + advance, types, adds)
             ptx.wgmma_commit()
 
         last = tirx.const(self.count - 1, "int32") if isinstance(self.count, int) else T.bind(self.count - 1)
@@ -362,7 +375,7 @@ class _Kernel:
         ptx.named_barrier(1, WARPGROUP)
         return sums
 
-    def _exchange(self, sums: Any) -> None:
+    def _exchange(self, sums: Sequence[Any]) -> None:
         """Write each row of accumulators to the shared memory of the block that stores it."""
         split = self.plan.split
         warp, lane = tirx.floordiv(self.member, WARP), T.bind(tirx.floormod(self.member, WARP))
@@ -381,10 +394,10 @@ class _Kernel:
             for j in range(self.rows // 8):
                 if isinstance(self.m, int) and j * 8 >= self.m:
                     continue
-                for h in range(2):
-                    value = sums[j * 4 + h * 2 + c]
+                for number, h in itertools.product(range(len(sums)), range(2)):
+                    value = sums[number][j * 4 + h * 2 + c]
                     bits = reinterpreted(value, "uint32")
-                    tile_offset = (j * 8 // split * _PITCH + h * 8) * 4
+                    tile_offset = number * self.product_size + (j * 8 // split * _PITCH + h * 8) * 4
                     if split == 1:
                         ptx.store_shared(self.shared.at(offset + tile_offset), [bits])
                     else:
@@ -407,14 +420,19 @@ class _Kernel:
                 "n": T.bind(self.column + T.Cast("int64", column)),
             }
             with T.If(tirx.all(row < self.rows, at["m"] < self.m)), T.Then():
-                totals = self._total(index, column, vector)
+                totals = [self._total(number, index, column, vector) for number in range(len(self.rights))]
                 end = None if self.n % PACKED_ROWS == 0 else int64(self.n)
-                self.writer.write([partial(getitem, totals, i) for i in range(vector)], at, "n", [], end, send=send)
 
-    def _total(self, index: Expr, column: Expr, vector: int) -> Any:
-        """Reduce `vector` neighbours of a row: this block's part, then those of the following ranks."""
+                def read(element: int) -> Expr | tuple[Expr, ...]:
+                    values = tuple(total[element] for total in totals)
+                    return values if len(values) > 1 else values[0]
+
+                self.writer.write([partial(read, i) for i in range(vector)], at, "n", [], end, send=send)
+
+    def _total(self, product: int, index: Expr, column: Expr, vector: int) -> Any:
+        """Reduce `vector` neighbours of a row of a product: this block's part, then those of the following ranks."""
         totals, part = local(vector, self.sum_type), local(vector, "uint32")
-        own_offset = T.bind((index * _PITCH + column) * 4)
+        own_offset = T.bind((index * _PITCH + column) * 4 + product * self.product_size)
         for number in range(self.plan.split):
             offset = own_offset if number == 0 else own_offset + (self.parts_at + (number - 1) * self.sums_size)
             ptx.load_shared([part[i] for i in range(vector)], self.shared.at(offset))
