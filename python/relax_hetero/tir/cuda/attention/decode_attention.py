@@ -23,7 +23,7 @@ from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
 from ..core.launch import SharedMemory, local
 from ..tile.softmax import SplitSums, as_bits
-from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, decode_plan
+from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, appends, decode_plan
 from .attention_tensors import (
     CHUNK,
     READ_EARLY,
@@ -60,12 +60,7 @@ def decode_attention_kernel(
 
 def early_reads(problem: CachedAttentionProblem, plan: AttentionPlan) -> tuple[int, ...]:
     """Operands that a decode kernel reads before the launches before it have ended: none if one of them appends."""
-    return READ_EARLY if _appends(problem, plan) else ()
-
-
-def _appends(problem: CachedAttentionProblem, plan: AttentionPlan) -> bool:
-    """Return whether the block of a token appends it: other blocks must not read its page."""
-    return problem.rows == "decode" and plan.heads_per_tile == problem.group
+    return READ_EARLY if appends(problem, plan) else ()
 
 
 class TokenHeads(PagedQueries):
@@ -73,16 +68,14 @@ class TokenHeads(PagedQueries):
 
     Attributes
     ----------
-    append : callable or None
-        Writer of the token to its page, for `PagedKeyValues`; None if it is there already.
+    pages : PagedKeyValues
+        Pages to which the token is appended; set it before `load`.
     """
 
-    def __init__(self, tensors: PagedTensors, shared: SharedMemory, warps: int) -> None:
-        super().__init__(tensors, shared, warps)
-        self.append = self._append if _appends(tensors.problem, tensors.plan) else None
+    pages: PagedKeyValues
 
     def load(self, thread: Expr) -> None:
-        """Prepare the queries, and load the key and value; all loads are in flight together."""
+        """Prepare the queries, and append the key and value; all loads are in flight together."""
         tensors, problem = self.tensors, self.tensors.problem
         self.lane, self.warp = T.bind(tirx.floormod(thread, WARP)), T.bind(tirx.floordiv(thread, WARP))
         row, group, chunks = tensors.at["b"], tensors.plan.heads_per_tile, problem.size // CHUNK
@@ -91,7 +84,7 @@ class TokenHeads(PagedQueries):
         for index, vector in enumerate(vectors):
             head = T.min(index * self.warps + self.warp, group - 1)
             vector.load(row, tensors.at["group"] * group + head, "query")
-        for number, kind in enumerate(tensors.kinds if self.append else ()):
+        for number, kind in enumerate(tensors.kinds if tensors.appends else ()):
             with when(self.warp == number):
                 self.token.load(row, problem.heads + number * problem.kv_heads + tensors.at_keys["g"], kind)
         for index in range(WARP_ROWS // self.warps):
@@ -105,18 +98,20 @@ class TokenHeads(PagedQueries):
                     with when(chunk < chunks):
                         target = self.shared.at(self.offset + in_tile(chunk * CHUNK, head, WARP_ROWS) * 2)
                         ptx.store_shared(target, [T.uint32(0)] * 4)
+        if tensors.appends:
+            with when(self.pages.token_page >= 0):
+                self._append()
         ptx.block_barrier()
 
-    def _append(self, tile: Expr, page: Expr, token: Expr) -> None:
+    def _append(self) -> None:
         """Append the token's key and value to its page, in shared and in global memory."""
-        tensors = self.tensors
+        tensors, pages = self.tensors, self.pages
         for number, kind in enumerate(tensors.kinds):
-            begin = T.bind(tensors.tile(page, tensors.at_keys["g"], number))
+            begin = T.bind(tensors.tile(pages.token_page, tensors.at_keys["g"], number))
 
             def store(element: Expr, bits: Expr, begin: Expr = begin, number: int = number) -> None:
-                offset = T.bind(in_tile(element, token))
-                ptx.store_shared(self.shared.at(tile + (number * tensors.tile_bytes + offset * 2)), [bits], "u16")
-                T.buffer_store(tensors.pages, bits, [begin + offset])
+                ptx.store_shared(self.shared.at(pages.token_address(number, element)), [bits], "u16")
+                T.buffer_store(tensors.pages, bits, [begin + in_tile(element, pages.token)])
 
             with when(self.warp == number):
                 self.token.finish(kind, store)
@@ -130,7 +125,7 @@ class _Decode:
         self.num_heads, self.quads = tensors.problem.group, tensors.problem.size // 4
         shared = self.shared = SharedMemory()
         self.queries = TokenHeads(tensors, shared, MMA_WARPS)
-        self.source = PagedKeyValues(tensors, shared, _THREADS, append=self.queries.append)
+        self.source = self.queries.pages = PagedKeyValues(tensors, shared, _THREADS)
         self.items = self.num_heads * self.quads
         self.items_per_block = ceil_div(self.items, self.split)
         self.parts_at = shared.reserve(self.items_per_block * self.split * PARTIAL_BYTES) if self.split > 1 else 0
@@ -141,7 +136,7 @@ class _Decode:
     def emit(self) -> None:
         """Write the launch."""
         tensors, source = self.tensors, self.source
-        waits = source.append is None
+        waits = not tensors.appends
         with tensors.launch(_THREADS, self.shared, source.initialize, waits=waits) as place:
             if not waits:
                 ptx.launch_dependents()
