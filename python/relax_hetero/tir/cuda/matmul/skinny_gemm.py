@@ -160,7 +160,7 @@ def sends_words(problem: MatmulProblem) -> bool:
     lhs, result, extents = problem.lhs, problem.result, [problem.lhs.size("m"), problem.rhs.size("n")]
     are_rows = (lhs.index_map, result.index_map, result.dtype) == (("m", "k"), ("m", "n"), "float32")
     sizes = [size for size in extents if isinstance(size, int)]
-    is_static = len(sizes) == 2 and result.layout.is_identity
+    is_static = len(sizes) == 2 and result.layout.is_identity and problem.second is None
     return are_rows and is_static and sizes[1] % 4 == 0 and is_short_sum(4 * prod(sizes))
 
 

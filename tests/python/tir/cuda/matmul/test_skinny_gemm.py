@@ -99,6 +99,44 @@ def test_products(problem, m, plan):
     check(problem, m, plan)
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("m", "n", "k", "plan"),
+    [
+        (5, 100, 520, SkinnyPlan(4, 3, 2)),  # edges, parts of unequal size
+        (33, 190, 1000, SkinnyPlan(2, 3, 2)),
+        (17, 72, 99, SkinnyPlan(1, 2, 2)),  # rows that are not aligned
+        (1, 64, 64, None),
+    ],
+)
+def test_two_products_of_the_same_rows(m, n, k, plan):
+    problem = problem_of(m, n, k)
+    bias = Operand((n,), "float32", ("n",), PackedLayout.identity(1))
+    gated = Epilogue(Expression.parse("cast(add(multiply(silu(x1), x0), x2), 'float16')"), (bias,))
+    problem = replace(problem, second=problem.rhs, epilogue=gated)
+    rng = fresh_rng()
+    lhs, up, gate = (rng.standard_normal(shape).astype("float16") for shape in ((m, k), (k, n), (k, n)))
+    shift, result = rng.standard_normal(n).astype("float32"), np.full((m, n), np.nan, "float16")
+    kernel = skinny_gemm_kernel(problem, GPU, plan)
+    assert is_one_launch(kernel) and list(kernel.attrs[READS_EARLY]) == [1, 2]
+    run(kernel, lhs / np.float16(8), *(problem.rhs.layout.pack(weight) for weight in (up, gate)), shift, result)
+    x0, x1 = (lhs.astype("float64") / 8 @ weight for weight in (up, gate))
+    want = x1 / (1 + np.exp(-x1)) * x0 + shift
+    assert np.abs(result - want).max() <= 1e-3 * np.abs(want).max()
+    assert not sends_words(replace(problem, result=replace(problem.result, dtype="float32")))
+
+
+@pytest.mark.parametrize("rows", [1, 32, 64])
+def test_blocks_of_two_products(rows):
+    """Two blocks fit a multiprocessor, as those of one product."""
+    problem = problem_of(rows, 7168, 4096)
+    problem = replace(problem, second=problem.rhs, epilogue=Epilogue(Expression.parse("cast(multiply(x1, x0), 'float16')")))
+    plan = skinny_plan(problem, GPU)
+    assert 2 * (2 * plan.stages * WEIGHT_BYTES + plan.row_stages * 128 * -(-rows // 16) * 16) < SHARED_BYTES
+    (report,) = reports_of(skinny_gemm_kernel(problem, GPU), TARGET)
+    assert report.serialized == "" and not report.touched and report.spill_stores == 0 and report.registers <= 96
+
+
 def test_rows_that_are_not_aligned():
     check(problem_of(17, 72, 99, "bfloat16", epilogue=BIAS_RELU), 17, SkinnyPlan(2, 4, 4), 1e-2)
 
