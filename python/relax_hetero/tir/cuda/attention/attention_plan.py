@@ -64,6 +64,8 @@ class AttentionPlan:
     heads_per_tile: int = 1  # heads whose queries are rows of one tile: see `heads.Rows`
     # Whether the softmax of a warpgroup overlaps with its own product with values, or only with those of others.
     overlaps_own_product: bool = True
+    # Teams of warps of a block that decodes: they split the pages of the block.
+    teams: int = 1
     heads_per_group: int = 0  # heads that are rasterized together, longest rows first; 0: head by head
 
     @property

@@ -286,6 +286,10 @@ class PagedKeyValues(KeyValueSource):
 
     Attributes
     ----------
+    split, part : PrimExpr or int
+        Number of parts of the pages, by default those of the cluster's blocks, and the part that is read.
+    barrier : callable
+        Function that synchronizes the threads that read the pages, by default those of the block.
     token, token_page : PrimExpr
         If the block appends a token, its index in its page, and the page, -1 if that is another block's.
     """
@@ -308,11 +312,21 @@ class PagedKeyValues(KeyValueSource):
         self.page_bytes = tensors.page_bytes
         self._loaders = WARP if tensors.problem.is_decode else 1
         self._value_bytes = PAGE * tensors.problem.value_size * 2
+        self.split, self._part, self.barrier = tensors.plan.split_keys, None, ptx.block_barrier
         self.offset = shared.reserve(self.stages * self.page_bytes, 128)
         self._token_at = shared.reserve(self.page_bytes // PAGE) if tensors.appends else 0
         self._numbers_at = shared.reserve(self.stages * 4)
         self.ring = Ring(shared, self.stages, producers=1, consumers=warps)
         self.rings = (self.ring,)
+
+    @property
+    def part(self) -> Expr:
+        """Part of the pages that is read."""
+        return self.tensors.rank if self._part is None else self._part
+
+    @part.setter
+    def part(self, part: Expr) -> None:
+        self._part = part
 
     def locate(self, thread: Expr) -> None:
         """Compute the sequence of the rows, their last position, and the pages that they see."""
@@ -332,9 +346,9 @@ class PagedKeyValues(KeyValueSource):
         self.sequence = T.bind(T.max(sequence, 0))
         self.first_page: Expr = T.bind(T.truncdiv(T.max(first - (window - 1), 0), PAGE)) if window else 0
         # The last page of padding rows, at position -1, is -1.
-        pages = T.max(tirx.floordiv(self.last, PAGE) - self.first_page + plan.split_keys - tensors.rank, 0)
+        pages = T.max(tirx.floordiv(self.last, PAGE) - self.first_page + self.split - self.part, 0)
         # wgmma has at least one page, whose keys may all be masked.
-        self.count = T.bind(T.max(T.truncdiv(pages, plan.split_keys), int(self.ring.consumers > 0)))
+        self.count = T.bind(T.max(T.truncdiv(pages, self.split), int(self.ring.consumers > 0)))
         if tensors.appends:
             self._locate_token()
 
@@ -367,7 +381,7 @@ class PagedKeyValues(KeyValueSource):
 
     def _number(self, index: Expr) -> Expr:
         """Number of a page in the sequence."""
-        return self.first_page + self.tensors.rank + index * self.tensors.plan.split_keys
+        return self.first_page + self.part + index * self.split
 
     def first_key(self, index: Expr) -> Expr:
         """First key of a page, int32."""
@@ -454,7 +468,7 @@ class PagedKeyValues(KeyValueSource):
                     self._copy_token(tile + (num_tokens - 1) * CHUNK_BYTES)
             if self.for_wgmma:
                 ptx.async_proxy_fence()
-            ptx.block_barrier()
+            self.barrier()
         self._page_mask = T.bind(T.Select(page < 0, 0, -1))
 
     def _copy_token(self, target: Expr) -> None:
@@ -484,7 +498,7 @@ class PagedKeyValues(KeyValueSource):
             with when(self.lane == 0):
                 self.ring.release(values)
         else:
-            ptx.block_barrier()
+            self.barrier()
             with when(tirx.all(self.thread < self._loaders, values + self.stages < self.count)):
                 self._load_next(T.bind(values + self.stages))
 
