@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ....encoding.packed_layout import SWIZZLED_BYTES
@@ -46,6 +46,9 @@ TEAMS = 2
 MAX_SPLIT = 8
 DECODE_BLOCKS_PER_SM = 2
 MAX_DECODE_STAGES = 3
+MAX_DECODE_TEAMS = 2
+MIN_UNSPLIT = 0.75
+"""Minimum blocks per multiprocessor that decode whole sequences."""
 PARTIAL_BYTES = 32
 """Bytes of a block's result for four columns: accumulators, maximum score and row sum."""
 _RESERVED = 2 << 10
@@ -193,14 +196,18 @@ def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPla
         resident = gpu.model.resident_blocks[split] * gpu.multiprocessors // gpu.model.resident_blocks[1]
         return blocks * split <= resident * DECODE_BLOCKS_PER_SM
 
-    split = next((count for count in range(min(MAX_SPLIT, max(num_pages, 1)), 1, -1) if fits(count)), 1)
+    splits = range(min(MAX_SPLIT, max(num_pages, 1)), 1, -1)
+    split = 1 if blocks >= MIN_UNSPLIT * gpu.multiprocessors else next(filter(fits, splits), 1)
+    # A few blocks: teams of warps split the pages of each, in as much memory as two blocks have.
+    teams = MAX_DECODE_TEAMS if blocks * split * MAX_DECODE_TEAMS <= gpu.multiprocessors and num_pages > split else 1
     other_bytes = WARP_ROWS * problem.size * 2 + problem.group * problem.size // 4 * PARTIAL_BYTES + _RESERVED
     capacity = gpu.shared_bytes_sm // DECODE_BLOCKS_PER_SM - other_bytes
     # At most the pages of a block: the remaining shared memory lets a block of the previous launch be resident, too.
-    max_stages = min(MAX_DECODE_STAGES, ceil_div(num_pages, split))
-    return paged_plan(
-        problem, WARP_ROWS, max(2, min(max_stages, capacity // page_bytes(1, problem.size, problem.page_type))), split
-    )
+    max_stages = min(MAX_DECODE_STAGES if teams == 1 else 2, ceil_div(num_pages, split * teams))
+    stages = max(2, min(max_stages, capacity // page_bytes(1, problem.size, problem.page_type)))
+    if teams * (stages * page_bytes(1, problem.size, problem.page_type) + other_bytes) > gpu.shared_bytes:
+        teams = 1
+    return replace(paged_plan(problem, WARP_ROWS, stages, split), teams=teams)
 
 
 def shared_values_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPlan:

@@ -99,7 +99,7 @@ class SkinnyPlan:
     """Distribution of work among blocks."""
 
     split: int  # blocks of a cluster, which split k: 1, 2, 4 or 8
-    stages: int  # maximum stages of weights, 8 KB each
+    stages: int  # maximum stages of weights, 8 KB each, or 16 KB of two products
     row_stages: int  # stages of the left operand
     evicts_first: bool = False  # whether L2 evicts weights first, to keep other data
 
@@ -116,7 +116,9 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     rules = next((each for each in _ROW_RANGES if rows <= each.max_rows), _ROW_RANGES[-1])
     has_fewest_rows = rules is _ROW_RANGES[0]
     max_blocks = gpu.multiprocessors * rules.blocks
-    while split < 8 and tiles * split * 2 <= max_blocks and steps >= split * 2 * 4:
+    # A block of two products has twice the bytes in flight.
+    max_split_blocks = max_blocks if problem.second is None else gpu.multiprocessors
+    while split < 8 and tiles * split * 2 <= max_split_blocks and steps >= split * 2 * 4:
         split *= 2
     is_short = steps <= split * rules.short_steps
     if has_fewest_rows and not is_short and split > _DEEP_SPLIT and tiles * split > gpu.multiprocessors:
@@ -124,6 +126,8 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     stages = rules.short if is_short else rules.alone if tiles * split <= gpu.multiprocessors else rules.long
     if has_fewest_rows and stages == rules.long and split <= _DEEP_SPLIT and tiles * split <= max_blocks:
         stages = _DEEP_STAGES
+    if problem.second is not None:
+        stages = ceil_div(stages[0], 2), stages[1]
     # If two such weights exceed L2, those of a model do, too, and are always read from memory: 2 to 4 % less time on
     # an H200 for eight weights of 4,096 x 4,096. Weights that fit L2 must not be evicted: 14 to 19 % more time for 33
     # to 38 MB of small ones.
