@@ -128,12 +128,15 @@ def test_two_products_of_the_same_rows(m, n, k, plan):
 
 @pytest.mark.parametrize("rows", [1, 32, 64])
 def test_blocks_of_two_products(rows):
-    """Two blocks fit a multiprocessor, as those of one product."""
-    problem = problem_of(rows, 7168, 4096)
-    problem = replace(problem, second=problem.rhs, epilogue=Epilogue(Expression.parse("cast(multiply(x1, x0), 'float16')")))
-    plan = skinny_plan(problem, GPU)
-    assert 2 * (2 * plan.stages * WEIGHT_BYTES + plan.row_stages * 128 * -(-rows // 16) * 16) < SHARED_BYTES
-    (report,) = reports_of(skinny_gemm_kernel(problem, GPU), TARGET)
+    """One of them fits a multiprocessor where each can have its own, else two, as those of one product."""
+    weights, row_bytes = 2 * WEIGHT_BYTES, 128 * -(-rows // 16) * 16
+    for columns, are_alone in ((7168, True), (14336, False)):
+        problem = problem_of(rows, columns, 4096)
+        plan = skinny_plan(replace(problem, second=problem.rhs), GPU)
+        assert plan.split == 1
+        assert (2 * (plan.stages * weights + plan.row_stages * row_bytes) > SHARED_BYTES) == are_alone
+    gated = Epilogue(Expression.parse("cast(multiply(x1, x0), 'float16')"))
+    (report,) = reports_of(skinny_gemm_kernel(replace(problem, second=problem.rhs, epilogue=gated), GPU), TARGET)
     assert report.serialized == "" and not report.touched and report.spill_stores == 0 and report.registers <= 96
 
 
