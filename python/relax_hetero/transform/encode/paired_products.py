@@ -46,18 +46,19 @@ def pair_products(func: relax.Function, kernels: PairKernels) -> relax.Function:
     changed: dict[relax.Var, relax.Expr] = {}
     removed: set[relax.Var] = set()
     for bindings in walk_scopes(func):
-        products: dict[relax.Var, relax.Call] = {}
+        products: dict[relax.Var, tuple[relax.Call, MatmulProblem]] = {}
         for binding in bindings:
             var, call = binding.var, binding.value
             if may_write(call):
                 products.clear()
-            if op_name(call) != CALL_TIR or kernels.product_of(call.args[0]) is None:
+            problem = kernels.product_of(call.args[0]) if op_name(call) == CALL_TIR else None
+            if problem is None:
                 continue
-            products[var] = call
+            products[var] = call, problem
             for number, operand in enumerate(call.args[1].fields[_NUM_FACTORS:]):
                 if operand not in products or users[operand] > 1 or operand in changed:
                     continue
-                pair = _paired(products[operand], call, number, kernels)
+                pair = _paired(*products[operand], call, problem, number, kernels)
                 if pair is not None:
                     changed[var] = pair
                     removed.add(operand)
@@ -73,10 +74,16 @@ def pair_products(func: relax.Function, kernels: PairKernels) -> relax.Function:
     return map_bindings(func, change) if changed else func
 
 
-def _paired(first: relax.Call, call: relax.Call, number: int, kernels: PairKernels) -> relax.Call | None:
+def _paired(
+    first: relax.Call,
+    first_problem: MatmulProblem,
+    call: relax.Call,
+    problem: MatmulProblem,
+    number: int,
+    kernels: PairKernels,
+) -> relax.Call | None:
     """A call of one kernel for `call` and the product that is operand `number` of its epilogue."""
     (lhs, weight, *others), (first_lhs, first_weight, *of_first) = (each.args[1].fields for each in (call, first))
-    problem, first_problem = kernels.product_of(call.args[0]), kernels.product_of(first.args[0])
     pair = _problem(problem, first_problem, number) if lhs.same_as(first_lhs) else None
     kernel = None if pair is None else kernels.pair(call.args[0], pair)
     if kernel is None:

@@ -3,9 +3,10 @@
 Rows that may belong to one sequence (``rows="verify"``) are in their pages already: a block does not wait for others.
 
 The query heads of one key head are the rows of a tensor core tile. The pages of a sequence are distributed round-robin
-over the blocks of a cluster (flash decoding), and the four warps of a block split the keys of a page. Each warp has an
-online softmax of its own, and so has each team of four warps, if the plan has several; at the end, the results of warps, then those of blocks, are combined in a fixed order. The
-block with the token's page appends the token's key and value, to shared memory and to the page.
+over the blocks of a cluster (flash decoding) and the teams of four warps of a block, and the warps of a team split the
+keys of a page. Each warp has an online softmax of its own; at the end, the results of warps, then those of blocks, are
+combined in a fixed order. The team with the token's page appends the token's key and value, to shared memory and to the
+page.
 
 The first pages are loaded before the launch that writes the projection has ended.
 """
@@ -41,6 +42,7 @@ from .queries import PagedQueries
 from .row_store import PartialResults, RowStore
 
 TEAM_THREADS = MMA_WARPS * WARP
+"""Threads that read pages together."""
 
 
 def decode_attention_kernel(
@@ -65,7 +67,7 @@ def early_reads(problem: CachedAttentionProblem, plan: AttentionPlan) -> tuple[i
 
 
 class TeamMemory(SharedMemory):
-    """Shared memory of a team of warps, which are addressed by its offsets.
+    """Shared memory of a team of warps, by offsets in it.
 
     Attributes
     ----------
@@ -173,7 +175,7 @@ class _Decode:
             if not waits:
                 ptx.launch_dependents()
             if self.teams > 1:
-                source.split, source.part = self.split * self.teams, T.bind(tensors.rank * self.teams + self.own.team)
+                source.share = self.split * self.teams, T.bind(tensors.rank * self.teams + self.own.team)
             source.locate(self.thread)
             source.start()
             if not waits:

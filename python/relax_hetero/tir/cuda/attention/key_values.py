@@ -8,7 +8,7 @@ page, which one thread loads by a bulk copy.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tvm import tirx
@@ -286,8 +286,8 @@ class PagedKeyValues(KeyValueSource):
 
     Attributes
     ----------
-    split, part : PrimExpr or int
-        Number of parts of the pages, by default those of the cluster's blocks, and the part that is read.
+    share : tuple of (int, PrimExpr) or None
+        Number of parts of the pages, and the part that is read; None: each block of the cluster reads one.
     barrier : callable
         Function that synchronizes the threads that read the pages, by default those of the block.
     token, token_page : PrimExpr
@@ -295,6 +295,7 @@ class PagedKeyValues(KeyValueSource):
     """
 
     keys = PAGE
+    share: tuple[int, Expr] | None = None
     token: Expr
     token_page: Expr
 
@@ -312,21 +313,12 @@ class PagedKeyValues(KeyValueSource):
         self.page_bytes = tensors.page_bytes
         self._loaders = WARP if tensors.problem.is_decode else 1
         self._value_bytes = PAGE * tensors.problem.value_size * 2
-        self.split, self._part, self.barrier = tensors.plan.split_keys, None, ptx.block_barrier
         self.offset = shared.reserve(self.stages * self.page_bytes, 128)
         self._token_at = shared.reserve(self.page_bytes // PAGE) if tensors.appends else 0
+        self.barrier: Callable[[], None] = ptx.block_barrier
         self._numbers_at = shared.reserve(self.stages * 4)
         self.ring = Ring(shared, self.stages, producers=1, consumers=warps)
         self.rings = (self.ring,)
-
-    @property
-    def part(self) -> Expr:
-        """Part of the pages that is read."""
-        return self.tensors.rank if self._part is None else self._part
-
-    @part.setter
-    def part(self, part: Expr) -> None:
-        self._part = part
 
     def locate(self, thread: Expr) -> None:
         """Compute the sequence of the rows, their last position, and the pages that they see."""
@@ -346,9 +338,10 @@ class PagedKeyValues(KeyValueSource):
         self.sequence = T.bind(T.max(sequence, 0))
         self.first_page: Expr = T.bind(T.truncdiv(T.max(first - (window - 1), 0), PAGE)) if window else 0
         # The last page of padding rows, at position -1, is -1.
-        pages = T.max(tirx.floordiv(self.last, PAGE) - self.first_page + self.split - self.part, 0)
+        self._split, self._part = self.share or (plan.split_keys, tensors.rank)
+        pages = T.max(tirx.floordiv(self.last, PAGE) - self.first_page + self._split - self._part, 0)
         # wgmma has at least one page, whose keys may all be masked.
-        self.count = T.bind(T.max(T.truncdiv(pages, self.split), int(self.ring.consumers > 0)))
+        self.count = T.bind(T.max(T.truncdiv(pages, self._split), int(self.ring.consumers > 0)))
         if tensors.appends:
             self._locate_token()
 
@@ -381,7 +374,7 @@ class PagedKeyValues(KeyValueSource):
 
     def _number(self, index: Expr) -> Expr:
         """Number of a page in the sequence."""
-        return self.first_page + self.part + index * self.split
+        return self.first_page + self._part + index * self._split
 
     def first_key(self, index: Expr) -> Expr:
         """First key of a page, int32."""
