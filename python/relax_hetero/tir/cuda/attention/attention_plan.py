@@ -47,8 +47,6 @@ MAX_SPLIT = 8
 DECODE_BLOCKS_PER_SM = 2
 MAX_DECODE_STAGES = 3
 MAX_DECODE_TEAMS = 2
-MIN_UNSPLIT = 0.75
-"""Minimum blocks per multiprocessor that decode whole sequences."""
 PARTIAL_BYTES = 32
 """Bytes of a block's result for four columns: accumulators, maximum score and row sum."""
 _RESERVED = 2 << 10
@@ -196,8 +194,7 @@ def decode_plan(problem: CachedAttentionProblem, gpu: GpuTarget) -> AttentionPla
         resident = gpu.model.resident_blocks[split] * gpu.multiprocessors // gpu.model.resident_blocks[1]
         return blocks * split <= resident * DECODE_BLOCKS_PER_SM
 
-    splits = range(min(MAX_SPLIT, max(num_pages, 1)), 1, -1)
-    split = 1 if blocks >= MIN_UNSPLIT * gpu.multiprocessors else next(filter(fits, splits), 1)
+    split = next((count for count in range(min(MAX_SPLIT, max(num_pages, 1)), 1, -1) if fits(count)), 1)
     # A few blocks: teams of warps split the pages of each, in as much memory as two blocks have.
     teams = MAX_DECODE_TEAMS if blocks * split * MAX_DECODE_TEAMS <= gpu.multiprocessors and num_pages > split else 1
     other_bytes = WARP_ROWS * problem.size * 2 + problem.group * problem.size // 4 * PARTIAL_BYTES + _RESERVED

@@ -90,6 +90,8 @@ _ROW_RANGES = (
 # In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
 # by 4,096 x 6,144 with a split of two 13.0 and 16.9.
 _DEEP_STAGES = (11, 5)
+_MIN_ALONE = 0.8
+"""Minimum tiles per multiprocessor of two products whose k is not split further, for more rows than the fewest."""
 _DEEP_SPLIT = 2
 """Maximum split of k with `_DEEP_STAGES`, for the fewest rows, if all blocks are resident."""
 
@@ -116,8 +118,9 @@ def skinny_plan(problem: MatmulProblem, gpu: GpuTarget) -> SkinnyPlan:
     rules = next((each for each in _ROW_RANGES if rows <= each.max_rows), _ROW_RANGES[-1])
     has_fewest_rows = rules is _ROW_RANGES[0]
     max_blocks = gpu.multiprocessors * rules.blocks
-    # A block of two products has twice the bytes in flight.
-    max_split_blocks = max_blocks if problem.second is None else gpu.multiprocessors
+    # A block of two products has twice the bytes in flight: most multiprocessors have one of their own.
+    is_alone = problem.second is not None and (has_fewest_rows or tiles >= _MIN_ALONE * gpu.multiprocessors)
+    max_split_blocks = gpu.multiprocessors if is_alone else max_blocks
     while split < 8 and tiles * split * 2 <= max_split_blocks and steps >= split * 2 * 4:
         split *= 2
     is_short = steps <= split * rules.short_steps
