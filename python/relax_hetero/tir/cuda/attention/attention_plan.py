@@ -225,11 +225,6 @@ def decode_heads(problem: CachedAttentionProblem) -> int:
     return next(count for count in range(WARP_ROWS, 0, -1) if problem.group % count == 0)
 
 
-def appends(problem: CachedAttentionProblem, plan: AttentionPlan) -> bool:
-    """Return whether the block of a token appends it: other blocks must not read its page."""
-    return problem.rows == "decode" and plan.heads_per_tile == problem.group
-
-
 def _num_pages(problem: CachedAttentionProblem, max_pages: int) -> int:
     """Maximum pages that a token sees."""
     return min(max_pages, ceil_div(problem.window, PAGE) + 1) if problem.window else max_pages

@@ -27,7 +27,7 @@ from ...core.builder import Expr, Function, ceil_div, int64, when
 from ...core.view import Coordinates, View
 from ..core import ptx
 from ..core.launch import Place, SharedMemory, at_least_one, enable_pdl, launch, to_int32
-from .attention_plan import WARP_ROWS, AttentionPlan, appends, paged_extents
+from .attention_plan import WARP_ROWS, AttentionPlan, paged_extents
 from .heads import GpuHeads, Rows
 
 MAX_HEAD_SIZE = 256
@@ -259,8 +259,6 @@ class PagedTensors(AttentionTensors):
         Flat view of bits.
     kinds : tuple of str
         Kinds of heads in the projection and in a page, in order: "key" and "value", or "key" where values are keys.
-    appends : bool
-        Whether a block appends the key and value of its rows' token to their page.
     """
 
     qkv: Any
@@ -275,7 +273,7 @@ class PagedTensors(AttentionTensors):
     def __init__(
         self, function: Function, problem: CachedAttentionProblem, plan: AttentionPlan, gpu: GpuTarget
     ) -> None:
-        self.problem, size, self.appends = problem, problem.size, appends(problem, plan)
+        self.problem, size = problem, problem.size
         self.kinds = ("key",) if problem.shared_values else ("key", "value")
         self.num_rows, _, self.max_pages = paged_extents(problem)
         batch, queries = (self.num_rows, 1) if problem.is_decode else (1, self.num_rows)

@@ -13,7 +13,7 @@ The first pages are loaded before the launch that writes the projection has ende
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from tvm import tirx
@@ -25,7 +25,7 @@ from ...core.builder import Expr, ceil_div, when
 from ..core import ptx
 from ..core.launch import SWIZZLED_ALIGN, SharedMemory, local
 from ..tile.softmax import SplitSums, as_bits
-from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, appends, decode_plan
+from .attention_plan import MMA_WARPS, PARTIAL_BYTES, WARP_ROWS, AttentionPlan, decode_plan
 from .attention_tensors import (
     CHUNK,
     READ_EARLY,
@@ -63,7 +63,12 @@ def decode_attention_kernel(
 
 def early_reads(problem: CachedAttentionProblem, plan: AttentionPlan) -> tuple[int, ...]:
     """Operands that a decode kernel reads before the launches before it have ended: none if one of them appends."""
-    return READ_EARLY if appends(problem, plan) else ()
+    return READ_EARLY if _appends(problem, plan) else ()
+
+
+def _appends(problem: CachedAttentionProblem, plan: AttentionPlan) -> bool:
+    """Return whether the block of a token appends it: other blocks must not read its page."""
+    return problem.rows == "decode" and plan.heads_per_tile == problem.group
 
 
 class TeamMemory(SharedMemory):
@@ -99,14 +104,19 @@ class TokenHeads(PagedQueries):
 
     Attributes
     ----------
-    pages : PagedKeyValues
-        Pages of the warps, to which the token is appended; set it before `load`.
+    append : callable or None
+        Writer of the token to its page, for `PagedKeyValues`; None if it is there already.
+    barrier : callable
+        Function that synchronizes the warps, by default those of the block.
     """
 
-    pages: PagedKeyValues
+    def __init__(self, tensors: PagedTensors, shared: SharedMemory, warps: int) -> None:
+        super().__init__(tensors, shared, warps)
+        self.append = self._append if _appends(tensors.problem, tensors.plan) else None
+        self.barrier: Callable[[], None] = ptx.block_barrier
 
     def load(self, thread: Expr) -> None:
-        """Prepare the queries, and append the key and value; all loads are in flight together."""
+        """Prepare the queries, and load the key and value; all loads are in flight together."""
         tensors, problem = self.tensors, self.tensors.problem
         self.lane, self.warp = T.bind(tirx.floormod(thread, WARP)), T.bind(tirx.floordiv(thread, WARP))
         row, group, chunks = tensors.at["b"], tensors.plan.heads_per_tile, problem.size // CHUNK
@@ -115,7 +125,7 @@ class TokenHeads(PagedQueries):
         for index, vector in enumerate(vectors):
             head = T.min(index * self.warps + self.warp, group - 1)
             vector.load(row, tensors.at["group"] * group + head, "query")
-        for number, kind in enumerate(tensors.kinds if tensors.appends else ()):
+        for number, kind in enumerate(tensors.kinds if self.append else ()):
             with when(self.warp == number):
                 self.token.load(row, problem.heads + number * problem.kv_heads + tensors.at_keys["g"], kind)
         for index in range(WARP_ROWS // self.warps):
@@ -129,20 +139,18 @@ class TokenHeads(PagedQueries):
                     with when(chunk < chunks):
                         target = self.shared.at(self.offset + in_tile(chunk * CHUNK, head, WARP_ROWS) * 2)
                         ptx.store_shared(target, [T.uint32(0)] * 4)
-        if tensors.appends:
-            with when(self.pages.token_page >= 0):
-                self._append()
-        self.pages.barrier()
+        self.barrier()
 
-    def _append(self) -> None:
+    def _append(self, tile: Expr, page: Expr, token: Expr) -> None:
         """Append the token's key and value to its page, in shared and in global memory."""
-        tensors, pages = self.tensors, self.pages
+        tensors = self.tensors
         for number, kind in enumerate(tensors.kinds):
-            begin = T.bind(tensors.tile(pages.token_page, tensors.at_keys["g"], number))
+            begin = T.bind(tensors.tile(page, tensors.at_keys["g"], number))
 
             def store(element: Expr, bits: Expr, begin: Expr = begin, number: int = number) -> None:
-                ptx.store_shared(self.shared.at(pages.token_address(number, element)), [bits], "u16")
-                T.buffer_store(tensors.pages, bits, [begin + in_tile(element, pages.token)])
+                offset = T.bind(in_tile(element, token))
+                ptx.store_shared(self.shared.at(tile + (number * tensors.tile_bytes + offset * 2)), [bits], "u16")
+                T.buffer_store(tensors.pages, bits, [begin + offset])
 
             with when(self.warp == number):
                 self.token.finish(kind, store)
@@ -157,7 +165,7 @@ class _Decode:
         shared = self.shared = SharedMemory()
         own = self.own = TeamMemory(shared)
         self.queries = TokenHeads(tensors, own, MMA_WARPS)
-        self.source = self.queries.pages = PagedKeyValues(tensors, own, TEAM_THREADS)
+        self.source = PagedKeyValues(tensors, own, TEAM_THREADS, append=self.queries.append)
         own.reserve_all(self.teams)
         self.items = self.num_heads * self.quads
         self.items_per_block = ceil_div(self.items, self.split)
@@ -169,7 +177,7 @@ class _Decode:
     def emit(self) -> None:
         """Write the launch."""
         tensors, source = self.tensors, self.source
-        waits = not tensors.appends
+        waits = source.append is None
         self.threads = self.teams * TEAM_THREADS
         with tensors.launch(self.threads, self.shared, self._set_up, waits=waits) as place:
             if not waits:
@@ -200,7 +208,7 @@ class _Decode:
         if self.teams > 1:
             self.thread = T.bind(tirx.floormod(thread, TEAM_THREADS))
             self.own.team = T.bind(tirx.floordiv(thread, TEAM_THREADS))
-            self.source.barrier = partial(ptx.named_barrier, self.own.team + 1, TEAM_THREADS)
+            self.source.barrier = self.queries.barrier = partial(ptx.named_barrier, self.own.team + 1, TEAM_THREADS)
         self.source.initialize(self.thread)
 
     def _combine(self, thread: Expr, factor: float) -> None:

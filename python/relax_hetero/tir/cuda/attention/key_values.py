@@ -14,7 +14,7 @@ from typing import Any
 from tvm import tirx
 from tvm.script.ir_builder import tirx as T
 
-from ....encoding.packed_layout import CHUNK_BYTES, SWIZZLED_BYTES
+from ....encoding.packed_layout import SWIZZLED_BYTES
 from ....encoding.pages import PAGE
 from ....target.gpu_target import WARP, WARPGROUP
 from ...core.builder import Expr, ceil_div, when
@@ -28,8 +28,8 @@ from .attention_tensors import CHUNK, DenseTensors, PagedTensors
 from .queries import DenseQueries
 from .score_tile import Visible
 
-_CHUNK_BYTES = PAGE * CHUNK_BYTES
-"""Bytes of a chunk of a head of all tokens of a page."""
+Append = Callable[[Expr, Expr, Expr], None]
+"""Callback that writes the token of a page: given the page's offset in shared memory, its number, and the token."""
 
 
 class KeyValueSource(ABC):
@@ -281,6 +281,8 @@ class PagedKeyValues(KeyValueSource):
         Threads of a block.
     warps : int
         Warps that release a stage; 0: block barriers order reads and writes.
+    append : callable, optional
+        Writer of the token of a decode step to its page.
     for_wgmma : bool
         Whether wgmma reads the pages, by the async proxy.
 
@@ -290,14 +292,10 @@ class PagedKeyValues(KeyValueSource):
         Number of parts of the pages, and the part that is read; None: each block of the cluster reads one.
     barrier : callable
         Function that synchronizes the threads that read the pages, by default those of the block.
-    token, token_page : PrimExpr
-        If the block appends a token, its index in its page, and the page, -1 if that is another block's.
     """
 
     keys = PAGE
     share: tuple[int, Expr] | None = None
-    token: Expr
-    token_page: Expr
 
     def __init__(
         self,
@@ -305,16 +303,15 @@ class PagedKeyValues(KeyValueSource):
         shared: SharedMemory,
         threads: int,
         warps: int = 0,
+        append: Append | None = None,
         for_wgmma: bool = False,
     ) -> None:
         super().__init__(shared)
         self.for_wgmma = for_wgmma
-        self.tensors, self.threads, self.stages = tensors, threads, tensors.plan.stages
+        self.tensors, self.threads, self.append, self.stages = tensors, threads, append, tensors.plan.stages
         self.page_bytes = tensors.page_bytes
-        self._loaders = WARP if tensors.problem.is_decode else 1
         self._value_bytes = PAGE * tensors.problem.value_size * 2
         self.offset = shared.reserve(self.stages * self.page_bytes, 128)
-        self._token_at = shared.reserve(self.page_bytes // PAGE) if tensors.appends else 0
         self.barrier: Callable[[], None] = ptx.block_barrier
         self._numbers_at = shared.reserve(self.stages * 4)
         self.ring = Ring(shared, self.stages, producers=1, consumers=warps)
@@ -342,28 +339,6 @@ class PagedKeyValues(KeyValueSource):
         pages = T.max(tirx.floordiv(self.last, PAGE) - self.first_page + self._split - self._part, 0)
         # wgmma has at least one page, whose keys may all be masked.
         self.count = T.bind(T.max(T.truncdiv(pages, self._split), int(self.ring.consumers > 0)))
-        if tensors.appends:
-            self._locate_token()
-
-    def _locate_token(self) -> None:
-        """Find the token's page: it is the last one, of some block.
-
-        Until that page is in shared memory, the token has memory of its own.
-        """
-        index = T.bind(self.count - 1)
-        self.token = T.bind(self.last - self.first_key(index))
-        is_last = tirx.all(self.last >= 0, index >= 0, self.token < PAGE)
-        page = T.if_then_else(is_last, self.tensors.page_of(self.sequence, self._number(index)), -1)
-        self.token_page = T.bind(page)
-        is_first = tirx.all(self.token_page >= 0, index < self.stages)
-        self._early = T.bind(T.Select(is_first, index, -1))
-        address = T.Select(is_first, self._stage_at(index) + self.token * CHUNK_BYTES, self._token_at)
-        self._token_address, self._token_pitch = T.bind(address), T.bind(T.Select(is_first, PAGE, 1) * CHUNK_BYTES)
-
-    def token_address(self, kind: int, element: Expr) -> Expr:
-        """Offset in shared memory of an element of the token's key or value, by the index of its kind."""
-        chunk = kind * self.tensors.problem.size // CHUNK + tirx.floordiv(element, CHUNK)
-        return self._token_address + chunk * self._token_pitch + tirx.floormod(element, CHUNK) * 2
 
     def _position(self, row: Expr) -> Expr:
         """Position of a row of a chunk; -1 for padding."""
@@ -382,63 +357,19 @@ class PagedKeyValues(KeyValueSource):
 
     def start(self) -> None:
         """Issue the loads of the first pages."""
-        self._next_page = local(1, "int32")
-        with when(self.thread < self._loaders):
-            if self._loaders > 1:
-                ptx.warp_barrier()  # the barriers are initialized
-            pages = local(self.stages, "int32")
-            for index in range(self.stages):
-                T.buffer_store(pages, self._page(index), [index])
-            for index in range(self.stages):
-                with when(index < self.count):
-                    self._load(index, pages[index])
-            T.buffer_store(self._next_page, self._page(self.stages), [0])
-        if self.tensors.appends:
-            with when(self._early >= 0):
-                self._clear(self._stage_at(self._early), self.token + 1)
+        with when(self.thread == 0), T.serial(T.min(self.count, self.stages)) as index:
+            self._load(index)
 
-    def _page(self, index: Expr) -> Expr:
-        """Page of the table, which may be beyond the block's last one."""
-        return self.tensors.page_of(self.sequence, T.min(self._number(index), self.tensors.max_pages - 1))
-
-    def _load_next(self, index: Expr) -> None:
-        """Issue the bulk copies of a page after the first ones, whose number was read a page before."""
-        self._load(index, self._next_page[0])
-        T.buffer_store(self._next_page, self._page(index + 1), [0])
-
-    def _load(self, index: Expr, page: Expr) -> None:
-        """Issue the bulk copies of a page by the `_loaders`.
-
-        A full page takes one copy. The last page of decoding has fewer tokens, which are contiguous in each chunk of a
-        head; a lane copies each.
-        """
-        tensors, stage, chunks = self.tensors, self.ring.stage(index), self.page_bytes // _CHUNK_BYTES
-        barrier, target = self.ring.full(stage), T.bind(self._stage_at(stage))
-        page = T.bind(page)
-        begin = T.bind(tensors.tile(T.max(page, 0), tensors.at_keys["g"], 0))  # page 0 stands for a missing page (-1)
-        num_tokens = self._num_stored(page, index)
-        with when(True if self._loaders == 1 else self.lane == 0):
-            # Unlike a read of the table, consumers read the number without a trip to L2.
-            ptx.store_shared(self.shared.at(self._numbers_at + stage * 4), [tirx.reinterpret("uint32", page)])
-            ptx.barrier_expect(barrier, num_tokens * (self.page_bytes // PAGE))
-        if self._loaders == 1:
-            ptx.bulk_load(self.shared.at(target), T.address_of(tensors.pages[begin]), self.page_bytes, barrier)
-            return
-        ptx.warp_barrier()
-        size = T.bind(T.Select(num_tokens == PAGE, self.page_bytes, num_tokens * CHUNK_BYTES))
-        copies = T.bind(T.Select(num_tokens == PAGE, 1, T.Select(num_tokens > 0, chunks, 0)))
-        with T.serial(tirx.const(ceil_div(chunks, WARP), "int32")) as iteration:
-            chunk = T.bind(iteration * WARP + self.lane)
-            with when(chunk < copies):
-                source = T.address_of(tensors.pages[begin + chunk * (PAGE * CHUNK)])
-                ptx.bulk_load(self.shared.at(target + chunk * _CHUNK_BYTES), source, size, barrier)
-
-    def _num_stored(self, page: Expr, index: Expr) -> Expr:
-        """Number of tokens of a page that are loaded: for decoding those that are in memory, else all."""
-        if self._loaders == 1:
-            return T.int32(PAGE)
-        stored = self.last + int(not self.tensors.appends) - self.first_key(index)
-        return T.bind(T.Select(page < 0, 0, T.max(T.min(stored, PAGE), 0)))
+    def _load(self, index: Expr) -> None:
+        """Issue the bulk copy of a page, by one thread. Page 0 stands for a missing page (-1)."""
+        tensors, stage = self.tensors, self.ring.stage(index)
+        barrier = self.ring.full(stage)
+        page = T.bind(tensors.page_of(self.sequence, self._number(index)))
+        # Unlike a read of the table, consumers read the number without a trip to L2.
+        ptx.store_shared(self.shared.at(self._numbers_at + stage * 4), [tirx.reinterpret("uint32", page)])
+        ptx.barrier_expect(barrier, self.page_bytes)
+        source = T.address_of(tensors.pages[tensors.tile(T.max(page, 0), tensors.at_keys["g"], 0)])
+        ptx.bulk_load(self.shared.at(self._stage_at(stage)), source, self.page_bytes, barrier)
 
     def _stage_at(self, stage: Expr) -> Expr:
         return self.offset + stage * self.page_bytes
@@ -453,34 +384,25 @@ class PagedKeyValues(KeyValueSource):
         ptx.load_shared([register[0]], self.shared.at(self._numbers_at + stage * 4))
         page = T.bind(tirx.reinterpret("int32", register[0]))
         num_tokens = T.bind(T.Select(page < 0, 0, self.last + 1 - self.first_key(keys)))
-        appends = self.tensors.appends
-        with when(tirx.all(num_tokens <= PAGE, keys != self._early) if appends else num_tokens < PAGE):
-            self._clear(tile, num_tokens)
-            if appends:
-                with when(tirx.all(num_tokens > 0, self.thread < self.page_bytes // _CHUNK_BYTES)):
-                    self._copy_token(tile + (num_tokens - 1) * CHUNK_BYTES)
+        with when(num_tokens < PAGE if self.append is None else num_tokens <= PAGE):
+            self._clear_values(tile, num_tokens)
+            if self.append is not None:
+                with when(num_tokens > 0):
+                    self.append(tile, page, num_tokens - 1)
             if self.for_wgmma:
                 ptx.async_proxy_fence()
             self.barrier()
         self._page_mask = T.bind(T.Select(page < 0, 0, -1))
 
-    def _copy_token(self, target: Expr) -> None:
-        """Copy a chunk of the token from its own memory to its page in shared memory, by a thread for each chunk."""
-        registers = local(4, "uint32")
-        chunk = [registers[i] for i in range(4)]
-        ptx.load_shared(chunk, self.shared.at(self._token_at + self.thread * CHUNK_BYTES))
-        ptx.store_shared(self.shared.at(target + self.thread * _CHUNK_BYTES), chunk)
-
-    def _clear(self, tile: Expr, first: Expr) -> None:
-        """Zero what was not loaded, and all values, of tokens from `first` on, by all threads."""
-        nbytes = self._value_bytes if self._loaders == 1 else self.page_bytes
-        at_once, chunks = self.threads // PAGE, nbytes // _CHUNK_BYTES
-        token = T.bind(tirx.floormod(self.thread, PAGE))
-        with when(token >= first), T.serial(tirx.const(ceil_div(chunks, at_once), "int32")) as iteration:
-            chunk = T.bind(iteration * at_once + tirx.floordiv(self.thread, PAGE))
-            with when(True if chunks % at_once == 0 else chunk < chunks):
-                offset = (self.page_bytes - nbytes) + chunk * _CHUNK_BYTES + token * CHUNK_BYTES
-                ptx.store_shared(self.shared.at(tile + offset), [T.uint32(0)] * 4)
+    def _clear_values(self, tile: Expr, first: Expr) -> None:
+        """Zero the values of tokens from `first` on, by all threads."""
+        items = self._value_bytes // (CHUNK * 2)
+        with T.serial(tirx.const(ceil_div(items, self.threads), "int32")) as iteration:
+            item = T.bind(iteration * self.threads + self.thread)
+            exists = tirx.floormod(item, PAGE) >= first
+            with T.If(exists if items % self.threads == 0 else tirx.all(exists, item < items)), T.Then():
+                target = self.shared.at(tile + (self.page_bytes - self._value_bytes) + item * (CHUNK * 2))
+                ptx.store_shared(target, [T.uint32(0)] * 4)
 
     def release(self, keys: Expr | None = None, values: Expr | None = None) -> None:
         """Release a page with its values; without empty barriers, load the next page to its stage."""
@@ -492,15 +414,15 @@ class PagedKeyValues(KeyValueSource):
                 self.ring.release(values)
         else:
             self.barrier()
-            with when(tirx.all(self.thread < self._loaders, values + self.stages < self.count)):
-                self._load_next(T.bind(values + self.stages))
+            with when(tirx.all(self.thread == 0, values + self.stages < self.count)):
+                self._load(values + self.stages)
 
     def advance(self, index: Expr) -> None:
         """Load a page to the stage of the page before `index`, once all warps have released that."""
         with when(tirx.all(self.thread == 0, index > 0, index + (self.stages - 1) < self.count)):
             next_index = T.bind(index + (self.stages - 1))
             self.ring.acquire(next_index)
-            self._load_next(next_index)
+            self._load(next_index)
 
     def begin_rows(self, row: Expr, warp_row: Expr) -> None:
         """Compute the keys visible to a lane's rows, and to all rows of the warp."""

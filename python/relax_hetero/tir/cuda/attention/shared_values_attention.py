@@ -75,9 +75,8 @@ class _Kernel:
         self.tensors, self.is_decode = tensors, tensors.problem.is_decode
         shared = self.shared = SharedMemory()
         self.queries = (TokenHeads if self.is_decode else PagedQueries)(tensors, shared, TEAMS * TEAM_WARPS)
-        self.source = PagedKeyValues(tensors, shared, _THREADS)
-        if isinstance(self.queries, TokenHeads):
-            self.queries.pages = self.source
+        self.append = self.queries.append if isinstance(self.queries, TokenHeads) else None
+        self.source = PagedKeyValues(tensors, shared, _THREADS, append=self.append)
         self.columns = tensors.problem.value_size // TEAM_WARPS
         self.keys = PAGE // TEAMS if self.is_decode else PAGE
         self.scores_at = shared.reserve(_THREADS // WARP * WARP_ROWS * WARP_ROWS * 4)
@@ -88,7 +87,7 @@ class _Kernel:
         # Results are stored over the pages.
         lines = PartialResults(self.shared, source.offset, TEAMS * WARP_ROWS, tensors.problem.value_size)
         assert lines.size <= tensors.plan.stages * tensors.page_bytes
-        waits = not tensors.appends
+        waits = self.append is None
         with tensors.launch(_THREADS, self.shared, source.initialize, min_blocks_per_sm=1, waits=waits) as place:
             if not waits:
                 ptx.launch_dependents()
