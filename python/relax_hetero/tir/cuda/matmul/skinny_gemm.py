@@ -7,6 +7,9 @@ pipeline of stages ahead, and the first of them before the launch that writes th
 (`ptx.griddepcontrol_wait`), so that consecutive launches keep memory busy. The left operand has a pipeline of its own,
 filled by asynchronous copies of all producers.
 
+Two products of the same rows may be one kernel, such as gate and up of a feed-forward network: a block has the same
+columns of both.
+
 The result may be an operand of a short sum over GPUs: each vector is also sent to the other ones (`cuda.all_reduce`).
 
 The blocks of a cluster split k. Each writes its accumulators of a row to the shared memory of the block that stores the
@@ -84,8 +87,14 @@ _ROW_RANGES = (
 # - Prefetching 12 MB of the next product's first tiles into L2 when a block has issued its last loads: 16.9 to 17.3 us.
 #   The prefetches delay other blocks' last loads, and are of tiles that the next blocks load while they wait anyway.
 # - At most one block per multiprocessor, with room for one of the next launch beside it: 21 to 22 us. Blocks that begin
-#   early go where the last launch left multiprocessors free, which then have twice the work.
+#   early go where the last launch left multiprocessors free, which then have twice the work: 128 blocks, two of which
+#   fit, were on 66 to 76 of 132 multiprocessors. Holding idle ones by blocks that sleep: 15.8 us, but the products of
+#   queries, keys and values 12.1 instead of 8.6.
 # - Letting the next launch begin only when a block has issued its last loads: 16.0 to 16.1 us.
+#
+# Two products as one launch, in a decode step of one H200: 32 rows by 7,168 x 4,096 take 28.1 us by 112 blocks of 160 KB
+# (two launches: 31.6), and the product after it 15.0 (16.4); one row 27.4 (29.8). By 14,336 x 4,096, 54.8 (57.2) and
+# 54.6 (56.4).
 #
 # In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
 # by 4,096 x 6,144 with a split of two 13.0 and 16.9.
