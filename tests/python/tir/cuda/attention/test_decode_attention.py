@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tvm.target import Target
 
-from gpu_interpreter import copies, run
+from gpu_interpreter import run
 from relax_hetero.errors import EncodingError
 from relax_hetero.target.element_types import numpy_dtype
 from relax_hetero.target.gpu_target import gpu_target_of
@@ -99,23 +99,6 @@ def test_pages_that_are_not_there_are_left_out():
     call.history[0] = call.history[0][:, 64:]
     want, _ = call.expected()
     np.testing.assert_allclose(out.astype("float64"), want, rtol=4e-3, atol=4e-3)
-
-
-def test_tokens_are_loaded_and_not_the_rest_of_their_page(monkeypatch):
-    sizes, issue = [], copies._issue_load
-
-    def counted(lanes, lane, target, source, size, barrier):
-        sizes.append(size)
-        issue(lanes, lane, target, source, size, barrier)
-
-    monkeypatch.setattr(copies, "_issue_load", counted)
-    lengths = (0, 1, 64, 65, 130)
-    call = Call(case(lengths, heads=2, kv_heads=1, size=16, padded=1), fresh_rng())
-    out, arguments = np.full((6, 32), np.nan, "float16"), call.arguments()
-    arguments[1] = call.pages.copy()
-    run(kernel(call.work, ONE), *arguments, out, arch="sm_90a")
-    check(call, out, arguments[1])
-    assert sum(sizes) == sum(lengths) * 2 * 16 * 2  # keys and values of 16 elements of 2 bytes
 
 
 def test_a_block_asks_for_no_more_pages_than_it_has():
