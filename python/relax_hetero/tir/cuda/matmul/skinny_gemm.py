@@ -92,7 +92,7 @@ _ROW_RANGES = (
 #   queries, keys and values 12.1 instead of 8.6.
 # - Letting the next launch begin only when a block has issued its last loads: 16.0 to 16.1 us.
 #
-# Two products as one launch, in a decode step of one H200: 32 rows by 7,168 x 4,096 take 28.1 us by 112 blocks of 160 KB
+# Two products as one launch, in a decode step of an H200: 32 rows by 7,168 x 4,096 take 28.1 us by 112 blocks of 160 KB
 # (two launches: 31.6), and the product after it 15.0 (16.4); one row 27.4 (29.8). By 14,336 x 4,096, 54.8 (57.2) and
 # 54.6 (56.4).
 #

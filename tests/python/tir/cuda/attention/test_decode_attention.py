@@ -112,10 +112,10 @@ def test_a_block_asks_for_no_more_pages_than_it_has():
 
 
 @pytest.mark.parametrize(
-    ("rows", "kv_heads", "want"), [(1, 4, (8, 2)), (1, 8, (8, 2)), (8, 4, (6, 1)), (32, 4, (1, 1))]
+    ("rows", "kv_heads", "want"), [(1, 4, (8, 2)), (1, 8, (8, 2)), (8, 4, (6, 1)), (32, 4, (2, 1))]
 )
 def test_pages_are_split_over_all_multiprocessors(rows, kv_heads, want):
-    """Blocks of a cluster, and teams of a block; a text for each multiprocessor is not split."""
+    """Pages are split over the blocks of a cluster, and over teams of the blocks if these are few."""
     work = dataclasses.replace(Call(case((500,), 32, kv_heads, 128), fresh_rng()).work, rows=rows, max_pages=65)
     plan = decode_plan(work.problem, GPU)
     assert (plan.split_keys, plan.teams) == want
