@@ -94,7 +94,7 @@ _ROW_RANGES = (
 #
 # Two products as one launch, in a decode step of an H200: 32 rows by 7,168 x 4,096 take 28.1 us by 112 blocks of 160 KB
 # (two launches: 31.6), and the product after it 15.0 (16.4); one row 27.4 (29.8). By 14,336 x 4,096, 54.8 (57.2) and
-# 54.6 (56.4).
+# 54.6 (56.4). By 6,144 x 2,048, 32 rows take 15.0 us by 192 blocks (17.3), 17.9 by 96; one row 14.4 by 96 (19.3).
 #
 # In a decode step of an H200, products of one row by 4,096 x 14,336 take 26.9 to 28.5 us with 11 stages, 30.7 with 5;
 # by 4,096 x 6,144 with a split of two 13.0 and 16.9.
