@@ -96,7 +96,10 @@ def _problem(problem: MatmulProblem, first: MatmulProblem, number: int) -> Matmu
     """A product that computes `first`, operand `number` of its epilogue, too; None if these differ in more."""
     epilogue, of_first = problem.epilogue, first.epilogue or Epilogue(Expression.operand(0))
     rest = replace(first, epilogue=None, result=problem.result)
-    if epilogue is None or rest != replace(problem, epilogue=None) or epilogue.operands[number] != first.result:
+    # Initial accumulators and operands of rows, which a pair lacks, would be among the operands.
+    if epilogue is None or problem.init is not None or number >= len(epilogue.operands):
+        return None
+    if rest != replace(problem, epilogue=None) or epilogue.operands[number] != first.result:
         return None
     extents = [extent for each in (problem, first) for operand in each.parameters for extent in operand.shape]
     types = [first.acc_dtype, *(operand.dtype for operand in of_first.operands)]
