@@ -379,7 +379,7 @@ def waiting_in_place(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
 
 
 def releases_after_wait(kernel: tirx.PrimFunc) -> bool:
-    """Return whether the next launch begins when all before this one are complete, as this one has waited."""
+    """Return whether the next launch begins when all before this one are complete, as each block has waited."""
     order: list[bool] = []
 
     def visit(statement: tirx.Evaluate) -> None:
@@ -387,7 +387,7 @@ def releases_after_wait(kernel: tirx.PrimFunc) -> bool:
             order.append(is_launch_dependents(statement))
 
     structural_walk(kernel.body, (tirx.Evaluate, visit))
-    return order == [False, True]
+    return bool(order) and order == [False, True] * (len(order) // 2)
 
 
 def launched_early(kernel: tirx.PrimFunc) -> tirx.PrimFunc:
