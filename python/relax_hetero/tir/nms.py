@@ -54,13 +54,6 @@ class NmsMemory:
 
     These are boxes, scores, three tensors of one number (maximum boxes per class, the overlap that drops a box, the
     minimum score), the indices ``(batches * classes * limit, 3)`` of the selected boxes, and their number.
-
-    Attributes
-    ----------
-    groups : PrimExpr or int
-        Number of classes in all images.
-    limit : PrimExpr or int
-        Capacity of each class's segment of the results.
     """
 
     def __init__(self, function: Function, problem: NmsProblem) -> None:
@@ -68,7 +61,8 @@ class NmsMemory:
             return function.symbol(dim) if isinstance(dim, str) else dim
 
         self.batches, self.classes, self.boxes = map(extent, (problem.batches, problem.classes, problem.boxes))
-        self.groups = self.batches * self.classes
+        self.groups = self.batches * self.classes  # number of classes in all images
+        # Capacity of each class's segment of the results.
         self.limit = self.boxes if problem.max_boxes is None else minimum(self.boxes, problem.max_boxes)
         shapes: dict[str, tuple[list[Expr], str]] = {
             "box": ([self.batches, self.boxes, 4], "float32"),

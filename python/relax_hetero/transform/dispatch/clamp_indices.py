@@ -87,16 +87,10 @@ def _binds_threads(body: tirx.Stmt) -> bool:
 
 
 class _Data:
-    """Indices of a kernel that depend on data, and their bounds.
-
-    Attributes
-    ----------
-    has_changed : bool
-        True if an index or a divisor was bounded.
-    """
+    """Indices of a kernel that depend on data, and their bounds."""
 
     def __init__(self, func: tirx.PrimFunc) -> None:
-        self.has_changed = False
+        self.has_changed = False  # True if an index or a divisor was bounded
         self._analyzer = sym.Analyzer()
         extents: dict[tirx.Var, None] = {}
         for param in filter(is_buffer_var, func.params):

@@ -63,29 +63,17 @@ KeepUnreadCalls = declare_pass("KeepUnreadCalls", keep_unread_calls)
 
 
 class _UnreadCalls:
-    """The calls, variables and functions of a module that have to become impure.
-
-    Attributes
-    ----------
-    opaque : set
-        Functions that are impure, or call code outside of the module, directly or indirectly.
-    rewritten : set of relax.Var
-        Results of calls of packed functions and closures.
-    into_results : set of relax.Var
-        The subset of `rewritten` whose packed function writes into memory that the caller passes.
-    variables : set of relax.Var
-        Parameters and other variables of function type.
-    functions : set of str
-        Names of functions of the module.
-    """
+    """The calls, variables and functions of a module that have to become impure."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
         self.mod = mod
+        # Functions that are impure, or call code outside of the module, directly or indirectly.
         self.opaque = {gv.name_hint for gv, func in relax_functions(mod) if not func.is_pure}
-        self.rewritten: set[relax.Var] = set()
+        self.rewritten: set[relax.Var] = set()  # results of calls of packed functions and closures
+        # The subset of `rewritten` whose packed function writes into memory that the caller passes.
         self.into_results: set[relax.Var] = set()
-        self.variables: set[relax.Var] = set()
-        self.functions: set[str] = set()
+        self.variables: set[relax.Var] = set()  # parameters and other variables of function type
+        self.functions: set[str] = set()  # names of functions of the module
         # Declared pure, whatever they call.
         self._forced = {gv.name_hint for gv, func in relax_functions(mod) if func.attrs.get("relax.force_pure")}
         self._values: dict[relax.Var, relax.Expr] = {}

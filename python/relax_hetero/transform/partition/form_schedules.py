@@ -107,16 +107,10 @@ def _uses_peers(bindings: Sequence[relax.Binding]) -> bool:
 
 
 class _Cutter:
-    """Cuts one function into steps.
-
-    Attributes
-    ----------
-    functions : dict
-        Functions of the steps, after `schedule`.
-    """
+    """Cuts one function into steps."""
 
     def __init__(self, name: str, func: relax.Function, devices: BindingDevices, used_names: set[str]) -> None:
-        self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}
+        self.functions: dict[tvm.ir.GlobalVar, relax.Function] = {}  # functions of the steps, after `schedule`
         self._name, self._func, self._devices, self._used_names = name, func, devices, used_names
         bindings = list(walk_bindings(func.body, nested=False))
         positions = requirement_positions(bindings)

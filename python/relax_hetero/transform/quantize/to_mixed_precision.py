@@ -282,20 +282,12 @@ class LowPrecisionValues:
         Ops, variables and functions that are not changed.
     devices : PrecisionDevices
         Devices whose products are rounded.
-
-    Attributes
-    ----------
-    stored_low : set of relax.Var
-        Values that exist in low precision and are read in it, except for ops in `READ_EXACTLY`.
-    products : set of relax.Var
-        Results of products in low precision.
-    ends : set of relax.Var
-        Results of the function, its branches and local functions, which keep their types.
     """
 
     def __init__(self, func: relax.Function, dtype: str, excluded: NameFilter, devices: PrecisionDevices) -> None:
+        # Values that exist in low precision and are read in it, except for ops in `READ_EXACTLY`.
         self.stored_low: set[relax.Var] = set()
-        self.products: set[relax.Var] = set()
+        self.products: set[relax.Var] = set()  # results of products in low precision
         rounded = cache(lambda key: low_constant(self._constants[key], dtype))
         self._constants: dict[int, tvm.ir.GenericConst] = {}
         self._rounded: Callable[[int], tvm.ir.GenericConst | None] = rounded
@@ -303,6 +295,7 @@ class LowPrecisionValues:
         self._bindings = list(_in_order(func.body))
         self._definitions = {binding.var: binding.value for binding in self._bindings}
         self._positions = {binding.var: position for position, binding in enumerate(self._bindings)}
+        # Results of the function, its branches and local functions, which keep their types.
         self.ends = {var for sequence in [func.body, *_inside(self._bindings)] for var in used_vars(sequence.body)}
         self._readers = Counter(var for binding in self._bindings for var in used_vars(binding.value))
         self._find_products()

@@ -134,15 +134,10 @@ def _is_complete(region: RegionSpec) -> bool:
 
 
 class _Writer:
-    """Writes the functions of graphs.
-
-    Attributes
-    ----------
-    functions : dict
-        Functions of the module, with those of graphs in place of the command buffers' host functions.
-    """
+    """Writes the functions of graphs."""
 
     def __init__(self, mod: tvm.IRModule) -> None:
+        # Functions of the module, with those of graphs in place of the command buffers' host functions.
         self.functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = dict(mod.functions.items())
         self._used_names = {gv.name_hint for gv in self.functions}
         self._kernels: dict[str, tvm.ir.GlobalVar] = {}
@@ -342,13 +337,7 @@ def _tensor(slot: SlotSpec, values: Mapping[str, tirx.Var]) -> Tensor:
 
 
 class _Calls:
-    """Rewrites the calls of command buffers that became graphs.
-
-    Attributes
-    ----------
-    constants : dict of str to list of tvm.ir.GenericConst
-        Former constant arguments of each command buffer, which its graph keeps.
-    """
+    """Rewrites the calls of command buffers that became graphs."""
 
     def __init__(
         self,
@@ -356,6 +345,7 @@ class _Calls:
         chosen: dict[tvm.ir.GlobalVar, RegionSpec],
         vdevices: list[relax.VDevice],
     ) -> None:
+        # Former constant arguments of each command buffer, which its graph keeps.
         self.constants: dict[str, list[tvm.ir.GenericConst]] = {}
         self._submits, self._vdevices = submits, vdevices
         self._regions = {gv.name_hint: region for gv, region in chosen.items()}

@@ -292,21 +292,13 @@ def _values(types: Iterable[relax.TensorType]) -> Values:
 
 
 class _Writer:
-    """Writes a block with mailboxes.
-
-    Attributes
-    ----------
-    numbers : dict of int to list of int
-        Numbers of the mailboxes of each span.
-    kept : list of relax.Var
-        Variables of the bindings that keep tokens.
-    """
+    """Writes a block with mailboxes."""
 
     def __init__(self, former: _Former, block: Block) -> None:
         self._former, self._block = former, block
         self._added: dict[int, list[relax.Binding]] = {}
-        self.numbers: dict[int, list[int]] = {}
-        self.kept: list[relax.Var] = []
+        self.numbers: dict[int, list[int]] = {}  # numbers of the mailboxes of each span
+        self.kept: list[relax.Var] = []  # variables of the bindings that keep tokens
 
     def write(self, spans: Mapping[int, _Span]) -> list[relax.Binding]:
         """The bindings of the block, with senders and receivers instead of transfers."""

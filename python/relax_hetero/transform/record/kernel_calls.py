@@ -54,21 +54,14 @@ class KernelCalls:
         Placed module of dispatches.
     separate_kernels : bool
         True if kernels of llvm devices may have temporaries in a workspace (`FormCommandBuffers`).
-
-    Attributes
-    ----------
-    used_names : set of str
-        Names of functions.
-    functions : dict of tvm.ir.GlobalVar to tirx.PrimFunc
-        New in-place variants of kernels.
     """
 
     def __init__(self, mod: tvm.IRModule, separate_kernels: bool = False) -> None:
         self._mod, self._separate_kernels = mod, separate_kernels
         self._signatures: dict[tvm.ir.GlobalVar, RawSignature | None] = {}
         self._in_place: dict[tuple[tvm.ir.GlobalVar, Tie], tvm.ir.GlobalVar] = {}
-        self.used_names = {gv.name_hint for gv in mod.get_global_vars()}
-        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}
+        self.used_names = {gv.name_hint for gv in mod.get_global_vars()}  # names of functions
+        self.functions: dict[tvm.ir.GlobalVar, tirx.PrimFunc] = {}  # new in-place variants of kernels
 
     def has_peers(self, kernel: tvm.ir.GlobalVar) -> bool:
         """Return whether a kernel waits for kernels of other devices."""

@@ -41,17 +41,12 @@ class MeshValue:
 
 
 class Exchanges:
-    """Values of a function over meshes, and the exchanges between their devices.
-
-    Attributes
-    ----------
-    repeatable : dict
-        A value that follows from one other value, and the maker of it, so that the whole can be made again on a device
-        instead of gathered.
-    """
+    """Values of a function over meshes, and the exchanges between their devices."""
 
     def __init__(self, bindings: LocalBindings) -> None:
         self.values: dict[relax.Var, MeshValue] = {}
+        # A value that follows from one other value, and the maker of it, so that the whole can be made again on a
+        # device instead of gathered.
         self.repeatable: dict[relax.Var, tuple[relax.Expr, Make]] = {}
         self._bindings = bindings
         self._converted: dict[tuple[relax.Expr, Mesh, Shardings], list[relax.Expr]] = {}

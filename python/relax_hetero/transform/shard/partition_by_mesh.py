@@ -175,13 +175,7 @@ def _elements(func: relax.Function) -> int:
 
 
 class _FunctionPartition:
-    """Partitions one function, or a branch.
-
-    Attributes
-    ----------
-    home : Mesh or None
-        Single device of all results; None: the first one of each result's mesh.
-    """
+    """Partitions one function, or a branch."""
 
     def __init__(
         self,
@@ -195,7 +189,7 @@ class _FunctionPartition:
     ) -> None:
         self._name, self._func, self._bindings, self._cuts = name, func, bindings, cuts
         self._costs, self._reasons, self._callees = costs, reasons, callees
-        self.home: Mesh | None = None
+        self.home: Mesh | None = None  # single device of all results; None: the first one of each result's mesh
         self._vdevices = bindings.vdevices
         self._exchanges = Exchanges(bindings)
         self._values = self._exchanges.values

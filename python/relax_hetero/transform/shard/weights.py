@@ -32,15 +32,10 @@ class Weights:
     ----------
     cuts : Cuts
         Parts of constants, which functions share.
-
-    Attributes
-    ----------
-    values : dict of relax.Var to relax.Expr
-        Constants, and calls of constants and other weights.
     """
 
     def __init__(self, bindings: LocalBindings, cuts: Cuts) -> None:
-        self.values: dict[relax.Var, relax.Expr] = {}
+        self.values: dict[relax.Var, relax.Expr] = {}  # constants, and calls of constants and other weights
         self._bindings, self._cuts = bindings, cuts
         self._stored = {
             constant: {tuple((sharding, count) for sharding, _, count in key) for key in parts}

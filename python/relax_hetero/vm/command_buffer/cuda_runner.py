@@ -69,11 +69,6 @@ class CudaCommands:
     ----------
     driver : CudaDriver or str
         Driver that captures graphs, or the reason why there is none.
-
-    Attributes
-    ----------
-    runs : str
-        How commands run, as in `RegionSpec.runs`.
     """
 
     def __init__(
@@ -83,7 +78,7 @@ class CudaCommands:
         self._names = [parameter_name(index) for index in range(len(recording.parameters))]
         self._directs = [buffer.address for buffer in recording.directs]
         self._driver = driver if isinstance(driver, CudaDriver) and not _reads_memory(recording.commands) else None
-        self.runs = "stream" if self._driver is None else GRAPH
+        self.runs = "stream" if self._driver is None else GRAPH  # how commands run, as in `RegionSpec.runs`
         self._lock = threading.Lock()
         # Graphs contain addresses, so each keeps its table alive; no graph (None) before the second submission.
         self._graphs: OrderedDict[_Key, tuple[BindingTable, int | None]] = OrderedDict()
