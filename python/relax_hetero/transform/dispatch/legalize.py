@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map
 
 from ...errors import BuildError
 from ...op.traits import traits_of
+from ...tir.core.walks import replaced
 from ..ir.blocks import shape_of, tensor_type
 from ..ir.kernels import OPAQUE
 from ..ir.op_names import CONCAT, RESHAPE
@@ -265,6 +265,4 @@ def _rename(func: relax.Function) -> tuple[relax.Function, dict[str, relax.Var]]
         old_vars[name] = var
         if name != var.name:
             renamed[var] = type(var)(name, var.ty, var.span)
-    if not renamed:
-        return func, old_vars
-    return structural_map(func, (relax.Var, lambda var: renamed.get(var, var))), old_vars
+    return replaced(func, renamed), old_vars

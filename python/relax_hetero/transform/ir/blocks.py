@@ -10,9 +10,9 @@ from typing import Any, Protocol, TypeVar
 import tvm
 import tvm_ffi
 from tvm import relax, s_tir, tirx
-from tvm_ffi import structural_map
 
 from ...tir.core.raw_kernel import in_root_block
+from ...tir.core.walks import replaced
 from .op_names import IN_PLACE
 from .rewriting import copy_module, map_nested, op_name, relax_functions, typed, with_body, with_functions
 
@@ -268,7 +268,7 @@ def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax
         op = names.get(value.op, value.op) if isinstance(value.op, relax.Var) else value.op
         new = relax.Call(op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
     else:
-        new = structural_map(value, (relax.Var, lambda var: names.get(var, var)))
+        new = replaced(value, names)
     if isinstance(binding, relax.MatchCast):
         return relax.MatchCast(binding.var, new, binding.ty, binding.span)
     return relax.VarBinding(binding.var, new, binding.span)
@@ -328,7 +328,7 @@ def with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.Bindin
         return blocks
 
     def renamed(binding: relax.Binding) -> relax.Binding:
-        value = structural_map(binding.value, (relax.Var, lambda var: new.get(var, var)))
+        value = replaced(binding.value, new)
         var = new.get(binding.var, binding.var)
         if isinstance(binding, relax.MatchCast):
             return relax.MatchCast(var, value, binding.ty, binding.span)

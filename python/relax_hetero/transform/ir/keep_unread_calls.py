@@ -30,8 +30,8 @@ from collections.abc import Callable, Container
 
 import tvm
 from tvm import relax
-from tvm_ffi import structural_map
 
+from ...tir.core.walks import replaced
 from .blocks import used_vars, with_split_blocks
 from .callee_devices import with_callee_devices
 from .declare import declare_pass
@@ -200,7 +200,7 @@ class _UnreadCalls:
         cut = {binding.var for binding in walk_bindings(func) if self._has_effect(binding)}
         func = with_body(func, with_split_blocks(func.body, cut - self.into_results))
         new = {var: type(var)(var.name, _impure(var.ty)) for var in impure}
-        func = structural_map(func, (relax.Var, lambda var: new.get(var, var)))
+        func = replaced(func, new)
         is_pure = func.is_pure and gv.name_hint not in self.functions
         return relax.Function(list(func.params), func.body, func.ret_ty, is_pure, func.attrs, func.span)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_map, structural_walk
+
+from ...tir.core.walks import nodes, replaced
 
 BindingMap = Callable[[relax.Binding], "relax.Binding | list[relax.Binding]"]
 
@@ -95,7 +96,7 @@ def with_body(func: relax.Function, body: relax.Expr, params: list[relax.Var] | 
 def with_fresh_sizes(func: relax.Function) -> relax.Function:
     """The function with symbolic sizes of its own: TVM requires that functions share none."""
     fresh = {var: tirx.Var(var.name, var.ty.dtype) for var in relax.analysis.defined_symbolic_vars(func)}
-    return structural_map(func, (tvm.ir.Var, lambda var: fresh.get(var, var))) if fresh else func
+    return replaced(func, fresh)
 
 
 def with_distinct_sizes(mod: tvm.IRModule) -> tvm.IRModule:
@@ -103,21 +104,14 @@ def with_distinct_sizes(mod: tvm.IRModule) -> tvm.IRModule:
     functions: dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc] = {}
     for gv, func in relax_functions(mod):
         used: set[str] = set()
-        symbols: dict[tirx.Var, None] = {}
-        for param in func.params:  # these keep their names
-            structural_walk(param.ty, (tvm.ir.Var, symbols.setdefault))
+        symbols = [symbol for param in func.params for symbol in nodes(param.ty, tvm.ir.Var)]  # these keep their names
         fresh = {}
         for var in dict.fromkeys([*symbols, *relax.analysis.defined_symbolic_vars(func)]):
             name = fresh_name(str(var.name), used)
             if name != var.name:
                 fresh[var] = tirx.Var(name, var.ty.dtype)
-        if fresh:
-            functions[gv] = structural_map(func, (tvm.ir.Var, _lookup(fresh)))
+        functions[gv] = replaced(func, fresh)
     return with_functions(mod, functions)
-
-
-def _lookup(fresh: dict[Any, Any]) -> Callable[[Any], Any]:
-    return lambda var: fresh.get(var, var)
 
 
 def _map_expr(expr: relax.Expr, change: BindingMap) -> relax.Expr:
@@ -186,9 +180,7 @@ def is_tensor_constant(expr: relax.Expr) -> bool:
 
 def global_vars_in(body: tvm.ir.Expr | tirx.Stmt) -> list[tvm.ir.GlobalVar]:
     """The global variables in a body, in order, each once."""
-    gvs: dict[tvm.ir.GlobalVar, None] = {}
-    structural_walk(body, (tvm.ir.GlobalVar, lambda gv: gvs.setdefault(gv)))
-    return list(gvs)
+    return list(dict.fromkeys(nodes(body, tvm.ir.GlobalVar)))
 
 
 def tensor_types(ty: tvm.ir.Type) -> Iterator[relax.TensorType]:

@@ -35,7 +35,6 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
 
 from ...artifact.metadata import CPU
 from ...target.backend import backend_of
@@ -44,6 +43,7 @@ from ...tir.core.builder import plain_extent
 from ..ir.blocks import used_vars
 from ..ir.declare import declare_pass
 from ..ir.kernels import bytes_of_extents
+from ..ir.requirements import symbols_in
 from ..ir.rewriting import map_bindings, op_name, relax_functions, with_functions
 from ..ir.tensor_aliases import NOTHING, Roots, TensorAliases, flattened, is_view, merged
 from ..record.plan_arena import Lifetime, groups_by_unit, overlaps_of
@@ -67,8 +67,7 @@ def size_of(alloc: relax.Call, bounds: Mapping[str, int]) -> Any:
     if isinstance(nbytes, int) or not bounds:
         return nbytes
     analyzer = tvm.sym.Analyzer()
-    symbols: dict[tirx.Var, None] = {}
-    structural_walk(nbytes, (tvm.ir.Var, lambda var: symbols.setdefault(var)))
+    symbols = symbols_in(nbytes)
     if any(str(symbol.name) not in bounds for symbol in symbols):
         return nbytes
     for symbol in symbols:

@@ -30,12 +30,12 @@ from typing import Any
 
 import tvm
 from tvm import relax, tirx
-from tvm_ffi import structural_walk
 
 from ...artifact.commands import READ, READ_WRITE, WRITE, SingleCall
 from ...target.vdevice import vdevices_of
 from ...tir.core.raw_kernel import RawSignature, raw_kernel
 from ...tir.core.ties import Tie
+from ...tir.core.walks import nodes
 from ..dispatch.bind_targets import bind_targets
 from ..dispatch.form_dispatches import is_formed
 from ..ir.blocks import Block, Rewrite, rewrite_function, same_shape, with_root_blocks, without_unused
@@ -478,11 +478,5 @@ def _is_view(value: relax.Expr) -> bool:
 
 def _referenced_names(functions: Iterable[tvm.ir.BaseFunc]) -> set[str]:
     """The names that functions refer to: by global variable, or by string, as PrimFuncs may."""
-    names: set[str] = set()
-    visitors = [
-        (tvm.ir.GlobalVar, lambda gv: names.add(gv.name_hint)),
-        (tvm.ir.StringImm, lambda text: names.add(text.value)),
-    ]
-    for func in functions:
-        structural_walk(func.body, visitors)
-    return names
+    occurring = [node for func in functions for node in nodes(func.body, tvm.ir.GlobalVar, tvm.ir.StringImm)]
+    return {node.name_hint if isinstance(node, tvm.ir.GlobalVar) else node.value for node in occurring}

@@ -37,7 +37,6 @@ import numpy as np
 import tvm
 from tvm import relax, tirx
 from tvm.tirx.buffer import is_buffer_var
-from tvm_ffi import structural_walk
 
 from ...artifact.commands import (
     ARENA,
@@ -79,7 +78,7 @@ from ..ir.blocks import renamed
 from ..ir.declare import declare_pass
 from ..ir.module_attrs import COMMANDS, KERNEL, is_lowered
 from ..ir.op_names import CALL_TIR, CALL_TIR_INPLACE
-from ..ir.rewriting import copy_module, fresh_global_var, map_bindings, op_name, relax_functions, typed
+from ..ir.rewriting import copy_module, fresh_global_var, global_vars_in, map_bindings, op_name, relax_functions, typed
 from .region_attrs import regions_of, with_region
 
 _MAX_ROUNDS = 8
@@ -192,9 +191,7 @@ class _Writer:
 
     def without_unused_kernels(self) -> dict[tvm.ir.GlobalVar, tvm.ir.BaseFunc]:
         """The functions without kernels and variants of kernels that nothing calls."""
-        called: set[str] = set()
-        for func in self.functions.values():
-            structural_walk(func.body, (tvm.ir.GlobalVar, lambda gv: called.add(gv.name_hint)))
+        called = {gv.name_hint for func in self.functions.values() for gv in global_vars_in(func.body)}
         kernels = {gv.name_hint for gv in (*self._kernels.values(), *self._variants.values())}
         return {gv: f for gv, f in self.functions.items() if gv.name_hint not in kernels - called}
 

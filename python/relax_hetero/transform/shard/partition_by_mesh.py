@@ -51,7 +51,6 @@ import numpy as np
 import tvm
 from tvm import relax
 from tvm.relax.distributed import DTensorType
-from tvm_ffi import structural_map
 
 from ...display.text import plural
 from ...errors import PlacementError
@@ -60,6 +59,7 @@ from ...op.sharding import SHARD, split_axes
 from ...op.traits import traits_of
 from ...target.mesh import Mesh, mesh_of
 from ...target.vdevice import device_name, vdevice_index, vdevices_of
+from ...tir.core.walks import replaced
 from ..ir.blocks import renamed, shape_of, used_vars
 from ..ir.declare import declare_pass
 from ..ir.op_names import HINT, TRANSFER
@@ -143,7 +143,7 @@ def partition_by_mesh(mod: tvm.IRModule, by_cost: bool = True) -> tvm.IRModule:
     for gv, func in mod.functions.items():
         func = partitions.get(gv, func)
         if gv in partitions and callees_of(func, recursive):
-            func = structural_map(func, (tvm.ir.GlobalVar, lambda each: names.get(each, each)))
+            func = replaced(func, names, tvm.ir.GlobalVar)
         functions[names.get(gv, gv)] = func
     return with_remarks(copy_module(mod, {**functions, **kernels}), shardings=reasons or None)
 
