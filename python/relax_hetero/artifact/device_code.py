@@ -23,10 +23,6 @@ class KernelLaunch:
     params: tuple[str, ...]
     axes: tuple[str, ...]
 
-    def __post_init__(self) -> None:
-        for name in ("params", "axes"):  # JSON has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
 
 @dataclass(frozen=True)
 class LaunchSequence:
@@ -46,10 +42,6 @@ class LaunchSequence:
     name: str
     constants: tuple[float, ...]
     launches: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "constants", tuple(self.constants))
-        object.__setattr__(self, "launches", tuple(map(tuple, self.launches)))
 
 
 @dataclass(frozen=True)
@@ -75,11 +67,6 @@ class DeviceCode:
     text: str
     kernels: tuple[KernelLaunch, ...]
     sequences: tuple[LaunchSequence, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, kind in (("kernels", KernelLaunch), ("sequences", LaunchSequence)):  # JSON has dicts
-            entries = (kind(**entry) if isinstance(entry, dict) else entry for entry in getattr(self, name))
-            object.__setattr__(self, name, tuple(entries))
 
     def function_name(self, name: str) -> str:
         """The name of the global function that launches a kernel, or a sequence."""

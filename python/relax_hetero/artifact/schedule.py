@@ -7,7 +7,7 @@ values that it reads are ready.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 Results: TypeAlias = "int | tuple[Results, ...]"
@@ -50,10 +50,6 @@ class Step:
     takes_constants: bool = False
     calls: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for name in ("reads", "makes", "sizes", "other_devices", "calls"):  # JSON has lists
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
     @property
     def is_transfer(self) -> bool:
         """True for a transfer of a value to another device."""
@@ -88,6 +84,9 @@ class Schedule:
     values: int
     steps: tuple[Step, ...]
     results: Results
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "results", _tuples(self.results))  # JSON has lists
 
     def with_takers(self, takers: set[str]) -> Schedule:
         """The schedule with `takes_constants` set.
@@ -142,22 +141,6 @@ class Schedule:
             predecessors.append(bits)
             maker.update(dict.fromkeys(step.makes, index))
         return predecessors
-
-    def to_json(self) -> dict[str, Any]:
-        """The schedule as JSON data."""
-        return asdict(self)
-
-    @staticmethod
-    def from_json(data: dict[str, Any]) -> Schedule:
-        """The inverse of `to_json`; raises KeyError or TypeError for anything else.
-
-        Parameters
-        ----------
-        data : dict of str to object
-            JSON object.
-        """
-        steps = tuple(Step(**step) for step in data["steps"])
-        return Schedule(**{**data, "steps": steps, "results": _tuples(data["results"])})
 
 
 def _tuples(results: Any) -> Results:

@@ -50,10 +50,10 @@ from ...artifact.commands import (
     Reference,
     RegionSpec,
     SlotSpec,
-    kernel_from_json,
 )
 from ...artifact.dims import parse_dim
 from ...artifact.graph_layout import ENTRIES, RING_ROWS, TABLE, Layout
+from ...artifact.typed_data import from_data
 from ...target.backend import backend_of
 from ...target.gpu_target import gpu_target_of
 from ...target.vdevice import vdevices_of
@@ -143,7 +143,7 @@ class _Writer:
         self._specs: dict[str, KernelSpec] = {}
         for gv, func in mod.functions.items():
             if KERNEL in func.attrs:
-                spec = kernel_from_json(json.loads(str(func.attrs[KERNEL])))
+                spec = from_data(KernelSpec, json.loads(str(func.attrs[KERNEL])))
                 self._kernels[spec.name], self._specs[spec.name] = gv, spec
         self._variants: dict[tuple[Any, ...], tvm.ir.GlobalVar] = {}
 
