@@ -170,8 +170,7 @@ class RoutingTensors:
 
 def routing_kernel(problem: RoutingProblem) -> tirx.PrimFunc:
     """The kernel of CPUs, with the attribute `ROUTING`, by which GPUs get one of their own."""
-    function = Function("routing")
-    with function:
+    with Function("routing") as function:
         tensors = RoutingTensors(function, problem)
         with function.body():
             tensors.open()

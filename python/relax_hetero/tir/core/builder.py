@@ -68,6 +68,10 @@ class Function:
         """The variable of a symbolic extent, int64; the same one for the same name."""
         return self._symbols.setdefault(name, tirx.Var(name, "int64"))
 
+    def size(self, dim: Dim) -> Expr:
+        """An extent of a problem, an int if static."""
+        return self.symbol(dim) if isinstance(dim, str) else dim
+
     def extent(self, dim: Dim) -> Expr:
         """An extent of a problem as an int64 expression."""
         return self.symbol(dim) if isinstance(dim, str) else tirx.IntImm("int64", dim)

@@ -78,8 +78,7 @@ def elementwise_kernel(problem: ElementwiseProblem, cpu: CpuTarget) -> tirx.Prim
     EncodingError
         If the layout of a packed operand differs from the result's; see also `emit`.
     """
-    function = Function("elementwise")
-    with function:
+    with Function("elementwise") as function:
         storages = ElementwiseStorages(function, problem)
         with function.body():
             for storage in (*storages.operands, storages.result):
