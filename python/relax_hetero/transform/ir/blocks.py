@@ -14,7 +14,17 @@ from tvm import relax, s_tir, tirx
 from ...tir.core.raw_kernel import in_root_block
 from ...tir.core.walks import replaced
 from .op_names import IN_PLACE
-from .rewriting import copy_module, map_nested, op_name, relax_functions, typed, with_body, with_functions
+from .rewriting import (
+    calls_pure_op,
+    copy_module,
+    map_nested,
+    op_name,
+    rebound,
+    relax_functions,
+    typed,
+    with_body,
+    with_functions,
+)
 
 
 @dataclass
@@ -269,9 +279,7 @@ def renamed(binding: relax.Binding, names: dict[relax.Var, relax.Expr]) -> relax
         new = relax.Call(op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
     else:
         new = replaced(value, names)
-    if isinstance(binding, relax.MatchCast):
-        return relax.MatchCast(binding.var, new, binding.ty, binding.span)
-    return relax.VarBinding(binding.var, new, binding.span)
+    return rebound(binding, binding.var, new)
 
 
 # Splitting a block, so that some bindings are outside of dataflow, with variables that other blocks may use.
@@ -284,18 +292,22 @@ def split_block(bindings: list[relax.Binding], cut: set[relax.Var], is_dataflow:
     """
     groups: list[tuple[bool, list[relax.Binding]]] = []
     for binding in bindings:
-        inside = binding.var not in cut and (is_dataflow or _may_be_dataflow(binding))
+        inside = binding.var not in cut and (is_dataflow or is_without_effect(binding))
         if not groups or groups[-1][0] != inside:
             groups.append((inside, []))
         groups[-1][1].append(binding)
     return [(relax.DataflowBlock if inside else relax.BindingBlock)(group) for inside, group in groups]
 
 
-def _may_be_dataflow(binding: relax.Binding) -> bool:
+def is_without_effect(binding: relax.Binding) -> bool:
+    """Return whether a binding only computes its value, so that it may be in dataflow, and move after its operands.
+
+    A match_cast may not move after the uses of its sizes.
+    """
     value = binding.value
     if isinstance(value, (relax.If, relax.Function)) or op_name(value) in IN_PLACE:
         return False
-    return not isinstance(value, relax.Call) or (isinstance(value.op, tvm.ir.Op) and bool(value.op.get_attr("FPurity")))
+    return not isinstance(value, relax.Call) or calls_pure_op(value)
 
 
 def with_split_blocks(expr: relax.Expr, cut: set[relax.Var]) -> relax.Expr:
@@ -326,15 +338,10 @@ def with_shared_variables(blocks: list[relax.BindingBlock]) -> list[relax.Bindin
                     new.setdefault(var, relax.Var(var.name, var.ty))
     if not new:
         return blocks
-
-    def renamed(binding: relax.Binding) -> relax.Binding:
-        value = replaced(binding.value, new)
-        var = new.get(binding.var, binding.var)
-        if isinstance(binding, relax.MatchCast):
-            return relax.MatchCast(var, value, binding.ty, binding.span)
-        return relax.VarBinding(var, value, binding.span)
-
-    return [type(block)([renamed(binding) for binding in block.bindings], block.span) for block in blocks]
+    return [
+        type(block)([rebound(b, new.get(b.var, b.var), replaced(b.value, new)) for b in block.bindings], block.span)
+        for block in blocks
+    ]
 
 
 def with_root_blocks(mod: tvm.IRModule) -> tvm.IRModule:

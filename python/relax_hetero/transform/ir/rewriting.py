@@ -152,6 +152,19 @@ def map_nested(binding: relax.Binding, change: Callable[[relax.Expr], relax.Expr
     return binding
 
 
+def rebound(binding: relax.Binding, var: relax.Var, value: relax.Expr) -> relax.Binding:
+    """A binding of another variable to another value, with the same check if it is a match_cast."""
+    if isinstance(binding, relax.MatchCast):
+        return relax.MatchCast(var, value, binding.ty, binding.span)
+    return relax.VarBinding(var, value, binding.span)
+
+
+def calls_pure_op(value: relax.Expr) -> bool:
+    """Return whether a value is a call of an op that only computes its result."""
+    is_op = isinstance(value, relax.Call) and isinstance(value.op, tvm.ir.Op)
+    return is_op and bool(value.op.get_attr("FPurity"))
+
+
 def typed(expr: relax.Expr, ty: tvm.ir.Type) -> relax.Expr:
     """Set the type of `expr`, which must be new: constructors leave SeqExpr and If without one."""
     relax.expr._update_type(expr, ty)

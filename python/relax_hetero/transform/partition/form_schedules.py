@@ -53,6 +53,7 @@ from ..ir.rewriting import (
     fresh_global_var,
     global_vars_in,
     op_name,
+    rebound,
     relax_functions,
     typed,
     walk_bindings,
@@ -272,10 +273,7 @@ def step_function(
         is_local = is_dataflow and binding.var not in makes
         var = (relax.DataflowVar if is_local else relax.Var)(binding.var.name, binding.var.ty)
         names[binding.var] = var
-        if isinstance(copy, relax.MatchCast):
-            copies.append(relax.MatchCast(var, copy.value, copy.ty, binding.span))
-        else:
-            copies.append(relax.VarBinding(var, copy.value, binding.span))
+        copies.append(rebound(binding, var, copy.value))
     results = [names[var] for var in makes]
     value = results[0] if len(results) == 1 else relax.Tuple(results)
     block = (relax.DataflowBlock if is_dataflow else relax.BindingBlock)(copies)

@@ -65,9 +65,11 @@ from ..ir.declare import declare_pass
 from ..ir.op_names import HINT, TRANSFER
 from ..ir.remarks import with_remarks
 from ..ir.rewriting import (
+    calls_pure_op,
     copy_module,
     is_tensor_constant,
     op_name,
+    rebound,
     relax_functions,
     tensor_types,
     typed,
@@ -229,15 +231,15 @@ class _FunctionPartition:
                 self._add_match_cast(binding)
             else:
                 self._add(binding.var, binding.value)
-            if binding.var in self._outputs and not self._is_split_output(binding.var):
+            if binding.var in self._outputs and self._split_names.keys().isdisjoint(self._names_of_output(binding.var)):
                 self._whole(binding.var)
         params = [local for param in self._func.params for local in self._params[param]]
         names = dict(zip(self._func.params, self._params.values(), strict=True))
         result, output_names = self._result()
         bindings = self._exchanges.lowered(set(leaves(result)))
         outputs = {var: relax.Var(var.name, var.ty) for var in leaves(result) if isinstance(var, relax.DataflowVar)}
-        bindings = [_with_var(renamed(binding, outputs), outputs) for binding in bindings]
-        result = _replaced(result, outputs)
+        bindings = [rebound(b, outputs.get(b.var, b.var), renamed(b, outputs).value) for b in bindings]
+        result = replaced(result, outputs)
         block = (relax.DataflowBlock if self._bindings.is_dataflow else relax.BindingBlock)(bindings)
         body = typed(relax.SeqExpr([block], result), result.ty)
         attrs = {key: value for key, value in dict(self._func.attrs or {}).items() if key != SPLIT_PARAMETERS}
@@ -284,9 +286,6 @@ class _FunctionPartition:
             if param in used_vars(binding.value) and (mesh := self._annotated(binding.var.ty)) is not None:
                 return mesh
         return _FIRST
-
-    def _is_split_output(self, var: relax.Var) -> bool:
-        return any(name in self._split_names for name in self._names_of_output(var))
 
     def _splits_of_output(self, var: relax.Var) -> set[tuple[int, int]]:
         """Axes of the mesh, and of a result, along which the caller takes parts."""
@@ -825,9 +824,9 @@ class _FunctionPartition:
 
 
 def _is_pure(call: relax.Call) -> bool:
-    """Return whether a call only computes its result."""
+    """Return whether a call of an op, or of a function, only computes its result."""
     if isinstance(call.op, tvm.ir.Op):
-        return bool(call.op.get_attr("FPurity"))
+        return calls_pure_op(call)
     return isinstance(call.op.ty, relax.FuncType) and bool(call.op.ty.purity)
 
 
@@ -846,18 +845,3 @@ def _text(shardings: Shardings) -> str:
 def _extents(ty: tvm.ir.Type) -> list[Any] | None:
     has_shape = isinstance(ty, relax.TensorType) and isinstance(ty.shape, relax.ShapeExpr)
     return list(ty.shape.values) if has_shape else None
-
-
-def _with_var(binding: relax.Binding, names: dict[relax.Var, relax.Var]) -> relax.Binding:
-    """The binding of another variable, if there is one."""
-    if binding.var not in names:
-        return binding
-    if isinstance(binding, relax.MatchCast):
-        return relax.MatchCast(names[binding.var], binding.value, binding.ty)
-    return relax.VarBinding(names[binding.var], binding.value)
-
-
-def _replaced(expr: relax.Expr, names: dict[relax.Var, relax.Var]) -> relax.Expr:
-    if isinstance(expr, relax.Tuple):
-        return relax.Tuple([_replaced(field, names) for field in expr.fields])
-    return names.get(expr, expr) if isinstance(expr, relax.Var) else expr
