@@ -24,6 +24,7 @@ from ..ir.rewriting import (
     relax_functions,
     typed,
     walk_bindings,
+    with_args,
     with_functions,
 )
 from . import formula_kernels, narrow_types, numpy_kernels, sort_kernels
@@ -137,7 +138,7 @@ def _simplified(mod: tvm.IRModule) -> tvm.IRModule:
         args = [_literal_shape(arg) for arg in value.args]
         if all(new is old for new, old in zip(args, value.args, strict=True)):
             return binding
-        call = relax.Call(value.op, args, value.attrs, value.ty_args, value.span, ret_ty=value.ty)
+        call = typed(with_args(value, args), value.ty)
         return relax.VarBinding(binding.var, call, binding.span)
 
     return relax.transform.CanonicalizeBindings()(

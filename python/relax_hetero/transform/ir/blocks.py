@@ -85,14 +85,39 @@ class Emitter:
 
     def emit(self, value: relax.Expr, ty: tvm.ir.Type, name: str) -> relax.Var:
         """Bind `value`, which has no type yet, to a new variable."""
-        value = typed(value, ty)
-        var = (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
-        self.bind(var, value)
+        var = self.new_var(name, ty)
+        self.emit_as(var, value)
         return var
+
+    def emit_as(self, var: relax.Var, value: relax.Expr) -> None:
+        """Bind `value`, which has no type yet, to a variable that exists already, and has its type."""
+        self.bind(var, typed(value, var.ty))
 
     def bind(self, var: relax.Var, value: relax.Expr) -> None:
         """Bind `value` to a variable that exists already."""
         self.bindings.append(relax.VarBinding(var, value))
+
+    def new_var(self, name: str, ty: tvm.ir.Type) -> relax.Var:
+        """Make a variable for a binding of the block."""
+        return (relax.DataflowVar if self.is_dataflow else relax.Var)(name, ty)
+
+    def reshape(self, x: relax.Expr, shape: Sequence[Any], name: str) -> relax.Var:
+        """Reshape `x`."""
+        return self.emit(relax.op.reshape(x, list(shape)), tensor_type(shape, str(x.ty.dtype), x.ty), name)
+
+    def permuted(self, x: relax.Expr, axes: Sequence[int], name: str) -> relax.Expr:
+        """`x` with its dimensions permuted; `x` itself for the identity."""
+        if list(axes) == sorted(axes):
+            return x
+        shape = shape_of(x) or []
+        ty = tensor_type([shape[axis] for axis in axes], str(x.ty.dtype), x.ty)
+        return self.emit(relax.op.permute_dims(x, list(axes)), ty, name)
+
+    def cast(self, x: relax.Expr, dtype: str, name: str) -> relax.Expr:
+        """`x` cast to a type; `x` itself if it has the type."""
+        if str(x.ty.dtype) == dtype:
+            return x
+        return self.emit(relax.op.astype(x, dtype), tensor_type(shape_of(x) or [], dtype, x.ty), name)
 
 
 class Spanning(Protocol):

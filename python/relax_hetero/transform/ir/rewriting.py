@@ -6,7 +6,7 @@ device of n-ary ops. These walks rebuild only the expressions that change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -223,11 +223,14 @@ def with_vdevice(ty: relax.TensorType, vdevice: relax.VDevice | None) -> relax.T
     return relax.TensorType(ty.shape, ty.dtype, vdevice, ndim, ty.span)
 
 
-def with_fields(attrs: tvm.ir.Attrs, **fields: Any) -> tvm.ir.Attrs:
-    """The attributes of an op with some of them replaced."""
-    info = type(attrs).__tvm_ffi_type_info__
-    values = {field.name: getattr(attrs, field.name) for field in info.fields}
-    return tvm.ir.make_node(info.type_key, **{**values, **fields})
+def with_args(call: relax.Call, args: Sequence[relax.Expr], **attributes: Any) -> relax.Call:
+    """A call of the same op or function with other arguments, and some attributes replaced; it has no type yet."""
+    attrs = call.attrs
+    if attributes:
+        info = type(attrs).__tvm_ffi_type_info__
+        values = {field.name: getattr(attrs, field.name) for field in info.fields}
+        attrs = tvm.ir.make_node(info.type_key, **{**values, **attributes})
+    return relax.Call(call.op, list(args), attrs, call.ty_args, call.span)
 
 
 def handle(obj: Any) -> int:

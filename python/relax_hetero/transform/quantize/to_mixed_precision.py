@@ -82,6 +82,7 @@ from ..ir.rewriting import (
     tensor_types,
     typed,
     walk_bindings,
+    with_args,
     with_body,
     with_functions,
 )
@@ -594,7 +595,7 @@ class _Writer:
         var, value = binding.var, binding.value
         if isinstance(value, relax.Call):
             args = [self._narrow(arg) if is_wide(arg.ty) else arg for arg in value.args]
-            value = relax.Call(value.op, args, value.attrs, value.ty_args, value.span)
+            value = with_args(value, args)
         elif isinstance(value, relax.TupleGetItem):
             value = relax.TupleGetItem(self._narrow(value.tuple_value), value.index)
         else:
@@ -647,6 +648,6 @@ class _Writer:
 
     def _emit(self, value: relax.Expr, name: str) -> relax.Var:
         """Bind a value with a type to a new variable."""
-        var = (relax.DataflowVar if self._out.is_dataflow else relax.Var)(name, value.ty)
+        var = self._out.new_var(name, value.ty)
         self._out.bind(var, value)
         return var

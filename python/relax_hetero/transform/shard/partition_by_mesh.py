@@ -75,12 +75,13 @@ from ..ir.rewriting import (
     typed,
     vdevice_in,
     walk_bindings,
+    with_args,
 )
 from .exchanges import Exchanges, MeshValue, whole_on
 from .inlining import callees_of, has_mesh, recursive_functions, with_inlined_calls
 from .local_bindings import LocalBindings, Make, numbered, on_device
 from .local_calls import CallPlan, LocalCall
-from .reader_wishes import ReaderWishes, leaves
+from .preferred_splits import PreferredSplits, leaves
 from .sharding import PARTIAL, Sharding, Shardings, divide, extended, known, local_shape
 from .sharding_costs import Readers, ShardingCosts, Splits, elements_of, nbytes_of, readers_of
 from .sharding_rules import (
@@ -208,7 +209,7 @@ class _FunctionPartition:
             name: Mesh(tuple(each["mesh"]), (len(each["mesh"]),)) for name, each in attributes.items()
         }
         asked = {var: self._splits_of_output(var) for var in self._outputs}
-        self._wishes = ReaderWishes(self._source, asked)
+        self._preferred = PreferredSplits(self._source, asked)
         self._params: dict[relax.Var, list[relax.Var]] = {}
         self._copied: dict[relax.Var, Mesh] = {}  # devices that TVM's inference copied to types after a hint
         types = [each.ty for each in (*func.params, *(binding.var for binding in self._source))]
@@ -413,7 +414,7 @@ class _FunctionPartition:
         ]
         home = self.home_of_results(callee)
         local = self._bindings.new_local(var.name, on_device(var.ty, self._vdevices[home.positions[0]]))
-        self._bindings.add_binding(local, relax.Call(call.op, args, call.attrs, call.ty_args, call.span))
+        self._bindings.add_binding(local, with_args(call, args))
         self._values[var] = MeshValue(home, [whole_on(home) for _ in tensor_types(var.ty)], [local])
 
     def _argument(self, arg: relax.Expr, home: Mesh) -> relax.Expr:
@@ -519,10 +520,10 @@ class _FunctionPartition:
         states = [self._shardings_of(tensor, mesh) for tensor in tensors]
         operands: list[Shardings] = [()] * len(tensors)
         outputs: list[Shardings] = [()] * len(results)
-        segments, factor = self._wishes.segments.get(var, ()), 1.0
+        segments, factor = self._preferred.segments.get(var, ()), 1.0
         for count in mesh.shape:
             described = self._described(tensors, local.shapes, states, operands, mesh)
-            op = OpCall(local.call, described, count, results, segments, var in self._wishes.read_by_products)  # type: ignore[arg-type]
+            op = OpCall(local.call, described, count, results, segments, var in self._preferred.read_by_products)  # type: ignore[arg-type]
             plan = plan_op(self._with_costs(op, var, mesh, operands))
             operands = extended(operands, plan.operands)
             outputs = extended(outputs, plan.results)
@@ -565,7 +566,7 @@ class _FunctionPartition:
             operand_bytes += share * (nbytes_of(ty) if stored is None else stored)
         record, earlier = partial(self._record, str(var.name)), math.prod(mesh.shape[:axis])
         splits = Splits(self._costs, self._readers, var, op.call, operand_bytes, group, earlier, record)
-        is_asked = (axis, columns_axis(op.call)) in self._wishes.asked.get(var, ())
+        is_asked = (axis, columns_axis(op.call)) in self._preferred.asked.get(var, ())
 
         def pays(sharding: Sharding, estimate: Callable[[], bool]) -> bool:
             shardings = (*operands[-1], sharding)
@@ -789,7 +790,7 @@ class _FunctionPartition:
                 return relax.Tuple([of(field) for field in self._tuples[arg]])
             return rest.pop(0) if is_tensor_constant(arg) or isinstance(arg, relax.Var) else arg
 
-        return relax.Call(call.op, [of(arg) for arg in call.args], call.attrs, call.ty_args, call.span)
+        return with_args(call, [of(arg) for arg in call.args])
 
     def _get_plain(self, leaf: relax.Expr) -> relax.Expr:
         """A shape or a number, which every device may use."""

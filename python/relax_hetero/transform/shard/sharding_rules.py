@@ -22,10 +22,11 @@ import tvm
 from tvm import relax, tirx
 
 from ...encoding.block_formats import block_format
-from ...op.cached_attention import CACHED_ATTENTION, cached_attention, optional_operands
-from ...op.quantized_matmul import DEQUANTIZE_BLOCKS, dequantize_blocks
+from ...op.cached_attention import CACHED_ATTENTION, optional_operands
+from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...op.traits import ELEMENTWISE, TRAITS, traits_of
 from ..ir.axes import dimension_groups, permutation
+from ..ir.rewriting import with_args
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 
 Local = Callable[[Sequence[relax.Expr], int], relax.Expr]
@@ -315,23 +316,7 @@ def _conv(op: OpCall) -> OpPlan | None:
         return None
     if state.axis != channel or state.segments or groups % op.count or not w.can(outputs):
         return None
-
-    def of_groups(args: Sequence[relax.Expr], count: int) -> relax.Expr:
-        fields = ("strides", "padding", "dilation")
-        options = {name: [int(number) for number in getattr(attrs, name)] for name in fields}
-        dtype = str(attrs.out_dtype) if attrs.out_dtype else ""
-        convolution = getattr(relax.op.nn, op.call.op.name.rpartition(".")[2])
-        return convolution(
-            *args,
-            **options,
-            groups=groups // count,
-            data_layout=layout,
-            kernel_layout=kernel,
-            out_layout=out_layout,
-            out_dtype=dtype or None,
-        )
-
-    return OpPlan([state, outputs], [result], of_groups)
+    return OpPlan([state, outputs], [result], lambda args, count: with_args(op.call, args, groups=groups // count))
 
 
 @_of_split
@@ -480,20 +465,7 @@ def _cached_attention(op: OpCall) -> OpPlan | None:
     operands += [Sharding(0) if name == "sinks" else REPLICATED for name in optional_operands(attrs)]
 
     def of_heads(args: Sequence[relax.Expr], count: int) -> relax.Expr:
-        names = ("size", "window", "shared_values")
-        return cached_attention(
-            *args,
-            heads=heads // count,
-            kv_heads=kv_heads // count,
-            scale=float(attrs.scale),
-            softcap=float(attrs.softcap),
-            rotary=str(attrs.rotary),
-            norms=str(attrs.norms),
-            eps=float(attrs.eps),
-            rows=str(attrs.rows),
-            sinks=bool(attrs.sinks),
-            **{name: int(getattr(attrs, name)) for name in names},
-        )
+        return with_args(op.call, args, heads=heads // count, kv_heads=kv_heads // count)
 
     return OpPlan(operands, [Sharding(1), Sharding(1)], of_heads)
 
@@ -573,19 +545,7 @@ def _dequantized(
         return None
     if any(int(shape[1]) % count for shape in shapes):
         return None
-
-    def of_depth(args: Sequence[relax.Expr], count: int) -> relax.Expr:
-        return dequantize_blocks(
-            *args,
-            depth=depth // count,
-            block=block,
-            bits=int(attrs.bits),
-            format=form,
-            activation_bits=int(attrs.activation_bits),
-            rows=str(attrs.rows),
-        )
-
-    return [Sharding(1)] * len(shapes), of_depth
+    return [Sharding(1)] * len(shapes), lambda args, count: with_args(call, args, depth=depth // count)
 
 
 REDUCTIONS = tuple(name for name, traits in TRAITS.items() if traits.kind == "reduction")

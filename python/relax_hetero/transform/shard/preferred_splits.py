@@ -1,4 +1,4 @@
-"""`ReaderWishes`: splits of a function's values that would serve their readers, from the last binding to the first."""
+"""`PreferredSplits`: splits of a function's values that serve their readers, from the last binding to the first."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .sharding import known
 from .sharding_rules import PRODUCTS, consecutive, last_axis_slice, passes_on, segments_of_operand
 
 
-class ReaderWishes:
-    """Wishes of the readers of each value.
+class PreferredSplits:
+    """Splits of each value that its readers ask for, or are faster with.
 
     Parameters
     ----------
