@@ -10,6 +10,8 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
+from .typed_data import fields_data, fields_from_data
+
 Results: TypeAlias = "int | tuple[Results, ...]"
 """The number of a value, or a nested tuple of numbers."""
 
@@ -141,6 +143,23 @@ class Schedule:
             predecessors.append(bits)
             maker.update(dict.fromkeys(step.makes, index))
         return predecessors
+
+    def to_json(self) -> dict[str, Any]:
+        """The schedule as JSON data."""
+        data: dict[str, Any] = fields_data(self)
+        return data
+
+    @staticmethod
+    def from_json(data: dict[str, Any]) -> Schedule:
+        """The inverse of `to_json`; raises KeyError or TypeError for anything else.
+
+        Parameters
+        ----------
+        data : dict of str to object
+            JSON object.
+        """
+        schedule: Schedule = fields_from_data(Schedule, data)
+        return schedule
 
 
 def _tuples(results: Any) -> Results:
