@@ -150,8 +150,9 @@ def words_of(command, folder):
     if ".gguf" in command:
         from llm.gguf_files import MODELS, write_gguf
 
-        write_gguf(folder / "MODEL.gguf", MODELS["llama"], "Q8_0", chat_template="{{ messages[-1].content }}")
-        shutil.copy(folder / "MODEL.gguf", folder / "model.gguf")
+        sizes = MODELS["qwen3moe" if "_exps" in command else "llama"]
+        for name in {word for word in words if word.endswith(".gguf")}:
+            write_gguf(folder / name, sizes, "Q8_0", chat_template="{{ messages[-1].content }}")
     (folder / "faq.txt").write_text("a question\nanother one\n")
     if words[0] == "relax-hetero":
         return ["-m", "relax_hetero", *words[1:]]

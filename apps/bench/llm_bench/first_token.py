@@ -1,40 +1,43 @@
 """Seconds until the first token of a model in a new process: with an empty compile cache, again, with another context.
 
-Usage: ``python first_token.py MODEL [--vdevice cuda]``. Seconds of the CPUs are those of this process until then, which
-other work on the computer changes less.
+Seconds of the CPUs are those of this process until then, which other work on the computer changes less.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from pathlib import Path
 
-RUNS = (("empty cache", 4096), ("again", 4096), ("another context", 2048))
+import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from smoke import smoke  # noqa: E402
 
 
-def main() -> None:
+@click.command(help=__doc__)
+@click.argument("model")
+@click.option("--vdevice", multiple=True)
+@click.option("--contexts", default="4096,2048", show_default=True, help="Of the first two processes, and the third.")
+@click.option("--only", type=int, hidden=True, help="Load the model in this process, with this context.")
+@smoke(contexts="128,64")
+def main(model: str, vdevice: tuple[str, ...], contexts: str, only: int | None) -> None:
     """Run each case in a process of its own."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model")
-    parser.add_argument("--vdevice", action="append", default=[])
-    parser.add_argument("--context", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.context is not None:
-        measure(options.model, options.vdevice or None, options.context)
+    if only is not None:
+        _measure(model, list(vdevice) or None, only)
         return
+    first, other = contexts.split(",")
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "RELAX_HETERO_CACHE": folder}
-        for name, context in RUNS:
+        for name, context in (("empty cache", first), ("again", first), ("another context", other)):
             print(f"{name:16}", end="", flush=True)
-            arguments = [*sys.argv, "--context", str(context)]
-            subprocess.run([sys.executable, *arguments], env=environment, check=True)
+            subprocess.run([sys.executable, *sys.argv, "--only", context], env=environment, check=True)
 
 
-def measure(path: str, vdevices: list[str] | None, context: int) -> None:
+def _measure(path: str, vdevices: list[str] | None, context: int) -> None:
     """Load a model, and generate one token; then wait, so that the next process finds all functions."""
     start = time.perf_counter()
     import relax_hetero as rh

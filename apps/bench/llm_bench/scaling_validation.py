@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import tvm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -68,6 +69,8 @@ class Case:
 def cases(devices: int, is_gpu: bool) -> Iterator[Case]:
     """Arrangements of at most so many devices."""
     yield Case()
+    if devices == 1:
+        return
     yield Case(tensor=devices)
     yield Case(stages=devices)
     yield Case(replicas=devices)
@@ -105,6 +108,9 @@ def main(
     random_gguf.RANDOM_ROWS = 1021
     is_gpu, counts = vdevice != "llvm", tuple(map(int, batches.split(",")))
     device: Any = vdevice if is_gpu else {"kind": vdevice, "num-cores": 1}
+    if is_gpu and (there := sum(tvm.device(vdevice, number).exist for number in range(devices))) < devices:
+        print(f"{there} of {devices} GPUs are there: arrangements of more are left out", flush=True)
+        devices = max(1, there)
     checks: list[Check] = []
     with tempfile.TemporaryDirectory() as folder:
         path = write_gguf(Path(folder, "model.gguf"), replace(SHAPES[shape], layers=layers), kind, 0)
