@@ -85,10 +85,12 @@ def _union_reader(options: list[Any]) -> Callable[[Any], Any]:
 
 
 def fields_from_data(cls: Any, data: Any) -> Any:
-    """A dataclass, the inverse of `fields_data`."""
+    """A dataclass, the inverse of `fields_data`; KeyError for a missing field."""
     readers = _field_readers(cls)
     if getattr(cls, "IS_ROW", False):
         return cls(*(read(value) for read, value in zip(readers.values(), data, strict=True)))
+    if missing := _required_fields(cls) - data.keys():
+        raise KeyError(min(missing))
     return cls(**{name: readers[name](value) for name, value in data.items()})
 
 
@@ -96,6 +98,12 @@ def fields_from_data(cls: Any, data: Any) -> Any:
 def _field_readers(cls: Any) -> dict[str, Callable[[Any], Any]]:
     hints = typing.get_type_hints(cls)
     return {field.name: _reader_of(hints[field.name]) for field in dataclasses.fields(cls) if field.init}
+
+
+@functools.cache
+def _required_fields(cls: Any) -> frozenset[str]:
+    fields = (field for field in dataclasses.fields(cls) if field.init)
+    return frozenset(field.name for field in fields if field.default is field.default_factory is dataclasses.MISSING)
 
 
 def check_types(value: Any) -> None:
