@@ -217,6 +217,14 @@ def op_name(value: relax.Expr) -> str | None:
     return None
 
 
+def integers_of(expr: relax.Expr) -> list[int] | None:
+    """The integers of a tuple or a shape; None for other expressions, or if any is symbolic."""
+    if not isinstance(expr, (relax.Tuple, relax.ShapeExpr)):
+        return None
+    values = expr.fields if isinstance(expr, relax.Tuple) else expr.values
+    return [int(value) for value in values] if all(isinstance(value, tirx.IntImm) for value in values) else None
+
+
 def with_vdevice(ty: relax.TensorType, vdevice: relax.VDevice | None) -> relax.TensorType:
     """A tensor type on another device, or without a device."""
     ndim = -1 if ty.shape is not None else int(ty.ndim)

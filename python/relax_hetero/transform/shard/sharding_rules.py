@@ -26,7 +26,7 @@ from ...op.cached_attention import CACHED_ATTENTION, optional_operands
 from ...op.quantized_matmul import DEQUANTIZE_BLOCKS
 from ...op.traits import ELEMENTWISE, TRAITS, traits_of
 from ..ir.axes import dimension_groups, permutation
-from ..ir.rewriting import with_args
+from ..ir.rewriting import integers_of, with_args
 from .sharding import PARTIAL, REPLICATED, Sharding, known
 
 Local = Callable[[Sequence[relax.Expr], int], relax.Expr]
@@ -393,7 +393,7 @@ def _strided_slice(op: OpCall) -> OpPlan | None:
     state, call, rank = op.operands[0].sharding, op.call, len(op.operands[0].shape)
     if state is None or state.axis is None:
         return _of_sum(op)
-    numbers = [_numbers(arg) for arg in call.args[1:]]
+    numbers = [integers_of(arg) for arg in call.args[1:]]
     if any(each is None for each in numbers):
         return None
     axes = [axis % rank for axis in numbers[0] or ()]
@@ -431,7 +431,7 @@ def last_axis_slice(call: relax.Call) -> tuple[int, int] | None:
     if not isinstance(call.op, tvm.ir.Op) or call.op.name != "relax.strided_slice":
         return None
     shape = call.args[0].ty.shape
-    numbers = [_numbers(arg) for arg in call.args[1:]]
+    numbers = [integers_of(arg) for arg in call.args[1:]]
     if not isinstance(shape, relax.ShapeExpr) or any(each is None or len(each) != 1 for each in numbers):
         return None
     (axis,), (begin,), (end,) = numbers[0] or (0,), numbers[1] or (0,), numbers[2] or (0,)
@@ -445,13 +445,6 @@ def consecutive(pieces: Mapping[int, int], extent: int | None) -> tuple[int, ...
     ends = [*begins[1:], extent]
     is_whole = len(begins) > 1 and begins[0] == 0 and all(pieces[a] == b for a, b in zip(begins, ends, strict=True))
     return tuple(pieces[begin] - begin for begin in begins) if is_whole else ()
-
-
-def _numbers(expr: relax.Expr) -> list[int] | None:
-    """Integers of a tuple of constants; None for others."""
-    fields = list(expr.fields) if isinstance(expr, relax.Tuple) else None
-    values: list[Any] = [getattr(field, "value", None) for field in fields or ()]
-    return None if fields is None or None in values else [int(value) for value in values]
 
 
 def _cached_attention(op: OpCall) -> OpPlan | None:
